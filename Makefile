@@ -1,0 +1,67 @@
+# Everything a contributor runs. A bare machine needs Python 3.11 or newer and make; the rest goes into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+SOAK_ARGS ?=
+
+BIN := $(VENV)/bin
+DEV := $(VENV)/.installed-dev
+DEMO := $(VENV)/.installed-demo
+
+# Only when given: an empty DATABASE_URL is not the same as none.
+ifdef DATABASE_URL
+export DATABASE_URL
+endif
+
+.PHONY: help deps test soak lint format migrations demo clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make test        run the tests                  PYTEST_ARGS='-k name'"
+	@echo "make soak        run the long tests             SOAK_ARGS='-k name'"
+	@echo "make lint        check style, types, layers and migrations"
+	@echo "make format      format the code"
+	@echo "make demo        run the example project        DATABASE_URL=postgres://...  DEMO_ARGS='--seconds 10'"
+	@echo "make clean       remove the virtual environment and caches"
+
+# The command is a file of the environment, so a half-made one is made again.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(DEV): pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+$(DEMO): pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --editable '.[demo]'
+	@touch $@
+
+deps: $(DEV)
+
+test: $(DEV)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: $(DEV)
+	$(BIN)/python -m pytest -m soak --timeout 3600 $(SOAK_ARGS)
+
+lint: $(DEV)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports
+	$(BIN)/python manage.py makemigrations --check --dry-run
+
+format: $(DEV)
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+migrations: $(DEV)
+	$(BIN)/python manage.py makemigrations sqlsem
+
+demo: $(DEMO)
+	$(BIN)/python manage.py demo $(DEMO_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,29 @@
+"""Named semaphores and mutexes for Django, in the database that the project already has."""
+
+from __future__ import annotations
+
+from django_sqlsem.exceptions import (
+    AcquireTimeoutError,
+    AlreadyHeldError,
+    BackendError,
+    DeadlockError,
+    InvalidSemaphoreBackendError,
+    PermitLostError,
+    SemaphoreError,
+)
+from django_sqlsem.permits import Permit
+from django_sqlsem.semaphores import Semaphore, mutex, semaphore
+
+__all__ = [
+    "AcquireTimeoutError",
+    "AlreadyHeldError",
+    "BackendError",
+    "DeadlockError",
+    "InvalidSemaphoreBackendError",
+    "Permit",
+    "PermitLostError",
+    "Semaphore",
+    "SemaphoreError",
+    "mutex",
+    "semaphore",
+]

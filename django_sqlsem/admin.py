@@ -1,0 +1,254 @@
+"""The admin, for operators: read-only lists of semaphores and slots, and actions that ask first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from django.contrib import admin, messages
+from django.db import connections, transaction
+from django.http import HttpResponseRedirect
+from django.urls import reverse
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
+
+from django_sqlsem import admin_actions, queries
+from django_sqlsem.admin_confirm import DamagedFormError
+from django_sqlsem.admin_display import (
+    EMPTY,
+    STATES,
+    SnapshotChangeList,
+    StateFilter,
+    declared,
+    holder_of,
+    instant,
+    lease_left,
+    program,
+    snapshot_of,
+)
+from django_sqlsem.exceptions import BackendError
+from django_sqlsem.models import SemaphoreRow, SlotRow
+from django_sqlsem.snapshots import SlotState
+
+if TYPE_CHECKING:
+    from django.db.models import QuerySet
+    from django.http import HttpRequest, HttpResponse
+    from django.urls import URLPattern
+
+    ModelAdmin = admin.ModelAdmin
+else:
+
+    class ModelAdmin(admin.ModelAdmin):
+        """Django's class does not take a type parameter when it runs."""
+
+        def __class_getitem__(cls, model: Any) -> Any:
+            return cls
+
+
+class OperatorAdmin(ModelAdmin[Any]):
+    """Shows rows of the locks database as snapshots and changes nothing but through actions."""
+
+    list_per_page = 100
+    show_full_result_count = False
+    list_filter = (StateFilter,)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        """Read from the database that keeps the locks."""
+        return super().get_queryset(request).using(queries.locks_database())
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[SnapshotChangeList]:
+        """Read one snapshot per page, not per row."""
+        return SnapshotChangeList
+
+    def get_urls(self) -> list[URLPattern]:
+        """Keep the requests out of ATOMIC_REQUESTS: an act counts at once, whatever becomes of the request."""
+        urls = super().get_urls()
+        for url in urls:
+            for alias in connections:
+                transaction.non_atomic_requests(using=alias)(url.callback)
+        return urls
+
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """Say it if the locks database fails, or a confirmation comes back damaged."""
+        try:
+            return super().changelist_view(request, extra_context)
+        except BackendError as error:
+            self.message_user(request, str(error), messages.ERROR)
+        except DamagedFormError:
+            self.message_user(request, _("The form came back damaged: nothing was done."), messages.ERROR)
+        return HttpResponseRedirect(reverse("admin:index", current_app=self.admin_site.name))
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Rows are made by acquiring."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Rows are changed by actions only."""
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Idle names are deleted by ``manage.py locks purge --idle``."""
+        return False
+
+    def has_operate_permission(self, request: HttpRequest) -> bool:
+        """Whether the user may revoke and purge."""
+        return request.user.has_perm("sqlsem.operate_semaphorerow")
+
+    def has_configure_permission(self, request: HttpRequest) -> bool:
+        """Whether the user may set slots, pause and resume."""
+        return request.user.has_perm("sqlsem.configure_semaphorerow")
+
+
+@admin.register(SemaphoreRow)
+class SemaphoreAdmin(OperatorAdmin):
+    """Semaphores, with their holders and waiters."""
+
+    list_display = ("name", "kind", "slots", "held", "stale", "waiting", "is_paused", "declared")
+    search_fields = ("name",)
+    ordering = ("name",)
+    actions = (
+        admin_actions.revoke,
+        admin_actions.purge_stale,
+        admin_actions.set_slots,
+        admin_actions.pause,
+        admin_actions.resume,
+    )
+    fields = ("name", "kind", "slots", "declared", "is_paused", "held", "stale", "holders", "waiters")
+    readonly_fields = fields
+
+    @admin.display(description=gettext_lazy("slots"))
+    def slots(self, row: SemaphoreRow) -> int | str:
+        """Return the number that counts."""
+        if row.operator_slots is None:
+            return row.slots
+        return _("%(slots)d (set by an operator)") % {"slots": row.slots}
+
+    @admin.display(description=gettext_lazy("held"))
+    def held(self, row: SemaphoreRow) -> int | str:
+        """Return how many slots are taken by live permits."""
+        snapshot = snapshot_of(row)
+        return snapshot.held if snapshot else EMPTY
+
+    @admin.display(description=gettext_lazy("stale"))
+    def stale(self, row: SemaphoreRow) -> int | str:
+        """Return how many slots belong to holders that seem gone."""
+        snapshot = snapshot_of(row)
+        return snapshot.stale if snapshot else EMPTY
+
+    @admin.display(description=gettext_lazy("waiting"))
+    def waiting(self, row: SemaphoreRow) -> int | str:
+        """Return how many threads and tasks wait."""
+        snapshot = snapshot_of(row)
+        return snapshot.waiting if snapshot else EMPTY
+
+    @admin.display(description=gettext_lazy("paused"))
+    def is_paused(self, row: SemaphoreRow) -> str:
+        """Return whether granting is stopped."""
+        return _("paused") if row.paused else EMPTY
+
+    @admin.display(description=gettext_lazy("declared by the code"))
+    def declared(self, row: SemaphoreRow) -> str:
+        """Return what the code says, and whether processes disagree."""
+        snapshot = snapshot_of(row)
+        return declared(snapshot) if snapshot else EMPTY
+
+    @admin.display(description=gettext_lazy("holders"))
+    def holders(self, row: SemaphoreRow) -> SafeString | str:
+        """Return one line per holder."""
+        snapshot = snapshot_of(row)
+        if not snapshot or not snapshot.holders:
+            return _("Nobody holds it.")
+        return _lines(
+            [
+                _("Slot %(slot)d") % {"slot": holder.slot},
+                STATES[holder.state],
+                program(holder.host, holder.pid, holder.thread),
+                holder.label,
+                holder.user,
+                format_html(_("for {}"), instant(holder.age, holder.acquired_at)),
+                format_html(_("lease: {}"), lease_left(holder)),
+            ]
+            for holder in snapshot.holders
+        )
+
+    @admin.display(description=gettext_lazy("waiters"))
+    def waiters(self, row: SemaphoreRow) -> SafeString | str:
+        """Return one line per waiting process."""
+        snapshot = snapshot_of(row)
+        if not snapshot or not snapshot.waiters:
+            return _("Nobody waits.")
+        return _lines(
+            [
+                program(waiter.host, waiter.pid, waiter.thread),
+                waiter.label,
+                waiter.user,
+                _("%(count)d waiting") % {"count": waiter.waiting},
+                format_html(_("for {}"), instant(waiter.age, waiter.waiting_since)),
+            ]
+            for waiter in snapshot.waiters
+        )
+
+
+def _lines(lines: Any) -> SafeString:
+    items = format_html_join("", "<li>{}</li>", ((_join(line),) for line in lines))
+    return format_html("<ul>{}</ul>", items)
+
+
+def _join(parts: list[Any]) -> SafeString:
+    return format_html_join(", ", "{}", ((part,) for part in parts if part))
+
+
+@admin.register(SlotRow)
+class SlotAdmin(OperatorAdmin):
+    """Slots, with their holders."""
+
+    list_display = ("name", "slot", "state", "holder", "work", "user_name", "age", "lease_left")
+    list_display_links = ("name", "slot")
+    list_select_related = ("semaphore",)
+    search_fields = ("semaphore__name", "host", "label", "user")
+    ordering = ("semaphore__name", "slot")
+    actions = (admin_actions.revoke, admin_actions.purge_stale)
+    fields = (*list_display, "token")
+    readonly_fields = fields
+
+    @admin.display(description=gettext_lazy("name"), ordering="semaphore__name")
+    def name(self, row: SlotRow) -> str:
+        """Return the semaphore's name."""
+        return str(row.semaphore.name)
+
+    @admin.display(description=gettext_lazy("state"))
+    def state(self, row: SlotRow) -> str:
+        """Return whether it is free, held or stale."""
+        holder = holder_of(row)
+        return str(STATES[holder.state if holder else SlotState.FREE])
+
+    @admin.display(description=gettext_lazy("holder"))
+    def holder(self, row: SlotRow) -> str:
+        """Return the program that holds it."""
+        holder = holder_of(row)
+        return program(holder.host, holder.pid, holder.thread) if holder else EMPTY
+
+    @admin.display(description=gettext_lazy("work"))
+    def work(self, row: SlotRow) -> str:
+        """Return the request, task or command that it is held for."""
+        holder = holder_of(row)
+        return (holder.label if holder else "") or EMPTY
+
+    @admin.display(description=gettext_lazy("user"))
+    def user_name(self, row: SlotRow) -> str:
+        """Return the user behind the work."""
+        holder = holder_of(row)
+        return (holder.user if holder else "") or EMPTY
+
+    @admin.display(description=gettext_lazy("age"))
+    def age(self, row: SlotRow) -> str:
+        """Return for how long it has been held."""
+        holder = holder_of(row)
+        return instant(holder.age, holder.acquired_at) if holder else EMPTY
+
+    @admin.display(description=gettext_lazy("lease left"))
+    def lease_left(self, row: SlotRow) -> str:
+        """Return how much of the lease is left."""
+        holder = holder_of(row)
+        return lease_left(holder) if holder else EMPTY

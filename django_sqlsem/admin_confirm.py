@@ -1,0 +1,165 @@
+"""The page between an admin's action and its execution: it names whom the action means, and brings just those back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from django.contrib import messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.template.response import TemplateResponse
+from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
+
+from django_sqlsem import queries
+from django_sqlsem.admin_display import STATES, instant, lease_left, program
+from django_sqlsem.models import SemaphoreRow
+from django_sqlsem.naming import MAX_SLOTS, resource_for, validate_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from django import forms
+    from django.db.models import QuerySet
+    from django.http import HttpRequest, HttpResponse
+
+    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
+
+
+class DamagedFormError(Exception):
+    """The confirmation did not come back as it was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a confirmation page says."""
+
+    action: str
+    title: str
+    question: str
+    confirm: str
+    #: What the confirmation brings back: names, or names with slots and tokens.
+    targets: Sequence[Any]
+    holders: Sequence[HolderSnapshot] = ()
+    #: Holders that are shown but left alone, and why.
+    others: Sequence[HolderSnapshot] = ()
+    others_title: str = ""
+    semaphores: Sequence[SemaphoreSnapshot] = ()
+    form: forms.Form | None = None
+    dangerous: bool = False
+
+
+def confirmation(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any], page: Page) -> HttpResponse:
+    # Any one row makes the list view call the action again; whom it means is said by the targets alone.
+    selected = request.POST.getlist(ACTION_CHECKBOX_NAME)[:1]
+    context = {
+        **model_admin.admin_site.each_context(request),
+        "title": page.title,
+        "opts": model_admin.opts,
+        "page": page,
+        "holders": [_cells(holder) for holder in page.holders],
+        "others": [_cells(holder) for holder in page.others],
+        "targets": json.dumps(page.targets),
+        "selected": selected,
+        "action_checkbox_name": ACTION_CHECKBOX_NAME,
+        "back": request.get_full_path(),
+        "media": model_admin.media,
+    }
+    request.current_app = model_admin.admin_site.name
+    return TemplateResponse(request, "admin/sqlsem/confirm_action.html", context)
+
+
+def _cells(holder: HolderSnapshot) -> list[Any]:
+    return [
+        holder.name,
+        holder.slot,
+        STATES[holder.state],
+        program(holder.host, holder.pid, holder.thread),
+        holder.label,
+        holder.user,
+        instant(holder.age, holder.acquired_at),
+        lease_left(holder),
+    ]
+
+
+def confirmed(request: HttpRequest) -> list[Any] | None:
+    """Return the targets of a confirmed page, or ``None`` if it has not been shown yet."""
+    if "confirmed" not in request.POST:
+        return None
+    try:
+        targets = json.loads(request.POST.get("targets", ""))
+    except ValueError:
+        targets = None
+    if not isinstance(targets, list):
+        raise DamagedFormError
+    return targets
+
+
+def slot_targets(request: HttpRequest) -> list[tuple[str, int, int]] | None:
+    targets = confirmed(request)
+    if targets is None:
+        return None
+    found = []
+    for target in targets:
+        match target:
+            case [str() as name, int() as slot, int() as token] if 1 <= slot <= MAX_SLOTS and 0 <= token < 2**63:
+                found.append((_name(name), slot, token))
+            case _:
+                raise DamagedFormError
+    return found
+
+
+def name_targets(targets: list[Any]) -> list[str]:
+    return [_name(target) for target in targets]
+
+
+def _name(target: object) -> str:
+    try:
+        return validate_name(target)
+    except (TypeError, ValueError):
+        raise DamagedFormError from None
+
+
+def shown(queryset: QuerySet[Any]) -> tuple[list[SemaphoreSnapshot], list[HolderSnapshot]]:
+    """Return the semaphores of the selected rows, and the holders of the selected slots."""
+    if queryset.model is SemaphoreRow:
+        snapshots = queries.by_name(queryset.values_list("name", flat=True))
+        holders = [holder for snapshot in snapshots.values() for holder in snapshot.holders]
+    else:
+        rows = set(queryset.values_list("semaphore__name", "slot"))
+        snapshots = queries.by_name({name for name, _slot in rows})
+        holders = [
+            holder
+            for snapshot in snapshots.values()
+            for holder in snapshot.holders
+            if (holder.name, holder.slot) in rows
+        ]
+    return list(snapshots.values()), holders
+
+
+def targets_of(holders: Iterable[HolderSnapshot]) -> list[tuple[str, int, int]]:
+    return [(holder.name, holder.slot, holder.token) for holder in holders]
+
+
+def log(model_admin: Any, request: HttpRequest, name: str, message: str) -> None:
+    row = SemaphoreRow(key=resource_for(name, "semaphore").key, name=name)
+    model_admin.log_change(request, row, message)
+
+
+def by(request: HttpRequest) -> str:
+    return str(request.user.get_username())
+
+
+def report_changed(model_admin: Any, request: HttpRequest, changed: Sequence[str]) -> None:
+    if changed:
+        text = ngettext(
+            "The holder of %(slots)s has changed since it was shown: nobody there was disturbed.",
+            "The holders of %(slots)s have changed since they were shown: nobody there was disturbed.",
+            len(changed),
+        )
+        model_admin.message_user(request, text % {"slots": ", ".join(changed)}, messages.WARNING)
+
+
+def place(name: str, slot: int) -> str:
+    return _("%(name)s slot %(slot)d") % {"name": name, "slot": slot}

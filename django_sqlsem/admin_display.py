@@ -1,0 +1,132 @@
+"""How snapshots look in the admin: the cells, the filters, and the list that reads them once per page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from django.contrib import admin
+from django.contrib.admin.views.main import ChangeList
+from django.utils.html import format_html
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
+
+from django_sqlsem import queries
+from django_sqlsem.durations import duration
+from django_sqlsem.models import SemaphoreRow, SlotRow
+from django_sqlsem.naming import resource_for
+from django_sqlsem.snapshots import SlotState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from django.db.models import QuerySet
+    from django.http import HttpRequest
+    from django.utils.functional import _StrPromise
+    from django.utils.safestring import SafeString
+
+    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
+
+STATES: Final[dict[SlotState, _StrPromise]] = {
+    SlotState.FREE: gettext_lazy("free"),
+    SlotState.HELD: gettext_lazy("held"),
+    SlotState.STALE: gettext_lazy("stale"),
+}
+#: What stands in a cell that has nothing to say.
+EMPTY: Final = "-"
+
+
+def instant(age: float, at: Any) -> SafeString:
+    """Return how long ago something was, with the exact instant as the tooltip."""
+    return format_html(
+        '<time datetime="{}" title="{} UTC">{}</time>', at.isoformat(), f"{at:%Y-%m-%d %H:%M:%S}", duration(age)
+    )
+
+
+def lease_left(holder: HolderSnapshot) -> SafeString:
+    """Return how much of the lease is left, or how long ago it ran out."""
+    text = duration(holder.lease_left)
+    if holder.expired:
+        text = _("ran out %(age)s ago") % {"age": duration(-holder.lease_left)}
+    at = holder.expires_at
+    return format_html('<time datetime="{}" title="{} UTC">{}</time>', at.isoformat(), f"{at:%Y-%m-%d %H:%M:%S}", text)
+
+
+def declared(snapshot: SemaphoreSnapshot) -> str:
+    """Return what the code says about the slots, and whether processes disagree."""
+    if snapshot.other_declared_slots is None:
+        return str(snapshot.declared_slots)
+    return _("%(one)d, elsewhere %(other)d") % {"one": snapshot.declared_slots, "other": snapshot.other_declared_slots}
+
+
+def program(host: str, pid: int, thread: str) -> str:
+    """Return the program that holds or waits."""
+    return _("%(host)s pid %(pid)d %(thread)s") % {"host": host, "pid": pid, "thread": thread}
+
+
+def attach(rows: Iterable[SemaphoreRow | SlotRow]) -> None:
+    """Give every row the snapshot of its semaphore, as ``sqlsem``, read all at once."""
+    found = list(rows)
+    by_name = queries.by_name({_semaphore(row).name for row in found})
+    for row in found:
+        cast("Any", row).sqlsem = by_name.get(_semaphore(row).name)
+
+
+def snapshot_of(row: SemaphoreRow | SlotRow) -> SemaphoreSnapshot | None:
+    """Return the snapshot of a row's semaphore; ``None`` if it was purged meanwhile."""
+    if not hasattr(row, "sqlsem"):
+        attach([row])
+    return cast("SemaphoreSnapshot | None", cast("Any", row).sqlsem)
+
+
+def holder_of(row: SlotRow) -> HolderSnapshot | None:
+    """Return who holds a slot."""
+    snapshot = snapshot_of(row)
+    holders = snapshot.holders if snapshot else ()
+    return next((holder for holder in holders if holder.slot == row.slot), None)
+
+
+def _semaphore(row: SemaphoreRow | SlotRow) -> SemaphoreRow:
+    return row.semaphore if isinstance(row, SlotRow) else row
+
+
+class SnapshotChangeList(ChangeList):
+    """A list whose rows carry snapshots of one instant."""
+
+    def get_results(self, request: HttpRequest) -> None:
+        """Read the page, and then the snapshots of its semaphores."""
+        super().get_results(request)
+        self.result_list = list(self.result_list)
+        attach(self.result_list)
+
+
+class StateFilter(admin.SimpleListFilter):
+    """Keeps semaphores that have a slot or a waiter in a state, or slots in that state."""
+
+    title = gettext_lazy("state")
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the states."""
+        states = [("held", _("held")), ("stale", _("stale")), ("waiting", _("waited for"))]
+        return [*states, ("paused", _("paused"))] if model_admin.model is SemaphoreRow else states
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Ask the query layer, whose clock is the database's."""
+        state = cast("Any", self.value())
+        if state is None:
+            return queryset
+        found = queries.semaphores(state=state)
+        keys = {snapshot.name: resource_for(snapshot.name, snapshot.kind).key for snapshot in found}
+        if queryset.model is SemaphoreRow:
+            return queryset.filter(pk__in=keys.values())
+        slots = queryset.filter(semaphore__in=keys.values())
+        if state == "waiting":
+            return slots
+        wanted = {
+            (keys[snapshot.name], holder.slot)
+            for snapshot in found
+            for holder in snapshot.holders
+            if (holder.state is SlotState.STALE if state == "stale" else not holder.expired)
+        }
+        taken = slots.filter(expires_us__isnull=False).values_list("pk", "semaphore", "slot")
+        return queryset.filter(pk__in=[pk for pk, key, slot in taken if (key, slot) in wanted])

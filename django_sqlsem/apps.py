@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from django.apps import AppConfig
+from django.utils.translation import gettext_lazy as _
+
+
+class SqlsemConfig(AppConfig):
+    """The app: label ``sqlsem``, which names its tables, permissions and checks."""
+
+    name = "django_sqlsem"
+    label = "sqlsem"
+    verbose_name = _("Locks")
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        """Register the checks and the hooks that tests, forks and exits need."""
+        from django_sqlsem import checks, lifecycle
+
+        checks.register()
+        lifecycle.install()

@@ -1,0 +1,63 @@
+"""Backends by database alias: chosen by the database's vendor, or by ``SQLSEM["BACKEND"]``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from django.core.signals import setting_changed
+from django.db import connections, router
+from django.dispatch import receiver
+from django.utils.module_loading import import_string
+
+from django_sqlsem import testmode
+from django_sqlsem.backends.base import BaseSemaphoreBackend
+from django_sqlsem.conf import config
+from django_sqlsem.exceptions import InvalidSemaphoreBackendError
+
+ROWS = "django_sqlsem.backends.rows.RowsBackend"
+LOCAL = "django_sqlsem.backends.local.LocalBackend"
+
+
+def database_for(using: str | None = None) -> str:
+    """Return the alias of the database that keeps the locks: always one for writing.
+
+    ``using``, else ``SQLSEM["DATABASE"]``, else where the router writes the lock tables.
+    """
+    if using is None:
+        using = config().database
+    if using is None:
+        from django_sqlsem.models import SemaphoreRow
+
+        using = router.db_for_write(SemaphoreRow)
+    return using
+
+
+def get_backend(alias: str) -> BaseSemaphoreBackend:
+    """Return the backend of a database alias.
+
+    Inside ``TestCase``, and on an in-memory SQLite database, that is the process-local one: its locks are as
+    private as the data they guard. Raises ``InvalidSemaphoreBackendError``.
+    """
+    path = config(alias).backend
+    if path is None:
+        connection = connections[alias]
+        in_memory = connection.vendor == "sqlite" and connection.is_in_memory_db()  # type: ignore[attr-defined]
+        path = LOCAL if in_memory or testmode.in_testcase(alias) else ROWS
+    return _backend(path, alias)
+
+
+@functools.cache
+def _backend(path: str, alias: str) -> BaseSemaphoreBackend:
+    try:
+        backend_class: Any = import_string(path)
+    except ImportError as error:
+        raise InvalidSemaphoreBackendError(f"Could not import the semaphore backend {path!r}: {error}") from error
+    backend: BaseSemaphoreBackend = backend_class(alias)
+    return backend
+
+
+@receiver(setting_changed, dispatch_uid="sqlsem_backends")
+def _forget(*, setting: str, **kwargs: Any) -> None:
+    if setting in ("SQLSEM", "DATABASES"):
+        _backend.cache_clear()

@@ -1,0 +1,185 @@
+"""Semaphores inside this one process: for ``TestCase`` and in-memory databases. No threads, connections or leases."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from django.core.exceptions import ImproperlyConfigured
+
+from django_sqlsem import testmode
+from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim, Grant, Held, Place, Renewal, Waited
+from django_sqlsem.exceptions import SemaphoreError
+from django_sqlsem.snapshots import HolderSnapshot, Loss, SemaphoreSnapshot, SlotState
+
+if TYPE_CHECKING:
+    from django_sqlsem.naming import Resource
+    from django_sqlsem.sessions import Session
+
+_tokens = itertools.count(time.time_ns() // 1000)
+
+
+@dataclass
+class _Semaphore:
+    name: str
+    kind: str
+    declared: int
+    operator_slots: int | None = None
+    paused: bool = False
+    held: dict[int, tuple[Claim, int, float]] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> int:
+        return self.declared if self.operator_slots is None else self.operator_slots
+
+
+class LocalBackend(BaseSemaphoreBackend):
+    """Grants from a dictionary. What one ``TestCase`` leaves behind, the next one does not see."""
+
+    process_local = True
+    released_on_disconnect = True
+    supports_renewal = False
+    reports_waiters = False
+
+    def __init__(self, alias: str) -> None:
+        super().__init__(alias)
+        self._lock = threading.RLock()
+        self._semaphores: dict[str, _Semaphore] = {}
+        self._block: object | None = None
+
+    def _world(self) -> dict[str, _Semaphore]:
+        block = testmode.testcase_block(self.alias)
+        if block is not self._block:
+            self._block = block
+            self._semaphores = {}
+        return self._semaphores
+
+    def claim(self, session: Session, claim: Claim) -> Grant | None:
+        """Take the lowest free slots."""
+        name, kind = claim.resource.name, claim.resource.kind
+        with self._lock:
+            known = self._world().setdefault(name, _Semaphore(name, kind, claim.slots or 1))
+            if known.kind != kind:
+                raise ImproperlyConfigured(f"{name!r} is a {known.kind} already and can't be used as a {kind}.")
+            if claim.slots is not None:
+                known.declared = claim.slots
+            if claim.take > known.slots:
+                raise SemaphoreError(f"{name!r} has {known.slots} slots: take={claim.take} can never be met.")
+            free = [slot for slot in range(1, known.slots + 1) if slot not in known.held][: claim.take]
+            if known.paused or len(free) < claim.take or len(known.held) + claim.take > known.slots:
+                return None
+            tokens = tuple(next(_tokens) for _ in free)
+            for slot, token in zip(free, tokens, strict=True):
+                known.held[slot] = (claim, token, time.monotonic())
+            return Grant(tuple(free), tokens, tuple(free))
+
+    def wait(self, session: Session, claim: Claim, place: Place) -> Waited:
+        """Claim; the queue inside the process is the whole queue."""
+        return Waited(self.claim(session, claim), 0)
+
+    def leave(self, session: Session, ticket: str) -> None:
+        """There is no place to give up."""
+
+    def release(self, session: Session, held: Held) -> bool:
+        """Free the permit's slots."""
+        return self.discard(session, held.resource, held.permit_id)
+
+    def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
+        """Free whatever the permit has."""
+        with self._lock:
+            known = self._world().get(resource.name)
+            mine = [slot for slot, (claim, *_) in known.held.items() if claim.permit_id == permit_id] if known else []
+            for slot in mine:
+                assert known is not None  # noqa: S101
+                del known.held[slot]
+            return bool(mine)
+
+    def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
+        """Nothing runs out here."""
+        return Renewal(frozenset(each.permit_id for each in held), dict[str, Loss]())
+
+    def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
+        """Return snapshots ordered by name."""
+        with self._lock:
+            return [
+                SemaphoreSnapshot(
+                    name,
+                    known.kind,
+                    known.slots,
+                    known.declared,
+                    known.operator_slots,
+                    known.paused,
+                    tuple(self._holder(known, slot) for slot in sorted(known.held)),
+                )
+                for name, known in sorted(self._world().items())
+                if name.startswith(prefix) and (names is None or name in names)
+            ]
+
+    def _holder(self, known: _Semaphore, slot: int) -> HolderSnapshot:
+        claim, token, since = known.held[slot]
+        age = time.monotonic() - since
+        now = datetime.datetime.now(datetime.UTC)
+        who = claim.holder
+        return HolderSnapshot(
+            name=known.name,
+            slot=slot,
+            state=SlotState.HELD,
+            token=token,
+            host=who.host,
+            pid=who.pid,
+            thread=who.thread,
+            label=who.label,
+            user=who.user,
+            acquired_at=now - datetime.timedelta(seconds=age),
+            expires_at=now + datetime.timedelta(seconds=claim.lease),
+            age=age,
+            lease_left=claim.lease,
+        )
+
+    def revoke(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
+        """Take a slot away from the holder with this token."""
+        with self._lock:
+            known = self._world().get(name)
+            if known is None or slot not in known.held or known.held[slot][1] != token:
+                return None
+            snapshot = self._holder(known, slot)
+            del known.held[slot]
+            return snapshot
+
+    def purge_slot(self, name: str, slot: int, token: int) -> bool:
+        """No lease runs out here, so nothing is ever purged."""
+        return False
+
+    def purge_idle(self, name: str) -> bool:
+        """Forget a name that nobody holds."""
+        with self._lock:
+            known = self._world().get(name)
+            if known is None or known.held:
+                return False
+            del self._world()[name]
+            return True
+
+    def set_slots(self, name: str, slots: int | None) -> bool:
+        """Set the operator's number."""
+        with self._lock:
+            known = self._world().get(name)
+            if known is None:
+                return False
+            if known.kind == "mutex" and slots not in (None, 1):
+                raise ValueError(f"{name!r} is a mutex: it has one slot, not {slots}.")
+            known.operator_slots = slots
+            return True
+
+    def set_paused(self, name: str, paused: bool) -> bool:
+        """Stop or resume granting."""
+        with self._lock:
+            known = self._world().get(name)
+            if known is None:
+                return False
+            known.paused = paused
+            return True

@@ -1,0 +1,106 @@
+"""The ``SQLSEM`` setting: optional, flat, with ``DATABASES`` to override a value per alias."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import setting_changed
+from django.db import connections
+from django.dispatch import receiver
+
+from django_sqlsem.timeouts import to_seconds
+
+#: The shortest lease: below it, a slow statement or a busy machine would cost a permit.
+MIN_LEASE: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What ``SQLSEM`` says for one database. Lengths are seconds."""
+
+    #: Alias of the database that keeps the locks; ``None``: where the router writes the lock tables.
+    database: str | None = None
+    #: Dotted path of a backend class; ``None``: chosen by the database's vendor.
+    backend: str | None = None
+    #: How long a plain acquire waits; ``None`` waits without a limit.
+    timeout: float | None = 30.0
+    #: How long a decorated view waits.
+    view_timeout: float | None = 5.0
+    #: How long a decorated Celery task waits before it is retried.
+    task_timeout: float | None = 0.0
+    #: How long a grant lasts unless it is renewed. It is renewed four times as often.
+    lease: float = 60.0
+    #: How long an unused connection stays open.
+    idle: float = 60.0
+    #: The status of a busy view.
+    busy_status: int = 503
+
+
+_OPTIONAL_SECONDS = ("TIMEOUT", "VIEW_TIMEOUT", "TASK_TIMEOUT")
+_NOT_PER_ALIAS = ("DATABASE", "VIEW_TIMEOUT", "TASK_TIMEOUT", "BUSY_STATUS", "DATABASES")
+KEYS: Final = (*sorted(field.name.upper() for field in fields(Config)), "DATABASES")
+
+
+def _read(raw: dict[str, Any], where: str, allowed: tuple[str, ...]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key not in allowed:
+            raise ImproperlyConfigured(f"{where} has an unknown key {key!r}; allowed are {', '.join(allowed)}.")
+        name = f"{where}[{key!r}]"
+        try:
+            values[str(key).lower()] = _value(key, value, name)
+        except (TypeError, ValueError) as error:
+            raise ImproperlyConfigured(str(error)) from error
+    return values
+
+
+def _value(key: str, value: object, name: str) -> object:
+    if key in _OPTIONAL_SECONDS:
+        return to_seconds(value, what=name, allow_none=True)
+    if key == "LEASE":
+        return to_seconds(value, what=name, minimum=MIN_LEASE)
+    if key == "IDLE":
+        return to_seconds(value, what=name)
+    if key == "BUSY_STATUS":
+        if isinstance(value, bool) or not isinstance(value, int) or not 400 <= value <= 599:
+            raise ValueError(f"{name} must be an HTTP error status from 400 to 599, not {value!r}.")
+        return value
+    if value is not None and (not isinstance(value, str) or not value):
+        raise TypeError(f"{name} must be a non-empty str or None, not {value!r}.")
+    if key == "DATABASE" and value is not None and value not in connections.settings:
+        aliases = ", ".join(sorted(connections.settings))
+        raise ValueError(f"{name} is {value!r}, which is not in DATABASES: {aliases}.")
+    return value
+
+
+@functools.cache
+def config(alias: str | None = None) -> Config:
+    """Return the settings in force for a database alias, or the general ones.
+
+    Raises ``ImproperlyConfigured`` that names the key, its value and what is allowed.
+    """
+    raw = getattr(settings, "SQLSEM", {})
+    if not isinstance(raw, dict):
+        raise ImproperlyConfigured(f"SQLSEM must be a dict, not {raw!r}.")
+    values = _read({key: value for key, value in raw.items() if key != "DATABASES"}, "SQLSEM", KEYS)
+    per_alias = raw.get("DATABASES", {})
+    if not isinstance(per_alias, dict) or not all(isinstance(part, dict) for part in per_alias.values()):
+        raise ImproperlyConfigured(f"SQLSEM['DATABASES'] must map aliases to dicts, not {per_alias!r}.")
+    for name, part in per_alias.items():
+        if name not in connections.settings:
+            aliases = ", ".join(sorted(connections.settings))
+            raise ImproperlyConfigured(f"SQLSEM['DATABASES'] names {name!r}, which is not in DATABASES: {aliases}.")
+        overrides = _read(part, f"SQLSEM['DATABASES'][{name!r}]", tuple(k for k in KEYS if k not in _NOT_PER_ALIAS))
+        if name == alias:
+            values |= overrides
+    return Config(**values)
+
+
+@receiver(setting_changed, dispatch_uid="sqlsem_conf")
+def _forget(*, setting: str, **kwargs: Any) -> None:
+    if setting in ("SQLSEM", "DATABASES"):
+        config.cache_clear()

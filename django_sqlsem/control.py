@@ -1,0 +1,168 @@
+"""The only way to act: an operator's verbs. Each names whom it means by slot and token, and disturbs nobody else."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from django_sqlsem.backends import database_for, get_backend
+from django_sqlsem.globs import literal_prefix, matcher
+from django_sqlsem.naming import validate_name, validate_slots
+from django_sqlsem.signals import operator_acted
+from django_sqlsem.snapshots import SlotState
+from django_sqlsem.timeouts import to_seconds
+
+if TYPE_CHECKING:
+    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
+    from django_sqlsem.timeouts import Seconds
+
+logger = logging.getLogger("django_sqlsem")
+
+
+@dataclass(frozen=True, slots=True)
+class PurgePlan:
+    """What a purge would do, and nothing else: shown first, then executed as shown."""
+
+    alias: str
+    #: Slots whose lease has run out: they will be freed.
+    slots: tuple[HolderSnapshot, ...] = ()
+    #: Slots whose holder seems gone but whose lease still runs: they are left alone.
+    pending: tuple[HolderSnapshot, ...] = ()
+    #: Names that nobody uses: they will be deleted.
+    names: tuple[SemaphoreSnapshot, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.slots or self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class PurgeResult:
+    """What a purge did, and what it left alone because it had changed since it was shown."""
+
+    freed: tuple[HolderSnapshot, ...] = ()
+    deleted: tuple[str, ...] = ()
+    changed: tuple[HolderSnapshot, ...] = ()
+    in_use: tuple[str, ...] = ()
+
+
+def revoke(
+    name: str, slot: int | None = None, token: int | None = None, *, by: str, using: str | None = None
+) -> list[HolderSnapshot]:
+    """Take slots away from their holders, live ones too, and return those who lost them.
+
+    Without ``slot`` all holders of this moment; without ``token`` the holder of this moment; with a ``token`` only
+    the holder who has it. A holder that changes meanwhile is not disturbed. ``by`` is told to the holder.
+    """
+    validate_name(name)
+    if token is not None and slot is None:
+        raise ValueError("A token belongs to a slot: give the slot too.")
+    backend = get_backend(database_for(using))
+    if slot is not None and token is not None:
+        meant = [(slot, token)]
+    else:
+        holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
+        meant = [(holder.slot, holder.token) for holder in holders if slot in (None, holder.slot)]
+    revoked = []
+    for number, shown in meant:
+        holder = backend.revoke(name, number, shown, by=by)
+        if holder is not None:
+            revoked.append(holder)
+            _acted("revoke", name, by, str(holder), logging.WARNING)
+    return revoked
+
+
+def plan_purge(
+    *,
+    stale: bool = True,
+    idle: Seconds | None = None,
+    older_than: Seconds | None = None,
+    name_glob: str | None = None,
+    using: str | None = None,
+) -> PurgePlan:
+    """Return what a purge would do now.
+
+    ``stale``: free slots whose lease has run out, at least ``older_than`` ago. ``idle``: also delete names that
+    nobody holds or waits for, that were granted last at least ``idle`` (or ``older_than``, if that is longer) ago,
+    and about which no operator has said anything. Lengths are seconds or ``timedelta``.
+    """
+    alias = database_for(using)
+    least = to_seconds(older_than, what="older_than", allow_none=True) or 0.0
+    rest = to_seconds(idle, what="idle", allow_none=True)
+    prefix = literal_prefix(name_glob)
+    if prefix is None:
+        return PurgePlan(alias)
+    matches = matcher(name_glob)
+    found = [snapshot for snapshot in get_backend(alias).inspect(prefix=prefix) if matches(snapshot.name)]
+    gone = [holder for snapshot in found for holder in snapshot.holders if holder.state is SlotState.STALE]
+    return PurgePlan(
+        alias=alias,
+        slots=tuple(holder for holder in gone if stale and holder.expired and -holder.lease_left >= least),
+        pending=tuple(holder for holder in gone if stale and not holder.expired),
+        names=tuple(snapshot for snapshot in found if rest is not None and _is_idle(snapshot, max(rest, least))),
+    )
+
+
+def _is_idle(snapshot: SemaphoreSnapshot, seconds: float) -> bool:
+    touched = snapshot.paused or snapshot.operator_slots is not None
+    used = snapshot.held or snapshot.waiters
+    return not touched and not used and (snapshot.idle is None or snapshot.idle >= seconds)
+
+
+def execute_purge(plan: PurgePlan, *, by: str) -> PurgeResult:
+    """Do what ``plan`` says, except where a slot or name has come to life since. Never touches a live holder."""
+    backend = get_backend(plan.alias)
+    freed, changed, deleted, in_use = [], [], [], []
+    for holder in plan.slots:
+        if backend.purge_slot(holder.name, holder.slot, holder.token):
+            freed.append(holder)
+            _acted("purge", holder.name, by, str(holder))
+        else:
+            changed.append(holder)
+    for snapshot in plan.names:
+        if backend.purge_idle(snapshot.name):
+            deleted.append(snapshot.name)
+            _acted("purge", snapshot.name, by, "deleted: idle")
+        else:
+            in_use.append(snapshot.name)
+    return PurgeResult(tuple(freed), tuple(deleted), tuple(changed), tuple(in_use))
+
+
+def set_slots(name: str, slots: int | None, *, by: str, using: str | None = None) -> bool:
+    """Set the number of slots, whatever the code says; ``None`` leaves it to the code again.
+
+    No holder is interrupted: after a shrink nothing is granted until fewer are held. Returns ``False`` if there is
+    no such name. Raises ``ValueError`` for a number out of range, or for a mutex and any number but 1.
+    """
+    validate_name(name)
+    if slots is not None:
+        validate_slots(slots)
+    done = get_backend(database_for(using)).set_slots(name, slots)
+    if done:
+        _acted("set slots", name, by, "as declared by the code" if slots is None else f"{slots} slots")
+    return done
+
+
+def pause(name: str, *, by: str, using: str | None = None) -> bool:
+    """Grant nothing more until ``resume``; holders keep what they have. ``False`` if there is no such name."""
+    return _set_paused(name, True, by, using)
+
+
+def resume(name: str, *, by: str, using: str | None = None) -> bool:
+    """Grant again. ``False`` if there is no such name."""
+    return _set_paused(name, False, by, using)
+
+
+def _set_paused(name: str, paused: bool, by: str, using: str | None) -> bool:
+    done = get_backend(database_for(using)).set_paused(validate_name(name), paused)
+    if done:
+        _acted("pause" if paused else "resume", name, by, "")
+    return done
+
+
+def _acted(action: str, name: str, by: str, detail: str, level: int = logging.INFO) -> None:
+    logger.log(level, "%s of %r by %s%s", action, name, by or "somebody", f": {detail}" if detail else "")
+    for receiver, result in operator_acted.send_robust(sender=None, action=action, name=name, by=by, detail=detail):
+        if isinstance(result, Exception):  # the act is done: a receiver's fault must not hide that
+            logger.error("operator_acted receiver %r failed", receiver, exc_info=result)

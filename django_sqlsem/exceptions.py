@@ -1,0 +1,67 @@
+"""Every exception of the package. An exception's docstring is its default message."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from django.core.exceptions import ImproperlyConfigured
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from django_sqlsem.snapshots import HolderSnapshot, Loss
+
+
+class SemaphoreError(Exception):
+    """A semaphore could not do what was asked."""
+
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(message or (type(self).__doc__ or "").strip())
+
+
+class AcquireTimeoutError(SemaphoreError, TimeoutError):
+    """No slot became free within the timeout."""
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        name: str = "",
+        timeout: float | None = None,
+        holders: Sequence[HolderSnapshot] = (),
+        waiting: int = 0,
+        retry_after: float = 1.0,
+    ) -> None:
+        super().__init__(message)
+        self.name = name
+        self.timeout = timeout
+        self.holders = tuple(holders)
+        self.waiting = waiting
+        self.retry_after = retry_after
+
+
+class PermitLostError(SemaphoreError):
+    """The permit is no longer ours: it expired, was revoked, or its session ended."""
+
+    def __init__(self, message: str | None = None, *, loss: Loss | None = None) -> None:
+        super().__init__(message)
+        self.loss = loss
+
+
+class AlreadyHeldError(SemaphoreError):
+    """You have acquired this semaphore already, in this very thread or task."""
+
+
+class DeadlockError(SemaphoreError):
+    """The database chose this caller to break a deadlock; nothing is held."""
+
+
+class BackendError(SemaphoreError):
+    """The database failed; the driver's own error is in ``__cause__``."""
+
+    #: The connection had died earlier, unnoticed: the same call on a new one may well succeed.
+    stale_connection = False
+
+
+class InvalidSemaphoreBackendError(ImproperlyConfigured):
+    """The semaphore backend could not be imported."""

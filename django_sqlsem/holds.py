@@ -1,0 +1,179 @@
+"""The process's own record of one acquisition, from before its claim is sent until it has been given back."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import threading
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from django_sqlsem.backends.base import Claim, Grant, Held
+from django_sqlsem.clocks import boot_now
+from django_sqlsem.snapshots import Loss, LossReason
+
+if TYPE_CHECKING:
+    from django_sqlsem.keeper import Keeper
+    from django_sqlsem.permits import Permit
+
+
+class State(enum.Enum):
+    """Where an acquisition stands."""
+
+    NEW = "new"
+    QUEUED = "queued"
+    HELD = "held"
+    OVER = "over"
+
+
+#: Counts the forks behind this process: a hold of another generation belongs to an ancestor.
+_generation = 0
+
+
+def after_fork() -> None:
+    """Disown, in a forked child, every hold that was made before."""
+    global _generation
+    _generation += 1
+
+
+def margin(lease: float) -> float:
+    """Return how much earlier than the database a holder counts its lease as over, in seconds."""
+    return min(1.0, lease / 20)
+
+
+class Hold:
+    """One acquisition. The keeper and the arbiter know it by this record; the program has the ``Permit``.
+
+    Fields are written by one side at a time: by the caller until it is queued, by the keeper until it is granted,
+    and then each on its own (``loss`` is latched, ``releasing`` is a test-and-set).
+    """
+
+    def __init__(self, keeper: Keeper, claim: Claim, *, max_hold: float | None) -> None:
+        self.keeper = keeper
+        self.claim = claim
+        self.max_hold = max_hold
+        self.state = State.NEW
+        self.grant: Grant | None = None
+        self.arrived = boot_now()
+        self.granted_at = 0.0
+        self.waited = 0.0
+        self.deadline = 0.0
+        self.renew_at = 0.0
+        self.loss: Loss | None = None
+        self.error: BaseException | None = None
+        self.renewal_error = ""
+        self.abandoned = False
+        self.released = False
+        self.releasing = threading.Lock()
+        self.releasing_since = 0.0
+        self.callbacks: list[Callable[[Permit], object]] = []
+        self.permit: Callable[[], Permit | None] = lambda: None
+        self.owner: weakref.ref[Any] | None = None
+        self.scope: tuple[int, str, str] | None = None
+        self._generation = _generation
+        self._notified = threading.Lock()
+        self._event = threading.Event()
+        self._future: asyncio.Future[None] | None = None
+
+    @property
+    def permit_id(self) -> str:
+        """The random id that the claim carries."""
+        return self.claim.permit_id
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this is a parent process's hold, inherited by fork."""
+        return self._generation != _generation
+
+    @property
+    def held(self) -> Held:
+        """What to tell the backend of it."""
+        assert self.grant is not None  # noqa: S101
+        return Held(self.claim.permit_id, self.claim.resource, self.grant)
+
+    def fresh_claim(self) -> None:
+        """Ask under a new permit id: what became of the old one is unknown."""
+        self.claim = dataclasses.replace(self.claim, permit_id=uuid.uuid4().hex)
+
+    def granted(self, grant: Grant, sent: float) -> None:
+        """Note the grant; ``sent`` is the boot clock when its claim was sent, from which its lease counts here."""
+        self.grant = grant
+        self.granted_at = boot_now()
+        if self.state is State.QUEUED:
+            self.waited = self.granted_at - self.arrived
+        self.renewed(sent)
+        self.state = State.HELD
+
+    def renewed(self, sent: float) -> None:
+        """Note a proof of possession that was asked for at ``sent`` on the boot clock."""
+        lease = self.claim.lease
+        self.deadline = sent + lease - margin(lease)
+        self.renew_at = sent + lease / 4
+        self.renewal_error = ""
+
+    def current_loss(self) -> Loss | None:
+        """Return how the permit was lost, if it was: decided at this very moment, and for good."""
+        if self.loss is None:
+            if self.foreign:
+                self.loss = Loss(LossReason.FORKED, "it belongs to the parent process")
+            elif (
+                self.state is State.HELD
+                and not self.released
+                and self.keeper.backend.supports_renewal
+                and boot_now() >= self.deadline
+            ):
+                self.lose(
+                    Loss(LossReason.CUT_OFF, f"it could not be renewed: {self.renewal_error}")
+                    if self.renewal_error
+                    else Loss(LossReason.EXPIRED, "its lease ran out while this process did not run")
+                )
+        return self.loss
+
+    def lose(self, loss: Loss) -> None:
+        """Latch a loss, and tell the program once."""
+        if self.loss is None:
+            self.loss = loss
+        if self._notified.acquire(blocking=False):
+            self.keeper.tell_lost(self)
+
+    # Waiting for the keeper's answer.
+
+    def prepare_future(self) -> asyncio.Future[None]:
+        """Let the running event loop be told; returns the future to wait for."""
+        self._future = asyncio.get_running_loop().create_future()
+        return self._future
+
+    def rearm(self) -> None:
+        """Forget a grant that came to nothing, and ask anew."""
+        self.fresh_claim()
+        self.state, self.grant, self.loss = State.NEW, None, None
+        self._notified = threading.Lock()
+        self.rearm_event()
+
+    def rearm_event(self) -> None:
+        """Wait for another answer."""
+        self._event = threading.Event()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block this thread until there is an answer. Return whether there is one."""
+        return self._event.wait(timeout)
+
+    def answer(self, error: BaseException | None = None) -> None:
+        """Wake whoever waits: it was granted, or ``error`` happened. Called from any thread."""
+        self.error = error
+        self._event.set()
+        future = self._future
+        if future is None:
+            return
+
+        def resolve() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        try:
+            future.get_loop().call_soon_threadsafe(resolve)
+        except RuntimeError:  # the loop was closed under its waiters: nobody will take the permit
+            self.keeper.abandon(self)

@@ -1,0 +1,285 @@
+"""The keeper's thread: renewals, polls for waiters, clean-up after interrupted claims, and an orderly end."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from django_sqlsem import scopes, testmode
+from django_sqlsem.arbiter import Arbiter
+from django_sqlsem.clocks import boot_now
+from django_sqlsem.conf import config
+from django_sqlsem.exceptions import BackendError
+from django_sqlsem.holds import Hold, State
+from django_sqlsem.keeper import Keeper
+
+if TYPE_CHECKING:
+    from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim, Grant
+    from django_sqlsem.naming import Resource
+
+logger = logging.getLogger("django_sqlsem")
+
+#: How often the thread looks for forgotten permits and stuck releases while anything is held, in seconds.
+LOOK_AROUND: Final = 1.0
+#: When to free what an interrupted claim may have got, in seconds after it: its statement may still be running.
+DOUBTS: Final = (0.0, 0.1, 0.5, 2.0, 6.0)
+
+
+class ThreadKeeper(Keeper):
+    """A keeper with one thread, which starts with the first hold and ends ``IDLE`` seconds after the last."""
+
+    def __init__(self, backend: BaseSemaphoreBackend) -> None:
+        super().__init__(backend)
+        self._life = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._doubts: list[tuple[float, int, Resource, str]] = []
+        self._scan_at = 0.0
+        self._renewals_fail = False
+
+    def register(self, hold: Hold) -> None:
+        """Know of a hold, and see that somebody looks after it."""
+        super().register(hold)
+        if self._thread is None:
+            self._start()
+
+    def post(self, step: Callable[[], object]) -> None:
+        """Run a step on the keeper's thread."""
+        self.inbox.put(step)
+        if self._thread is None:
+            self._start()
+
+    def accept(self, hold: Hold, grant: Grant, sent: float) -> bool:
+        """Give a grant to its hold; one with a short lease is looked after sooner than at the next look around."""
+        accepted = super().accept(hold, grant, sent)
+        if accepted and hold.claim.lease / 4 < LOOK_AROUND:
+
+            def look_sooner() -> None:
+                self._scan_at = min(self._scan_at, hold.renew_at)
+
+            self.post(look_sooner)
+        return accepted
+
+    def poke(self, arbiter: Arbiter) -> None:
+        """Have the thread look at a queue now."""
+
+        def now() -> None:
+            arbiter.next_at = 0.0
+
+        self.post(now)
+
+    def doubt(self, claim: Claim) -> None:
+        """Free what this claim may have got, now and again until its statement must have ended."""
+        now = boot_now()
+        due = [(now + delay, nth, claim.resource, claim.permit_id) for nth, delay in enumerate(DOUBTS)]
+        self.post(partial(self._doubts.extend, due))
+
+    def stop(self) -> None:
+        """End the thread, then give everything back and close the connections."""
+        self._stopping = True
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self.inbox.put(_wake)
+            thread.join(timeout=10)
+        while not self.inbox.empty():
+            self.inbox.get_nowait()()
+        self._clear_doubts(boot_now() + max(DOUBTS))
+        with self.queue_lock:
+            arbiters = list(self.arbiters.values())
+            for arbiter in arbiters:
+                for hold in arbiter.queue:
+                    hold.answer(BackendError("The process is ending."))
+                arbiter.queue.clear()
+        for arbiter in arbiters:
+            arbiter.step(self.own)
+        super().stop()
+        self._stopping = False
+
+    def _start(self) -> None:
+        with self._life:
+            if self._thread is None and not self._stopping:
+                self._thread = threading.Thread(target=self._run, name=f"sqlsem-keeper-{self.alias}", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            step: Callable[[], object] | None
+            try:
+                step = self.inbox.get(timeout=self._pause())
+            except queue.Empty:
+                step = None
+            try:
+                while step is not None:
+                    step()
+                    step = None if self.inbox.empty() else self.inbox.get_nowait()
+                self._tick()
+            except Exception:
+                logger.exception("The keeper of %r met an error and goes on.", self.alias)
+            if self._may_end():
+                return
+        with self._life:
+            self._thread = None
+
+    def _pause(self) -> float:
+        now = boot_now()
+        due = [now + LOOK_AROUND]
+        if self.holds:
+            due.append(self._scan_at)
+        due.extend(at for at, *_ in self._doubts)
+        with self.queue_lock:
+            due.extend(arbiter.next_at for arbiter in self.arbiters.values())
+        if len(due) == 1:
+            due.append(now + max(self._idle() - self._unused(), 0.0))
+        return max(0.0, min(due) - now)
+
+    def _unused(self) -> float:
+        return time.monotonic() - max(self.own.last_used, self.work.last_used)
+
+    def _idle(self) -> float:
+        # A test database can be dropped only when nobody is connected to it.
+        return 0.0 if testmode.active() else config(self.alias).idle
+
+    def _may_end(self) -> bool:
+        if self.holds or self.arbiters or self._doubts or not self.inbox.empty():
+            return False
+        if self._unused() < self._idle():
+            return False
+        with self._life:
+            self._thread = None
+            # Whoever registered before it could see that no thread runs is seen here, and the other way round.
+            if self.holds or self.arbiters or not self.inbox.empty():
+                self._thread = threading.current_thread()
+                return False
+            self.own.close()
+            self.work.close()
+            return True
+
+    def _tick(self) -> None:
+        now = boot_now()
+        if self.holds and now >= self._scan_at:
+            self._scan(now)
+        if self._doubts:
+            self._clear_doubts(now)
+        with self.queue_lock:
+            due = [arbiter for arbiter in self.arbiters.values() if arbiter.next_at <= now]
+        for arbiter in due:
+            arbiter.step(self.own)
+
+    def _scan(self, now: float) -> None:
+        """Look at everything that is held: what is lost, forgotten, stuck or to be renewed."""
+        next_at = now + LOOK_AROUND
+        renew: list[Hold] = []
+        for hold in list(self.holds.values()):
+            if hold.releasing.locked():
+                if now - hold.releasing_since > LOOK_AROUND:
+                    self.release_again(hold)
+            elif hold.state is not State.HELD:
+                continue
+            elif hold.current_loss() is not None:
+                # Nothing to renew; the holder will release it, or forget it.
+                if self._forgotten(hold, now):
+                    self.give_back(hold, self.own)
+            elif why := self._forgotten(hold, now):
+                self.forget(hold, why)
+            else:
+                if hold.renew_at - 0.1 * hold.claim.lease / 4 <= now:
+                    renew.append(hold)
+                next_at = min(next_at, hold.renew_at, hold.deadline)
+        if renew:
+            self._renew(renew)
+            next_at = min([next_at, *(hold.renew_at for hold in renew)])
+        self._scan_at = max(next_at, now + 0.02)
+
+    def _forgotten(self, hold: Hold, now: float) -> str:
+        if hold.max_hold is not None and now - hold.granted_at > hold.max_hold:
+            return f"held for longer than max_hold={hold.max_hold:g} s"
+        if scopes.owner_is_gone(hold):
+            return "the thread or task that took it has ended"
+        return ""
+
+    def _renew(self, holds: list[Hold]) -> None:
+        sent = boot_now()
+        try:
+            renewal = self.backend.renew(self.own, [hold.held for hold in holds])
+        except BackendError as error:
+            if not self._renewals_fail:
+                logger.warning("Permits could not be renewed, trying on until their leases run out: %s", error)
+            self._renewals_fail = True
+            for hold in holds:
+                hold.renewal_error = str(error.__cause__ or error).strip()
+                hold.renew_at = boot_now() + min(1.0, hold.claim.lease / 16)
+            return
+        if self._renewals_fail:
+            logger.warning("Permits are renewed again.")
+            self._renewals_fail = False
+        for hold in holds:
+            if hold.permit_id in renewal.renewed:
+                hold.renewed(sent)
+            elif hold.releasing.locked():
+                continue
+            elif hold.permit_id in renewal.lost:
+                hold.lose(renewal.lost[hold.permit_id])
+            else:  # its row is locked by somebody's transaction
+                hold.renew_at = boot_now() + min(1.0, hold.claim.lease / 16)
+
+    def _clear_doubts(self, now: float) -> None:
+        later = []
+        for doubt in self._doubts:
+            due, nth, resource, permit_id = doubt
+            if due > now:
+                later.append(doubt)
+                continue
+            try:
+                self.backend.discard(self.own, resource, permit_id)
+            except BackendError:
+                # The database is away: its lease, which nobody renews, is the last resort.
+                if nth < len(DOUBTS) - 1:
+                    continue
+        self._doubts[:] = later
+
+
+def _wake() -> None:
+    """Nothing to do but look at the clock."""
+
+
+def keeper_for(backend: BaseSemaphoreBackend) -> Keeper:
+    """Return this process's keeper of a backend's database."""
+    keeper = _keepers.get(id(backend))
+    if keeper is None or keeper.backend is not backend:
+        from django_sqlsem.keeper import InlineKeeper
+
+        with _keepers_lock:
+            keeper = _keepers.get(id(backend))
+            if keeper is None or keeper.backend is not backend:
+                keeper = InlineKeeper(backend) if backend.process_local else ThreadKeeper(backend)
+                _keepers[id(backend)] = keeper
+    return keeper
+
+
+def all_holds() -> list[Hold]:
+    """Return every acquisition that this process knows of."""
+    return [hold for keeper in list(_keepers.values()) for hold in list(keeper.holds.values())]
+
+
+def stop_all() -> None:
+    """Give everything back, end the threads and close the connections. What comes later starts anew."""
+    for keeper in list(_keepers.values()):
+        keeper.stop()
+
+
+def after_fork() -> None:
+    """In a forked child: start with no keepers; the parent's are kept, untouched, so that nothing is finalised."""
+    global _keepers_lock
+    _keepers_lock = threading.Lock()
+    _parents.extend(_keepers.values())
+    _keepers.clear()
+
+
+_keepers: dict[int, Keeper] = {}
+_keepers_lock = threading.Lock()
+_parents: list[Keeper] = []

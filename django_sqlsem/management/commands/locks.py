@@ -1,0 +1,303 @@
+"""``manage.py locks``: see who holds and who waits, clean up, and run commands under a semaphore."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import difflib
+import getpass
+import os
+import shlex
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import close_old_connections
+
+from django_sqlsem import control, identity, queries
+from django_sqlsem.durations import duration
+from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, SemaphoreError
+from django_sqlsem.management import arguments, output, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from django_sqlsem.control import PurgePlan, PurgeResult
+    from django_sqlsem.snapshots import SemaphoreSnapshot
+
+
+class Command(BaseCommand):
+    """Operate the semaphores of one database."""
+
+    help = (
+        "Shows who holds and who waits for semaphores, cleans up after the dead, and runs commands under a semaphore."
+    )
+    requires_system_checks = ()  # it must serve at night, when something is wrong
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        """Add the exit codes to the help."""
+        kwargs = {"epilog": arguments.EPILOG, "formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs
+        return super().create_parser(prog_name, subcommand, **kwargs)
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Declare one sub-command per verb."""
+        arguments.add_arguments(parser)
+
+    def handle(self, *, verb: str, **options: Any) -> None:
+        """Do what the verb says."""
+        if options["command"] and verb != "run":
+            raise CommandError(f"locks {verb} takes no command: {shlex.join(options['command'])}")
+        try:
+            getattr(self, f"handle_{verb}")(**options)
+        except BackendError as error:
+            raise CommandError(f"{error} (Was `migrate` run on this database?)") from error
+        except KeyboardInterrupt:
+            self.stderr.write("Interrupted.")
+            sys.exit(130)
+
+    # Reading.
+
+    def handle_list(
+        self,
+        *,
+        stale: bool,
+        name_glob: str | None,
+        format: str,  # noqa: A002
+        watch: float | None,
+        database: str | None,
+        **_: Any,
+    ) -> None:
+        """Print the list once, or again and again."""
+        if watch is None:
+            self._list(stale, name_glob, format, database)
+            return
+        first = True
+        while True:
+            if format == "table":
+                if self.stdout.isatty():
+                    self.stdout.write("\x1b[H\x1b[2J\x1b[3J", ending="")
+                self.stdout.write(f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M:%S}, every {watch:g} s\n")
+            try:
+                self._list(stale, name_glob, format, database, first=first, indent=None)
+            except BackendError as error:  # it may come back
+                self.stderr.write(self.style.ERROR(str(error)))
+            first = False
+            self.stdout.flush()
+            try:
+                time.sleep(watch)
+            except KeyboardInterrupt:
+                return
+            close_old_connections()
+
+    def _list(
+        self,
+        stale: bool,
+        name_glob: str | None,
+        form: str,
+        database: str | None,
+        *,
+        first: bool = True,
+        indent: int | None = 2,
+    ) -> None:
+        found = queries.semaphores(name_glob, state="stale" if stale else None, using=database)
+        if stale:
+            found = [output.only_stale(snapshot) for snapshot in found]
+        if form == "json":
+            self._print(output.as_json([output.as_dict(snapshot) for snapshot in found], indent=indent))
+        elif form == "csv":
+            text = output.as_csv(found, header=first)
+            if text:
+                self._print(text)
+        else:
+            self._print_table(found, stale=stale, glob=name_glob)
+
+    def _print_table(self, found: Sequence[SemaphoreSnapshot], *, stale: bool, glob: str | None) -> None:
+        body = output.rows(found)
+        if body:
+            header, *lines = output.table(body, fit=self.stdout.isatty())
+            self._print(self.style.MIGRATE_HEADING(header))
+            for line, row in zip(lines, body, strict=True):
+                self._print(self.style.WARNING(line) if row[2] == "stale" else line)
+            self._print("")
+        busy = [snapshot for snapshot in found if snapshot.holders or snapshot.waiters or snapshot.paused]
+        for snapshot in busy:
+            self._print(output.summary(snapshot))
+        if not body:
+            among = f" among names like {output.clean(glob)!r}" if glob else ""
+            if stale:
+                self._print(f"Nothing is stale{among}.")
+            else:
+                self._print(f"Nothing is held and nobody waits{among}: {output.count(len(found), 'name')} known.")
+
+    def handle_show(self, *, name: str, format: str, database: str | None, **_: Any) -> None:  # noqa: A002
+        """Print all about one name."""
+        snapshot = self._known(name, database)
+        if format == "json":
+            self._print(output.as_json(output.as_dict(snapshot)))
+            return
+        self._print(self.style.MIGRATE_HEADING(output.summary(snapshot)))
+        idle = "never" if snapshot.idle is None else f"{duration(snapshot.idle)} ago"
+        self._print(
+            f"A {snapshot.kind}; the code declares {output.count(snapshot.declared_slots, 'slot')}."
+            f" Last granted: {idle}."
+        )
+        for holder in snapshot.holders:
+            self._print(f"  {output.sentence(holder)}")
+            self._print(f"    token {holder.token}, since {holder.acquired_at:%Y-%m-%d %H:%M:%S} UTC")
+        for waiter in snapshot.waiters:
+            work = f", {output.clean(waiter.label)}" if waiter.label else ""
+            waiting = output.count(waiter.waiting, "thread or task", "threads or tasks")
+            self._print(
+                f"  waiting: {output.who(waiter)}{work}, {waiting},"
+                f" for {duration(waiter.age)}, wants {output.count(waiter.take, 'slot')}"
+            )
+        if not snapshot.holders and not snapshot.waiters:
+            self._print("  Nobody holds it and nobody waits.")
+
+    # Acting.
+
+    def handle_purge(
+        self, *, idle: bool, older_than: float | None, name_glob: str | None, dry_run: bool, interactive: bool,
+        database: str | None, **_: Any,
+    ) -> None:  # fmt: skip
+        """Say what would be purged, ask, and do just that."""
+        plan = control.plan_purge(idle=0 if idle else None, older_than=older_than, name_glob=name_glob, using=database)
+        self._print_plan(plan)
+        if not plan:
+            self._print("Nothing to purge.")
+        elif dry_run:
+            self._print("Dry run: nothing was changed.")
+        elif self._agreed(interactive):
+            self._print_result(control.execute_purge(plan, by=self._by()))
+
+    def _print_plan(self, plan: PurgePlan) -> None:
+        if plan.slots:
+            self._print(f"To be freed, as the lease has run out ({output.count(len(plan.slots), 'slot')}):")
+            self._print_lines(map(output.sentence, plan.slots))
+        if plan.pending:
+            self._print("Left alone, as the lease still runs although the holder seems gone:")
+            self._print_lines(
+                f"{output.sentence(holder)}: to be purged in {duration(holder.lease_left)}" for holder in plan.pending
+            )
+        if plan.names:
+            self._print(f"To be deleted, as nobody uses it ({output.count(len(plan.names), 'name')}):")
+            self._print_lines(
+                f"{output.clean(snapshot.name)}: last granted "
+                + ("never" if snapshot.idle is None else f"{duration(snapshot.idle)} ago")
+                for snapshot in plan.names
+            )
+
+    def _print_result(self, result: PurgeResult) -> None:
+        self._print(self.style.SUCCESS(
+            f"Freed {output.count(len(result.freed), 'slot')}, deleted {output.count(len(result.deleted), 'name')}."
+        ))  # fmt: skip
+        self._print_lines(f"Not touched, it has changed: {output.sentence(holder)}" for holder in result.changed)
+        self._print_lines(f"Not deleted, it is in use: {output.clean(name)}" for name in result.in_use)
+
+    def handle_revoke(self, *, name: str, slot: int | None, interactive: bool, database: str | None, **_: Any) -> None:
+        """Name the holders, ask, and take the slots from just those."""
+        snapshot = self._known(name, database)
+        shown = [holder for holder in snapshot.holders if slot in (None, holder.slot)]
+        if not shown:
+            which = "" if slot is None else f"slot {slot} of "
+            self._print(f"Nobody holds {which}{output.clean(name)!r}: nothing to revoke.")
+            return
+        self._print(f"To be revoked ({output.count(len(shown), 'slot')}):")
+        self._print_lines(map(output.sentence, shown))
+        if not self._agreed(interactive):
+            return
+        by = self._by()
+        changed = [
+            holder for holder in shown if not control.revoke(name, holder.slot, holder.token, by=by, using=database)
+        ]
+        self._print(self.style.SUCCESS(f"Revoked {output.count(len(shown) - len(changed), 'slot')}."))
+        if changed:
+            slots = ", ".join(str(holder.slot) for holder in changed)
+            raise CommandError(f"The holder of slot {slots} has changed since: whoever holds it now was not disturbed.")
+
+    def handle_set(self, *, name: str, slots: Any, pause: bool, resume: bool, database: str | None, **_: Any) -> None:
+        """Change one semaphore."""
+        by = self._by()
+        try:
+            if pause:
+                done = control.pause(name, by=by, using=database)
+            elif resume:
+                done = control.resume(name, by=by, using=database)
+            else:
+                done = control.set_slots(name, slots, by=by, using=database)
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+        snapshot = self._known(name, database)
+        if not done:
+            raise CommandError(f"{output.clean(name)!r} was purged meanwhile.")
+        self._print(self.style.SUCCESS(output.summary(snapshot)))
+        if snapshot.held > snapshot.slots:
+            self._print("No holder is interrupted; nothing is granted until fewer are held.")
+        if pause:
+            self._print("Nothing more is granted until `--resume`; holders are not disturbed.")
+
+    def handle_run(
+        self, *, name: str, slots: int | None, timeout: Any, command: list[str], database: str | None, **_: Any
+    ) -> None:
+        """Run the command under a permit, and end with its exit code."""
+        from django_sqlsem.semaphores import semaphore
+
+        if not command:
+            raise CommandError(
+                "Which command? Write it behind --, as in: locks run nightly -- ./backup.sh", returncode=2
+            )
+        signals = run.Signals()
+        say: Callable[[str], None] = self.stderr.write
+        with signals.installed(), identity.activity(shlex.join(command), _user()):
+            try:
+                with semaphore(name, slots, timeout=timeout, using=database).acquire() as permit:
+                    code = run.run_command(command, permit, signals, say)
+            except AcquireTimeoutError as error:
+                raise CommandError(str(error), returncode=arguments.BUSY) from error
+            except SemaphoreError as error:
+                raise CommandError(str(error)) from error
+        if code:
+            sys.exit(code)
+
+    # Talking.
+
+    def _known(self, name: str, database: str | None) -> SemaphoreSnapshot:
+        snapshot = queries.semaphore(name, using=database)
+        if snapshot is None:
+            near = difflib.get_close_matches(name, [each.name for each in queries.semaphores(using=database)], n=3)
+            hint = f" Is it {' or '.join(repr(output.clean(each)) for each in near)}?" if near else ""
+            raise CommandError(f"There is no semaphore {output.clean(name)!r}.{hint}")
+        return snapshot
+
+    def _agreed(self, interactive: bool) -> bool:
+        if not interactive:
+            return True
+        if not sys.stdin or not sys.stdin.isatty():
+            raise CommandError("There is no terminal to ask: give --noinput to do this. Nothing was changed.")
+        self.stdout.write("Continue? [y/N] ", ending="")
+        self.stdout.flush()
+        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+            return True
+        self._print("Nothing was changed.")
+        return False
+
+    def _by(self) -> str:
+        return f"{_user()}@{socket.gethostname()}"
+
+    def _print(self, text: str) -> None:
+        # A terminal that can't show a name must still show the rest.
+        encoding = getattr(self.stdout, "encoding", None) or "utf-8"
+        self.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+    def _print_lines(self, lines: Any) -> None:
+        for line in lines:
+            self._print(f"  {line}")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container may run as a number without a name
+        return f"uid {os.getuid()}"

@@ -1,0 +1,143 @@
+"""The lock tables. They hold state and its vocabulary; all locking logic is in the backends.
+
+Instants are whole microseconds by the database's own clock (on SQLite, by the host's boot clock): exact,
+without time zones, and the same on every database.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from django.db import models
+from django.utils.translation import gettext_lazy as _
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    _CharField = models.CharField[Any, Any]
+else:
+    _CharField = models.CharField
+
+
+class ExactCharField(_CharField):
+    """Text that compares by its code points and stores any of Unicode, whatever the database's own collation."""
+
+    def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
+        """Return the column type, with a binary collation where the default may fold case or cut characters."""
+        if connection.vendor == "mysql":
+            return f"varchar({self.max_length}) CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
+        if connection.vendor == "microsoft":
+            return f"nvarchar({self.max_length}) COLLATE Latin1_General_100_BIN2"
+        return super().db_type(connection)
+
+
+class SemaphoreRow(models.Model):
+    """One named semaphore: how many slots it has, and what an operator has said about it."""
+
+    key = ExactCharField(_("key"), max_length=32, primary_key=True, editable=False, db_column="name_key")
+    name = ExactCharField(_("name"), max_length=200, db_index=True)
+    kind = ExactCharField(_("kind"), max_length=16, default="semaphore")
+    declared_slots = models.PositiveIntegerField(_("declared slots"))
+    declared_us = models.BigIntegerField(_("declared at"), default=0)
+    other_slots = models.PositiveIntegerField(_("slots declared otherwise"), null=True)
+    other_us = models.BigIntegerField(_("declared otherwise at"), null=True)
+    operator_slots = models.PositiveIntegerField(_("operator's slots"), null=True)
+    paused = models.BooleanField(_("paused"), default=False)
+    shrinking = models.BooleanField(_("shrinking"), default=False)
+
+    class Meta:
+        db_table = "sqlsem_semaphore"
+        verbose_name = _("semaphore")
+        verbose_name_plural = _("semaphores")
+        permissions = [
+            ("operate_semaphorerow", "Can revoke permits and purge stale slots"),
+            ("configure_semaphorerow", "Can set slots, pause and resume"),
+        ]
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+    @property
+    def slots(self) -> int:
+        """How many slots count now: the operator's number, else the declared one."""
+        return self.declared_slots if self.operator_slots is None else self.operator_slots
+
+
+class HolderFields(models.Model):
+    """Who holds or waits."""
+
+    host = ExactCharField(_("host"), max_length=255, default="", blank=True)
+    pid = models.BigIntegerField(_("process"), default=0)
+    thread = ExactCharField(_("thread"), max_length=100, default="", blank=True)
+    label = ExactCharField(_("work"), max_length=200, default="", blank=True)
+    user = ExactCharField(_("user"), max_length=150, default="", blank=True, db_column="user_name")
+    process_id = ExactCharField(_("process id"), max_length=32, default="", blank=True)
+    boot_id = ExactCharField(_("boot id"), max_length=36, default="", blank=True)
+
+    class Meta:
+        abstract = True
+
+
+class SlotRow(HolderFields):
+    """One slot of a semaphore. ``expires_us`` is null while it is free."""
+
+    id = models.BigAutoField(primary_key=True)
+    semaphore = models.ForeignKey(
+        SemaphoreRow,
+        models.CASCADE,
+        db_column="semaphore_key",
+        db_constraint=False,  # no extra lock on the semaphore's row; purging deletes slots first
+        db_index=False,  # the unique constraint serves
+        related_name="slot_rows",
+        verbose_name=_("semaphore"),
+    )
+    slot = models.PositiveIntegerField(_("slot"))
+    closed = models.BooleanField(_("closed"), default=False)
+    token = models.BigIntegerField(_("token"), default=0)
+    permit_id = ExactCharField(_("permit id"), max_length=32, null=True)
+    acquired_us = models.BigIntegerField(_("acquired at"), null=True)
+    expires_us = models.BigIntegerField(_("expires at"), null=True)
+    lease_us = models.BigIntegerField(_("lease"), default=0)
+    revoked_token = models.BigIntegerField(_("revoked token"), null=True)
+    revoked_by = ExactCharField(_("revoked by"), max_length=150, default="", blank=True)
+
+    class Meta:
+        db_table = "sqlsem_slot"
+        verbose_name = _("slot")
+        verbose_name_plural = _("slots")
+        constraints = [models.UniqueConstraint(fields=["semaphore", "slot"], name="sqlsem_slot_uniq")]
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return f"{self.semaphore_id}/{self.slot}"
+
+
+class WaiterRow(HolderFields):
+    """One process that waits for a semaphore, at the place of its oldest waiting thread or task."""
+
+    id = models.BigAutoField(primary_key=True)
+    ticket = ExactCharField(_("ticket"), max_length=32, unique=True)
+    semaphore = models.ForeignKey(
+        SemaphoreRow,
+        models.CASCADE,
+        db_column="semaphore_key",
+        db_constraint=False,
+        db_index=False,
+        related_name="waiter_rows",
+        verbose_name=_("semaphore"),
+    )
+    queued_us = models.BigIntegerField(_("waiting since"))
+    expires_us = models.BigIntegerField(_("expires at"))
+    take = models.PositiveIntegerField(_("slots wanted"), default=1)
+    waiting = models.PositiveIntegerField(_("waiting"), default=1)
+
+    class Meta:
+        db_table = "sqlsem_waiter"
+        verbose_name = _("waiter")
+        verbose_name_plural = _("waiters")
+        indexes = [models.Index(fields=["semaphore", "queued_us"], name="sqlsem_waiter_queue")]
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return str(self.ticket)

@@ -1,0 +1,193 @@
+"""The permit: the handle of one grant. All state of an acquisition lives here, never on the semaphore."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from django_sqlsem import scopes, transactions
+from django_sqlsem.clocks import boot_now
+from django_sqlsem.exceptions import BackendError, PermitLostError
+from django_sqlsem.holds import Hold, State
+from django_sqlsem.signals import permit_released
+from django_sqlsem.snapshots import Loss
+
+if TYPE_CHECKING:
+    from django_sqlsem.backends.base import Grant
+    from django_sqlsem.semaphores import Semaphore
+
+logger = logging.getLogger("django_sqlsem")
+
+
+class Permit:
+    """One grant of one or more slots. Made by ``Semaphore.acquire`` and its kin only.
+
+    A permit is also a context manager that releases at its end. One that is garbage-collected while it is held is
+    given back, and logged as an ERROR.
+    """
+
+    def __init__(self, semaphore: Semaphore, hold: Hold) -> None:
+        self.semaphore = semaphore
+        self._hold = hold
+        hold.permit = weakref.ref(self)
+
+    @property
+    def name(self) -> str:
+        """The semaphore's name."""
+        return self._hold.claim.resource.name
+
+    @property
+    def slot(self) -> int:
+        """The number of the slot, from 1; of several, the lowest."""
+        return self._grant.slots[0]
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The numbers of all its slots, ascending."""
+        return self._grant.slots
+
+    @property
+    def token(self) -> int:
+        """The fencing token: it grows with every grant of one slot. Of several slots, the lowest slot's."""
+        return self._grant.tokens[0]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The fencing tokens of ``slots``, in their order."""
+        return self._grant.tokens
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the acquire waited for it; exactly 0 if it was granted at once."""
+        return self._hold.waited
+
+    @property
+    def expires_at(self) -> datetime.datetime:
+        """When it will be lost unless it is renewed before: an aware instant on this host's clock, for display."""
+        left = self._hold.deadline - boot_now()
+        return datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=left)
+
+    @property
+    def lost(self) -> Loss | None:
+        """How the permit was lost, or ``None`` while it is ours. Decided when read, and for good."""
+        return self._hold.current_loss()
+
+    @property
+    def released(self) -> bool:
+        """Whether it has been given back."""
+        return self._hold.releasing.locked()
+
+    def check(self) -> None:
+        """Raise ``PermitLostError`` if the permit is no longer ours: lost, or released already. No database access."""
+        loss = self.lost
+        if loss is not None:
+            raise PermitLostError(f"The permit of {self.name!r} was lost: {loss}.", loss=loss)
+        if self.released:
+            raise PermitLostError(f"The permit of {self.name!r} was released already.")
+
+    def on_lost(self, callback: Callable[[Permit], object]) -> None:
+        """Have ``callback(permit)`` called, on a thread of its own, if the permit is lost; at once if it already is."""
+        self._hold.callbacks.append(callback)
+        if self._hold.loss is not None:
+            import threading
+
+            call = self._hold.keeper.call_back
+            threading.Thread(target=call, args=(callback, self), name="sqlsem-on-lost", daemon=True).start()
+
+    def release(self) -> None:
+        """Give the slots back. Idempotent; removes only what this very permit holds.
+
+        Raises ``BackendError`` if the database failed. The permit counts as released all the same: the keeper goes
+        on trying, and the lease ends it at the latest.
+        """
+        if not self.released:
+            self._hold.keeper.release(self._hold)
+            self._tell_released()
+
+    async def arelease(self) -> None:
+        """Give the slots back from a coroutine. Raises ``BackendError`` like ``release()``."""
+        if not self.released:
+            await self._hold.keeper.arelease(self._hold)
+            self._tell_released()
+
+    def detach(self) -> None:
+        """Untie the permit from this thread or task: whoever has it now must release it.
+
+        The thread or task may then take the semaphore again, and may end without the permit being given back.
+        """
+        scopes.leave(self._hold)
+
+    @property
+    def _grant(self) -> Grant:
+        grant = self._hold.grant
+        if grant is None:
+            raise PermitLostError(f"The permit of {self.name!r} was never granted.")
+        return grant
+
+    def _tell_released(self) -> None:
+        if permit_released.receivers:
+            permit_released.send_robust(type(self.semaphore), semaphore=self.semaphore, permit=self)
+
+    def _finish(self) -> None:
+        """End a block: release now, or at the end of the caller's transaction if the semaphore says so."""
+        if self.semaphore.release_policy == "on_commit":
+            transactions.at_transaction_end(None, self._close)
+        else:
+            self._close()
+
+    async def _afinish(self) -> None:
+        """End an async block. Django's transactions are synchronous, so that none of them can be open here."""
+        await self._aclose()
+
+    def _close(self) -> None:
+        """Release at the end of a block: its work is done, so a database error is logged instead of raised."""
+        try:
+            self.release()
+        except BackendError as error:
+            self._log_failed_release(error)
+
+    async def _aclose(self) -> None:
+        """Release at the end of an async block; see ``_close``."""
+        try:
+            await self.arelease()
+        except BackendError as error:
+            self._log_failed_release(error)
+
+    def _log_failed_release(self, error: BackendError) -> None:
+        logger.error("The permit of %r could not be given back; the keeper goes on trying: %s", self.name, error)
+
+    def __enter__(self) -> Permit:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+    async def __aenter__(self) -> Permit:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._aclose()
+
+    def __repr__(self) -> str:
+        hold = self._hold
+        state = "released" if self.released else "lost" if hold.loss else hold.state.value
+        slots = ", ".join(map(str, hold.grant.slots)) if hold.grant else "-"
+        return f"<Permit of {self.name!r}: slot {slots}, {state}>"
+
+    def __del__(self) -> None:
+        hold = self._hold
+        # Only a note for the keeper: a finaliser may run at any point, in the keeper's own critical sections too.
+        if hold.foreign or hold.abandoned or hold.releasing.locked() or hold.state is State.OVER:
+            return
+        if hold.state is State.HELD:
+            hold.keeper.inbox_put(lambda: hold.keeper.forget(hold, "it was garbage-collected"))
+        else:
+            hold.keeper.abandon(hold)

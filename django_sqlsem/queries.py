@@ -1,0 +1,72 @@
+"""The only way to read: what is held, stale and waited for, as frozen snapshots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from django_sqlsem.backends import database_for, get_backend
+from django_sqlsem.globs import literal_prefix, matcher
+from django_sqlsem.naming import validate_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
+
+State: TypeAlias = Literal["held", "stale", "waiting", "free", "paused"]
+
+_STATES: dict[State, Callable[[SemaphoreSnapshot], bool]] = {
+    "held": lambda snapshot: snapshot.held > 0,
+    "stale": lambda snapshot: snapshot.stale > 0,
+    "waiting": lambda snapshot: snapshot.waiting > 0,
+    "free": lambda snapshot: snapshot.free > 0,
+    "paused": lambda snapshot: snapshot.paused,
+}
+
+
+def locks_database(using: str | None = None) -> str:
+    """Return the alias of the database that keeps the locks: ``using``, or the configured one."""
+    return database_for(using)
+
+
+def semaphores(
+    name_glob: str | None = None, *, state: State | None = None, using: str | None = None
+) -> list[SemaphoreSnapshot]:
+    """Return snapshots ordered by name.
+
+    ``name_glob`` is a shell pattern with case (``reports:*``). ``state`` keeps the semaphores that have a slot or
+    a waiter in that state. Raises ``ValueError`` for an unknown state and ``BackendError`` if the database fails.
+    """
+    if state is not None and state not in _STATES:
+        raise ValueError(f"state must be one of {', '.join(_STATES)}, not {state!r}.")
+    prefix = literal_prefix(name_glob)
+    if prefix is None:
+        return []
+    matches = matcher(name_glob)
+    wanted = _STATES[state] if state else None
+    found = get_backend(database_for(using)).inspect(prefix=prefix)
+    return [snapshot for snapshot in found if matches(snapshot.name) and (wanted is None or wanted(snapshot))]
+
+
+def semaphore(name: str, using: str | None = None) -> SemaphoreSnapshot | None:
+    """Return the snapshot of one name, or ``None`` if there is no such semaphore.
+
+    Raises ``TypeError`` or ``ValueError`` if no semaphore could have that name.
+    """
+    return by_name([validate_name(name)], using=using).get(name)
+
+
+def by_name(names: Iterable[str], *, using: str | None = None) -> dict[str, SemaphoreSnapshot]:
+    """Return the snapshots of these names by name, all read at once; unknown ones are left out."""
+    wanted = set(names)
+    if not wanted:
+        return {}
+    return {snapshot.name: snapshot for snapshot in get_backend(database_for(using)).inspect(wanted)}
+
+
+def holders(
+    name_glob: str | None = None, *, state: Literal["held", "stale"] | None = None, using: str | None = None
+) -> list[HolderSnapshot]:
+    """Return who holds, by name and slot: all, or those in a state."""
+    found = semaphores(name_glob, using=using)
+    return [holder for snapshot in found for holder in snapshot.holders if state in (None, holder.state.value)]

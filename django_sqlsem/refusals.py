@@ -1,0 +1,55 @@
+"""What a caller is told when no slot was free, and tests that ask for just that."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from django_sqlsem.exceptions import AcquireTimeoutError
+
+if TYPE_CHECKING:
+    from django_sqlsem.snapshots import Loss, SemaphoreSnapshot
+
+#: Names that ``testing.busy()`` makes busy, with the depth of its blocks.
+forced: dict[str, int] = {}
+
+
+#: Names whose new permits ``testing.lost()`` makes lost ones.
+lost: dict[str, Loss] = {}
+
+
+def forced_refusal(name: str) -> bool:
+    """Whether a test wants this name to be busy."""
+    return bool(forced) and name in forced
+
+
+def retry_after(snapshot: SemaphoreSnapshot) -> float:
+    """Estimate in how many seconds a slot may be free, from 1 to 60.
+
+    Holders are about half done, so that a slot is free every ``age / slots`` seconds; all who wait go first.
+    """
+    ages = [holder.age for holder in snapshot.holders if not holder.expired]
+    if not ages:
+        return 1.0
+    return min(60.0, max(1.0, statistics.fmean(ages) * (snapshot.waiting + 1) / snapshot.slots))
+
+
+def refusal(snapshot: SemaphoreSnapshot, timeout: float | None, take: int) -> AcquireTimeoutError:
+    """Return the error for an acquire that timed out: its message names the holders."""
+    wanted = "No slot" if take == 1 else f"No {take} slots"
+    when = "is free" if timeout == 0 else f"became free within {timeout:g} s" if timeout else "became free"
+    message = f"{wanted} of {snapshot.name!r} {when} ({snapshot.held} of {snapshot.slots} held"
+    message += f", {snapshot.waiting} waiting)" if snapshot.waiting else ")"
+    if snapshot.paused:
+        message += "; it is paused by an operator"
+    shown = [str(holder) for holder in snapshot.holders[:5]]
+    if len(snapshot.holders) > 5:
+        shown.append(f"and {len(snapshot.holders) - 5} more")
+    return AcquireTimeoutError(
+        f"{message}: {'; '.join(shown)}." if shown else f"{message}.",
+        name=snapshot.name,
+        timeout=timeout,
+        holders=snapshot.holders,
+        waiting=snapshot.waiting,
+        retry_after=retry_after(snapshot),
+    )

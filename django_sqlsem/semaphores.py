@@ -1,0 +1,298 @@
+"""The public object: an immutable, shareable description of a semaphore, and its verbs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from django.core.exceptions import SynchronousOnlyOperation
+from django.db import DatabaseError
+
+from django_sqlsem import entries, identity, refusals, scopes
+from django_sqlsem.backends import database_for, get_backend
+from django_sqlsem.backends.base import Claim
+from django_sqlsem.conf import MIN_LEASE, config
+from django_sqlsem.exceptions import AcquireTimeoutError, SemaphoreError
+from django_sqlsem.holds import Hold
+from django_sqlsem.keeper_thread import keeper_for
+from django_sqlsem.naming import resource_for, validate_name, validate_slots
+from django_sqlsem.permits import Permit
+from django_sqlsem.signals import acquire_timed_out, permit_acquired
+from django_sqlsem.snapshots import SemaphoreSnapshot
+from django_sqlsem.timeouts import UNSET, Seconds, Unset, to_seconds
+
+if TYPE_CHECKING:
+    from django_sqlsem.busy import OnBusy
+    from django_sqlsem.keeper import Keeper
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+RELEASE_POLICIES = ("on_exit", "on_commit")
+
+
+@dataclass(frozen=True)
+class Semaphore:
+    """A named semaphore. Make it with ``semaphore()`` or ``mutex()``.
+
+    It holds no state and touches nothing before the first acquire: one object at module level may be used by any
+    number of threads and tasks at once, as a decorator, in ``with`` and ``async with``, or by its verbs.
+    """
+
+    name: str
+    slots: int | None = None
+    _: dataclasses.KW_ONLY
+    kind: str = "semaphore"
+    take: int = 1
+    timeout: float | None | Unset = UNSET
+    lease: float | None = None
+    on_busy: OnBusy | None = None
+    key: Callable[..., Any] | None = None
+    release_policy: str = "on_exit"
+    fair: bool = True
+    max_hold: float | None = None
+    on_lost: Callable[[Permit], object] | None = None
+    using: str | None = None
+
+    def acquire(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
+        """Take a permit, waiting up to ``timeout`` seconds (``None``: for ever; 0: not at all).
+
+        An omitted timeout is the semaphore's own, else ``SQLSEM["TIMEOUT"]``. Raises ``AcquireTimeoutError``, which
+        names the holders; ``AlreadyHeldError`` if this thread or task has it; ``BackendError``.
+        """
+        seconds = self._seconds(timeout)
+        permit = self._acquire(seconds)
+        if permit is None:
+            raise self._timed_out(seconds)
+        return permit
+
+    def try_acquire(self) -> Permit | None:
+        """Take a permit if one is free, without waiting; else return ``None``."""
+        return self._acquire(0.0)
+
+    async def aacquire(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
+        """Take a permit from a coroutine: see ``acquire()``. Waiting holds no thread."""
+        seconds = self._seconds(timeout)
+        permit = await self._aacquire(seconds)
+        if permit is None:
+            raise await asyncio.to_thread(self._timed_out, seconds)
+        return permit
+
+    async def atry_acquire(self) -> Permit | None:
+        """Take a permit if one is free; else return ``None``."""
+        return await self._aacquire(0.0)
+
+    def status(self) -> SemaphoreSnapshot:
+        """Return a frozen snapshot: slots, holders, waiters. A name never used has its declared slots, all free."""
+        alias = database_for(self.using)
+        found = get_backend(alias).inspect([self.name])
+        if found:
+            return found[0]
+        slots = self.slots or 1
+        return SemaphoreSnapshot(self.name, self.kind, slots, slots, None, False)
+
+    async def astatus(self) -> SemaphoreSnapshot:
+        """Return what ``status()`` does, without blocking the event loop."""
+        from asgiref.sync import sync_to_async
+
+        return await sync_to_async(self.status, thread_sensitive=False)()
+
+    def __call__(self, func: F) -> F:
+        """Decorate a function, a view, a coroutine or the body of a task; its signature and type stay."""
+        from django_sqlsem.decorators import decorate
+
+        return decorate(self, func)
+
+    def __enter__(self) -> Permit:
+        permit = self.acquire()
+        entries.push(self, permit)
+        return permit
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        permit = entries.pop(self)
+        permit._finish()
+
+    async def __aenter__(self) -> Permit:
+        permit = await self.aacquire()
+        entries.push(self, permit)
+        return permit
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        permit = entries.pop(self)
+        await permit._afinish()
+
+    def _named(self, name: str) -> Semaphore:
+        """Return this semaphore under another name: a decorator's template, filled in."""
+        return dataclasses.replace(self, name=validate_name(name), key=None)
+
+    def _as(self, kind: str) -> Semaphore:
+        """Return this semaphore as another kind of lock."""
+        return dataclasses.replace(self, kind=kind)
+
+    def _seconds(self, timeout: Seconds | Unset | None) -> float | None:
+        if isinstance(timeout, Unset):
+            timeout = self.timeout
+        if isinstance(timeout, Unset):
+            return config(database_for(self.using)).timeout
+        return to_seconds(timeout, what="timeout", allow_none=True)
+
+    def _prepare(self) -> tuple[Keeper, Hold, Permit]:
+        alias = database_for(self.using)
+        keeper = keeper_for(get_backend(alias))
+        claim = Claim(
+            resource=resource_for(self.name, self.kind),
+            permit_id=uuid.uuid4().hex,
+            slots=self.slots,
+            take=self.take,
+            lease=config(alias).lease if self.lease is None else self.lease,
+            fair=self.fair,
+            holder=identity.current(),
+        )
+        hold = Hold(keeper, claim, max_hold=self.max_hold)
+        if self.on_lost is not None:
+            hold.callbacks.append(self.on_lost)
+        scopes.enter(scopes.current_owner(), alias, hold)
+        # From here on the end of the permit, however it comes, gives back what was granted.
+        return keeper, hold, Permit(self, hold)
+
+    def _acquire(self, timeout: float | None) -> Permit | None:
+        _refuse_event_loop()
+        if refusals.forced_refusal(self.name):
+            return None
+        keeper, hold, permit = self._prepare()
+        try:
+            granted = keeper.acquire(hold, timeout)
+        except BaseException:
+            keeper.abandon(hold)
+            raise
+        if not granted:
+            keeper.drop(hold)
+            return None
+        return self._granted(permit)
+
+    async def _aacquire(self, timeout: float | None) -> Permit | None:
+        if refusals.forced_refusal(self.name):
+            return None
+        keeper, hold, permit = self._prepare()
+        try:
+            granted = await keeper.aacquire(hold, timeout)
+        except BaseException:
+            keeper.abandon(hold)
+            raise
+        if not granted:
+            keeper.drop(hold)
+            return None
+        return self._granted(permit)
+
+    def _granted(self, permit: Permit) -> Permit:
+        if self.name in refusals.lost:
+            permit._hold.lose(refusals.lost[self.name])
+        if permit_acquired.receivers:
+            permit_acquired.send_robust(type(self), semaphore=self, permit=permit)
+        return permit
+
+    def _timed_out(self, timeout: float | None) -> AcquireTimeoutError:
+        try:
+            snapshot = self.status()
+        except (DatabaseError, SemaphoreError):  # the caller's own transaction may be broken; it is busy all the same
+            slots = self.slots or 1
+            snapshot = SemaphoreSnapshot(self.name, self.kind, slots, slots, None, False)
+        error = refusals.refusal(snapshot, timeout, self.take)
+        if acquire_timed_out.receivers:
+            acquire_timed_out.send_robust(type(self), semaphore=self, error=error)
+        return error
+
+
+def _refuse_event_loop() -> None:
+    """A thread that runs an event loop must not block: all its tasks would stand still, the holder's too."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise SynchronousOnlyOperation(
+        "A semaphore can't be acquired synchronously from an async context: use `async with`, `await "
+        "semaphore.aacquire()` or sync_to_async."
+    )
+
+
+def semaphore(
+    name: str,
+    slots: int | None = None,
+    *,
+    take: int = 1,
+    timeout: Seconds | Unset | None = UNSET,
+    lease: Seconds | None = None,
+    on_busy: OnBusy | None = None,
+    key: Callable[..., Any] | None = None,
+    release: str = "on_exit",
+    fair: bool = True,
+    max_hold: Seconds | None = None,
+    on_lost: Callable[[Permit], object] | None = None,
+    using: str | None = None,
+) -> Semaphore:
+    """Return the semaphore ``name``: a decorator, a context manager and its verbs in one.
+
+    ``slots``: how many may hold at once (1 to 10,000); omitted, as declared elsewhere, else 1. ``take``: how many
+    slots one permit takes, all or nothing. ``timeout``: seconds or ``timedelta`` to wait, ``None`` for ever, 0 not
+    at all; omitted, a view waits 5 s, a Celery task 0 s, anything else 30 s. ``lease``: seconds that a grant outlives
+    its process. ``on_busy``: what a decorator does when no slot is free: a status from 400 to 599, ``"raise"``,
+    ``"skip"``, ``"retry"`` or a callable that gets a ``Busy``. ``key``: a callable that gets the decorated function's
+    arguments and returns what is appended to the name. ``release``: ``"on_exit"`` or ``"on_commit"``. ``fair``:
+    first come, first served; ``False`` barges. ``max_hold``: seconds after which the permit is taken for forgotten.
+    ``on_lost``: called with a permit that was lost. ``using``: alias of the database that keeps the locks.
+
+    Nothing is looked up before the first acquire. Raises ``TypeError`` or ``ValueError`` for a bad argument.
+    """
+    from django_sqlsem.busy import validate_on_busy
+
+    validate_name(name)
+    if slots is not None:
+        validate_slots(slots)
+    validate_slots(take, what="take")
+    if slots is not None and take > slots:
+        raise ValueError(f"take must be at most slots={slots}, not {take}: it could never be met.")
+    if not isinstance(timeout, Unset):
+        timeout = to_seconds(timeout, what="timeout", allow_none=True)
+    for what, function in (("key", key), ("on_lost", on_lost)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{what} must be a callable or None, not {function!r}.")
+    if release not in RELEASE_POLICIES:
+        raise ValueError(f"release must be {' or '.join(map(repr, RELEASE_POLICIES))}, not {release!r}.")
+    if not isinstance(fair, bool):
+        raise TypeError(f"fair must be True or False, not {fair!r}.")
+    if using is not None and not isinstance(using, str):
+        raise TypeError(f"using must be the alias of a database or None, not {using!r}.")
+    validate_on_busy(on_busy)
+    return Semaphore(
+        name,
+        slots,
+        take=take,
+        timeout=timeout,
+        lease=None if lease is None else to_seconds(lease, what="lease", minimum=MIN_LEASE),
+        on_busy=on_busy,
+        key=key,
+        release_policy=release,
+        fair=fair,
+        max_hold=None if max_hold is None else to_seconds(max_hold, what="max_hold", minimum=MIN_LEASE),
+        on_lost=on_lost,
+        using=using,
+    )
+
+
+def mutex(name: str, **options: Any) -> Semaphore:
+    """Return the mutex ``name``: a semaphore with one slot, and a kind of its own.
+
+    Takes the options of ``semaphore()`` but ``slots`` and ``take``.
+    """
+    for option in ("slots", "take"):
+        if option in options:
+            raise TypeError(f"A mutex has one slot: {option}={options[option]!r} is not for it; use semaphore().")
+    return semaphore(name, 1, **options)._as("mutex")

@@ -1,0 +1,118 @@
+"""What each database needs of a connection that keeps locks: limits, isolation, and how it tells of trouble."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+#: A statement of ours that takes longer is given up, in milliseconds: below one heartbeat of the default lease.
+STATEMENT_TIMEOUT_MS: Final = 4000
+
+_POSTGRESQL: Final = {
+    "connect_timeout": 5,
+    "application_name": "sqlsem",
+    # A peer that vanished is noticed in seconds, not after the kernel's two hours.
+    "keepalives": 1,
+    "keepalives_idle": 5,
+    "keepalives_interval": 1,
+    "keepalives_count": 4,
+    "tcp_user_timeout": 5000,
+}
+_MYSQL: Final = {"connect_timeout": 5, "read_timeout": 10, "write_timeout": 10}
+
+
+def adapt(settings: dict[str, Any], vendor: str) -> None:
+    """Change a copy of an alias's settings into those of a lock connection; what the user chose is kept."""
+    options = settings["OPTIONS"] = dict(settings.get("OPTIONS") or {})
+    settings["ATOMIC_REQUESTS"] = False
+    settings["AUTOCOMMIT"] = True
+    if vendor == "postgresql":
+        options.pop("pool", None)  # a connection of our own, or two, outside the pool's count
+        for name, value in _POSTGRESQL.items():
+            options.setdefault(name, value)
+        from django.db.backends.postgresql.psycopg_any import IsolationLevel
+
+        options["isolation_level"] = IsolationLevel.READ_COMMITTED
+    elif vendor == "mysql":
+        for name, value in _MYSQL.items():
+            options.setdefault(name, value)
+        options["isolation_level"] = "read committed"
+    elif vendor == "sqlite":
+        options["transaction_mode"] = "IMMEDIATE"
+        # SQLite's own busy handler sleeps up to 100 ms; we look again sooner.
+        options["timeout"] = 0
+
+
+def prepare(connection: BaseDatabaseWrapper) -> None:
+    """Set the limits of a fresh session."""
+    if connection.vendor == "postgresql":
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_backend_pid()")
+            # Behind PgBouncer another client may get this session next, and would inherit the limit.
+            if cursor.fetchone()[0] == connection.connection.info.backend_pid:
+                cursor.execute(f"SET statement_timeout = {STATEMENT_TIMEOUT_MS}")
+    elif connection.vendor == "mysql":
+        with connection.cursor() as cursor:
+            seconds = STATEMENT_TIMEOUT_MS // 1000
+            cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {seconds}, SESSION lock_wait_timeout = {seconds}")
+            if getattr(connection, "mysql_is_mariadb", False):
+                cursor.execute(f"SET SESSION max_statement_time = {seconds}")
+
+
+#: Lost a deadlock or a lock wait, or found the database locked: nothing was done, so it may be done again.
+_TRANSIENT_SQLSTATES: Final = {"40001", "40P01", "55P03"}
+_TRANSIENT_MYSQL: Final = {1205, 1213}
+_TRANSIENT_SQLITE: Final = {5, 6}  # SQLITE_BUSY, SQLITE_LOCKED
+_TRANSIENT_ORACLE: Final = {60, 8177}
+
+_DISCONNECT_MYSQL: Final = {0, 1053, 1927, 2006, 2013, 2014, 2055, 4031}
+_DISCONNECT_SQLSTATES: Final = ("08", "57P")
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the database refused a statement, without doing it, for a reason that passes by itself."""
+    cause: Any = error.__cause__ or error
+    if getattr(cause, "sqlstate", None) in _TRANSIENT_SQLSTATES:
+        return True
+    sqlite_code = getattr(cause, "sqlite_errorcode", None)
+    if sqlite_code is not None:
+        return (sqlite_code & 0xFF) in _TRANSIENT_SQLITE
+    code = _number(cause)
+    return code in _TRANSIENT_ORACLE if "oracledb" in type(cause).__module__ else code in _TRANSIENT_MYSQL
+
+
+def is_disconnect(error: Exception) -> bool:
+    """Whether the error says that the connection is gone, so that a new one may do better."""
+    cause: Any = error.__cause__ or error
+    module = type(cause).__module__
+    if "psycopg" in module:
+        state = getattr(cause, "sqlstate", None)
+        return state is None or state.startswith(_DISCONNECT_SQLSTATES)
+    if "sqlite3" in module:
+        return False
+    if "ysql" in module or "MySQLdb" in module:
+        return _number(cause) in _DISCONNECT_MYSQL
+    return type(cause).__name__ in ("OperationalError", "InterfaceError")
+
+
+def _number(cause: Any) -> int | None:
+    arguments = getattr(cause, "args", ())
+    first = arguments[0] if arguments else None
+    code = getattr(first, "code", first)
+    return code if isinstance(code, int) else None
+
+
+def socket_descriptors(raw: Any) -> list[int]:
+    """Return the file descriptors of a driver connection's sockets; none for SQLite."""
+    if hasattr(raw, "pgconn"):  # psycopg 3
+        return [raw.pgconn.socket]
+    sock = getattr(raw, "_sock", None)  # PyMySQL
+    if sock is not None:
+        return [sock.fileno()]
+    fileno = getattr(raw, "fileno", None)  # mysqlclient, oracledb
+    try:
+        return [fileno()] if callable(fileno) else []
+    except Exception:  # noqa: BLE001 - a closed connection has none
+        return []

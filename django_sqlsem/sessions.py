@@ -1,0 +1,251 @@
+"""Connections of our own, apart from the caller's: opened late, used by one thread at a time, dropped when in doubt."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+
+from django.db import Error as DjangoDatabaseError
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import load_backend
+
+from django_sqlsem import session_settings
+from django_sqlsem.exceptions import BackendError
+
+if TYPE_CHECKING:
+    from django.db.backends.utils import CursorWrapper
+
+T = TypeVar("T")
+
+#: How long a statement is repeated while the database answers "locked" or "deadlock", in seconds.
+LOCKED_PATIENCE: Final = 10.0
+
+
+class Session(Protocol):
+    """Where a backend runs its statements."""
+
+    @property
+    def connection(self) -> BaseDatabaseWrapper:
+        """The Django connection, for its vendor and features."""
+
+    def run(self, work: Callable[[CursorWrapper], T], *, again: bool = True) -> T:
+        """Call ``work`` with a cursor in autocommit, and return what it returns."""
+
+    def transaction(self, work: Callable[[CursorWrapper], T | None], *, again: bool = True) -> T | None:
+        """Call ``work`` in a transaction of its own; commit unless it returns ``None``."""
+
+
+class OwnSession:
+    """One connection that belongs to this library alone, opened at the first statement.
+
+    ``run`` may be called from any thread: statements take turns. It repeats a statement that lost a deadlock or
+    found SQLite locked. After any other database error, and after any exception that struck in the driver, the
+    connection is thrown away, since its state is unknown; the next call opens a new one. ``again`` says whether
+    the work may be repeated when the connection turns out to be dead, its outcome unknown.
+    """
+
+    def __init__(self, alias: str) -> None:
+        self.alias = alias
+        self.last_used = time.monotonic()
+        self._lock = threading.Lock()
+        self._connection: BaseDatabaseWrapper | None = None
+        _sessions.add(self)
+
+    @property
+    def connection(self) -> BaseDatabaseWrapper:
+        """The connection in use, opened or not."""
+        return self._connection or connections[self.alias]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a connection to the database is open."""
+        return self._connection is not None
+
+    def run(self, work: Callable[[CursorWrapper], T], *, again: bool = True) -> T:
+        """Call ``work`` with a cursor in autocommit. Raises ``BackendError``."""
+        return self._repeat(lambda connection: self._with_cursor(connection, work), again=again)
+
+    def transaction(self, work: Callable[[CursorWrapper], T | None], *, again: bool = True) -> T | None:
+        """Call ``work`` in a transaction; commit unless it returns ``None``. Raises ``BackendError``."""
+
+        def attempt(connection: BaseDatabaseWrapper) -> T | None:
+            # SQLite begins IMMEDIATE here, since the session's settings say so: it never upgrades a read lock.
+            connection.set_autocommit(False, force_begin_transaction_with_broken_autocommit=True)
+            result = None
+            try:
+                result = self._with_cursor(connection, work)
+            finally:
+                if result is None:
+                    connection.rollback()
+                else:
+                    connection.commit()
+                connection.set_autocommit(True)
+            return result
+
+        return self._repeat(attempt, again=again)
+
+    def close(self) -> None:
+        """Close the connection. The session stays usable."""
+        with self._lock:
+            self._discard()
+
+    def _with_cursor(self, connection: BaseDatabaseWrapper, work: Callable[[CursorWrapper], T]) -> T:
+        with connection.cursor() as cursor:
+            return work(cursor)
+
+    def _repeat(self, attempt: Callable[[BaseDatabaseWrapper], T], *, again: bool) -> T:
+        with self._lock:
+            give_up = time.monotonic() + LOCKED_PATIENCE
+            tries = 0
+            while True:
+                tries += 1
+                fresh = self._connection is None
+                try:
+                    return attempt(self._open())
+                except DjangoDatabaseError as error:
+                    if session_settings.is_transient(error) and time.monotonic() < give_up:
+                        self._tidy(error)
+                    else:
+                        self._discard()
+                        # A connection that was opened long ago may have died unnoticed: once more on a new one.
+                        stale = not fresh and session_settings.is_disconnect(error)
+                        if not (stale and again):
+                            raise backend_error(self.alias, error, stale=stale) from error
+                        again = False
+                        continue
+                except BaseException:
+                    # A signal's or another thread's exception in the driver leaves the protocol at an unknown point.
+                    self._discard()
+                    raise
+                finally:
+                    self.last_used = time.monotonic()
+                time.sleep(random.uniform(0.0005, min(0.002 * tries, 0.02)))  # noqa: S311
+
+    def _open(self) -> BaseDatabaseWrapper:
+        if self._connection is not None:
+            # A test runner renames the database under way.
+            if self._connection.settings_dict["NAME"] == connections[self.alias].settings_dict["NAME"]:
+                return self._connection
+            self._discard()
+        connection = own_connection(self.alias)
+        try:
+            connection.connect()
+            session_settings.prepare(connection)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                connection.close()
+            raise
+        self._connection = connection
+        return connection
+
+    def _tidy(self, error: Exception) -> None:
+        connection = self._connection
+        if connection is None or connection.in_atomic_block or connection.get_autocommit():
+            return
+        with contextlib.suppress(DjangoDatabaseError):
+            connection.rollback()
+            connection.set_autocommit(True)
+
+    def _discard(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(Exception):
+                connection.close()
+
+    def after_fork(self) -> None:
+        """In a forked child: cut the inherited connection off without a word to the server."""
+        self._lock = threading.Lock()
+        connection, self._connection = self._connection, None
+        if connection is None or connection.connection is None:
+            return
+        _inherited.append(connection)  # never finalised: that would speak on the parent's session
+        for descriptor in session_settings.socket_descriptors(connection.connection):
+            # The child's copy of the socket would keep the session alive after the parent has died.
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, descriptor, inheritable=False)
+            os.close(null)
+
+
+class CallerSession:
+    """The caller's own connection inside its ``atomic()``: on SQLite there is only one writer."""
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self.connection = connection
+
+    def run(self, work: Callable[[CursorWrapper], T], *, again: bool = True) -> T:
+        """Call ``work`` with a cursor of the caller's transaction. Raises ``BackendError``."""
+        try:
+            with self.connection.cursor() as cursor:
+                return work(cursor)
+        except DjangoDatabaseError as error:
+            raise backend_error(self.connection.alias, error) from error
+
+    def transaction(self, work: Callable[[CursorWrapper], T | None], *, again: bool = True) -> T | None:
+        """Call ``work`` inside a savepoint; undo it if it returns ``None``. Raises ``BackendError``."""
+        savepoint = self.connection.savepoint()
+        result = None
+        try:
+            result = self.run(work)
+        finally:
+            if result is None:
+                self.connection.savepoint_rollback(savepoint)
+            else:
+                self.connection.savepoint_commit(savepoint)
+        return result
+
+
+def backend_error(alias: str, error: Exception, *, stale: bool = False) -> BackendError:
+    """Wrap a driver's error in one sentence that names the database.
+
+    ``stale``: the connection had been open for a while and was found dead, so that a new one may do better.
+    """
+    wrapped = BackendError(f"The database {alias!r} failed: {str(error).strip() or type(error).__name__}")
+    wrapped.stale_connection = stale
+    return wrapped
+
+
+def own_connection(alias: str) -> BaseDatabaseWrapper:
+    """Return a new, unopened connection to the database that ``alias`` means now, with settings fit for locks."""
+    settings: dict[str, Any] = copy.deepcopy(dict(connections[alias].settings_dict))
+    backend: Any = load_backend(settings["ENGINE"])
+    session_settings.adapt(settings, backend.DatabaseWrapper.vendor)
+    connection: BaseDatabaseWrapper = backend.DatabaseWrapper(settings, alias)
+    connection.inc_thread_sharing()
+    # Polls and renewals would drown DEBUG's query log.
+    connection.make_debug_cursor = connection.make_cursor  # type: ignore[method-assign,assignment]
+    return connection
+
+
+_sessions: weakref.WeakSet[OwnSession] = weakref.WeakSet()
+_inherited: list[BaseDatabaseWrapper] = []
+_frozen: list[threading.Lock] = []
+
+
+def before_fork() -> None:
+    """Let every statement under way finish, so that the child inherits no half-done one."""
+    for session in sorted(_sessions, key=id):
+        lock = session._lock
+        if lock.acquire(timeout=5):
+            _frozen.append(lock)
+
+
+def after_fork_in_parent() -> None:
+    """Go on."""
+    while _frozen:
+        _frozen.pop().release()
+
+
+def after_fork_in_child() -> None:
+    """Leave the parent's connections alone."""
+    _frozen.clear()
+    for session in list(_sessions):
+        session.after_fork()
+    _sessions.clear()

@@ -1,0 +1,77 @@
+"""For the tests of projects that use semaphores: make one busy, held or lost, wherever it really lives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from django_sqlsem import refusals
+from django_sqlsem.keeper_thread import all_holds
+from django_sqlsem.naming import validate_name
+from django_sqlsem.permits import Permit
+from django_sqlsem.semaphores import Semaphore, semaphore
+from django_sqlsem.snapshots import Loss, LossReason
+
+__all__ = ["busy", "held", "lost"]
+
+
+def _name(target: str | Semaphore) -> str:
+    return target.name if isinstance(target, Semaphore) else validate_name(target)
+
+
+@contextlib.contextmanager
+def busy(target: str | Semaphore) -> Iterator[None]:
+    """Refuse every acquire of this name in this process, at once and whatever its timeout, inside the block."""
+    name = _name(target)
+    refusals.forced[name] = refusals.forced.get(name, 0) + 1
+    try:
+        yield
+    finally:
+        refusals.forced[name] -= 1
+        if not refusals.forced[name]:
+            del refusals.forced[name]
+
+
+@contextlib.contextmanager
+def held(target: str | Semaphore, slots: int | None = None, *, total: int | None = None) -> Iterator[list[Permit]]:
+    """Hold ``slots`` slots of a semaphore (all of them, if omitted) as somebody else, inside the block.
+
+    ``total`` is the semaphore's number of slots, where ``target`` is a name that is not in use yet. The permits
+    are yielded: release one to let a waiter in. Raises ``AcquireTimeoutError`` if so many are not free.
+    """
+    found = target if isinstance(target, Semaphore) else semaphore(validate_name(target), total)
+    wanted = slots if slots is not None else found.status().slots
+    holder = semaphore(found.name, found.slots, timeout=0, lease=found.lease, fair=False, using=found.using)
+    permits: list[Permit] = []
+    try:
+        for _nth in range(wanted):
+            permit = holder._as(found.kind).acquire()
+            permit.detach()
+            permits.append(permit)
+        yield permits
+    finally:
+        for permit in permits:
+            permit.release()
+
+
+@contextlib.contextmanager
+def lost(target: str | Semaphore | Permit) -> Iterator[None]:
+    """Make a permit, or every permit that this process holds or gets of this name inside the block, a lost one.
+
+    Their ``lost`` is set, ``check()`` raises and ``on_lost`` runs. The slots themselves stay taken until the permits
+    are released, as they would for a holder that was cut off.
+    """
+    loss = Loss(LossReason.EXPIRED, "django_sqlsem.testing.lost() says so")
+    if isinstance(target, Permit):
+        target._hold.lose(loss)
+        yield
+        return
+    name = _name(target)
+    for hold in all_holds():
+        if hold.claim.resource.name == name and hold.grant is not None:
+            hold.lose(loss)
+    refusals.lost[name] = loss
+    try:
+        yield
+    finally:
+        refusals.lost.pop(name, None)

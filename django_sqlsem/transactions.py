@@ -1,0 +1,143 @@
+"""The end of the caller's transaction, committed or rolled back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import connections
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+logger = logging.getLogger("django_sqlsem")
+
+_ENDS: Final = ("commit", "rollback", "close", "set_autocommit")
+
+
+def at_transaction_end(using: str | None, callback: Callable[[], object]) -> None:
+    """Run ``callback`` once, when the outermost transaction on this thread's connection has ended.
+
+    ``using`` is a database alias; ``None`` means every alias with an open transaction, and the last of them to end
+    counts. Without a transaction the callback runs at once. Afterwards an ``Exception`` of the callback is logged,
+    because raising it there would make a transaction that was committed look as if it had failed.
+    """
+    aliases = open_transactions() if using is None else [using] * in_transaction(connections[using])
+    if not aliases:
+        callback()
+        return
+    remaining = set(aliases)
+
+    def ended(alias: str) -> None:
+        remaining.discard(alias)
+        if not remaining:
+            callback()
+
+    for alias in aliases:
+        _watch(connections[alias]).callbacks.append(functools.partial(ended, alias))
+
+
+def open_transactions() -> list[str]:
+    """Return the aliases on which the calling thread is inside a transaction."""
+    return [connection.alias for connection in connections.all(initialized_only=True) if in_transaction(connection)]
+
+
+def in_transaction(connection: BaseDatabaseWrapper) -> bool:
+    """Is a transaction open on the connection, apart from those that a ``TestCase`` wraps around a test?"""
+    if connection.closed_in_transaction or connection.connection is None:
+        return False
+    if connection.in_atomic_block:
+        return not all(_from_testcase(block) for block in connection.atomic_blocks)
+    return not connection.autocommit
+
+
+def _from_testcase(block: object) -> bool:
+    return bool(getattr(block, "_from_testcase", False))
+
+
+def _watch(connection: BaseDatabaseWrapper) -> _Watch:
+    watch: _Watch | None = connection.__dict__.get("_sqlsem_watch")
+    if watch is None:
+        watch = connection.__dict__["_sqlsem_watch"] = _Watch(connection)
+    return watch
+
+
+class _Watch:
+    """Callbacks that wait for the end of one connection's transaction.
+
+    Django has no hook for a rollback, and drops what ``on_commit()`` was given inside a savepoint that is rolled
+    back. Every transaction, whether of ``atomic()`` or not, ends in one of four public methods of the connection, so
+    these are wrapped on this instance until the end. The blocks of a ``TestCase`` never end within a test: there the
+    outermost block inside them counts, and its leaving ``atomic_blocks`` is the only trace that it always has.
+    """
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self.connection = connection
+        self.callbacks: list[Callable[[], object]] = []
+        self.wrappers = {name: self._wrap(getattr(connection, name)) for name in _ENDS}
+        connection.__dict__.update(self.wrappers)
+        if any(_from_testcase(block) for block in connection.atomic_blocks):
+            connection.atomic_blocks = _Blocks(connection.atomic_blocks, self)
+
+    def _wrap(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            succeeded = False
+            try:
+                result = method(*args, **kwargs)
+                succeeded = True
+                return result
+            finally:
+                if self.callbacks and self._has_ended(method.__name__, succeeded):
+                    self.end()
+
+        return wrapper
+
+    def _has_ended(self, method: str, succeeded: bool) -> bool:
+        connection = self.connection
+        if connection.closed_in_transaction or connection.connection is None:
+            return True
+        if connection.in_atomic_block:
+            return False
+        # A commit that fails leaves the end to the rollback, or to the close, that Django tries next.
+        return succeeded if method in ("commit", "rollback") else connection.autocommit
+
+    def end(self) -> None:
+        """Unwrap the connection and run the callbacks, each of them whatever the others do."""
+        connection, callbacks = self.connection, self.callbacks
+        self.callbacks = []
+        connection.__dict__.pop("_sqlsem_watch", None)
+        for name, wrapper in self.wrappers.items():
+            if connection.__dict__.get(name) is wrapper:  # else someone has wrapped ours: it only passes on by now
+                del connection.__dict__[name]
+        if isinstance(connection.atomic_blocks, _Blocks):
+            connection.atomic_blocks = list(connection.atomic_blocks)
+        with contextlib.ExitStack() as stack:
+            for callback in reversed(callbacks):
+                stack.callback(_run, callback)
+
+
+def _run(callback: Callable[[], object]) -> None:
+    try:
+        callback()
+    except Exception:
+        logger.exception("A callback at the end of a transaction failed.")
+
+
+class _Blocks(list[Any]):
+    """The stack of a connection's atomic blocks inside a ``TestCase``."""
+
+    def __init__(self, blocks: list[Any], watch: _Watch) -> None:
+        super().__init__(blocks)
+        self.watch = watch
+
+    def pop(self, *args: Any) -> Any:
+        """Remove a block; if only the blocks of the ``TestCase`` remain, the test's own transaction is over."""
+        block = super().pop(*args)
+        if self.watch.callbacks and all(_from_testcase(left) for left in self):
+            self.watch.end()
+        return block

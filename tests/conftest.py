@@ -1,0 +1,118 @@
+"""Fixtures of all tests.
+
+``database``
+    The alias of one covered database after the other, real and committed: no transaction is around the test.
+    Afterwards nothing may be held by a live permit (unless the test is marked ``leaves_held``), and all that the
+    test wrote is deleted.
+``counter``
+    An ``OutsideCounter`` on ``database``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.conf import settings
+from django.db import connections
+from django.test.utils import setup_databases, teardown_databases
+
+from tests import databases
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    missing = databases.required_but_missing()
+    if missing:
+        reasons = "\n".join(f"  {name}: {reason}" for name, reason in missing.items())
+        raise pytest.UsageError(f"SQLSEM_TEST_REQUIRE asks for what is not there:\n{reasons}")
+
+
+def _coverage() -> list[str]:
+    lines = [f"covered: {', '.join(found.version for found in settings.FOUND.values())}"]
+    lines += [f"not covered: {name} ({missing.reason.splitlines()[0]})" for name, missing in settings.MISSING.items()]
+    return lines
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return _coverage()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.section("databases")
+    for line in _coverage():
+        terminalreporter.line(line)
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(django_test_environment: None, django_db_blocker: Any, request: Any) -> Iterator[None]:
+    """Create the test databases of all covered aliases, and drop them at the end: a failure to drop is an error."""
+    verbosity = request.config.option.verbose
+    with django_db_blocker.unblock():
+        created = setup_databases(verbosity=verbosity, interactive=False)
+    yield
+    with django_db_blocker.unblock():
+        _stop_library()
+        connections.close_all()
+        teardown_databases(created, verbosity=verbosity)
+
+
+def _stop_library() -> None:
+    from django_sqlsem import lifecycle
+
+    lifecycle.stop_all()
+
+
+@pytest.fixture
+def committed(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]:
+    """All covered databases, real and committed, cleaned after the test."""
+    with django_db_blocker.unblock():
+        try:
+            yield
+        finally:
+            _stop_library()
+            for alias in databases.covered():
+                databases.delete_rows(alias)
+            connections.close_all()
+
+
+@pytest.fixture(params=[pytest.param(alias, id=databases.label(alias)) for alias in databases.covered()])
+def database(request: Any, committed: None) -> Iterator[str]:
+    """One covered alias after the other, real and committed, in which nothing may be held after the test."""
+    alias = request.param
+    yield alias
+    if request.node.get_closest_marker("leaves_held") is None:
+        databases.assert_nothing_held(alias)
+
+
+@pytest.fixture
+def counter(database: str) -> Iterator[databases.OutsideCounter]:
+    """An independent counter on ``database``."""
+    with databases.OutsideCounter(database) as counter:
+        yield counter
+
+
+@pytest.fixture
+def redis_url() -> str:
+    """The address of a Redis server. Skips the test without one."""
+    return _where("redis")
+
+
+@pytest.fixture
+def chromium() -> str:
+    """The path of a Chromium. Skips the test without one."""
+    return _where("chromium")
+
+
+@pytest.fixture
+def wrong_clock() -> Callable[[str], dict[str, str]]:
+    """A function of an offset (``"+1d"``) that returns the environment for a child whose wall clock is wrong."""
+    _where("faketime")
+    return lambda offset: databases.faketime_environment(offset) or {}
+
+
+def _where(name: str) -> str:
+    found = settings.FOUND.get(name)
+    if found is None:
+        pytest.skip(f"no {name}: {settings.MISSING[name].reason}")
+    return str(found.where)

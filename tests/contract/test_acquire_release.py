@@ -1,0 +1,189 @@
+"""What every database must do alike: grant, refuse, wait, give back."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+
+from django_sqlsem import AcquireTimeoutError, AlreadyHeldError, PermitLostError, mutex, semaphore
+from tests.databases import held_rows
+from tests.threads import run_in_threads, wait_until
+
+
+def test_grants_distinct_slots_up_to_the_number(database):
+    reports = semaphore("reports", slots=3, timeout=0, using=database)
+    permits = []
+    for _ in range(3):
+        permit = reports.acquire()
+        permit.detach()
+        permits.append(permit)
+    assert sorted(permit.slot for permit in permits) == [1, 2, 3]
+    assert reports.try_acquire() is None
+    with pytest.raises(AcquireTimeoutError, match=r"No slot of 'reports' is free \(3 of 3 held\): slot 1: .* pid"):
+        reports.acquire()
+    permits[1].release()
+    again = reports.acquire()
+    assert again.slot == permits[1].slot
+    assert again.token > permits[1].token
+    assert again.waited == 0
+    for permit in (permits[0], permits[2], again):
+        permit.release()
+    assert held_rows(database) == []
+
+
+def test_release_is_idempotent_and_spares_the_next_holder(database):
+    lock = mutex("once", timeout=0, using=database)
+    first = lock.acquire()
+    first.release()
+    second = lock.acquire()
+    first.release()
+    second.check()
+    assert len(held_rows(database)) == 1
+    with pytest.raises(PermitLostError, match="released already"):
+        first.check()
+    second.release()
+
+
+def test_a_second_acquire_in_the_same_thread_is_refused(database):
+    reports = semaphore("reports", slots=3, using=database)
+    with reports as permit:
+        with pytest.raises(AlreadyHeldError, match=r"You have acquired 'reports' already"):
+            reports.acquire()
+        permit.detach()
+        with reports:
+            pass
+    with reports:
+        pass
+
+
+def test_a_waiter_gets_the_slot_that_another_thread_gives_back(database):
+    lock = mutex("handed", timeout=10, using=database)
+    entered, leave = threading.Event(), threading.Event()
+    waited = []
+
+    def hold():
+        with lock:
+            entered.set()
+            assert leave.wait(10)
+
+    def wait():
+        with lock as permit:
+            waited.append(permit.waited)
+
+    threads = [threading.Thread(target=hold), threading.Thread(target=wait)]
+    threads[0].start()
+    assert entered.wait(10)
+    threads[1].start()
+    wait_until(lambda: lock.status().waiting == 1)
+    leave.set()
+    for thread in threads:
+        thread.join(10)
+    assert len(waited) == 1
+    assert waited[0] > 0
+
+
+def test_times_out(database):
+    lock = mutex("slow", using=database)
+    holder = lock.acquire()
+    holder.detach()
+    started = time.monotonic()
+    with pytest.raises(AcquireTimeoutError, match=r"became free within 0.3 s"):
+        lock.acquire(timeout=0.3)
+    assert 0.3 <= time.monotonic() - started
+    wait_until(lambda: lock.status().waiting == 0)
+    holder.release()
+
+
+def test_take_is_all_or_nothing(database):
+    pair = semaphore("gpu", slots=3, take=2, timeout=0, using=database)
+    one = semaphore("gpu", slots=3, timeout=0, using=database)
+    first = pair.acquire()
+    first.detach()
+    assert first.slots == (1, 2)
+    assert len(first.tokens) == 2
+    assert pair.try_acquire() is None
+    single = one.acquire()
+    assert single.slot == 3
+    single.release()
+    first.release()
+    assert held_rows(database) == []
+
+
+def test_async(database):
+    lock = semaphore("async", slots=2, timeout=10, using=database)
+    inside = peak = 0
+
+    async def work():
+        nonlocal inside, peak
+        async with lock as permit:
+            inside += 1
+            peak = max(peak, inside)
+            await asyncio.sleep(0.01)
+            permit.check()
+            inside -= 1
+
+    async def main():
+        await asyncio.gather(*(work() for _ in range(20)))
+        permit = await lock.atry_acquire()
+        with pytest.raises(AlreadyHeldError):
+            await lock.aacquire()
+        await permit.arelease()
+
+    asyncio.run(main())
+    assert peak == 2
+
+
+def test_hundred_threads_share_one_semaphore_and_one_decorated_function(database):
+    shared = semaphore("shared", slots=3, timeout=60, using=database)
+
+    @semaphore("decorated", slots=3, timeout=60, using=database)
+    def decorated():
+        return threading.get_ident()
+
+    seen, inside, peaks, guard = [], [], [], threading.Lock()
+
+    def body(number):
+        with shared as permit:
+            with guard:
+                inside.append(number)
+                peaks.append(len(inside))
+                seen.append((permit.slot, permit.token))
+            time.sleep(0.02)
+            permit.check()
+            with guard:
+                inside.remove(number)
+        assert decorated() == threading.get_ident()
+
+    run_in_threads(100, body)
+    assert max(peaks) == 3
+    assert len(set(seen)) == 100
+    assert held_rows(database) == []
+
+
+@pytest.mark.leaves_held
+def test_a_forgotten_permit_comes_back(database, caplog):
+    lock = mutex("forgotten", timeout=10, using=database)
+    lock.acquire()
+    gc.collect()
+    permit = lock.acquire()
+    assert "garbage-collected" in caplog.text
+    permit.release()
+
+    thread = threading.Thread(target=lambda: kept.append(lock.acquire()))
+    kept = []
+    thread.start()
+    thread.join()
+    lock.acquire().release()
+    assert kept[0].lost is not None
+
+
+def test_renewed_for_five_leases(database):
+    lock = mutex("long", lease=1, using=database)
+    with lock as permit:
+        time.sleep(5)
+        permit.check()
+        assert len(held_rows(database)) == 1

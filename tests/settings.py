@@ -1,0 +1,76 @@
+"""Settings of the tests: SQLite in a file as ``default``, and every server that can be reached.
+
+A child process of a test finds its parent's test databases in ``SQLSEM_TEST_DATABASES`` and looks for nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import tempfile
+
+from tests import servers
+
+FOUND: dict[str, servers.Found] = {}
+MISSING: dict[str, servers.Missing] = {}
+
+if "SQLSEM_TEST_DATABASES" in os.environ:
+    DATABASES = json.loads(os.environ["SQLSEM_TEST_DATABASES"])
+    if any(database["ENGINE"].endswith(".mysql") for database in DATABASES.values()):
+        servers.install_mysql_driver()
+else:
+    FOUND, MISSING = servers.survey()
+    _directory = tempfile.mkdtemp(prefix="sqlsem-tests-")
+
+    def _remove(directory: str = _directory, pid: int = os.getpid()) -> None:
+        if os.getpid() == pid:  # not at the exit of a forked child
+            shutil.rmtree(directory, ignore_errors=True)
+
+    atexit.register(_remove)
+    DATABASES = {"default": servers.sqlite_settings(_directory)}
+    DATABASES |= {name: servers.database_settings(name) for name in ("postgres", "mariadb") if name in FOUND}
+
+SQLSEM = json.loads(os.environ.get("SQLSEM_TEST_SETTINGS", "{}"))
+
+SECRET_KEY = "for tests only"
+DEBUG = False
+ALLOWED_HOSTS = ["*"]
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+ROOT_URLCONF = "tests.testapp.urls"
+STATIC_URL = "/static/"
+PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+
+INSTALLED_APPS = [
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.messages",
+    "django.contrib.sessions",
+    "django.contrib.staticfiles",
+    "django_sqlsem",
+    "tests.testapp",
+]
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+]
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ],
+        },
+    },
+]
