@@ -122,7 +122,7 @@ class SemaphoreAdmin(OperatorAdmin):
         """Return the number that counts."""
         if row.operator_slots is None:
             return row.slots
-        return _("%(slots)d (set by an operator)") % {"slots": row.slots}
+        return _("%(slots)d (operator)") % {"slots": row.slots}
 
     @admin.display(description=gettext_lazy("held"))
     def held(self, row: SemaphoreRow) -> int | str:
@@ -147,7 +147,7 @@ class SemaphoreAdmin(OperatorAdmin):
         """Return whether granting is stopped."""
         return _("paused") if row.paused else EMPTY
 
-    @admin.display(description=gettext_lazy("declared by the code"))
+    @admin.display(description=gettext_lazy("declared"))
     def declared(self, row: SemaphoreRow) -> str:
         """Return what the code says, and whether processes disagree."""
         snapshot = snapshot_of(row)
@@ -191,8 +191,7 @@ class SemaphoreAdmin(OperatorAdmin):
 
 
 def _lines(lines: Any) -> SafeString:
-    items = format_html_join("", "<li>{}</li>", ((_join(line),) for line in lines))
-    return format_html("<ul>{}</ul>", items)
+    return format_html_join("", "<div>{}</div>", ((_join(line),) for line in lines))
 
 
 def _join(parts: list[Any]) -> SafeString:
@@ -203,7 +202,7 @@ def _join(parts: list[Any]) -> SafeString:
 class SlotAdmin(OperatorAdmin):
     """Slots, with their holders."""
 
-    list_display = ("name", "slot", "state", "holder", "work", "user_name", "age", "lease_left")
+    list_display = ("name", "slot", "state", "age", "lease_left", "holder", "work", "user_name")
     list_display_links = ("name", "slot")
     list_select_related = ("semaphore",)
     search_fields = ("semaphore__name", "host", "label", "user")

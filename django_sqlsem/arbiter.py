@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import uuid
 from collections import deque
@@ -115,7 +116,5 @@ class Arbiter:
             return
         if self._written_for is not None:
             self._written_for = None
-            try:
+            with contextlib.suppress(BackendError):  # the row lapses by itself
                 self.keeper.backend.leave(session, self._ticket)
-            except BackendError:
-                pass  # the row lapses by itself

@@ -38,17 +38,19 @@ def pop(semaphore: Semaphore) -> Permit:
     current = scopes.current_owner()
     with _lock:
         blocks = _entered.get(id(semaphore), [])
-        for wanted in (lambda owner: owner is current, lambda owner: owner is None or _ended(owner), lambda _: True):
-            for index in range(len(blocks) - 1, -1, -1):
-                owner, permit = blocks[index]
-                if wanted(owner()):
-                    del blocks[index]
-                    if not blocks:
-                        _entered.pop(id(semaphore), None)
-                    return permit
-    raise RuntimeError(f"No open block of {semaphore.name!r} to leave.")
+        if not blocks:
+            raise RuntimeError(f"No open block of {semaphore.name!r} to leave.")
+        newest = len(blocks) - 1
+        mine = [index for index, (owner, _) in enumerate(blocks) if owner() is current]
+        ended = [index for index, (owner, _) in enumerate(blocks) if _ended(owner())]
+        _owner, permit = blocks.pop((mine or ended or [newest])[-1])
+        if not blocks:
+            del _entered[id(semaphore)]
+        return permit
 
 
 def _ended(owner: Any) -> bool:
+    if owner is None:
+        return True
     done = getattr(owner, "done", None)
     return bool(done()) if done is not None else not owner.is_alive()

@@ -151,10 +151,6 @@ class Hold:
         self.fresh_claim()
         self.state, self.grant, self.loss = State.NEW, None, None
         self._notified = threading.Lock()
-        self.rearm_event()
-
-    def rearm_event(self) -> None:
-        """Wait for another answer."""
         self._event = threading.Event()
 
     def wait(self, timeout: float | None) -> bool:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from django.db import connections
 
-from django_sqlsem import scopes
+from django_sqlsem import losses, scopes
 from django_sqlsem.arbiter import Arbiter
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.sessions import CallerSession, OwnSession, Session
-from django_sqlsem.signals import permit_lost
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim, Grant
 
 logger = logging.getLogger("django_sqlsem")
+
+T = TypeVar("T")
 
 
 class Keeper:
@@ -99,8 +102,6 @@ class Keeper:
 
     async def aacquire(self, hold: Hold, timeout: float | None) -> bool:
         """Get the hold granted within ``timeout`` seconds, holding no thread meanwhile. Return whether it was."""
-        import asyncio
-
         self.register(hold)
         future = hold.prepare_future()
         self.post(lambda: self._first_try(hold, once=timeout == 0))
@@ -211,21 +212,22 @@ class Keeper:
         if hold.foreign or hold.grant is None or not hold.releasing.acquire(blocking=False):
             return
         hold.releasing_since = boot_now()
-        failure: list[BackendError] = []
-        hold.rearm_event()
-        future = hold.prepare_future()
+        await self.call(lambda: self._release(hold, self.own))
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on the keeper's side, and return what it returns. It runs even if this task is cancelled."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def step() -> None:
             try:
-                self._release(hold, self.own)
-            except BackendError as error:
-                failure.append(error)
-            hold.answer()
+                result = work()
+            except BaseException as error:  # noqa: BLE001 - it belongs to the task that waits
+                future.set_exception(error)
+            else:
+                future.set_result(result)
 
         self.post(step)
-        await future
-        if failure:
-            raise failure[0]
+        return await asyncio.shield(asyncio.wrap_future(future))
 
     def give_back(self, hold: Hold, session: Session) -> None:
         """Give back what nobody will use, without a word to the caller."""
@@ -301,33 +303,9 @@ class Keeper:
         hold.lose(Loss(LossReason.FORGOTTEN, f"it was forgotten: {why}"))
         self.give_back(hold, self.own)
 
-    # Telling.
-
     def tell_lost(self, hold: Hold) -> None:
         """Log a loss, and run the callbacks on a thread of their own."""
-        loss = hold.loss
-        if loss is None or hold.foreign:
-            return
-        name = hold.claim.resource.name
-        if loss.reason is not LossReason.FORGOTTEN:
-            logger.error("A permit of %r was lost: %s.", name, loss, extra={"semaphore": name, "reason": loss.reason})
-        permit = hold.permit()
-        if permit is None or not (hold.callbacks or permit_lost.has_listeners(type(permit))):
-            return
-
-        def tell() -> None:
-            for callback in list(hold.callbacks):
-                self.call_back(callback, permit)
-            permit_lost.send_robust(type(permit), permit=permit, loss=loss)
-
-        threading.Thread(target=tell, name="sqlsem-on-lost", daemon=True).start()
-
-    def call_back(self, callback: Callable[[Any], object], permit: object) -> None:
-        """Run one callback; its exception is logged."""
-        try:
-            callback(permit)
-        except Exception:
-            logger.exception("An on_lost callback failed.")
+        losses.tell(hold)
 
     def stop(self) -> None:
         """Give everything back and close the connections: the process ends, or a test does."""
@@ -338,35 +316,3 @@ class Keeper:
                 self.give_back(hold, self.own)
         self.work.close()
         self.own.close()
-
-
-class InlineKeeper(Keeper):
-    """The keeper of a process-local backend: no thread, no connection; every step is run where it arises."""
-
-    def __init__(self, backend: BaseSemaphoreBackend) -> None:
-        super().__init__(backend)
-        self._stepping = threading.RLock()
-
-    def register(self, hold: Hold) -> None:
-        """Know of a hold; and do what finalisers left to do."""
-        super().register(hold)
-        self._drain()
-
-    def post(self, step: Callable[[], object]) -> None:
-        """Run it now."""
-        self._drain()
-        step()
-
-    def poke(self, arbiter: Arbiter) -> None:
-        """Look again now."""
-        with self._stepping:
-            arbiter.step(self.own)
-
-    def doubt(self, claim: Claim) -> None:
-        """In memory, a claim's outcome is known."""
-        self.backend.discard(self.own, claim.resource, claim.permit_id)
-
-    def _drain(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self.inbox.get_nowait()()

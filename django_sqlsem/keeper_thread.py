@@ -17,6 +17,7 @@ from django_sqlsem.conf import config
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.keeper import Keeper
+from django_sqlsem.keeper_inline import InlineKeeper
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim, Grant
@@ -251,8 +252,6 @@ def keeper_for(backend: BaseSemaphoreBackend) -> Keeper:
     """Return this process's keeper of a backend's database."""
     keeper = _keepers.get(id(backend))
     if keeper is None or keeper.backend is not backend:
-        from django_sqlsem.keeper import InlineKeeper
-
         with _keepers_lock:
             keeper = _keepers.get(id(backend))
             if keeper is None or keeper.backend is not backend:

@@ -20,9 +20,7 @@ def validate_name(name: object) -> str:
         raise TypeError(f"A semaphore's name must be a str, not {name!r} of type {type(name).__name__}.")
     if not 1 <= len(name) <= MAX_NAME_LENGTH:
         shown = name if len(name) <= 60 else f"{name[:57]}..."
-        raise ValueError(
-            f"A semaphore's name must have 1 to {MAX_NAME_LENGTH} characters, not {len(name)}: {shown!r}."
-        )
+        raise ValueError(f"A semaphore's name must have 1 to {MAX_NAME_LENGTH} characters, not {len(name)}: {shown!r}.")
     if "\x00" in name:
         raise ValueError(f"A semaphore's name must not contain a NUL character: {name!r}.")
     try:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from django_sqlsem import scopes, transactions
+from django_sqlsem import losses, scopes, transactions
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError, PermitLostError
 from django_sqlsem.holds import Hold, State
@@ -93,10 +93,7 @@ class Permit:
         """Have ``callback(permit)`` called, on a thread of its own, if the permit is lost; at once if it already is."""
         self._hold.callbacks.append(callback)
         if self._hold.loss is not None:
-            import threading
-
-            call = self._hold.keeper.call_back
-            threading.Thread(target=call, args=(callback, self), name="sqlsem-on-lost", daemon=True).start()
+            losses.call_back_soon(callback, self)
 
     def release(self) -> None:
         """Give the slots back. Idempotent; removes only what this very permit holds.

@@ -11,13 +11,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.core.exceptions import SynchronousOnlyOperation
-from django.db import DatabaseError
 
 from django_sqlsem import entries, identity, refusals, scopes
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.base import Claim
 from django_sqlsem.conf import MIN_LEASE, config
-from django_sqlsem.exceptions import AcquireTimeoutError, SemaphoreError
+from django_sqlsem.exceptions import AcquireTimeoutError
 from django_sqlsem.holds import Hold
 from django_sqlsem.keeper_thread import keeper_for
 from django_sqlsem.naming import resource_for, validate_name, validate_slots
@@ -48,7 +47,7 @@ class Semaphore:
     _: dataclasses.KW_ONLY
     kind: str = "semaphore"
     take: int = 1
-    timeout: float | None | Unset = UNSET
+    timeout: float | Unset | None = UNSET
     lease: float | None = None
     on_busy: OnBusy | None = None
     key: Callable[..., Any] | None = None
@@ -67,7 +66,7 @@ class Semaphore:
         seconds = self._seconds(timeout)
         permit = self._acquire(seconds)
         if permit is None:
-            raise self._timed_out(seconds)
+            raise self._timed_out(self.status(), seconds)
         return permit
 
     def try_acquire(self) -> Permit | None:
@@ -79,7 +78,7 @@ class Semaphore:
         seconds = self._seconds(timeout)
         permit = await self._aacquire(seconds)
         if permit is None:
-            raise await asyncio.to_thread(self._timed_out, seconds)
+            raise self._timed_out(await self.astatus(), seconds)
         return permit
 
     async def atry_acquire(self) -> Permit | None:
@@ -88,18 +87,20 @@ class Semaphore:
 
     def status(self) -> SemaphoreSnapshot:
         """Return a frozen snapshot: slots, holders, waiters. A name never used has its declared slots, all free."""
-        alias = database_for(self.using)
-        found = get_backend(alias).inspect([self.name])
-        if found:
-            return found[0]
-        slots = self.slots or 1
-        return SemaphoreSnapshot(self.name, self.kind, slots, slots, None, False)
+        keeper, resource = self._keeper(), resource_for(self.name, self.kind)
+        return self._snapshot(keeper.backend.snapshot(keeper.session_here(), resource))
 
     async def astatus(self) -> SemaphoreSnapshot:
         """Return what ``status()`` does, without blocking the event loop."""
-        from asgiref.sync import sync_to_async
+        keeper, resource = self._keeper(), resource_for(self.name, self.kind)
+        return self._snapshot(await keeper.call(lambda: keeper.backend.snapshot(keeper.own, resource)))
 
-        return await sync_to_async(self.status, thread_sensitive=False)()
+    def _keeper(self) -> Keeper:
+        return keeper_for(get_backend(database_for(self.using)))
+
+    def _snapshot(self, found: SemaphoreSnapshot | None) -> SemaphoreSnapshot:
+        slots = self.slots or 1
+        return found or SemaphoreSnapshot(self.name, self.kind, slots, slots, None, False)
 
     def __call__(self, func: F) -> F:
         """Decorate a function, a view, a coroutine or the body of a task; its signature and type stay."""
@@ -145,8 +146,8 @@ class Semaphore:
         return to_seconds(timeout, what="timeout", allow_none=True)
 
     def _prepare(self) -> tuple[Keeper, Hold, Permit]:
-        alias = database_for(self.using)
-        keeper = keeper_for(get_backend(alias))
+        keeper = self._keeper()
+        alias = keeper.alias
         claim = Claim(
             resource=resource_for(self.name, self.kind),
             permit_id=uuid.uuid4().hex,
@@ -199,12 +200,7 @@ class Semaphore:
             permit_acquired.send_robust(type(self), semaphore=self, permit=permit)
         return permit
 
-    def _timed_out(self, timeout: float | None) -> AcquireTimeoutError:
-        try:
-            snapshot = self.status()
-        except (DatabaseError, SemaphoreError):  # the caller's own transaction may be broken; it is busy all the same
-            slots = self.slots or 1
-            snapshot = SemaphoreSnapshot(self.name, self.kind, slots, slots, None, False)
+    def _timed_out(self, snapshot: SemaphoreSnapshot, timeout: float | None) -> AcquireTimeoutError:
         error = refusals.refusal(snapshot, timeout, self.take)
         if acquire_timed_out.receivers:
             acquire_timed_out.send_robust(type(self), semaphore=self, error=error)

@@ -195,7 +195,9 @@ class CallerSession:
         try:
             result = self.run(work)
         finally:
-            if result is None:
+            if savepoint is None:
+                pass  # the caller's atomic() was told to use none
+            elif result is None:
                 self.connection.savepoint_rollback(savepoint)
             else:
                 self.connection.savepoint_commit(savepoint)

@@ -17,17 +17,17 @@ from kombu.utils.json import dumps
 TRANSPORT_ALIASES["folder"] = "example_project.broker:Transport"
 
 
-class Channel(filesystem.Channel):  # type: ignore[misc]
+class Channel(filesystem.Channel):
     """A channel whose messages appear whole, or not at all."""
 
-    def _put(self, queue: str, payload: Any, **kwargs: Any) -> None:
+    def _put(self, queue: str, payload: dict[str, Any], **kwargs: Any) -> None:
         name = f"{time.monotonic_ns():020}_{uuid.uuid4()}.{queue}.msg"
         hidden = Path(self.data_folder_out, f".{name}")
         hidden.write_text(dumps(payload))
         hidden.rename(hidden.with_name(name))
 
 
-class Transport(filesystem.Transport):  # type: ignore[misc]
+class Transport(filesystem.Transport):
     """The transport of ``folder://`` addresses."""
 
     Channel = Channel

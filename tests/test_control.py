@@ -231,9 +231,11 @@ def test_a_failing_receiver_does_not_hide_the_act(database: str, caplog: Any) ->
 
 def test_a_database_error_is_a_backend_error(database: str) -> None:
     make_semaphore(database)
-    with transaction.atomic(using=database), pytest.raises(BackendError, match="failed") as caught:
+    backend = get_backend(database)
+    with transaction.atomic(using=database):
         connections[database].needs_rollback = True
-        get_backend(database).inspect()
+        with pytest.raises(BackendError, match="failed") as caught:
+            backend.inspect()
     assert caught.value.__cause__ is not None
 
 

@@ -81,15 +81,15 @@ def postgres() -> Iterator[str]:
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_never_more_than_three_and_nothing_left(database: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     url = "" if database == "sqlite" else request.getfixturevalue("postgres")
-    for _ in range(2):  # the second run finds the tables, the user and the messages of the first
-        process = start(tmp_path, "--seconds", "8", "--workers", "2", url=url)
+    for seconds in ("8", "2"):  # the second run finds the tables, the user and the messages of the first
+        process = start(tmp_path, "--seconds", seconds, "--workers", "2", url=url)
         output, _none = process.communicate(timeout=120)
         assert process.returncode == 0, output
         match = LAST_LINE.fullmatch(output.splitlines()[-1])
         assert match, output
         peak, served, busy, retried = map(int, match.groups())
         assert peak == 3, output
-        assert min(served, busy, retried) > 0, output
+        assert min(served, busy, retried) > 0 or seconds == "2", output
         assert left_over(tmp_path) == []
 
 

@@ -151,7 +151,9 @@ def test_never_granted_is_never_idle(database: str) -> None:
 def test_rows_of_an_earlier_boot_are_stale(committed: None) -> None:
     make_semaphore("default")
     hold("default", slot=1, left=50, boot_id="another boot")
-    SlotRow.objects.using("default").filter(slot=2).update(acquired_us=now_us("default") + 10**9, boot_id="another boot")
+    SlotRow.objects.using("default").filter(slot=2).update(
+        acquired_us=now_us("default") + 10**9, boot_id="another boot"
+    )
     found = queries.semaphore("reports", using="default")
     assert found is not None
     (holder,) = found.holders

@@ -159,6 +159,7 @@ class AsyncGet(View):
 @method_decorator(semaphore("page"), name="dispatch")
 class Page(TemplateView):
     template_name = "sqlsem/busy.html"
+    extra_context = {"retry_after": 1}
 
 
 def parts(count=3):

@@ -133,6 +133,10 @@ class BaseSemaphoreBackend(abc.ABC):
     def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
         """Extend all these grants by their leases, in one statement."""
 
+    @abc.abstractmethod
+    def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
+        """Return what one name is like now, read on ``session``; ``None`` if nobody has used it yet."""
+
     # The operator's side. It runs on the alias's ordinary connection.
 
     @abc.abstractmethod

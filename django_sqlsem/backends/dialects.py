@@ -37,7 +37,8 @@ class Dialect:
     lock_hint: ClassVar[str] = ""
     free: ClassVar[str] = "({t}expires_us IS NULL OR {t}expires_us <= {{now}})"
     live: ClassVar[str] = "{t}expires_us > {{now}}"
-    token_now: ClassVar[str] = "{now}"
+    #: The clock that tokens follow.
+    token_now: ClassVar[str] = "{now}"  # noqa: S105
 
     @property
     def boot_id(self) -> str:

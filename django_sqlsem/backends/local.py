@@ -103,6 +103,11 @@ class LocalBackend(BaseSemaphoreBackend):
         """Nothing runs out here."""
         return Renewal(frozenset(each.permit_id for each in held), dict[str, Loss]())
 
+    def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
+        """Return what one name is like now."""
+        found = self.inspect([resource.name])
+        return found[0] if found else None
+
     def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
         """Return snapshots ordered by name."""
         with self._lock:

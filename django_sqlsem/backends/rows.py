@@ -13,19 +13,19 @@ from django_sqlsem.backends import rows_sql as sql
 from django_sqlsem.backends.base import Claim, Grant, Held, Place, Renewal, Waited
 from django_sqlsem.backends.dialects import Dialect, dialect_for
 from django_sqlsem.backends.rows_operator import RowsOperator
+from django_sqlsem.backends.rows_renewal import renew
+from django_sqlsem.backends.rows_snapshot import read_snapshot
 from django_sqlsem.exceptions import SemaphoreError
-from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
 
     from django_sqlsem.naming import Resource
     from django_sqlsem.sessions import Session
+    from django_sqlsem.snapshots import SemaphoreSnapshot
 
 #: A waiter that has not been heard of for so long is dead, in microseconds: three heartbeats.
 PATIENCE_US: Final = 2_100_000
-#: How many grants one renewal names at the most; every database takes lists of this length.
-RENEW_AT_ONCE: Final = 500
 #: How often a process says that its number of slots differs from the declared one, in seconds.
 DECLARE_EVERY: Final = 60.0
 
@@ -86,66 +86,17 @@ class RowsBackend(RowsOperator):
 
         def free(cursor: CursorWrapper) -> bool:
             dialect.execute(cursor, statement, parameters)
-            return cursor.rowcount > 0
+            return bool(cursor.rowcount > 0)
 
         return session.run(free)
 
     def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
         """Extend all these grants, some hundred to a statement."""
-        dialect = dialect_for(session.connection)
-        renewed: set[str] = set()
-        lost: dict[str, Loss] = {}
-        for start in range(0, len(held), RENEW_AT_ONCE):
-            self._renew_some(session, dialect, held[start : start + RENEW_AT_ONCE], renewed, lost)
-        return Renewal(frozenset(renewed), lost)
+        return renew(session, dialect_for(session.connection), held)
 
-    def _renew_some(
-        self, session: Session, dialect: Dialect, held: Sequence[Held], renewed: set[str], lost: dict[str, Loss]
-    ) -> None:
-        row_ids = ",".join(str(row_id) for each in held for row_id in each.grant.row_ids)
-        permit_ids = ",".join(f"'{each.permit_id}'" for each in held)  # our own hex digits
-        wanted = sum(len(each.grant.row_ids) for each in held)
-
-        def renew(cursor: CursorWrapper) -> set[int] | None:
-            dialect.execute(cursor, sql.renew(dialect, row_ids, permit_ids), {})
-            if dialect.returning:
-                return {row[0] for row in cursor.fetchall()}
-            return None if cursor.rowcount < wanted else {row_id for each in held for row_id in each.grant.row_ids}
-
-        extended = session.run(renew)
-        if extended is not None:
-            renewed.update(each.permit_id for each in held if extended.issuperset(each.grant.row_ids))
-        doubtful = [each for each in held if each.permit_id not in renewed]
-        if doubtful:
-            self._ask_fate(session, dialect, doubtful, known=extended is not None, renewed=renewed, lost=lost)
-
-    def _ask_fate(
-        self,
-        session: Session,
-        dialect: Dialect,
-        held: Sequence[Held],
-        *,
-        known: bool,
-        renewed: set[str],
-        lost: dict[str, Loss],
-    ) -> None:
-        row_ids = ",".join(str(row_id) for each in held for row_id in each.grant.row_ids)
-
-        def read(cursor: CursorWrapper) -> dict[int, tuple[Any, ...]]:
-            dialect.execute(cursor, sql.FATE % row_ids, {})
-            return {row[0]: row[1:] for row in cursor.fetchall()}
-
-        rows = session.run(read)
-        for each in held:
-            losses = [
-                _loss(token, rows.get(row_id))
-                for row_id, token in zip(each.grant.row_ids, each.grant.tokens, strict=True)
-                if rows.get(row_id, (None,))[0] != each.permit_id
-            ]
-            if losses:
-                lost[each.permit_id] = losses[0]
-            elif not known:  # the statement only told how many rows it extended: this one's it did
-                renewed.add(each.permit_id)
+    def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
+        """Read one name in three statements on our own connection, whatever the caller's transaction is up to."""
+        return read_snapshot(session, dialect_for(session.connection), resource)
 
     def _take_one(
         self, session: Session, dialect: Dialect, claim: Claim, queue: str, parameters: dict[str, Any]
@@ -229,9 +180,7 @@ class RowsBackend(RowsOperator):
 
         session.run(keep)
 
-    def _create(
-        self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any], slots: int
-    ) -> None:
+    def _create(self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any], slots: int) -> None:
         begin, end = dialect.insert_ignore or ("INSERT INTO", "")
 
         def insert(cursor: CursorWrapper, text: str, values: dict[str, Any] | tuple[Any, ...]) -> None:
@@ -312,17 +261,6 @@ def _fetch(cursor: CursorWrapper, dialect: Dialect, text: str, parameters: dict[
     return row
 
 
-def _fetch_all(
-    cursor: CursorWrapper, dialect: Dialect, text: str, parameters: dict[str, Any]
-) -> list[tuple[Any, ...]]:
+def _fetch_all(cursor: CursorWrapper, dialect: Dialect, text: str, parameters: dict[str, Any]) -> list[tuple[Any, ...]]:
     dialect.execute(cursor, text, parameters)
     return list(cursor.fetchall())
-
-
-def _loss(token: int, row: tuple[Any, ...] | None) -> Loss:
-    if row is None:
-        return Loss(LossReason.EXPIRED, "its row was deleted")
-    _permit_id, revoked_token, revoked_by = row
-    if revoked_token == token:
-        return Loss(LossReason.REVOKED, f"revoked by {revoked_by or 'an operator'}", revoked_by or "")
-    return Loss(LossReason.EXPIRED, "its lease ran out and its slot was taken or purged")

@@ -8,20 +8,19 @@ and token in the statement's own WHERE, so that its row count decides.
 from __future__ import annotations
 
 import contextlib
-import datetime
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import connections, transaction
-from django.db.models import BigIntegerField, Case, F, Max, Model, OuterRef, Q, QuerySet, Subquery, Value, When
+from django.db.models import BigIntegerField, F, Max, Model, OuterRef, Q, QuerySet, Subquery
 from django.db.utils import Error
 
 from django_sqlsem.backends.base import BaseSemaphoreBackend
-from django_sqlsem.backends.dialects import dialect_for
+from django_sqlsem.backends.row_clock import RowClock
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.naming import resource_for, validate_slots
-from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot
+from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -30,8 +29,6 @@ ModelT = TypeVar("ModelT", bound=Model)
 
 #: How many names one query asks for; every database takes as many parameters.
 CHUNK: Final = 500
-#: For how long another number of slots counts as declared lately.
-DISAGREEMENT_US: Final = 3_600_000_000
 
 
 class _KeepError(Exception):
@@ -54,7 +51,7 @@ class RowsOperator(BaseSemaphoreBackend):
         """Return snapshots ordered by name, in three reads per 500 ``names``, or in three reads of a prefix."""
         with database_errors(self.alias):
             if names is None:
-                clock = _Clock(self.alias)
+                clock = RowClock.of(self.alias)
                 # Some databases fold case here, so the prefix is tested once more.
                 found = self._read(clock, Q(name__startswith=prefix), Q(semaphore__name__startswith=prefix))
                 found = [snapshot for snapshot in found if snapshot.name.startswith(prefix)]
@@ -63,10 +60,10 @@ class RowsOperator(BaseSemaphoreBackend):
                 found = []
                 for start in range(0, len(keys), CHUNK):
                     chunk = keys[start : start + CHUNK]
-                    found += self._read(_Clock(self.alias), Q(key__in=chunk), Q(semaphore__in=chunk))
+                    found += self._read(RowClock.of(self.alias), Q(key__in=chunk), Q(semaphore__in=chunk))
         return sorted(found, key=lambda snapshot: snapshot.name)
 
-    def _read(self, clock: _Clock, wanted: Q, related: Q) -> list[SemaphoreSnapshot]:
+    def _read(self, clock: RowClock, wanted: Q, related: Q) -> list[SemaphoreSnapshot]:
         last_grant = (
             self._rows(SlotRow)
             .filter(semaphore=OuterRef("pk"))
@@ -164,11 +161,11 @@ class RowsOperator(BaseSemaphoreBackend):
         self._rows(SlotRow).bulk_create(missing, batch_size=CHUNK, ignore_conflicts=ignore)
 
     @contextlib.contextmanager
-    def _act(self, key: str) -> Iterator[_Clock]:
+    def _act(self, key: str) -> Iterator[RowClock]:
         with database_errors(self.alias), transaction.atomic(using=self.alias):
             self._rows(SemaphoreRow).filter(key=key).update(shrinking=F("shrinking"))
             # Read after the lock: the clock is never older than what the lock waited for.
-            yield _Clock(self.alias)
+            yield RowClock.of(self.alias)
 
     def _rows(self, model: type[ModelT]) -> QuerySet[ModelT]:
         return model._default_manager.using(self.alias)
@@ -180,105 +177,3 @@ class RowsOperator(BaseSemaphoreBackend):
 
 def _key(name: str) -> str:
     return resource_for(name, "semaphore").key
-
-
-class _Clock:
-    """One instant of the database's clock, and everything that is told by it."""
-
-    def __init__(self, alias: str) -> None:
-        connection = connections[alias]
-        dialect = dialect_for(connection)
-        with connection.cursor() as cursor:
-            self.now = dialect.now(cursor)
-        self.boot_id = dialect.boot_id
-        self.wall = datetime.datetime.now(datetime.UTC)
-
-    def expired(self) -> Q:
-        """Rows that are taken, and whose lease has run out or belongs to an earlier boot of the host."""
-        expired = Q(expires_us__lte=self.now)
-        if self.boot_id:
-            expired |= Q(expires_us__isnull=False) & ~Q(boot_id=self.boot_id)
-        return expired
-
-    def live(self) -> Q:
-        """Rows that are taken and have not expired."""
-        live = Q(expires_us__gt=self.now)
-        return live & Q(boot_id=self.boot_id) if self.boot_id else live
-
-    def grant_instant(self) -> Case:
-        """When a slot was granted last: at the latest by the boot, if that was before it."""
-        here = (
-            When(boot_id=self.boot_id, then=F("acquired_us")) if self.boot_id else When(then=F("acquired_us"), pk__gt=0)
-        )
-        return Case(here, When(acquired_us__isnull=False, then=Value(0)), output_field=BigIntegerField())
-
-    def age(self, instant: int | None, boot_id: str) -> float:
-        """Seconds since an instant; for one before the host's boot, seconds since the boot."""
-        if instant is None:
-            return 0.0
-        if self.boot_id and boot_id != self.boot_id:
-            instant = 0
-        return (self.now - instant) / 1e6
-
-    def at(self, age: float) -> datetime.datetime:
-        """Return the wall time that was ``age`` seconds ago, for people to read."""
-        try:
-            return self.wall - datetime.timedelta(seconds=age)
-        except OverflowError:
-            return self.wall
-
-    def holder(self, name: str, row: SlotRow) -> HolderSnapshot:
-        """Return the snapshot of a taken slot."""
-        left = -self.age(row.expires_us, row.boot_id)
-        age = max(0.0, self.age(row.acquired_us, row.boot_id))
-        gone = left <= 0 or left * 2 < row.lease_us / 1e6
-        return HolderSnapshot(
-            name=name,
-            slot=row.slot,
-            state=SlotState.STALE if gone else SlotState.HELD,
-            token=row.token,
-            host=row.host,
-            pid=row.pid,
-            thread=row.thread,
-            label=row.label,
-            user=row.user,
-            acquired_at=self.at(age),
-            expires_at=self.at(-left),
-            age=age,
-            lease_left=left,
-        )
-
-    def waiter(self, name: str, row: WaiterRow) -> WaiterSnapshot:
-        """Return the snapshot of a waiting process."""
-        age = max(0.0, self.age(row.queued_us, row.boot_id))
-        return WaiterSnapshot(
-            name=name,
-            host=row.host,
-            pid=row.pid,
-            thread=row.thread,
-            label=row.label,
-            user=row.user,
-            waiting_since=self.at(age),
-            age=age,
-            waiting=row.waiting,
-            take=row.take,
-        )
-
-    def semaphore(
-        self, row: SemaphoreRow, holders: tuple[HolderSnapshot, ...], waiters: tuple[WaiterSnapshot, ...]
-    ) -> SemaphoreSnapshot:
-        """Return the snapshot of a name."""
-        last_grant: int | None = getattr(row, "last_grant_us", None)
-        lately = row.other_us is not None and 0 <= self.now - row.other_us < DISAGREEMENT_US
-        return SemaphoreSnapshot(
-            name=row.name,
-            kind=row.kind,
-            slots=row.slots,
-            declared_slots=row.declared_slots,
-            operator_slots=row.operator_slots,
-            paused=row.paused,
-            holders=holders,
-            waiters=waiters,
-            other_declared_slots=row.other_slots if lately and row.other_slots != row.declared_slots else None,
-            idle=None if last_grant is None else max(0.0, (self.now - last_grant) / 1e6),
-        )

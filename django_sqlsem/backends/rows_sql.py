@@ -10,9 +10,7 @@ from django_sqlsem.backends.dialects import Dialect
 #: Who may go first. A newcomer yields to every live waiter; a waiter, to those that wait longer.
 QUEUE: Final = {
     "barge": "",
-    "newcomer": (
-        " AND NOT EXISTS (SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {waiter_live})"
-    ),
+    "newcomer": (" AND NOT EXISTS (SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {waiter_live})"),
     "waiter": (
         " AND NOT EXISTS (SELECT 1 FROM sqlsem_waiter w, sqlsem_waiter me"
         " WHERE me.ticket = %(ticket)s AND w.semaphore_key = me.semaphore_key AND {waiter_live}"
@@ -41,9 +39,11 @@ def claim(dialect: Dialect, queue: str, locked: bool) -> str:
     update = "UPDATE sqlsem_slot SET " + _SET.format(token_now=dialect.token_now.format(now="{now}"))
     if dialect.returning:
         return (
-            f"{update} WHERE id = (SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key"
+            f"{update} WHERE id = (SELECT s.id"
+            " FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key"
             f" WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND {allowed} AND s.closed = %(no)s"
-            f" AND s.slot <= {_BOUND} AND {dialect.free_sql('s.')}{order} ORDER BY s.slot LIMIT 1 {dialect.skip_locked})"
+            f" AND s.slot <= {_BOUND} AND {dialect.free_sql('s.')}{order}"
+            f" ORDER BY s.slot LIMIT 1 {dialect.skip_locked})"
             f" RETURNING id, slot, token, ({DECLARED})"
         )
     conditions = (
@@ -117,14 +117,19 @@ ENQUEUE: Final = (
     " user_name, process_id, boot_id) VALUES (%(ticket)s, %(key)s, {now} - %(age_us)s, {now} + %(patience_us)s,"
     " %(take)s, %(waiting)s, %(host)s, %(pid)s, %(thread)s, %(label)s, %(user)s, %(process_id)s, %(boot_id)s)"
 )
-KEEP: Final = "UPDATE sqlsem_waiter SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s WHERE ticket = %(ticket)s"
+KEEP: Final = (
+    "UPDATE sqlsem_waiter SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s WHERE ticket = %(ticket)s"
+)
 MOVE: Final = (
-    "UPDATE sqlsem_waiter SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, queued_us = {now} - %(age_us)s,"
-    " take = %(take)s, thread = %(thread)s, label = %(label)s, user_name = %(user)s WHERE ticket = %(ticket)s"
+    "UPDATE sqlsem_waiter SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s,"
+    " queued_us = {now} - %(age_us)s, take = %(take)s, thread = %(thread)s, label = %(label)s, user_name = %(user)s"
+    " WHERE ticket = %(ticket)s"
 )
 LEAVE: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(ticket)s"
 #: Waiters whose process has died without a word.
-SWEEP: Final = "DELETE FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND (expires_us < {now} - %(patience_us)s * 4{boot})"
+SWEEP: Final = (
+    "DELETE FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND (expires_us < {now} - %(patience_us)s * 4{boot})"
+)
 
 RELEASE: Final = (
     "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL WHERE id IN (%s) AND permit_id = %%(permit_id)s"

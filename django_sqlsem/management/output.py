@@ -81,6 +81,11 @@ def only_stale(snapshot: SemaphoreSnapshot) -> SemaphoreSnapshot:
     return dataclasses.replace(snapshot, holders=stale, waiters=())
 
 
+def last_granted(snapshot: SemaphoreSnapshot) -> str:
+    """Return how long ago a slot was granted."""
+    return "never granted" if snapshot.idle is None else f"last granted {duration(snapshot.idle)} ago"
+
+
 def rows(snapshots: Iterable[SemaphoreSnapshot]) -> list[tuple[str, ...]]:
     """Return the table's rows: the holders and then the waiters of each name."""
     found = [row for snapshot in snapshots for row in (*_holder_rows(snapshot), *_waiter_rows(snapshot))]

@@ -116,17 +116,20 @@ def test_take_is_all_or_nothing(database):
 def test_async(database):
     lock = semaphore("async", slots=2, timeout=10, using=database)
     inside = peak = 0
+    pair = None
 
     async def work():
         nonlocal inside, peak
         async with lock as permit:
             inside += 1
             peak = max(peak, inside)
-            await asyncio.sleep(0.01)
+            await pair.wait()  # so that two must be inside together, and never a third
             permit.check()
             inside -= 1
 
     async def main():
+        nonlocal pair
+        pair = asyncio.Barrier(2)
         await asyncio.gather(*(work() for _ in range(20)))
         permit = await lock.atry_acquire()
         with pytest.raises(AlreadyHeldError):
@@ -145,6 +148,7 @@ def test_hundred_threads_share_one_semaphore_and_one_decorated_function(database
         return threading.get_ident()
 
     seen, inside, peaks, guard = [], [], [], threading.Lock()
+    full = threading.Event()
 
     def body(number):
         with shared as permit:
@@ -152,7 +156,10 @@ def test_hundred_threads_share_one_semaphore_and_one_decorated_function(database
                 inside.append(number)
                 peaks.append(len(inside))
                 seen.append((permit.slot, permit.token))
-            time.sleep(0.02)
+                if len(inside) == 3:
+                    full.set()
+            assert full.wait(30)
+            time.sleep(0.005)
             permit.check()
             with guard:
                 inside.remove(number)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import difflib
 import getpass
+import itertools
 import os
 import shlex
 import socket
@@ -22,7 +24,7 @@ from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, Semaphor
 from django_sqlsem.management import arguments, output, run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from django_sqlsem.control import PurgePlan, PurgeResult
     from django_sqlsem.snapshots import SemaphoreSnapshot
@@ -48,7 +50,7 @@ class Command(BaseCommand):
     def handle(self, *, verb: str, **options: Any) -> None:
         """Do what the verb says."""
         if options["command"] and verb != "run":
-            raise CommandError(f"locks {verb} takes no command: {shlex.join(options['command'])}")
+            raise CommandError(f"locks {verb} takes no command: {shlex.join(options['command'])}", returncode=2)
         try:
             getattr(self, f"handle_{verb}")(**options)
         except BackendError as error:
@@ -73,23 +75,22 @@ class Command(BaseCommand):
         if watch is None:
             self._list(stale, name_glob, format, database)
             return
-        first = True
-        while True:
-            if format == "table":
-                if self.stdout.isatty():
-                    self.stdout.write("\x1b[H\x1b[2J\x1b[3J", ending="")
-                self.stdout.write(f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M:%S}, every {watch:g} s\n")
-            try:
-                self._list(stale, name_glob, format, database, first=first, indent=None)
-            except BackendError as error:  # it may come back
-                self.stderr.write(self.style.ERROR(str(error)))
-            first = False
-            self.stdout.flush()
-            try:
+        with contextlib.suppress(KeyboardInterrupt):
+            for turn in itertools.count():
+                if format == "table":
+                    self._start_screen(watch)
+                try:
+                    self._list(stale, name_glob, format, database, header=turn == 0, indent=None)
+                except BackendError as error:  # the database may come back
+                    self.stderr.write(self.style.ERROR(str(error)))
+                self.stdout.flush()
                 time.sleep(watch)
-            except KeyboardInterrupt:
-                return
-            close_old_connections()
+                close_old_connections()
+
+    def _start_screen(self, watch: float) -> None:
+        if self.stdout.isatty():
+            self.stdout.write("\x1b[H\x1b[2J\x1b[3J", ending="")
+        self.stdout.write(f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M:%S}, every {watch:g} s\n")
 
     def _list(
         self,
@@ -98,23 +99,23 @@ class Command(BaseCommand):
         form: str,
         database: str | None,
         *,
-        first: bool = True,
+        header: bool = True,
         indent: int | None = 2,
     ) -> None:
         found = queries.semaphores(name_glob, state="stale" if stale else None, using=database)
-        if stale:
-            found = [output.only_stale(snapshot) for snapshot in found]
+        shown = [output.only_stale(snapshot) for snapshot in found] if stale else found
         if form == "json":
-            self._print(output.as_json([output.as_dict(snapshot) for snapshot in found], indent=indent))
+            self._print(output.as_json([output.as_dict(snapshot) for snapshot in shown], indent=indent))
         elif form == "csv":
-            text = output.as_csv(found, header=first)
+            text = output.as_csv(shown, header=header)
             if text:
                 self._print(text)
         else:
-            self._print_table(found, stale=stale, glob=name_glob)
+            self._print_table(output.rows(shown), found, stale=stale, glob=name_glob)
 
-    def _print_table(self, found: Sequence[SemaphoreSnapshot], *, stale: bool, glob: str | None) -> None:
-        body = output.rows(found)
+    def _print_table(
+        self, body: list[tuple[str, ...]], found: list[SemaphoreSnapshot], *, stale: bool, glob: str | None
+    ) -> None:
         if body:
             header, *lines = output.table(body, fit=self.stdout.isatty())
             self._print(self.style.MIGRATE_HEADING(header))
@@ -138,10 +139,9 @@ class Command(BaseCommand):
             self._print(output.as_json(output.as_dict(snapshot)))
             return
         self._print(self.style.MIGRATE_HEADING(output.summary(snapshot)))
-        idle = "never" if snapshot.idle is None else f"{duration(snapshot.idle)} ago"
         self._print(
             f"A {snapshot.kind}; the code declares {output.count(snapshot.declared_slots, 'slot')}."
-            f" Last granted: {idle}."
+            f" It was {output.last_granted(snapshot)}."
         )
         for holder in snapshot.holders:
             self._print(f"  {output.sentence(holder)}")
@@ -184,9 +184,7 @@ class Command(BaseCommand):
         if plan.names:
             self._print(f"To be deleted, as nobody uses it ({output.count(len(plan.names), 'name')}):")
             self._print_lines(
-                f"{output.clean(snapshot.name)}: last granted "
-                + ("never" if snapshot.idle is None else f"{duration(snapshot.idle)} ago")
-                for snapshot in plan.names
+                f"{output.clean(snapshot.name)}: {output.last_granted(snapshot)}" for snapshot in plan.names
             )
 
     def _print_result(self, result: PurgeResult) -> None:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 8000
 VISITORS, VISITORS_PER_WORKER = 16, 6
 SECONDS_BEFORE_CALM = 15
-REPORTS = semaphore("reports", slots=3)
+SLOTS = 3
+REPORTS = semaphore("reports", slots=SLOTS)
 DEMO = mutex("demo", timeout=0, lease=10)
 
 
@@ -191,8 +192,9 @@ class Command(BaseCommand):
 
     def _introduce(self) -> None:
         site = f"http://{HOST}:{self.port}"
+        processes = "process" if self.workers == 1 else "processes"
         self.stdout.write(
-            f"{self.workers} web processes and {self.workers} task processes fight for 3 slots"
+            f"{self.workers} web {processes} and {self.workers} task {processes} fight for {SLOTS} slots"
             f" on {connection.display_name}.\n\n"
             f"  start page   {site}/\n"
             f"  admin        {site}/admin/   user admin, password admin\n"
@@ -216,7 +218,7 @@ class Command(BaseCommand):
         now = meter.read()
         results = self.load.results
         served = results["served"] + now.finished
-        slots = self.slots or REPORTS.slots
+        slots = self.slots or SLOTS
         problems = []
         if now.peak > slots:
             problems.append(f"{now.peak} were in at once, which is more than the {slots} slots.")

@@ -1,0 +1,48 @@
+"""The keeper of a process-local backend: no thread, no connection."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from django_sqlsem.keeper import Keeper
+
+if TYPE_CHECKING:
+    from django_sqlsem.arbiter import Arbiter
+    from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim
+    from django_sqlsem.holds import Hold
+
+
+class InlineKeeper(Keeper):
+    """Runs every step where it arises."""
+
+    def __init__(self, backend: BaseSemaphoreBackend) -> None:
+        super().__init__(backend)
+        self._stepping = threading.RLock()
+
+    def register(self, hold: Hold) -> None:
+        """Know of a hold; and do what finalisers left to do."""
+        super().register(hold)
+        self._drain()
+
+    def post(self, step: Callable[[], object]) -> None:
+        """Run it now."""
+        self._drain()
+        step()
+
+    def poke(self, arbiter: Arbiter) -> None:
+        """Look again now."""
+        with self._stepping:
+            arbiter.step(self.own)
+
+    def doubt(self, claim: Claim) -> None:
+        """In memory, a claim's outcome is known."""
+        self.backend.discard(self.own, claim.resource, claim.permit_id)
+
+    def _drain(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.inbox.get_nowait()()
