@@ -51,6 +51,7 @@ class OperatorAdmin(ModelAdmin[Any]):
 
     list_per_page = 100
     show_full_result_count = False
+    show_facets = admin.ShowFacets.NEVER  # each count would read all that is held
     list_filter = (StateFilter,)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:

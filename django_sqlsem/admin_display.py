@@ -17,6 +17,7 @@ from django_sqlsem.naming import resource_for
 from django_sqlsem.snapshots import SlotState
 
 if TYPE_CHECKING:
+    import datetime
     from collections.abc import Iterable
 
     from django.db.models import QuerySet
@@ -35,11 +36,9 @@ STATES: Final[dict[SlotState, _StrPromise]] = {
 EMPTY: Final = "-"
 
 
-def instant(age: float, at: Any) -> SafeString:
+def instant(age: float, at: datetime.datetime) -> SafeString:
     """Return how long ago something was, with the exact instant as the tooltip."""
-    return format_html(
-        '<time datetime="{}" title="{} UTC">{}</time>', at.isoformat(), f"{at:%Y-%m-%d %H:%M:%S}", duration(age)
-    )
+    return _time(duration(age), at)
 
 
 def lease_left(holder: HolderSnapshot) -> SafeString:
@@ -47,8 +46,13 @@ def lease_left(holder: HolderSnapshot) -> SafeString:
     text = duration(holder.lease_left)
     if holder.expired:
         text = _("ran out %(age)s ago") % {"age": duration(-holder.lease_left)}
-    at = holder.expires_at
-    return format_html('<time datetime="{}" title="{} UTC">{}</time>', at.isoformat(), f"{at:%Y-%m-%d %H:%M:%S}", text)
+    return _time(text, holder.expires_at)
+
+
+def _time(text: str, at: datetime.datetime) -> SafeString:
+    unbroken = text.replace(" ", "\N{NO-BREAK SPACE}")
+    title = f"{at:%Y-%m-%d %H:%M:%S} UTC"
+    return format_html('<time datetime="{}" title="{}">{}</time>', at.isoformat(), title, unbroken)
 
 
 def declared(snapshot: SemaphoreSnapshot) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 import os
 import socket
 import sys
@@ -99,5 +100,7 @@ def _celery_label() -> str:
 
 @functools.cache
 def _command_line() -> str:
-    arguments = getattr(sys, "orig_argv", sys.argv)[1:4]
-    return " ".join(os.path.basename(part) if index == 0 else part for index, part in enumerate(arguments))
+    # Up to the first option: what follows may be a password.
+    arguments = sys.orig_argv[1:]
+    words = list(itertools.takewhile(lambda part: not part.startswith("-"), arguments)) or arguments[:2]
+    return " ".join([os.path.basename(words[0]), *words[1:]]) if words else ""

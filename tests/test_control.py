@@ -3,17 +3,19 @@ from __future__ import annotations
 import datetime
 import logging
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from django.db import connections, transaction
 
-from django_sqlsem import control, queries
+from django_sqlsem import control, queries, semaphore
 from django_sqlsem.backends import get_backend
-from django_sqlsem.exceptions import BackendError
+from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, PermitLostError
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.signals import operator_acted
+from django_sqlsem.snapshots import LossReason
 from tests.operators import hold, make_semaphore, slot_row, wait
 
 pytestmark = pytest.mark.leaves_held
@@ -283,3 +285,124 @@ def test_revoking_one_permit_from_many_threads_happens_once(database: str) -> No
     for thread in threads:
         thread.join()
     assert len(revoked) == 1
+
+
+# With real holders.
+
+
+def test_a_revoked_permit_is_lost_and_disturbs_nobody(database: str) -> None:
+    reports = semaphore("reports", slots=1, lease=2.0, using=database)
+    lost: list[Any] = []
+    permit = reports.acquire()
+    permit.on_lost(lost.append)
+    (revoked,) = control.revoke("reports", 1, permit.token, by="ann", using=database)
+    assert revoked.token == permit.token
+    deadline = time.monotonic() + 1.0
+    while permit.lost is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert permit.lost is not None
+    assert (permit.lost.reason, permit.lost.by) == (LossReason.REVOKED, "ann")
+    with pytest.raises(PermitLostError):
+        permit.check()
+    permit.release()
+    with reports.acquire(timeout=2) as second:
+        permit.release()
+        second.check()
+        (holder,) = queries.holders(using=database)
+        assert holder.token == second.token
+    assert queries.holders(using=database) == []
+    assert len(lost) == 1
+
+
+def test_slots_and_pauses_count_at_once(database: str) -> None:
+    reports = semaphore("reports", slots=1, using=database)
+
+    def can_acquire() -> bool:
+        permits = []
+
+        def acquire() -> None:
+            permit = reports.try_acquire()
+            if permit:
+                permits.append(permit)
+
+        thread = threading.Thread(target=acquire)
+        thread.start()
+        thread.join()
+        for permit in permits:
+            permit.release()
+        return bool(permits)
+
+    with reports.acquire():
+        assert not can_acquire()
+        control.set_slots("reports", 2, by="ann", using=database)
+        assert can_acquire()
+        control.pause("reports", by="ann", using=database)
+        assert not can_acquire()
+        control.resume("reports", by="ann", using=database)
+        assert can_acquire()
+        control.set_slots("reports", 1, by="ann", using=database)
+        assert not can_acquire()
+    assert can_acquire()
+    control.pause("reports", by="ann", using=database)
+    with pytest.raises(AcquireTimeoutError):
+        reports.acquire(timeout=0)
+
+
+def test_a_purged_name_is_made_again(database: str) -> None:
+    reports = semaphore("reports", slots=2, using=database)
+    with reports.acquire():
+        assert not control.plan_purge(idle=0, using=database)
+    plan = control.plan_purge(idle=0, using=database)
+    assert control.execute_purge(plan, by="ann").deleted == ("reports",)
+    assert SlotRow.objects.using(database).count() == 0
+    with reports.acquire() as permit:
+        assert permit.slot == 1
+
+
+def test_operators_and_holders_at_once(database: str) -> None:
+    """Everything an operator can do, amid contention: no error, never too many, and nothing held at the end."""
+    stop = threading.Event()
+    errors: list[BaseException] = []
+    granted = []
+
+    def keep(work: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                while not stop.is_set():
+                    work()
+            except BaseException as error:
+                errors.append(error)
+                stop.set()
+            finally:
+                connections[database].close()
+
+        return run
+
+    def use() -> None:
+        permit = semaphore("reports", slots=3, using=database).try_acquire()
+        if permit:
+            time.sleep(0.002)
+            granted.append(permit.token)
+            permit.release()
+
+    def operate() -> None:
+        by, using = "ann", database
+        control.set_slots("reports", 1, by=by, using=using)
+        control.revoke("reports", by=by, using=using)
+        control.set_slots("reports", None, by=by, using=using)
+        control.execute_purge(control.plan_purge(idle=0, using=using), by=by)
+        control.pause("reports", by=by, using=using)
+        control.resume("reports", by=by, using=using)
+        found = queries.semaphore("reports", using=using)
+        assert found is None or found.held <= 3
+
+    threads = [threading.Thread(target=keep(work)) for work in (use, use, use, operate, operate)]
+    for thread in threads:
+        thread.start()
+    stop.wait(3)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert granted
+    assert queries.holders(using=database) == []

@@ -147,7 +147,7 @@ def test_child_that_cannot_start_shows_its_log(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--seconds", "0"), "--seconds must be more than 0."),
+        (("--seconds", "0"), "--seconds must be more than 0, and finite."),
         (("--workers", "0"), "--workers must be 1 or more."),
         (("--port", "99999"), "--port must be from 1 to 65535."),
     ],

@@ -21,6 +21,24 @@ from tests.processes import Child
 WORK = 0.005
 
 
+class SharedCounter(OutsideCounter):
+    """One connection for all threads of a process: a server has only so many."""
+
+    def __init__(self, alias: str) -> None:
+        self._lock = threading.Lock()
+        self._shared: Any = None
+        super().__init__(alias)
+
+    def _connection(self) -> Any:
+        if self._shared is None:
+            self._shared = super()._connection()
+        return self._shared
+
+    def _execute(self, sql: str) -> int:
+        with self._lock:
+            return super()._execute(sql)
+
+
 @dataclass
 class Tally:
     """What one process did."""
@@ -61,7 +79,7 @@ def contend(alias: str, name: str, slots: int, threads: int, seconds: float) -> 
     """Take and give back one slot in each of some threads, as fast as it goes; then tell what was done."""
     shared = semaphore(name, slots=slots, timeout=None, using=alias)
     tally = Tally()
-    with OutsideCounter(alias) as counter:
+    with SharedCounter(alias) as counter:
         barrier = threading.Barrier(threads + 1)
 
         def run() -> None:
@@ -85,7 +103,7 @@ def contend_mixed(alias: str, name: str, slots: int, threads: int, tasks: int, s
     one = semaphore(name, slots=slots, using=alias)
     two = semaphore(name, slots=slots, take=2, using=alias)
     tally = Tally()
-    with OutsideCounter(alias) as counter:
+    with SharedCounter(alias) as counter:
         barrier = threading.Barrier(threads + 2)
 
         def work(permit: Any, started: float) -> None:

@@ -52,8 +52,8 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         self.seconds: float | None = options["seconds"]
         self.workers: int = options["workers"]
-        if self.seconds is not None and self.seconds <= 0:
-            raise CommandError("--seconds must be more than 0.")
+        if self.seconds is not None and not 0 < self.seconds < threading.TIMEOUT_MAX:
+            raise CommandError("--seconds must be more than 0, and finite.")
         if self.workers < 1:
             raise CommandError("--workers must be 1 or more.")
         if options["port"] is not None and not 1 <= options["port"] <= 65535:
