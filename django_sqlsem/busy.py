@@ -14,6 +14,8 @@ from django.template.loader import render_to_string
 from django.utils.cache import patch_vary_headers
 from django.utils.translation import ngettext
 
+from django_sqlsem.wording import shown
+
 if TYPE_CHECKING:
     from django.http import HttpRequest
     from django.http.response import HttpResponseBase
@@ -56,11 +58,11 @@ def validate_on_busy(value: object) -> OnBusy:
         "or None for what suits the call"
     )
     if isinstance(value, bool) or not (value is None or isinstance(value, (int, str)) or callable(value)):
-        raise TypeError(f"on_busy must be {allowed}, not {value!r} of type {type(value).__name__}.")
+        raise TypeError(f"on_busy must be {allowed}, not {shown(value)} of type {type(value).__name__}.")
     if isinstance(value, int) and not 400 <= value <= 599:
-        raise ValueError(f"on_busy must be {allowed}, not {value!r}.")
+        raise ValueError(f"on_busy must be {allowed}, not {shown(value)}.")
     if isinstance(value, str) and value not in POLICIES:
-        raise ValueError(f"on_busy must be {allowed}, not {value!r}.")
+        raise ValueError(f"on_busy must be {allowed}, not {shown(value)}.")
     return value
 
 

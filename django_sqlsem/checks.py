@@ -10,7 +10,7 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections
 
-from django_sqlsem.backends import database_for
+from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.conf import config
 from django_sqlsem.models import SemaphoreRow
@@ -27,8 +27,9 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> It
     try:
         config()
         alias = database_for(None)
-        config(alias)
-        dialect_for(connections[alias])
+        get_backend(alias)
+        if config(alias).backend is None:
+            dialect_for(connections[alias])
     except ImproperlyConfigured as error:
         hint = "See docs/checks.md#sqlseme001."
         yield checks.Error(str(error), hint=hint, id="sqlsem.E001")

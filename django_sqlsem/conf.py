@@ -13,6 +13,7 @@ from django.db import connections
 from django.dispatch import receiver
 
 from django_sqlsem.timeouts import to_seconds
+from django_sqlsem.wording import shown
 
 #: The shortest lease: below it, a slow statement or a busy machine would cost a permit.
 MIN_LEASE: Final = 1.0
@@ -49,7 +50,7 @@ def _read(raw: dict[str, Any], where: str, allowed: tuple[str, ...]) -> dict[str
     values: dict[str, Any] = {}
     for key, value in raw.items():
         if key not in allowed:
-            raise ImproperlyConfigured(f"{where} has an unknown key {key!r}; allowed are {', '.join(allowed)}.")
+            raise ImproperlyConfigured(f"{where} has an unknown key {shown(key)}; allowed are {', '.join(allowed)}.")
         name = f"{where}[{key!r}]"
         try:
             values[str(key).lower()] = _value(key, value, name)
@@ -67,10 +68,10 @@ def _value(key: str, value: object, name: str) -> object:
         return to_seconds(value, what=name)
     if key == "BUSY_STATUS":
         if isinstance(value, bool) or not isinstance(value, int) or not 400 <= value <= 599:
-            raise ValueError(f"{name} must be an HTTP error status from 400 to 599, not {value!r}.")
+            raise ValueError(f"{name} must be an HTTP error status from 400 to 599, not {shown(value)}.")
         return value
     if value is not None and (not isinstance(value, str) or not value):
-        raise TypeError(f"{name} must be a non-empty str or None, not {value!r}.")
+        raise TypeError(f"{name} must be a non-empty str or None, not {shown(value)}.")
     if key == "DATABASE" and value is not None and value not in connections.settings:
         aliases = ", ".join(sorted(connections.settings))
         raise ValueError(f"{name} is {value!r}, which is not in DATABASES: {aliases}.")
@@ -85,15 +86,17 @@ def config(alias: str | None = None) -> Config:
     """
     raw = getattr(settings, "SQLSEM", {})
     if not isinstance(raw, dict):
-        raise ImproperlyConfigured(f"SQLSEM must be a dict, not {raw!r}.")
+        raise ImproperlyConfigured(f"SQLSEM must be a dict, not {shown(raw)}.")
     values = _read({key: value for key, value in raw.items() if key != "DATABASES"}, "SQLSEM", KEYS)
     per_alias = raw.get("DATABASES", {})
     if not isinstance(per_alias, dict) or not all(isinstance(part, dict) for part in per_alias.values()):
-        raise ImproperlyConfigured(f"SQLSEM['DATABASES'] must map aliases to dicts, not {per_alias!r}.")
+        raise ImproperlyConfigured(f"SQLSEM['DATABASES'] must map aliases to dicts, not {shown(per_alias)}.")
     for name, part in per_alias.items():
         if name not in connections.settings:
             aliases = ", ".join(sorted(connections.settings))
-            raise ImproperlyConfigured(f"SQLSEM['DATABASES'] names {name!r}, which is not in DATABASES: {aliases}.")
+            raise ImproperlyConfigured(
+                f"SQLSEM['DATABASES'] names {shown(name)}, which is not in DATABASES: {aliases}."
+            )
         overrides = _read(part, f"SQLSEM['DATABASES'][{name!r}]", tuple(k for k in KEYS if k not in _NOT_PER_ALIAS))
         if name == alias:
             values |= overrides

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db.backends.signals import connection_created
 
-from django_sqlsem import entries, holds, identity, keeper_thread, scopes, sessions, testmode
+from django_sqlsem import backends, entries, holds, identity, keeper_thread, scopes, sessions, testmode
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -43,6 +43,7 @@ def stop_all() -> None:
 def _after_fork_in_child() -> None:
     holds.after_fork()
     sessions.after_fork_in_child()
+    backends.after_fork()
     keeper_thread.after_fork()
     scopes.after_fork()
     entries.after_fork()

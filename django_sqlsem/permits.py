@@ -15,6 +15,7 @@ from django_sqlsem.exceptions import BackendError, PermitLostError
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.signals import permit_released
 from django_sqlsem.snapshots import Loss
+from django_sqlsem.wording import shown
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.base import Grant
@@ -91,6 +92,8 @@ class Permit:
 
     def on_lost(self, callback: Callable[[Permit], object]) -> None:
         """Have ``callback(permit)`` called, on a thread of its own, if the permit is lost; at once if it already is."""
+        if not callable(callback):
+            raise TypeError(f"on_lost takes a callable, not {shown(callback)}.")
         self._hold.callbacks.append(callback)
         if self._hold.loss is not None:
             losses.call_back_soon(callback, self)

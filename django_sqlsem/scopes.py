@@ -61,7 +61,8 @@ def enter(owner: Any, alias: str, hold: Hold) -> None:
 
 def is_held(hold: Hold) -> bool:
     """Whether the program still has the permit."""
-    return hold.grant is not None and not hold.released and hold.current_loss() is None
+    # One that was garbage-collected is on its way back, though the keeper may not have got to it.
+    return hold.grant is not None and not hold.released and hold.permit() is not None and hold.current_loss() is None
 
 
 def leave(hold: Hold) -> None:

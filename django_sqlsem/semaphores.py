@@ -24,6 +24,7 @@ from django_sqlsem.permits import Permit
 from django_sqlsem.signals import acquire_timed_out, permit_acquired
 from django_sqlsem.snapshots import SemaphoreSnapshot
 from django_sqlsem.timeouts import UNSET, Seconds, Unset, to_seconds
+from django_sqlsem.wording import shown
 
 if TYPE_CHECKING:
     from django_sqlsem.busy import OnBusy
@@ -249,23 +250,23 @@ def semaphore(
     """
     from django_sqlsem.busy import validate_on_busy
 
-    validate_name(name)
+    name = validate_name(name)
     if slots is not None:
-        validate_slots(slots)
-    validate_slots(take, what="take")
+        slots = validate_slots(slots)
+    take = validate_slots(take, what="take")
     if slots is not None and take > slots:
         raise ValueError(f"take must be at most slots={slots}, not {take}: it could never be met.")
     if not isinstance(timeout, Unset):
         timeout = to_seconds(timeout, what="timeout", allow_none=True)
     for what, function in (("key", key), ("on_lost", on_lost)):
         if function is not None and not callable(function):
-            raise TypeError(f"{what} must be a callable or None, not {function!r}.")
+            raise TypeError(f"{what} must be a callable or None, not {shown(function)}.")
     if release not in RELEASE_POLICIES:
-        raise ValueError(f"release must be {' or '.join(map(repr, RELEASE_POLICIES))}, not {release!r}.")
+        raise ValueError(f"release must be {' or '.join(map(repr, RELEASE_POLICIES))}, not {shown(release)}.")
     if not isinstance(fair, bool):
-        raise TypeError(f"fair must be True or False, not {fair!r}.")
+        raise TypeError(f"fair must be True or False, not {shown(fair)}.")
     if using is not None and not isinstance(using, str):
-        raise TypeError(f"using must be the alias of a database or None, not {using!r}.")
+        raise TypeError(f"using must be the alias of a database or None, not {shown(using)}.")
     validate_on_busy(on_busy)
     return Semaphore(
         name,
@@ -290,5 +291,5 @@ def mutex(name: str, **options: Any) -> Semaphore:
     """
     for option in ("slots", "take"):
         if option in options:
-            raise TypeError(f"A mutex has one slot: {option}={options[option]!r} is not for it; use semaphore().")
+            raise TypeError(f"A mutex has one slot: {option}={shown(options[option])} is not for it; use semaphore().")
     return semaphore(name, 1, **options)._as("mutex")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from django_sqlsem import refusals
 from django_sqlsem.keeper_thread import all_holds
-from django_sqlsem.naming import validate_name
+from django_sqlsem.naming import validate_name, validate_slots
 from django_sqlsem.permits import Permit
 from django_sqlsem.semaphores import Semaphore, semaphore
 from django_sqlsem.snapshots import Loss, LossReason
@@ -40,7 +40,7 @@ def held(target: str | Semaphore, slots: int | None = None, *, total: int | None
     are yielded: release one to let a waiter in. Raises ``AcquireTimeoutError`` if so many are not free.
     """
     found = target if isinstance(target, Semaphore) else semaphore(validate_name(target), total)
-    wanted = slots if slots is not None else found.status().slots
+    wanted = found.status().slots if slots is None else validate_slots(slots)
     holder = semaphore(found.name, found.slots, timeout=0, lease=found.lease, fair=False, using=found.using)
     permits: list[Permit] = []
     try:
@@ -70,8 +70,12 @@ def lost(target: str | Semaphore | Permit) -> Iterator[None]:
     for hold in all_holds():
         if hold.claim.resource.name == name and hold.grant is not None:
             hold.lose(loss)
+    outer = refusals.lost.get(name)
     refusals.lost[name] = loss
     try:
         yield
     finally:
-        refusals.lost.pop(name, None)
+        if outer is None:
+            del refusals.lost[name]
+        else:
+            refusals.lost[name] = outer

@@ -6,6 +6,8 @@ import datetime
 import math
 from typing import Final, Literal, TypeAlias
 
+from django_sqlsem.wording import shown
+
 Seconds: TypeAlias = "int | float | datetime.timedelta"
 
 
@@ -38,7 +40,7 @@ def to_seconds(value: object, *, what: str, minimum: float = 0.0, allow_none: bo
         seconds = value.total_seconds()
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         allowed = "seconds (a number) or a timedelta" + (", or None for no limit" if allow_none else "")
-        raise TypeError(f"{what} must be {allowed}, not {value!r} of type {type(value).__name__}.")
+        raise TypeError(f"{what} must be {allowed}, not {shown(value)} of type {type(value).__name__}.")
     else:
         try:
             seconds = float(value)
@@ -46,7 +48,7 @@ def to_seconds(value: object, *, what: str, minimum: float = 0.0, allow_none: bo
             seconds = math.inf
     if not math.isfinite(seconds):
         hint = " Use None to wait without a limit." if allow_none else ""
-        raise ValueError(f"{what} must be a finite number of seconds, not {value!r}.{hint}")
+        raise ValueError(f"{what} must be a finite number of seconds, not {shown(value)}.{hint}")
     if seconds < minimum or seconds > MAX_SECONDS:
-        raise ValueError(f"{what} must be from {minimum:g} to {MAX_SECONDS:g} seconds, not {value!r}.")
+        raise ValueError(f"{what} must be from {minimum:g} to {MAX_SECONDS:g} seconds, not {shown(value)}.")
     return seconds

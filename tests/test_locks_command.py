@@ -366,6 +366,17 @@ def test_run_is_busy(database: str) -> None:
     assert slot_row(database, "nightly").token == 7
 
 
+def test_run_under_a_mutex(database: str) -> None:
+    make_semaphore(database, "only", slots=1, kind="mutex")
+    arguments = ("run", "only", "--database", database, "--", "true")
+    assert run_locks(*arguments).returncode == 0
+    make_semaphore(database, "other", slots=1, kind="monitor")
+    done = run_locks("run", "other", "--database", database, "--", "true")
+    assert done.returncode == 1
+    assert "monitor" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_run_shows_its_command_as_the_work(database: str) -> None:
     with running("run", "nightly", "--database", database, "--", "sleep", "30") as process:
         snapshot = eventually(lambda: queries.holders("nightly", using=database))[0]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from django.core.signals import setting_changed
+from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
-from django.dispatch import receiver
 from django.utils.module_loading import import_string
 
 from django_sqlsem import testmode
 from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.conf import config
 from django_sqlsem.exceptions import InvalidSemaphoreBackendError
+from django_sqlsem.wording import shown
 
 ROWS = "django_sqlsem.backends.rows.RowsBackend"
 LOCAL = "django_sqlsem.backends.local.LocalBackend"
@@ -22,14 +22,19 @@ LOCAL = "django_sqlsem.backends.local.LocalBackend"
 def database_for(using: str | None = None) -> str:
     """Return the alias of the database that keeps the locks: always one for writing.
 
-    ``using``, else ``SQLSEM["DATABASE"]``, else where the router writes the lock tables.
+    ``using``, else ``SQLSEM["DATABASE"]``, else where the router writes the lock tables. Raises
+    ``ImproperlyConfigured`` for an alias that is not in ``DATABASES``.
     """
+    source = "using"
     if using is None:
         using = config().database
     if using is None:
         from django_sqlsem.models import SemaphoreRow
 
-        using = router.db_for_write(SemaphoreRow)
+        source, using = "The router's database for writing locks", router.db_for_write(SemaphoreRow)
+    if using not in connections.settings:
+        aliases = ", ".join(sorted(connections.settings))
+        raise ImproperlyConfigured(f"{source} is {shown(using)}, which is not in DATABASES: {aliases}.")
     return using
 
 
@@ -51,13 +56,17 @@ def get_backend(alias: str) -> BaseSemaphoreBackend:
 def _backend(path: str, alias: str) -> BaseSemaphoreBackend:
     try:
         backend_class: Any = import_string(path)
-    except ImportError as error:
+    except (ImportError, TypeError, ValueError) as error:  # the latter two of a path with empty parts
         raise InvalidSemaphoreBackendError(f"Could not import the semaphore backend {path!r}: {error}") from error
+    if not (isinstance(backend_class, type) and issubclass(backend_class, BaseSemaphoreBackend)):
+        raise InvalidSemaphoreBackendError(
+            f"The semaphore backend {path!r} must be a subclass of "
+            f"django_sqlsem.backends.base.BaseSemaphoreBackend, not {shown(backend_class)}."
+        )
     backend: BaseSemaphoreBackend = backend_class(alias)
     return backend
 
 
-@receiver(setting_changed, dispatch_uid="sqlsem_backends")
-def _forget(*, setting: str, **kwargs: Any) -> None:
-    if setting in ("SQLSEM", "DATABASES"):
-        _backend.cache_clear()
+def after_fork() -> None:
+    """In a forked child: make the backends anew, since a thread that is not here may hold a lock of theirs."""
+    _backend.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import signal
 import subprocess
@@ -29,6 +30,14 @@ POLL: Final = 0.5
 _FORWARDED = tuple(
     number for name in ("SIGTERM", "SIGINT", "SIGHUP") if (number := getattr(signal, name, None)) is not None
 )
+
+
+def system_user() -> str:
+    """Return the name of the user that runs this process."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container may run as a number without a name
+        return f"uid {os.getuid()}"
 
 
 class Signals:

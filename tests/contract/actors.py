@@ -8,11 +8,13 @@ from typing import Any
 
 from django_sqlsem import AcquireTimeoutError, Permit, PermitLostError, semaphore
 from tests.children import listen, say
+from tests.contract.contenders import mend_sleep
 from tests.processes import Child
 
 
 def obey(alias: str, name: str, options: dict[str, Any]) -> None:
     """Do what the parent's lines say, until one says ``end``."""
+    mend_sleep()
     told: list[list[str]] = []
 
     def on_lost(permit: Permit) -> None:

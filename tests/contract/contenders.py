@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import threading
 import time
@@ -75,8 +76,15 @@ class Tally:
         say("tally " + json.dumps({key: getattr(self, key) for key in keys}))
 
 
+def mend_sleep() -> None:
+    """Under libfaketime, sleep on another clock: it shifts the deadline of ``time.sleep`` by the wrong day."""
+    if "FAKETIME" in os.environ:
+        time.sleep = lambda seconds: threading.Event().wait(seconds) and None  # type: ignore[assignment]
+
+
 def contend(alias: str, name: str, slots: int, threads: int, seconds: float) -> None:
     """Take and give back one slot in each of some threads, as fast as it goes; then tell what was done."""
+    mend_sleep()
     shared = semaphore(name, slots=slots, timeout=None, using=alias)
     tally = Tally()
     with SharedCounter(alias) as counter:
@@ -206,12 +214,14 @@ class Figures:
         )
 
 
-def fight(function: str, processes: int, seconds: float, *args: Any) -> Figures:
+def fight(
+    function: str, processes: int, seconds: float, *args: Any, environments: list[dict[str, str]] | None = None
+) -> Figures:
     """Run a function of this module in some processes that start together, and collect what they did."""
     with contextlib.ExitStack() as stack:
         children = [
-            stack.enter_context(Child(f"tests.contract.contenders:{function}", *args, seconds))
-            for _ in range(processes)
+            stack.enter_context(Child(f"tests.contract.contenders:{function}", *args, seconds, env=environment))
+            for environment in environments or [{}] * processes
         ]
         for child in children:
             child.expect("ready", timeout=60)

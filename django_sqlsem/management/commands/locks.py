@@ -6,19 +6,18 @@ import argparse
 import contextlib
 import datetime
 import difflib
-import getpass
 import itertools
-import os
 import shlex
 import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import close_old_connections
 
-from django_sqlsem import control, identity, queries
+from django_sqlsem import control, identity, mutex, queries, semaphore
 from django_sqlsem.durations import duration
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, SemaphoreError
 from django_sqlsem.management import arguments, output, run
@@ -240,21 +239,24 @@ class Command(BaseCommand):
         self, *, name: str, slots: int | None, timeout: Any, command: list[str], database: str | None, **_: Any
     ) -> None:
         """Run the command under a permit, and end with its exit code."""
-        from django_sqlsem.semaphores import semaphore
-
         if not command:
             raise CommandError(
                 "Which command? Write it behind --, as in: locks run nightly -- ./backup.sh", returncode=2
             )
+        known = queries.semaphore(name, using=database)
+        if known and known.kind == "mutex" and slots in (None, 1):
+            lock = mutex(name, timeout=timeout, using=database)
+        else:
+            lock = semaphore(name, slots, timeout=timeout, using=database)
         signals = run.Signals()
         say: Callable[[str], None] = self.stderr.write
-        with signals.installed(), identity.activity(shlex.join(command), _user()):
+        with signals.installed(), identity.activity(shlex.join(command), run.system_user()):
             try:
-                with semaphore(name, slots, timeout=timeout, using=database).acquire() as permit:
+                with lock.acquire() as permit:
                     code = run.run_command(command, permit, signals, say)
             except AcquireTimeoutError as error:
                 raise CommandError(str(error), returncode=arguments.BUSY) from error
-            except SemaphoreError as error:
+            except (SemaphoreError, ImproperlyConfigured) as error:
                 raise CommandError(str(error)) from error
         if code:
             sys.exit(code)
@@ -282,7 +284,7 @@ class Command(BaseCommand):
         return False
 
     def _by(self) -> str:
-        return f"{_user()}@{socket.gethostname()}"
+        return f"{run.system_user()}@{socket.gethostname()}"
 
     def _print(self, text: str) -> None:
         # A terminal that can't show a name must still show the rest.
@@ -292,10 +294,3 @@ class Command(BaseCommand):
     def _print_lines(self, lines: Any) -> None:
         for line in lines:
             self._print(f"  {line}")
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # a container may run as a number without a name
-        return f"uid {os.getuid()}"

@@ -1,0 +1,184 @@
+"""An exception that strikes at any statement or await of an acquire or a release leaves nothing held."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from django.apps import apps
+from django.db import connections
+
+from django_sqlsem import AcquireTimeoutError, Semaphore, semaphore
+from django_sqlsem.backends.dialects import dialect_for
+from django_sqlsem.holds import Hold
+from tests.databases import held_rows
+from tests.interruptions import SoftLimit, Striking, StrikingAwait
+from tests.processes import Child
+from tests.threads import run_in_threads, wait_until
+
+#: The keeper looks around once a second; the rest is for a busy machine.
+HEARTBEAT = 2.0
+WALKERS = 6
+#: How long the holder in the way keeps its slot, where it gives it back.
+SHORT = 0.02
+
+ERRORS = [KeyboardInterrupt, SoftLimit]
+
+
+def live_waiters(alias: str) -> list[Any]:
+    """Return the waiters' rows that count, by the database's own clock."""
+    with connections[alias].cursor() as cursor:
+        now = dialect_for(connections[alias]).now(cursor)
+    return list(apps.get_model("sqlsem.WaiterRow").objects.using(alias).filter(expires_us__gt=now))
+
+
+@dataclass
+class Walk:
+    """Interrupts an action at its first statement, its second, and so on, each time under a name of its own.
+
+    The interrupting exceptions are kept, as a logger or an error reporter would keep them: with their tracebacks,
+    which hold every local variable of the interrupted frames.
+    """
+
+    alias: str
+    action: Callable[[Semaphore, Callable[[], Striking]], None]
+    slots: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    used: bool = True
+    busy: float | None = 0.0
+    errors: list[str] = field(default_factory=list)
+    kept: list[BaseException] = field(default_factory=list)
+    points: list[str] = field(default_factory=list)
+
+    def run(self, kind: type[BaseException]) -> None:
+        """Walk through all points, several threads side by side."""
+        run_in_threads(WALKERS, lambda first: self._some(first, kind), timeout=120)
+        assert not self.errors, "\n".join(self.errors)
+        assert len(self.points) > 10
+        wait_until(lambda: not held_rows(self.alias), timeout=HEARTBEAT, what="nothing held")
+        wait_until(lambda: not live_waiters(self.alias), timeout=HEARTBEAT, what="no live waiter")
+
+    def _some(self, first: int, kind: type[BaseException]) -> None:
+        for nth in itertools.count(1 + first, WALKERS):
+            if not self._point(nth, kind) or len(self.errors) > 9:
+                return
+
+    def _point(self, nth: int, kind: type[BaseException]) -> bool:
+        """Interrupt the action at its ``nth`` statement. Return whether it had so many."""
+        lock = semaphore(f"walk-{nth}", self.slots, take=self.slots, timeout=10, using=self.alias, **self.options)
+        if self.used:
+            lock.acquire().release()
+        strikes = Striking(nth, kind("struck"))
+        raised = None
+        with self._in_the_way(lock):
+            try:
+                self.action(lock, lambda: strikes)
+            except kind as error:
+                raised = error
+        if strikes.struck is None:
+            return False
+        self.points.append(strikes.struck)
+        if raised is None:
+            self.errors.append(f"{nth}: what struck at {strikes.struck} was swallowed")
+        else:
+            self.kept.append(raised)
+        started = time.monotonic()
+        try:
+            again = lock.acquire()
+        except Exception as error:
+            self.errors.append(f"{nth}: after {strikes.struck}: {error!r}")
+        else:
+            took = time.monotonic() - started
+            if took > HEARTBEAT:
+                self.errors.append(f"{nth}: after {strikes.struck} it was held for {took:.1f} s")
+            again.release()
+        return True
+
+    @contextmanager
+    def _in_the_way(self, lock: Semaphore) -> Iterator[None]:
+        """Have another holder in the way: never (0), for so many seconds, or for as long as the action runs (None)."""
+        if self.busy == 0:
+            yield
+            return
+        other = lock.acquire()
+        other.detach()
+        timer = threading.Timer(self.busy, other.release) if self.busy else None
+        if timer:
+            timer.start()
+        try:
+            yield
+        finally:
+            if timer:
+                timer.join()
+            other.release()
+
+
+def acquire(lock: Semaphore, striking: Callable[[], Striking]) -> None:
+    with striking():
+        permit = lock.acquire()
+    permit.release()
+
+
+def acquire_in_vain(lock: Semaphore, striking: Callable[[], Striking]) -> None:
+    with striking(), pytest.raises(AcquireTimeoutError):
+        lock.acquire(timeout=0.03)
+
+
+def try_in_vain(lock: Semaphore, striking: Callable[[], Striking]) -> None:
+    with striking():
+        assert lock.try_acquire() is None
+
+
+def release(lock: Semaphore, striking: Callable[[], Striking]) -> None:
+    permit = lock.acquire()
+    with striking():
+        permit.release()
+
+
+def with_block(lock: Semaphore, striking: Callable[[], Striking]) -> None:
+    with striking(), lock as permit:
+        permit.check()
+
+
+def with_permit(lock: Semaphore, striking: Callable[[], Striking]) -> None:
+    with striking(), lock.acquire() as permit:
+        permit.check()
+
+
+def decorated(lock: Semaphore, striking: Callable[[], Striking]) -> None:
+    @lock
+    def body() -> None:
+        pass
+
+    with striking():
+        body()
+
+
+SCENARIOS = {
+    "free": {"action": acquire},
+    "new-name": {"action": acquire, "used": False},
+    "granted-while-waiting": {"action": acquire, "busy": SHORT},
+    "timeout": {"action": acquire_in_vain, "busy": None},
+    "try": {"action": try_in_vain, "busy": None},
+    "take-2": {"action": acquire, "slots": 2},
+    "take-2-new-name": {"action": acquire, "slots": 2, "used": False},
+    "take-2-waiting": {"action": acquire, "slots": 2, "busy": SHORT},
+    "release": {"action": release},
+    "with-block": {"action": with_block},
+    "with-permit": {"action": with_permit},
+    "decorated": {"action": decorated},
+    "unfair": {"action": acquire, "busy": SHORT, "options": {"fair": False}},
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_struck_at_every_statement(database, scenario, kind):
+    Walk(database, **SCENARIOS[scenario]).run(kind)

@@ -1,0 +1,99 @@
+"""A permit that an operator revokes: its holder knows within one renewal interval, and disturbs nobody after."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import subprocess
+import time
+
+from django_sqlsem import queries
+from tests.contract.actors import Actor
+from tests.databases import held_rows
+from tests.operators import locks_command
+from tests.threads import wait_until
+
+LEASE = 4
+#: A renewal every quarter of the lease; the rest is what a busy machine takes, in seconds.
+SOON = LEASE / 4 + 0.5
+
+
+def revoke(database, name, *arguments):
+    command = locks_command("revoke", name, *arguments, "--noinput", "--database", database)
+    done = subprocess.run(**command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_revoked_holder_learns_it_within_one_renewal_interval(database):
+    with Actor(database, "revoked", lease=LEASE, announce=True) as holder, Actor(database, "revoked") as other:
+        _, (old,) = holder.ready().acquire()
+        other.ready()
+        assert "Revoked 1 slot" in revoke(database, "revoked")
+        ended = time.monotonic()
+        thread, reason = json.loads(holder.expect("on_lost"))
+        assert time.monotonic() - ended < SOON
+        assert thread == "sqlsem-on-lost"
+        assert reason == "revoked"
+        reason, message = holder.check()
+        assert reason == "revoked"
+        assert f"revoked by {getpass.getuser()}@" in message
+
+        slots, (token,) = other.acquire()
+        assert slots == [1]
+        assert token > old
+        holder.release()
+        (row,) = held_rows(database)
+        assert (row.pid, row.token) == (other.pid, token)
+        assert other.check() is None
+        other.release()
+        holder.end()
+        other.end()
+
+
+def test_a_waiter_gets_the_slot_at_once_and_the_late_release_spares_it(database):
+    with Actor(database, "handed", lease=60) as holder, Actor(database, "handed") as waiter:
+        _, (old,) = holder.ready().acquire()
+        waiter.ready().ask_for()
+        wait_until(lambda: queries.semaphore("handed", using=database).waiting == 1)
+        revoke(database, "handed", "--slot", "1")
+        _, (token,) = waiter.granted(timeout=2)
+        assert token > old
+        assert holder.check() is None, "with a lease of 60 s it cannot know yet"
+        holder.release()  # in good faith
+        (row,) = held_rows(database)
+        assert (row.pid, row.token) == (waiter.pid, token)
+        assert holder.ask("told") in ([], [["sqlsem-on-lost", "expired"]], [["sqlsem-on-lost", "revoked"]])
+        waiter.release()
+        holder.end()
+        waiter.end()
+
+
+def test_only_the_slot_that_was_named_is_revoked(database):
+    options = {"slots": 3, "lease": LEASE, "announce": True}
+    actors = [Actor(database, "three", **options) for _ in range(3)]
+    try:
+        slots = [actor.ready().acquire()[0][0] for actor in actors]
+        assert sorted(slots) == [1, 2, 3]
+        revoke(database, "three", "--slot", str(slots[1]))
+        actors[1].expect("on_lost", timeout=SOON + 1)
+        assert [actor.check() is None for actor in actors] == [True, False, True]
+        assert [row.slot for row in held_rows(database)] == sorted((slots[0], slots[2]))
+        for actor in actors:
+            actor.release()
+            actor.end()
+    finally:
+        for actor in actors:
+            actor.close()
+
+
+def test_one_of_several_slots_revoked_is_the_whole_permit_lost(database):
+    with Actor(database, "pair", slots=2, take=2, lease=LEASE, announce=True) as holder:
+        slots, _ = holder.ready().acquire()
+        assert slots == [1, 2]
+        revoke(database, "pair", "--slot", "2")
+        holder.expect("on_lost", timeout=SOON + 1)
+        assert holder.check()[0] == "revoked"
+        holder.release()
+        assert held_rows(database) == []
+        holder.end()

@@ -1,0 +1,116 @@
+"""Processes whose wall clocks are wrong by a day, among others: the database's clock alone counts."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+from django.db import connections
+
+from django_sqlsem import control, queries, semaphore
+from django_sqlsem.models import SlotRow
+from tests.contract.actors import Actor
+from tests.contract.contenders import fight
+from tests.operators import now_us
+from tests.processes import Child
+from tests.threads import wait_until
+
+#: What the first in line and a busy machine take, in microseconds.
+SOON_US = 330_000
+
+
+def is_server(database):
+    return connections[database].vendor != "sqlite"
+
+
+def slot_row(database, name):
+    return SlotRow.objects.using(database).get(semaphore__name=name, slot=1)
+
+
+@contextlib.contextmanager
+def ahead_behind_right(database, name, wrong_clock, **options):
+    """Three processes: a day ahead, a day behind, and right."""
+    with contextlib.ExitStack() as stack:
+        environments = (wrong_clock("+1d"), wrong_clock("-1d"), {})
+        actors = [stack.enter_context(Actor(database, name, env=each, **options)) for each in environments]
+        for actor in actors:
+            actor.ready()
+        yield actors
+
+
+def test_the_clocks_are_wrong(committed, wrong_clock):
+    for offset, expected in (("+1d", 86400), ("-1d", -86400)):
+        with Child("import time; say(time.time())", env=wrong_clock(offset)) as child:
+            assert abs(float(child.expect()) - time.time() - expected) < 60
+
+
+def test_a_live_holder_keeps_its_slot_and_tokens_grow(database, wrong_clock):
+    tokens = []
+    with ahead_behind_right(database, "live", wrong_clock, lease=1) as actors:
+        for holder in (*actors, actors[1], actors[0]):
+            _, (token,) = holder.acquire()
+            tokens.append(token)
+            if is_server(database):
+                assert abs(token - now_us(database)) < 60e6
+            others = [actor for actor in actors if actor is not holder]
+            started = time.monotonic()
+            for other in others:
+                other.ask_for(1.3)
+            wait_until(lambda: queries.semaphore("live", using=database).waiting == 2)
+            assert all(0 <= waiter.age < 10 for waiter in queries.semaphore("live", using=database).waiters)
+            for other in others:
+                other.expect("busy")
+                assert 1.3 <= time.monotonic() - started < 2.5
+                ((age, left, state),) = other.ask("status")
+                assert 1.3 < age < 10
+                assert 0 < left <= 1
+                assert state == "held"
+            assert holder.check() is None
+            holder.release()
+        assert tokens == sorted(set(tokens))
+        for actor in actors:
+            actor.end()
+
+
+def test_a_dead_holders_slot_comes_back_when_its_lease_ends(database, wrong_clock):
+    with ahead_behind_right(database, "dead", wrong_clock, lease=2) as actors:
+        actors[0].acquire()
+        for count, waiter in enumerate(actors[1:], start=1):
+            waiter.ask_for()
+            wait_until(lambda count=count: queries.semaphore("dead", using=database).waiting == count)
+        tokens = []
+        for holder, waiter in zip(actors, actors[1:], strict=False):
+            holder.kill()
+            expires_us = slot_row(database, "dead").expires_us
+            assert 0 < expires_us - now_us(database) <= 2e6
+            tokens += waiter.granted()[1]
+            assert 0 <= slot_row(database, "dead").acquired_us - expires_us < SOON_US
+        assert tokens == sorted(set(tokens))
+        actors[2].release()
+        actors[2].end()
+
+
+def test_many_exclude_each_other(database, counter, wrong_clock):
+    environments = [wrong_clock("+1d"), wrong_clock("-1d"), {}]
+    figures = fight("contend", 3, 1.5, database, "fight", 2, 2, environments=environments)
+    assert figures.errors == []
+    assert counter.peak == 2
+    assert counter.entered == figures.grants
+    assert all(tally["grants"] for tally in figures.tallies)
+
+
+def test_tokens_grow_by_a_servers_clock_after_a_purge(database, wrong_clock):
+    if not is_server(database):
+        pytest.skip("on SQLite the tokens of a purged name follow the wall clock")
+    tokens = []
+    with Actor(database, "purged", env=wrong_clock("+1d")) as ahead:
+        tokens += ahead.ready().acquire()[1]
+        ahead.release()
+        ahead.end()
+    for _ in range(3):
+        plan = control.plan_purge(idle=0, name_glob="purged", using=database)
+        assert control.execute_purge(plan, by="test").deleted == ("purged",)
+        with semaphore("purged", using=database) as permit:
+            tokens.append(permit.token)
+    assert tokens == sorted(set(tokens))
