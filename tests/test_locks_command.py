@@ -454,6 +454,19 @@ def test_run_kills_a_command_that_will_not_stop(short_lease: None, committed: No
     assert not process_exists(int(pids.read_text()))
 
 
+@pytest.mark.leaves_held
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the parent-death signal is Linux's")
+def test_a_killed_run_takes_its_command_with_it(short_lease: None, committed: None, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    with running(
+        "run", "nightly", "--", "sh", "-c", f"echo $$ > {pids}.new; mv {pids}.new {pids}; exec sleep 300"
+    ) as process:
+        eventually(pids.exists)
+        process.kill()
+        process.wait(20)
+    eventually(lambda: not process_exists(int(pids.read_text())))
+
+
 def in_a_terminal(arguments: tuple[str, ...], type_in: bytes, wait_for: bytes) -> tuple[int, bytes]:
     """Run ``locks`` in a terminal of its own, type something once it has said something; return code and output."""
     command = locks_command(*arguments)

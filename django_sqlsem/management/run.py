@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
 import os
 import signal
@@ -92,7 +93,11 @@ def run_command(command: Sequence[str], permit: Permit, signals: Signals, say: C
     shared = _in_foreground()
     signals.hold_back()
     try:
-        child = subprocess.Popen(command, start_new_session=not shared)  # noqa: S603 - the operator's own command
+        child = subprocess.Popen(  # noqa: S603 - the operator's own command
+            command,
+            start_new_session=not shared,
+            preexec_fn=_end_with_parent(),  # noqa: PLW1509 - one system call, resolved beforehand
+        )
     except FileNotFoundError as error:
         raise CommandError(f"{command[0]}: {error.strerror}", returncode=NOT_FOUND) from error
     except OSError as error:
@@ -143,6 +148,19 @@ def _stop(send: Callable[[int], bool], ended: threading.Event) -> None:
 
 def _exit_code(child: subprocess.Popen[bytes]) -> int:
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _end_with_parent() -> Callable[[], object] | None:
+    """Have the system send SIGTERM to the command if this process is killed: nobody would renew its permit then."""
+    if not sys.platform.startswith("linux"):
+        return None
+    import ctypes
+
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return None
+    return functools.partial(prctl, 1, int(signal.SIGTERM))  # 1: PR_SET_PDEATHSIG, prctl(2)
 
 
 def _in_foreground() -> bool:

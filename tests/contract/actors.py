@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import Any
 
 from django_sqlsem import AcquireTimeoutError, Permit, PermitLostError, semaphore
@@ -29,14 +30,15 @@ def obey(alias: str, name: str, options: dict[str, Any]) -> None:
     while (line := listen()) != "end":
         verb, _, argument = line.partition(" ")
         if verb == "acquire":
+            started = time.monotonic()
             try:
                 permit = shared.acquire(timeout=float(argument) if argument else None)
                 say(f"held {json.dumps([permit.slots, permit.tokens, permit.waited])}")
             except AcquireTimeoutError:
-                say("busy")
+                say(f"busy {time.monotonic() - started}")
         elif verb == "try":
             permit = shared.try_acquire()
-            say(f"held {json.dumps([permit.slots, permit.tokens, permit.waited])}" if permit else "busy")
+            say(f"held {json.dumps([permit.slots, permit.tokens, permit.waited])}" if permit else "busy 0")
         elif verb == "release":
             assert permit is not None
             permit.release()
@@ -114,7 +116,7 @@ class Actor(Child):
 
     def _held_or_busy(self) -> tuple[list[int], list[int]] | None:
         line = self.expect()
-        if line == "busy":
+        if line.startswith("busy "):
             return None
         assert line.startswith("held "), line
         slots, tokens, _ = json.loads(line[5:])

@@ -114,7 +114,7 @@ PAIRS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(pair=PAIRS)
 def test_different_names_never_collide_and_the_same_always_does(searched, pair):
     one, other = pair

@@ -214,7 +214,7 @@ def test_the_countdown_is_never_longer_than_brokers_allow(worker, path, retries)
 def broker(request, tmp_path):
     if request.param == "filesystem":
         return str(tmp_path)
-    return f"{request.getfixturevalue('redis_url')}/5"
+    return f"{request.getfixturevalue('redis_url').rpartition('/')[0]}/5"
 
 
 @pytest.fixture

@@ -1,0 +1,215 @@
+"""Processes that end in an orderly way: they leave nothing held and no place in a queue, whatever they were doing."""
+
+from __future__ import annotations
+
+import pytest
+
+from django_sqlsem import queries, semaphore
+from tests.databases import held_rows, query
+from tests.processes import Child
+from tests.threads import wait_until
+
+BEGIN = """
+import multiprocessing, os, sys, threading, time
+from django_sqlsem import semaphore
+lock = semaphore("ended", slots=2, timeout=None, using=args[0])
+"""
+
+HOLDING = {
+    "the main thread, whose permit is kept": """
+        kept = lock.acquire()
+        say("held")
+        listen()
+    """,
+    "a detached permit": """
+        kept = lock.acquire()
+        kept.detach()
+        say("held")
+        listen()
+    """,
+    "sys.exit within a block": """
+        with lock:
+            say("held")
+            listen()
+            sys.exit(0)
+    """,
+    "sys.exit with a permit": """
+        kept = lock.acquire()
+        say("held")
+        listen()
+        sys.exit(0)
+    """,
+    "a daemon thread in a block": """
+        def run():
+            with lock:
+                say("held")
+                time.sleep(3600)
+        threading.Thread(target=run, daemon=True).start()
+        listen()
+    """,
+    "a thread that ends after the main thread": """
+        def run():
+            kept.append(lock.acquire())
+            kept[0].detach()
+            say("held")
+            listen()
+        kept = []
+        threading.Thread(target=run).start()
+    """,
+    "an event loop's last task": """
+        import asyncio
+        async def main():
+            kept.append(await lock.aacquire())
+            say("held")
+            await asyncio.to_thread(listen)
+        kept = []
+        asyncio.run(main())
+    """,
+}
+
+CHILDREN = """
+def work():
+    permit = lock.acquire()
+    globals()["kept"] = permit
+    say("held")
+    event.wait()
+
+def work_in_daemon_thread():
+    def run():
+        with lock:
+            say("held")
+            time.sleep(3600)
+    threading.Thread(target=run, daemon=True).start()
+    event.wait()
+"""
+
+
+def dedent(code):
+    import textwrap
+
+    return BEGIN + textwrap.dedent(code)
+
+
+def waiter_rows(database):
+    return query(database, "SELECT COUNT(*) FROM sqlsem_waiter")[0][0]
+
+
+@pytest.mark.parametrize("how", HOLDING)
+def test_nothing_stays_held_by_a_process_that_ends(database, how):
+    with Child(dedent(HOLDING[how]), database) as child:
+        child.expect("held")
+        assert [row.pid for row in held_rows(database)] == [child.pid]
+        child.send("end")
+        child.finish()
+        assert held_rows(database) == []
+        assert "Traceback" not in child.stderr
+
+
+def test_nothing_stays_held_after_an_uncaught_error(database):
+    with Child(dedent('kept = lock.acquire(); say("held"); listen(); raise ZeroDivisionError'), database) as child:
+        child.expect("held")
+        child.send()
+        assert child.wait() == 1
+        assert held_rows(database) == []
+
+
+WAITING = """
+    def run():
+        say("waiting")
+        lock.acquire()
+        say("held")
+    threading.Thread(target=run, daemon=True).start()
+    listen()
+"""
+WAITING_TASK = """
+    import asyncio
+    async def main():
+        say("waiting")
+        task = asyncio.create_task(lock.aacquire())
+        await asyncio.to_thread(listen)
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("code", [WAITING, WAITING_TASK], ids=["daemon thread", "task"])
+def test_no_place_in_the_queue_stays(database, code):
+    lock = semaphore("ended", slots=2, using=database)
+    permits = [lock.acquire()]
+    permits[0].detach()
+    permits.append(lock.acquire())
+    with Child(dedent(code), database) as child:
+        child.expect("waiting")
+        wait_until(lambda: queries.semaphore("ended", using=database).waiting == 1)
+        child.send()
+        child.finish()
+        assert waiter_rows(database) == 0
+        assert "held" not in child.lines
+    for permit in permits:
+        permit.release()
+
+
+def hold_in_child(alias: str, event: object) -> None:
+    """Hold, in a process of multiprocessing, a permit that outlives the function."""
+    from tests.children import say
+
+    global _kept
+    _kept = semaphore("ended", slots=2, timeout=None, using=alias).acquire()
+    say("held")
+    event.wait()
+
+
+def hold_in_daemon_thread_of_child(alias: str, event: object) -> None:
+    """Hold, in a daemon thread of a process of multiprocessing."""
+    import threading
+    import time
+
+    from tests.children import say
+
+    def run() -> None:
+        with semaphore("ended", slots=2, timeout=None, using=alias):
+            say("held")
+            time.sleep(3600)
+
+    threading.Thread(target=run, daemon=True).start()
+    event.wait()
+
+
+def start_child(method: str, function: str, alias: str, parent_holds: bool) -> None:
+    """Run one of the two above in a child of this process, and tell when it has ended."""
+    import multiprocessing
+
+    from tests.children import listen, say
+
+    permit = semaphore("ended", slots=2, using=alias).acquire() if parent_holds else None
+    context = multiprocessing.get_context(method)
+    event = context.Event()
+    process = context.Process(target=globals()[function], args=(alias, event))
+    if method == "spawn":
+        import os
+
+        os.environ["SQLSEM_TEST_SPAWNED"] = "1"
+    process.start()
+    listen()
+    event.set()
+    process.join(20)
+    say(f"ended {process.exitcode}")
+    listen()
+    if permit is not None:
+        permit.check()
+        permit.release()
+
+
+@pytest.mark.parametrize("parent_holds", [False, True], ids=["", "while the parent holds"])
+@pytest.mark.parametrize("function", ["hold_in_child", "hold_in_daemon_thread_of_child"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_nothing_stays_held_by_a_child_of_multiprocessing(database, method, function, parent_holds):
+    with Child("tests.contract.test_endings:start_child", method, function, database, parent_holds) as parent:
+        parent.expect("held", timeout=30)
+        parents = [parent.pid] if parent_holds else []
+        assert len(held_rows(database)) == 1 + len(parents)
+        parent.send()
+        parent.expect("ended 0")
+        assert [row.pid for row in held_rows(database)] == parents
+        parent.send()
+        parent.finish()
+        assert "Traceback" not in parent.stderr
