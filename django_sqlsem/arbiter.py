@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import uuid
 from collections import deque
@@ -77,10 +78,11 @@ class Arbiter:
             self._hand_over(head, waited.grant, now)
 
     def _hand_over(self, head: Hold, grant: Grant, sent: float) -> None:
-        if self.keeper.accept(head, grant, sent):
-            with self.keeper.queue_lock:
-                if head in self.queue:
-                    self.queue.remove(head)
+        accepted = self.keeper.accept(head, grant, sent)
+        with self.keeper.queue_lock:
+            if head in self.queue:  # one that gave up leaves as well, or it would be granted again and again
+                self.queue.remove(head)
+        if accepted:
             head.answer()
 
     def _plan(self, now: float, ahead: int | None, expiry_in: float | None) -> None:
@@ -105,7 +107,8 @@ class Arbiter:
                 self.queue.remove(hold)
                 hold.state = State.OVER
         for hold in failed:
-            hold.answer(error)
+            # Each raises one of its own: a traceback grows with every raise, and keeps the frames it passed.
+            hold.answer(error if only is not None else _same(error))
         if only is None:
             self._written_for = None  # its row, if it was written, lapses by itself
             self.keeper.forget_arbiter(self)
@@ -118,3 +121,9 @@ class Arbiter:
             self._written_for = None
             with contextlib.suppress(BackendError):  # the row lapses by itself
                 self.keeper.backend.leave(session, self._ticket)
+
+
+def _same(error: Exception) -> Exception:
+    copied = copy.copy(error)
+    copied.__cause__ = error.__cause__
+    return copied

@@ -72,6 +72,7 @@ class Hold:
         self.callbacks: list[Callable[[Permit], object]] = []
         self.permit: Callable[[], Permit | None] = lambda: None
         self.owner: weakref.ref[Any] | None = None
+        self.worker: weakref.ref[threading.Thread] | None = None
         self.scope: tuple[int, str, str] | None = None
         self._generation = _generation
         self._notified = threading.Lock()
@@ -119,18 +120,24 @@ class Hold:
         if self.loss is None:
             if self.foreign:
                 self.loss = Loss(LossReason.FORKED, "it belongs to the parent process")
-            elif (
-                self.state is State.HELD
-                and not self.released
-                and self.keeper.backend.supports_renewal
-                and boot_now() >= self.deadline
-            ):
-                self.lose(
-                    Loss(LossReason.CUT_OFF, f"it could not be renewed: {self.renewal_error}")
-                    if self.renewal_error
-                    else Loss(LossReason.EXPIRED, "its lease ran out while this process did not run")
-                )
+            elif self.state is State.HELD and not self.released and (loss := self._judge()) is not None:
+                self.lose(loss)
         return self.loss
+
+    def _judge(self) -> Loss | None:
+        if not self.keeper.backend.supports_renewal:
+            loss = self.keeper.backend.taken_away(self.held)
+            return None if self.releasing.locked() else loss  # it is just being given back
+        if boot_now() < self.deadline:
+            return None
+        if self.renewal_error:
+            return Loss(LossReason.CUT_OFF, f"it could not be renewed: {self.renewal_error}")
+        return Loss(LossReason.EXPIRED, "its lease ran out while this process did not run")
+
+    def slept_through(self) -> bool:
+        """Whether the grant was over before its caller had it: then nobody needs to be told of a loss."""
+        over = self.keeper.backend.supports_renewal and boot_now() >= self.deadline
+        return self.state is State.HELD and (over or self.loss is not None)
 
     def lose(self, loss: Loss) -> None:
         """Latch a loss, and tell the program once."""

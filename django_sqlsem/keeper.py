@@ -8,12 +8,14 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from django.db import connections
 
-from django_sqlsem import losses, scopes
+from django_sqlsem import losses, scopes, transactions
 from django_sqlsem.arbiter import Arbiter
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError
@@ -81,8 +83,9 @@ class Keeper:
         """Get the hold granted within ``timeout`` seconds, blocking this thread. Return whether it was."""
         self.register(hold)
         session = self.session_here()
-        if self.may_go_first(hold) and self.try_now(hold, session):
-            return True
+        while self.may_go_first(hold) and self.try_now(hold, session):
+            if self.settled(hold, True):
+                return True
         if timeout == 0:
             return False
         if isinstance(session, CallerSession):
@@ -172,7 +175,7 @@ class Keeper:
             self.withdraw(hold)
         if hold.error is not None:
             raise hold.error
-        if hold.state is State.HELD and hold.current_loss() is not None and answered:
+        if hold.slept_through():
             self.doubt(hold.claim)
             hold.rearm()
             return False
@@ -244,6 +247,11 @@ class Keeper:
         except BaseException:
             self.post(lambda: self.release_again(hold))
             raise
+        if isinstance(session, CallerSession):
+            # If that transaction is rolled back, so is this release.
+            resource, permit_id = hold.claim.resource, hold.permit_id
+            again = partial(self.backend.discard, self.own, resource, permit_id)
+            transactions.at_transaction_end(self.alias, lambda: self.post(again))
         self.released(hold, freed)
 
     def released(self, hold: Hold, freed: bool) -> None:
@@ -258,11 +266,14 @@ class Keeper:
 
     def release_again(self, hold: Hold) -> None:
         """Try a release that failed once more, on the keeper's side."""
+        if hold.released:
+            self.holds.pop(id(hold), None)  # the release was interrupted after its end
         if hold.released or hold.grant is None or id(hold) not in self.holds:
             return
         hold.releasing_since = boot_now()
         try:
-            self.released(hold, self.backend.release(self.own, hold.held))
+            self.backend.release(self.own, hold.held)
+            self.released(hold, True)  # else the try that failed may have freed them all the same
         except BackendError as error:
             logger.warning("%s could not be given back yet: %s", hold.claim.resource.name, error)
 
@@ -309,10 +320,14 @@ class Keeper:
 
     def stop(self) -> None:
         """Give everything back and close the connections: the process ends, or a test does."""
+        started = time.monotonic()
         for hold in list(self.holds.values()):
             if hold.grant is not None and not hold.released:
                 if hold.loss is None:
                     hold.loss = Loss(LossReason.STOPPED, "the process is ending")
-                self.give_back(hold, self.own)
+                scopes.leave(hold)
+                hold.releasing.acquire(blocking=False)  # one whose release failed before is tried again too
+                if not self.own.unreachable(started):  # else the leases run out: nobody waits for every one of them
+                    self.release_again(hold)
         self.work.close()
         self.own.close()

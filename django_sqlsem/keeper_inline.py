@@ -22,6 +22,7 @@ class InlineKeeper(Keeper):
     def __init__(self, backend: BaseSemaphoreBackend) -> None:
         super().__init__(backend)
         self._stepping = threading.RLock()
+        backend.listen(self._look_again)
 
     def register(self, hold: Hold) -> None:
         """Know of a hold; and do what finalisers left to do."""
@@ -41,6 +42,10 @@ class InlineKeeper(Keeper):
     def doubt(self, claim: Claim) -> None:
         """In memory, a claim's outcome is known."""
         self.backend.discard(self.own, claim.resource, claim.permit_id)
+
+    def _look_again(self) -> None:
+        for arbiter in list(self.arbiters.values()):
+            self.poke(arbiter)
 
     def _drain(self) -> None:
         with contextlib.suppress(queue.Empty):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -29,6 +30,8 @@ logger = logging.getLogger("django_sqlsem")
 LOOK_AROUND: Final = 1.0
 #: When to free what an interrupted claim may have got, in seconds after it: its statement may still be running.
 DOUBTS: Final = (0.0, 0.1, 0.5, 2.0, 6.0)
+#: For how long posted steps are worked off before renewals and waiters have their turn, in seconds.
+TURN: Final = 0.1
 
 
 class ThreadKeeper(Keeper):
@@ -39,20 +42,20 @@ class ThreadKeeper(Keeper):
         self._life = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._doubts: list[tuple[float, int, Resource, str]] = []
+        self._doubts: list[tuple[float, Resource, str]] = []
         self._scan_at = 0.0
         self._renewals_fail = False
 
     def register(self, hold: Hold) -> None:
         """Know of a hold, and see that somebody looks after it."""
         super().register(hold)
-        if self._thread is None:
+        if not self._runs():
             self._start()
 
     def post(self, step: Callable[[], object]) -> None:
         """Run a step on the keeper's thread."""
         self.inbox.put(step)
-        if self._thread is None:
+        if not self._runs():
             self._start()
 
     def accept(self, hold: Hold, grant: Grant, sent: float) -> bool:
@@ -77,14 +80,15 @@ class ThreadKeeper(Keeper):
     def doubt(self, claim: Claim) -> None:
         """Free what this claim may have got, now and again until its statement must have ended."""
         now = boot_now()
-        due = [(now + delay, nth, claim.resource, claim.permit_id) for nth, delay in enumerate(DOUBTS)]
+        due = [(now + delay, claim.resource, claim.permit_id) for delay in DOUBTS]
         self.post(partial(self._doubts.extend, due))
 
     def stop(self) -> None:
         """End the thread, then give everything back and close the connections."""
+        started = time.monotonic()
         self._stopping = True
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             self.inbox.put(_wake)
             thread.join(timeout=10)
         while not self.inbox.empty():
@@ -97,34 +101,45 @@ class ThreadKeeper(Keeper):
                     hold.answer(BackendError("The process is ending."))
                 arbiter.queue.clear()
         for arbiter in arbiters:
-            arbiter.step(self.own)
+            if not self.own.unreachable(started):
+                arbiter.step(self.own)
         super().stop()
         self._stopping = False
 
     def _start(self) -> None:
         with self._life:
-            if self._thread is None and not self._stopping:
+            if not self._runs() and not self._stopping:
                 self._thread = threading.Thread(target=self._run, name=f"sqlsem-keeper-{self.alias}", daemon=True)
                 self._thread.start()
 
+    def _runs(self) -> bool:
+        # One whose start was interrupted by a signal is not alive, or gives way to its successor.
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
     def _run(self) -> None:
-        while not self._stopping:
+        me = threading.current_thread()
+        while not self._stopping and self._thread is me:
             step: Callable[[], object] | None
             try:
                 step = self.inbox.get(timeout=self._pause())
             except queue.Empty:
                 step = None
+            # Not until the inbox is empty: while many tasks come and go it never is.
+            turn_ends = boot_now() + TURN
             try:
                 while step is not None:
                     step()
-                    step = None if self.inbox.empty() else self.inbox.get_nowait()
+                    step = None if self.inbox.empty() or boot_now() >= turn_ends else self.inbox.get_nowait()
                 self._tick()
             except Exception:
                 logger.exception("The keeper of %r met an error and goes on.", self.alias)
+                time.sleep(0.05)  # what is still due must not be retried as fast as it fails
             if self._may_end():
                 return
         with self._life:
-            self._thread = None
+            if self._thread is me:
+                self._thread = None
 
     def _pause(self) -> float:
         now = boot_now()
@@ -170,10 +185,13 @@ class ThreadKeeper(Keeper):
             due = [arbiter for arbiter in self.arbiters.values() if arbiter.next_at <= now]
         for arbiter in due:
             arbiter.step(self.own)
+            # A thousand names take a while.
+            if self.holds and (now := boot_now()) >= self._scan_at:
+                self._scan(now)
 
     def _scan(self, now: float) -> None:
         """Look at everything that is held: what is lost, forgotten, stuck or to be renewed."""
-        next_at = now + LOOK_AROUND
+        self._scan_at = next_at = now + LOOK_AROUND
         renew: list[Hold] = []
         for hold in list(self.holds.values()):
             if hold.releasing.locked():
@@ -225,22 +243,21 @@ class ThreadKeeper(Keeper):
                 continue
             elif hold.permit_id in renewal.lost:
                 hold.lose(renewal.lost[hold.permit_id])
-            else:  # its row is locked by somebody's transaction
+            else:
+                hold.renewal_error = "somebody's transaction keeps its row locked"
                 hold.renew_at = boot_now() + min(1.0, hold.claim.lease / 16)
 
     def _clear_doubts(self, now: float) -> None:
+        started = time.monotonic()
         later = []
         for doubt in self._doubts:
-            due, nth, resource, permit_id = doubt
+            due, resource, permit_id = doubt
             if due > now:
                 later.append(doubt)
-                continue
-            try:
-                self.backend.discard(self.own, resource, permit_id)
-            except BackendError:
-                # The database is away: its lease, which nobody renews, is the last resort.
-                if nth < len(DOUBTS) - 1:
-                    continue
+            elif not self.own.unreachable(started):
+                # If the database is away, the lease, which nobody renews, is the last resort.
+                with contextlib.suppress(BackendError):
+                    self.backend.discard(self.own, resource, permit_id)
         self._doubts[:] = later
 
 
@@ -260,9 +277,14 @@ def keeper_for(backend: BaseSemaphoreBackend) -> Keeper:
     return keeper
 
 
+def all_keepers() -> list[Keeper]:
+    """Return the keepers that this process has."""
+    return list(_keepers.values())
+
+
 def all_holds() -> list[Hold]:
     """Return every acquisition that this process knows of."""
-    return [hold for keeper in list(_keepers.values()) for hold in list(keeper.holds.values())]
+    return [hold for keeper in all_keepers() for hold in list(keeper.holds.values())]
 
 
 def stop_all() -> None:

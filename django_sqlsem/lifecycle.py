@@ -8,8 +8,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from django.db.backends.signals import connection_created
+from django.db.models.signals import post_migrate
 
 from django_sqlsem import backends, entries, holds, identity, keeper_thread, scopes, sessions, testmode
+from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -25,6 +27,7 @@ def install() -> None:
     _installed = True
     testmode.install()
     connection_created.connect(_guard_test_database, dispatch_uid="sqlsem_lifecycle")
+    post_migrate.connect(_lose_flushed, dispatch_uid="sqlsem_lifecycle")
     atexit.register(stop_all)
     _stop_with_multiprocessing()
     if hasattr(os, "register_at_fork"):
@@ -53,11 +56,28 @@ def _after_fork_in_child() -> None:
 
 def _stop_with_multiprocessing() -> None:
     # A child of multiprocessing ends by os._exit(): atexit is not run there, its own finalisers are.
-    process: Any = sys.modules.get("multiprocessing.process")
-    if process is not None and process.parent_process() is not None:
-        from multiprocessing.util import Finalize
+    util: Any = sys.modules.get("multiprocessing.util")
+    if util is None:
+        return
+    if sys.modules["multiprocessing.process"].parent_process() is not None:
+        _finalise_with_multiprocessing()
+    # A child that is only starting will forget the finalisers it knows by now, and call this afterwards.
+    util.register_after_fork(stop_all, _finalise_with_multiprocessing)
 
-        Finalize(None, stop_all, exitpriority=10)
+
+def _finalise_with_multiprocessing(*_: object) -> None:
+    sys.modules["multiprocessing.util"].Finalize(None, stop_all, exitpriority=10)
+
+
+def _lose_flushed(using: str, **kwargs: Any) -> None:
+    """A ``TransactionTestCase`` has emptied the tables: what it left held is nobody's any more."""
+    if testmode.active() and "plan" not in kwargs:  # a migration has a plan, a flush has none
+        for keeper in keeper_thread.all_keepers():
+            if keeper.alias == using:
+                for hold in list(keeper.holds.values()):
+                    if hold.grant is not None and not hold.releasing.locked():
+                        hold.lose(Loss(LossReason.SESSION_ENDED, "the test in which it was taken has ended"))
+                keeper.backend.emptied()
 
 
 def _guard_test_database(connection: BaseDatabaseWrapper, **kwargs: Any) -> None:

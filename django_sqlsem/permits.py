@@ -104,15 +104,27 @@ class Permit:
         Raises ``BackendError`` if the database failed. The permit counts as released all the same: the keeper goes
         on trying, and the lease ends it at the latest.
         """
-        if not self.released:
-            self._hold.keeper.release(self._hold)
-            self._tell_released()
+        try:
+            if not self.released:
+                self._hold.keeper.release(self._hold)
+                self._tell_released()
+        except BackendError:
+            raise
+        except BaseException:
+            self._abandon()
+            raise
 
     async def arelease(self) -> None:
         """Give the slots back from a coroutine. Raises ``BackendError`` like ``release()``."""
-        if not self.released:
-            await self._hold.keeper.arelease(self._hold)
-            self._tell_released()
+        try:
+            if not self.released:
+                await self._hold.keeper.arelease(self._hold)
+                self._tell_released()
+        except BackendError:
+            raise
+        except BaseException:
+            self._abandon()
+            raise
 
     def detach(self) -> None:
         """Untie the permit from this thread or task: whoever has it now must release it.
@@ -127,6 +139,11 @@ class Permit:
         if grant is None:
             raise PermitLostError(f"The permit of {self.name!r} was never granted.")
         return grant
+
+    def _abandon(self) -> None:
+        """Leave it to the keeper to give back what is held: the program was struck in the middle of doing so."""
+        if not self._hold.foreign:
+            self._hold.keeper.abandon(self._hold)
 
     def _tell_released(self) -> None:
         if permit_released.receivers:
@@ -183,7 +200,9 @@ class Permit:
         return f"<Permit of {self.name!r}: slot {slots}, {state}>"
 
     def __del__(self) -> None:
-        hold = self._hold
+        hold = getattr(self, "_hold", None)
+        if hold is None:  # struck while it was made
+            return
         # Only a note for the keeper: a finaliser may run at any point, in the keeper's own critical sections too.
         if hold.foreign or hold.abandoned or hold.releasing.locked() or hold.state is State.OVER:
             return

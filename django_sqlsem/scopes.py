@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import threading
 import weakref
@@ -11,13 +12,35 @@ from typing import TYPE_CHECKING, Any
 from django_sqlsem.exceptions import AlreadyHeldError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from django_sqlsem.holds import Hold
 
 #: The task that last took a permit in this context: ``sync_to_async`` carries it into its worker thread.
 _task: contextvars.ContextVar[weakref.ref[asyncio.Task[Any]] | None] = contextvars.ContextVar(
     "sqlsem_task", default=None
 )
+#: Whom tests let hold something, instead of themselves.
+_stranger: contextvars.ContextVar[Stranger | None] = contextvars.ContextVar("sqlsem_stranger", default=None)
 _held: dict[tuple[int, str, str], Hold] = {}
+#: What this flow of control took: a task, and what it calls in threads. Of a parent task's, a child knows but the past.
+_taken: contextvars.ContextVar[tuple[weakref.ref[Hold], ...]] = contextvars.ContextVar("sqlsem_taken", default=())
+_followed: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+
+
+class Stranger:
+    """Somebody who is neither a task nor a thread of this process."""
+
+
+@contextlib.contextmanager
+def as_stranger() -> Iterator[None]:
+    """Take the permits inside in nobody's name, as if another process did. They must be detached at once."""
+    stranger = Stranger()
+    reset = _stranger.set(stranger)
+    try:
+        yield
+    finally:
+        _stranger.reset(reset)
 
 
 def after_fork() -> None:
@@ -27,10 +50,10 @@ def after_fork() -> None:
 
 def current_owner() -> Any:
     """Return the running task, or the task that called into this thread, or else the thread."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        task = None
+    stranger = _stranger.get()
+    if stranger is not None:
+        return stranger
+    task = _running_task()
     if task is not None:
         _task.set(weakref.ref(task))
         return task
@@ -47,22 +70,43 @@ def enter(owner: Any, alias: str, hold: Hold) -> None:
     Raises ``AlreadyHeldError`` if it has a live permit of the same one: waiting for itself would never end.
     """
     scope = (id(owner), alias, hold.claim.resource.key)
-    other = _held.get(scope)
-    if other is not None and other.owner is not None and other.owner() is owner and is_held(other):
-        slots = other.grant.slots if other.grant else ()
-        raise AlreadyHeldError(
-            f"You have acquired {hold.claim.resource.name!r} already, in this very "
-            f"{'task' if isinstance(owner, asyncio.Task) else 'thread'} (slot {', '.join(map(str, slots))})."
-        )
+    flow = taken_here()
+    if isinstance(owner, asyncio.Task):
+        # Threads that work for one task side by side share its name, but are not inside one another.
+        others = [taken for taken in flow if taken.scope == scope]
+    else:
+        others = [_held[scope]] if scope in _held else []
+    for other in others:
+        if other.owner is not None and other.owner() is owner and is_held(other):
+            slots = other.grant.slots if other.grant else ()
+            raise AlreadyHeldError(
+                f"You have acquired {hold.claim.resource.name!r} already, in this very "
+                f"{'task' if isinstance(owner, asyncio.Task) else 'thread'} (slot {', '.join(map(str, slots))})."
+            )
+    if isinstance(owner, asyncio.Task):
+        if _running_task() is not owner:
+            hold.worker = weakref.ref(threading.current_thread())
+        elif owner not in _followed:
+            _followed.add(owner)
+            owner.add_done_callback(_hand_over)
     hold.owner = weakref.ref(owner)
     hold.scope = scope
     _held[scope] = hold
+    _taken.set((*(weakref.ref(taken) for taken in flow), weakref.ref(hold)))
+
+
+def taken_here() -> list[Hold]:
+    """Return what this flow of control has taken and not given back, oldest first."""
+    holds = [ref() for ref in _taken.get()]
+    return [hold for hold in holds if hold is not None and not hold.releasing.locked() and not hold.abandoned]
 
 
 def is_held(hold: Hold) -> bool:
     """Whether the program still has the permit."""
-    # One that was garbage-collected is on its way back, though the keeper may not have got to it.
-    return hold.grant is not None and not hold.released and hold.permit() is not None and hold.current_loss() is None
+    # One that was abandoned or garbage-collected is on its way back, though the keeper may not have got to it.
+    if hold.grant is None or hold.abandoned or hold.releasing.locked() or hold.permit() is None:
+        return False
+    return hold.current_loss() is None
 
 
 def leave(hold: Hold) -> None:
@@ -77,8 +121,33 @@ def owner_is_gone(hold: Hold) -> bool:
     if hold.owner is None:
         return False
     owner = hold.owner()
+    worker = hold.worker() if hold.worker is not None else None
+    if worker is not None and worker.is_alive():
+        return False  # the task may have ended without the thread that it called
     if owner is None:
         return True
     if isinstance(owner, asyncio.Task):
-        return owner.done()
+        return owner.done() and _result_hold(owner) is not hold
     return isinstance(owner, threading.Thread) and not owner.is_alive()
+
+
+def _running_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
+
+
+def _hand_over(task: asyncio.Task[Any]) -> None:
+    # What a task returns has not ended with it: wait_for() and gather() make tasks that only acquire.
+    hold = _result_hold(task)
+    if hold is not None:
+        leave(hold)
+
+
+def _result_hold(task: asyncio.Task[Any]) -> Hold | None:
+    # Not by exception(), which would count as somebody having looked at it.
+    if task.cancelled() or getattr(task, "_exception", None) is not None:
+        return None
+    hold: Hold | None = getattr(task.result(), "_hold", None)
+    return hold

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from django.core.exceptions import SynchronousOnlyOperation
 
@@ -65,10 +65,8 @@ class Semaphore:
         names the holders; ``AlreadyHeldError`` if this thread or task has it; ``BackendError``.
         """
         seconds = self._seconds(timeout)
-        permit = self._acquire(seconds)
-        if permit is None:
-            raise self._timed_out(self.status(), seconds)
-        return permit
+        # Returned in the very statement that gets it: nothing can strike between, and leave it to this frame.
+        return self._acquire(seconds) or self._refuse(self.status(), seconds)
 
     def try_acquire(self) -> Permit | None:
         """Take a permit if one is free, without waiting; else return ``None``."""
@@ -77,10 +75,7 @@ class Semaphore:
     async def aacquire(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
         """Take a permit from a coroutine: see ``acquire()``. Waiting holds no thread."""
         seconds = self._seconds(timeout)
-        permit = await self._aacquire(seconds)
-        if permit is None:
-            raise self._timed_out(await self.astatus(), seconds)
-        return permit
+        return await self._aacquire(seconds) or self._refuse(await self.astatus(), seconds)
 
     async def atry_acquire(self) -> Permit | None:
         """Take a permit if one is free; else return ``None``."""
@@ -89,7 +84,9 @@ class Semaphore:
     def status(self) -> SemaphoreSnapshot:
         """Return a frozen snapshot: slots, holders, waiters. A name never used has its declared slots, all free."""
         keeper, resource = self._keeper(), resource_for(self.name, self.kind)
-        return self._snapshot(keeper.backend.snapshot(keeper.session_here(), resource))
+        found = keeper.backend.snapshot(keeper.session_here(), resource)
+        keeper.post(lambda: None)  # its thread closes the connection that was opened for this, once it is idle
+        return self._snapshot(found)
 
     async def astatus(self) -> SemaphoreSnapshot:
         """Return what ``status()`` does, without blocking the event loop."""
@@ -111,25 +108,45 @@ class Semaphore:
 
     def __enter__(self) -> Permit:
         permit = self.acquire()
-        entries.push(self, permit)
-        return permit
+        try:
+            entries.push(self, permit)
+            return permit
+        except BaseException:
+            entries.give_up(self, permit)
+            raise
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        permit = entries.pop(self)
-        permit._finish()
+        permit = None
+        try:
+            permit = entries.innermost(self)
+            permit._finish()
+            entries.remove(self, permit)
+        except BaseException:
+            entries.give_up(self, permit)
+            raise
 
     async def __aenter__(self) -> Permit:
         permit = await self.aacquire()
-        entries.push(self, permit)
-        return permit
+        try:
+            entries.push(self, permit)
+            return permit
+        except BaseException:
+            entries.give_up(self, permit)
+            raise
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        permit = entries.pop(self)
-        await permit._afinish()
+        permit = None
+        try:
+            permit = entries.innermost(self)
+            await permit._afinish()
+            entries.remove(self, permit)
+        except BaseException:
+            entries.give_up(self, permit)
+            raise
 
     def _named(self, name: str) -> Semaphore:
         """Return this semaphore under another name: a decorator's template, filled in."""
@@ -171,28 +188,26 @@ class Semaphore:
             return None
         keeper, hold, permit = self._prepare()
         try:
-            granted = keeper.acquire(hold, timeout)
+            if keeper.acquire(hold, timeout):
+                return self._granted(permit)
+            keeper.drop(hold)
         except BaseException:
             keeper.abandon(hold)
             raise
-        if not granted:
-            keeper.drop(hold)
-            return None
-        return self._granted(permit)
+        return None
 
     async def _aacquire(self, timeout: float | None) -> Permit | None:
         if refusals.forced_refusal(self.name):
             return None
         keeper, hold, permit = self._prepare()
         try:
-            granted = await keeper.aacquire(hold, timeout)
+            if await keeper.aacquire(hold, timeout):
+                return self._granted(permit)
+            keeper.drop(hold)
         except BaseException:
             keeper.abandon(hold)
             raise
-        if not granted:
-            keeper.drop(hold)
-            return None
-        return self._granted(permit)
+        return None
 
     def _granted(self, permit: Permit) -> Permit:
         if self.name in refusals.lost:
@@ -201,11 +216,11 @@ class Semaphore:
             permit_acquired.send_robust(type(self), semaphore=self, permit=permit)
         return permit
 
-    def _timed_out(self, snapshot: SemaphoreSnapshot, timeout: float | None) -> AcquireTimeoutError:
+    def _refuse(self, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
         error = refusals.refusal(snapshot, timeout, self.take)
         if acquire_timed_out.receivers:
             acquire_timed_out.send_robust(type(self), semaphore=self, error=error)
-        return error
+        raise error
 
 
 def _refuse_event_loop() -> None:

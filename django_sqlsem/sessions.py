@@ -17,7 +17,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import load_backend
 
-from django_sqlsem import session_settings
+from django_sqlsem import session_settings, testmode
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ class OwnSession:
         self.last_used = time.monotonic()
         self._lock = threading.Lock()
         self._connection: BaseDatabaseWrapper | None = None
+        #: When a connection could not be opened last, and why; ``None`` since one could.
+        self._unreachable: tuple[float, DjangoDatabaseError] | None = None
         _sessions.add(self)
 
     @property
@@ -68,6 +70,10 @@ class OwnSession:
     def is_open(self) -> bool:
         """Whether a connection to the database is open."""
         return self._connection is not None
+
+    def unreachable(self, since: float) -> bool:
+        """Whether no connection could be opened since an instant of ``time.monotonic()``."""
+        return self._unreachable is not None and self._unreachable[0] >= since
 
     def run(self, work: Callable[[CursorWrapper], T], *, again: bool = True) -> T:
         """Call ``work`` with a cursor in autocommit. Raises ``BackendError``."""
@@ -82,12 +88,15 @@ class OwnSession:
             result = None
             try:
                 result = self._with_cursor(connection, work)
-            finally:
-                if result is None:
-                    connection.rollback()
-                else:
-                    connection.commit()
+            except DjangoDatabaseError:
+                connection.rollback()
                 connection.set_autocommit(True)
+                raise  # anything else costs the connection: not a word more on it
+            if result is None:
+                connection.rollback()
+            else:
+                connection.commit()
+            connection.set_autocommit(True)
             return result
 
         return self._repeat(attempt, again=again)
@@ -102,19 +111,27 @@ class OwnSession:
             return work(cursor)
 
     def _repeat(self, attempt: Callable[[BaseDatabaseWrapper], T], *, again: bool) -> T:
+        asked = time.monotonic()
         with self._lock:
+            if self._unreachable is not None and self._unreachable[0] >= asked:
+                # Who stood in line meanwhile need not find it out anew, one long connect timeout after the other.
+                raise backend_error(self.alias, self._unreachable[1]) from self._unreachable[1]
             give_up = time.monotonic() + LOCKED_PATIENCE
             tries = 0
             while True:
                 tries += 1
-                fresh = self._connection is None
+                fresh, opened = self._connection is None, False
                 try:
-                    return attempt(self._open())
+                    connection = self._open()
+                    opened, self._unreachable = True, None
+                    return attempt(connection)
                 except DjangoDatabaseError as error:
                     if session_settings.is_transient(error) and time.monotonic() < give_up:
                         self._tidy(error)
                     else:
                         self._discard()
+                        if not opened:
+                            self._unreachable = (time.monotonic(), error)
                         # A connection that was opened long ago may have died unnoticed: once more on a new one.
                         stale = not fresh and session_settings.is_disconnect(error)
                         if not (stale and again):
@@ -130,6 +147,7 @@ class OwnSession:
                 time.sleep(random.uniform(0.0005, min(0.002 * tries, 0.02)))  # noqa: S311
 
     def _open(self) -> BaseDatabaseWrapper:
+        testmode.refuse_forbidden(connections[self.alias])
         if self._connection is not None:
             # A test runner renames the database under way.
             if self._connection.settings_dict["NAME"] == connections[self.alias].settings_dict["NAME"]:
@@ -137,14 +155,15 @@ class OwnSession:
             self._discard()
         connection = own_connection(self.alias)
         try:
-            connection.connect()
+            connection.ensure_connection()  # unlike connect(), it raises Django's errors, not the driver's
             session_settings.prepare(connection)
+            self._connection = connection
+            return connection
         except BaseException:
+            self._connection = None
             with contextlib.suppress(Exception):
                 connection.close()
             raise
-        self._connection = connection
-        return connection
 
     def _tidy(self, error: Exception) -> None:
         connection = self._connection

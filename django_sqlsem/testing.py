@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
-from django_sqlsem import refusals
+from django_sqlsem import refusals, scopes
 from django_sqlsem.keeper_thread import all_holds
 from django_sqlsem.naming import validate_name, validate_slots
 from django_sqlsem.permits import Permit
@@ -14,9 +17,21 @@ from django_sqlsem.snapshots import Loss, LossReason
 
 __all__ = ["busy", "held", "lost"]
 
+T = TypeVar("T")
+
 
 def _name(target: str | Semaphore) -> str:
     return target.name if isinstance(target, Semaphore) else validate_name(target)
+
+
+def _blocking(function: Callable[[], T]) -> T:
+    """Call what waits for the database a moment; in an async test, on another thread than the event loop's."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return function()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 @contextlib.contextmanager
@@ -37,21 +52,26 @@ def held(target: str | Semaphore, slots: int | None = None, *, total: int | None
     """Hold ``slots`` slots of a semaphore (all of them, if omitted) as somebody else, inside the block.
 
     ``total`` is the semaphore's number of slots, where ``target`` is a name that is not in use yet. The permits
-    are yielded: release one to let a waiter in. Raises ``AcquireTimeoutError`` if so many are not free.
+    are yielded: release one to let a waiter in (in an async test by ``await permit.arelease()``). Raises
+    ``AcquireTimeoutError`` if so many are not free.
     """
     found = target if isinstance(target, Semaphore) else semaphore(validate_name(target), total)
-    wanted = found.status().slots if slots is None else validate_slots(slots)
+    wanted = _blocking(found.status).slots if slots is None else validate_slots(slots)
+
+    def take() -> Permit:
+        with scopes.as_stranger():
+            permit = holder._as(found.kind).acquire()
+            permit.detach()
+            return permit
+
     holder = semaphore(found.name, found.slots, timeout=0, lease=found.lease, fair=False, using=found.using)
     permits: list[Permit] = []
     try:
-        for _nth in range(wanted):
-            permit = holder._as(found.kind).acquire()
-            permit.detach()
-            permits.append(permit)
+        permits.extend(_blocking(take) for _nth in range(wanted))
         yield permits
     finally:
         for permit in permits:
-            permit.release()
+            _blocking(permit.release)
 
 
 @contextlib.contextmanager

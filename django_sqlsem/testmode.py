@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from django.db.backends.signals import connection_created
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 _lock = threading.Lock()
@@ -33,24 +35,32 @@ def active() -> bool:
     return utils is not None and hasattr(utils._TestState, "saved_data")
 
 
-def testcase_block(alias: str) -> object | None:
-    """Return the ``atomic`` block that a running ``TestCase`` holds open on this database, if there is one.
+def testcase_blocks(alias: str) -> Sequence[object]:
+    """Return the ``atomic`` blocks that a running ``TestCase`` holds open on this database: its class's, its test's.
 
     The connection is looked for in all threads: an async test, a view or a thread of the test's own runs on
-    another one, yet its locks must be as private as the test's data.
+    another one, yet its locks must be as private as the test's data. A lock database that the ``TestCase`` does not
+    name among its ``databases`` goes by another one's.
     """
     if not active():
-        return None
+        return ()
     with _lock:
-        candidates = [connection for connection in _connections if connection.alias == alias]
+        candidates = sorted(_connections, key=lambda connection: (connection.alias != alias, connection.alias))
     for connection in candidates:
         # Django marks them so that durable atomic blocks work inside TestCase.
         blocks = [block for block in connection.atomic_blocks if getattr(block, "_from_testcase", False)]
         if blocks:
-            return blocks[-1]
-    return None
+            return blocks
+    return ()
 
 
 def in_testcase(alias: str) -> bool:
     """Whether a ``TestCase`` (or pytest-django's ``db``) has this database inside its transaction."""
-    return testcase_block(alias) is not None
+    return bool(testcase_blocks(alias))
+
+
+def refuse_forbidden(connection: BaseDatabaseWrapper) -> None:
+    """Raise what Django does if the running test may not use this database, of which it sees ordinary use only."""
+    guard: Any = vars(connection).get("connect")
+    if type(guard).__name__ == "_DatabaseFailure":  # what SimpleTestCase puts there
+        guard()

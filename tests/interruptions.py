@@ -1,10 +1,12 @@
-"""Exceptions that strike at any statement of the library: a thread is walked through its lines, one point after the other."""
+"""Exceptions that strike anywhere in the library: a thread is walked through its statements, one point after the other."""
 
 from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -20,18 +22,24 @@ class SoftLimit(Exception):
 
 
 class Striking:
-    """Raises ``error`` when this thread comes to the ``nth`` line of the library inside the ``with`` block.
+    """Raises ``error`` at the ``nth`` point that this thread reaches in the library inside the ``with`` block.
 
-    ``struck`` says where, or is ``None`` if the block had fewer lines. ``wanted`` may refuse frames. Lines of finalisers
-    do not count: Python drops what is raised there. Nor does the end of a ``with`` statement, where CPython lets no
-    signal in before the block's ``__exit__`` is called; a trace function could strike there, and a real signal cannot.
+    Points are the beginning of every line, and the moment after a function has returned and before its caller has
+    the result. ``struck`` says where it was, or is ``None`` if there were fewer points. ``wanted`` may refuse frames.
+
+    A place that is passed again and again counts twice. Finalisers do not count, as Python drops what is raised
+    there. Nor do points that a trace function can reach and
+    a signal cannot: where CPython begins to leave a ``with`` block, where it does nothing at all (``try:``), and
+    between ``__enter__`` and the block.
     """
 
     def __init__(self, nth: int, error: BaseException, wanted: Callable[[FrameType], bool] = lambda frame: True) -> None:
         self.left = nth
-        self.error = error
+        self.error: BaseException | None = error
         self.wanted = wanted
         self.struck: str | None = None
+        self._raising: FrameType | None = None
+        self._passed: Counter[tuple[CodeType, int, str]] = Counter()
 
     def __enter__(self) -> Striking:
         self._before = sys.gettrace()
@@ -40,32 +48,79 @@ class Striking:
 
     def __exit__(self, *exc_info: object) -> None:
         sys.settrace(self._before)
+        self._raising = None
 
     def _call(self, frame: FrameType, event: str, argument: object) -> Any:
-        code = frame.f_code
-        if self.struck or not code.co_filename.startswith(LIBRARY) or code.co_name == "__del__":
+        if self.struck or not frame.f_code.co_filename.startswith(LIBRARY) or _in_finaliser(frame):
             return None
-        return self._line if self.wanted(frame) else None
+        return self._step if self.wanted(frame) else None
 
-    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line" and not self.struck and frame.f_lasti not in _ends_of_with(frame.f_code):
-            self.left -= 1
-            if self.left <= 0:
-                self.struck = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
-                raise self.error
-        return self._line
+    def _step(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "exception":
+            self._raising = frame
+        elif event == "line":
+            self._raising = None
+            if frame.f_lasti not in _out_of_reach(frame.f_code):
+                self._count(frame, "before")
+        elif event == "return" and self._raising is not frame and _returns_once(frame.f_code):
+            self._count(frame, "after")
+        return self._step
+
+    def _count(self, frame: FrameType, when: str) -> None:
+        place = (frame.f_code, frame.f_lasti, when)
+        self._passed[place] += 1
+        if self._passed[place] > 2:
+            return
+        self.left -= 1
+        if self.left == 0:
+            file = Path(frame.f_code.co_filename).name
+            self.struck = f"{file}:{frame.f_lineno} {when} {frame.f_code.co_qualname}"
+            error, self.error = self.error, None
+            assert error is not None
+            try:
+                raise error
+            finally:
+                del error  # through its traceback it would keep itself, and every frame, until the next collection
+
+
+def without_tracer(error: BaseException) -> BaseException:
+    """Return an exception that struck, to be kept: its traceback without the frames of the trace function."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        following = traceback.tb_next
+        if following is not None and following.tb_frame.f_code.co_filename == __file__:
+            traceback.tb_next = None
+        traceback = traceback.tb_next
+    return error
+
+
+def _in_finaliser(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARY):
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _returns_once(code: CodeType) -> bool:
+    suspends = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+    return not code.co_flags & suspends and code.co_name not in ("__enter__", "__exit__")
 
 
 @functools.cache
-def _ends_of_with(code: CodeType) -> frozenset[int]:
-    """Return the offsets at which the regular end of a ``with`` statement begins: it loads three times ``None``."""
+def _out_of_reach(code: CodeType) -> frozenset[int]:
+    """Return the offsets at which a line may begin and no signal can strike."""
     found = set()
     instructions = list(dis.get_instructions(code))
     for index, instruction in enumerate(instructions):
         following = instructions[index : index + 3]
-        if all(each.opname == "LOAD_CONST" and each.argval is None for each in following) and len(following) == 3:
+        if instruction.opname == "NOP":
             found.add(instruction.offset)
-            while instructions[index - 1].opname in ("SWAP", "NOP", "POP_TOP") and index:
+        elif instruction.opname == "PUSH_EXC_INFO" and following[1].opname == "WITH_EXCEPT_START":
+            found.update(each.offset for each in following)
+        elif len(following) == 3 and all(each.opname == "LOAD_CONST" and each.argval is None for each in following):
+            found.add(instruction.offset)
+            while index and instructions[index - 1].opname == "SWAP":
                 index -= 1
                 found.add(instructions[index].offset)
     return frozenset(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -17,6 +16,8 @@ from django_sqlsem.wording import shown
 
 ROWS = "django_sqlsem.backends.rows.RowsBackend"
 LOCAL = "django_sqlsem.backends.local.LocalBackend"
+
+_backends: dict[tuple[str, str], BaseSemaphoreBackend] = {}
 
 
 def database_for(using: str | None = None) -> str:
@@ -49,11 +50,11 @@ def get_backend(alias: str) -> BaseSemaphoreBackend:
         connection = connections[alias]
         in_memory = connection.vendor == "sqlite" and connection.is_in_memory_db()  # type: ignore[attr-defined]
         path = LOCAL if in_memory or testmode.in_testcase(alias) else ROWS
-    return _backend(path, alias)
+    # Many threads may get here first at once, and must all have the same one.
+    return _backends.get((path, alias)) or _backends.setdefault((path, alias), _make(path, alias))
 
 
-@functools.cache
-def _backend(path: str, alias: str) -> BaseSemaphoreBackend:
+def _make(path: str, alias: str) -> BaseSemaphoreBackend:
     try:
         backend_class: Any = import_string(path)
     except (ImportError, TypeError, ValueError) as error:  # the latter two of a path with empty parts
@@ -69,4 +70,4 @@ def _backend(path: str, alias: str) -> BaseSemaphoreBackend:
 
 def after_fork() -> None:
     """In a forked child: make the backends anew, since a thread that is not here may hold a lock of theirs."""
-    _backend.cache_clear()
+    _backends.clear()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from django_sqlsem.identity import HolderIdentity
     from django_sqlsem.naming import Resource
@@ -136,6 +136,18 @@ class BaseSemaphoreBackend(abc.ABC):
     @abc.abstractmethod
     def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
         """Return what one name is like now, read on ``session``; ``None`` if nobody has used it yet."""
+
+    # What a process-local backend tells, as nothing else does; the others have leases, and clean tables.
+
+    def taken_away(self, held: Held) -> Loss | None:
+        """Return how a grant that needs no renewal was taken away, or ``None`` if it still stands."""
+        return None
+
+    def listen(self, changed: Callable[[], object]) -> None:  # noqa: B027 - only some have something to tell
+        """Have ``changed`` called when an operator has done something that may let waiters in."""
+
+    def emptied(self) -> None:  # noqa: B027 - most keep their locks in the tables
+        """Forget all locks: a test has emptied the tables."""
 
     # The operator's side. It runs on the alias's ordinary connection.
 

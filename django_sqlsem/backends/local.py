@@ -6,8 +6,8 @@ import datetime
 import itertools
 import threading
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from django.core.exceptions import ImproperlyConfigured
@@ -15,7 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django_sqlsem import testmode
 from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim, Grant, Held, Place, Renewal, Waited
 from django_sqlsem.exceptions import SemaphoreError
-from django_sqlsem.snapshots import HolderSnapshot, Loss, SemaphoreSnapshot, SlotState
+from django_sqlsem.snapshots import HolderSnapshot, Loss, LossReason, SemaphoreSnapshot, SlotState
 
 if TYPE_CHECKING:
     from django_sqlsem.naming import Resource
@@ -32,14 +32,23 @@ class _Semaphore:
     operator_slots: int | None = None
     paused: bool = False
     held: dict[int, tuple[Claim, int, float]] = field(default_factory=dict)
+    #: By whom permits were revoked, by token.
+    revoked: dict[int, str] = field(default_factory=dict)
 
     @property
     def slots(self) -> int:
         return self.declared if self.operator_slots is None else self.operator_slots
 
+    def copy(self) -> _Semaphore:
+        return replace(self, held=dict(self.held), revoked=dict(self.revoked))
+
 
 class LocalBackend(BaseSemaphoreBackend):
-    """Grants from a dictionary. What one ``TestCase`` leaves behind, the next one does not see."""
+    """Grants from a dictionary.
+
+    Inside a ``TestCase`` the dictionary is a copy, of which nothing stays when its transaction is rolled back: what
+    one test leaves behind, the next one does not see; what was taken for the whole class, its tests do.
+    """
 
     process_local = True
     released_on_disconnect = True
@@ -49,15 +58,16 @@ class LocalBackend(BaseSemaphoreBackend):
     def __init__(self, alias: str) -> None:
         super().__init__(alias)
         self._lock = threading.RLock()
-        self._semaphores: dict[str, _Semaphore] = {}
-        self._block: object | None = None
+        self._worlds: list[tuple[object, dict[str, _Semaphore]]] = [(None, {})]
+        self._changed: Callable[[], object] = lambda: None
 
     def _world(self) -> dict[str, _Semaphore]:
-        block = testmode.testcase_block(self.alias)
-        if block is not self._block:
-            self._block = block
-            self._semaphores = {}
-        return self._semaphores
+        blocks = [None, *testmode.testcase_blocks(self.alias)]
+        while len(self._worlds) > len(blocks) or self._worlds[-1][0] is not blocks[len(self._worlds) - 1]:
+            self._worlds.pop()
+        for block in blocks[len(self._worlds) :]:
+            self._worlds.append((block, {name: known.copy() for name, known in self._worlds[-1][1].items()}))
+        return self._worlds[-1][1]
 
     def claim(self, session: Session, claim: Claim) -> Grant | None:
         """Take the lowest free slots."""
@@ -102,6 +112,31 @@ class LocalBackend(BaseSemaphoreBackend):
     def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
         """Nothing runs out here."""
         return Renewal(frozenset(each.permit_id for each in held), dict[str, Loss]())
+
+    def taken_away(self, held: Held) -> Loss | None:
+        """Look whether all the slots are still the permit's."""
+        with self._lock:
+            known = self._world().get(held.resource.name)
+            mine = [claim.permit_id for claim, *_ in known.held.values()] if known else []
+            if mine.count(held.permit_id) == len(held.grant.slots):
+                return None
+            by = (
+                next((known.revoked[token] for token in held.grant.tokens if token in known.revoked), None)
+                if known
+                else None
+            )
+        if by is not None:
+            return Loss(LossReason.REVOKED, f"revoked by {by or 'an operator'}", by)
+        return Loss(LossReason.SESSION_ENDED, "the test in which it was taken has ended")
+
+    def listen(self, changed: Callable[[], object]) -> None:
+        """Call ``changed`` after each act of an operator."""
+        self._changed = changed
+
+    def emptied(self) -> None:
+        """Forget all locks."""
+        with self._lock:
+            self._world().clear()
 
     def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
         """Return what one name is like now."""
@@ -154,7 +189,9 @@ class LocalBackend(BaseSemaphoreBackend):
                 return None
             snapshot = self._holder(known, slot)
             del known.held[slot]
-            return snapshot
+            known.revoked[token] = by
+        self._changed()
+        return snapshot
 
     def purge_slot(self, name: str, slot: int, token: int) -> bool:
         """No lease runs out here, so nothing is ever purged."""
@@ -178,7 +215,8 @@ class LocalBackend(BaseSemaphoreBackend):
             if known.kind == "mutex" and slots not in (None, 1):
                 raise ValueError(f"{name!r} is a mutex: it has one slot, not {slots}.")
             known.operator_slots = slots
-            return True
+        self._changed()
+        return True
 
     def set_paused(self, name: str, paused: bool) -> bool:
         """Stop or resume granting."""
@@ -187,4 +225,5 @@ class LocalBackend(BaseSemaphoreBackend):
             if known is None:
                 return False
             known.paused = paused
-            return True
+        self._changed()
+        return True

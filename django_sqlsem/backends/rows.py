@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from django.core.exceptions import ImproperlyConfigured
@@ -129,8 +129,10 @@ class RowsBackend(RowsOperator):
             rows: list[tuple[Any, ...]] = []
             if live + claim.take <= bound:
                 text = sql.claim(dialect, queue, True)
-                taken = (take(cursor, dialect, text, parameters, nth) for nth in range(claim.take))
-                rows = [row for row in taken if row is not None]
+                for _nth in range(claim.take):
+                    row = take(cursor, dialect, text, parameters, {row[0] for row in rows})
+                    if row is not None:
+                        rows.append(row)
             if len(rows) == claim.take:
                 ids, slots, tokens, _ = zip(*sorted(rows, key=lambda row: row[1]), strict=True)
                 return [Grant(slots, tokens, ids)]
@@ -215,9 +217,16 @@ class RowsBackend(RowsOperator):
 
 
 def take(
-    cursor: CursorWrapper, dialect: Dialect, text: str, parameters: dict[str, Any], nth: int = 0
+    cursor: CursorWrapper,
+    dialect: Dialect,
+    text: str,
+    parameters: dict[str, Any],
+    before: Collection[int] = (),
 ) -> tuple[Any, ...] | None:
-    """Run one claim; return the row's id, slot, token and the declared number of slots, or ``None``."""
+    """Run one claim; return the row's id, slot, token and the declared number of slots, or ``None``.
+
+    ``before``: the ids of the rows that the same permit has already.
+    """
     if dialect.returning:
         return _fetch(cursor, dialect, text, parameters)
     if dialect.update_limit:
@@ -232,9 +241,9 @@ def take(
                 break
     if not taken:
         return None
-    row = _fetch_all(cursor, dialect, sql.GRANTED, parameters)[nth]
-    declared = _fetch(cursor, dialect, sql.DECLARED, parameters) or (None,)
-    return (*row, *declared)
+    # It may be a lower slot than one before, given back meanwhile; and it may have been revoked at once.
+    found = _fetch_all(cursor, dialect, sql.GRANTED, parameters)
+    return next((row for row in found if row[0] not in before), None)
 
 
 def _parameters(claim: Claim) -> dict[str, Any]:

@@ -41,7 +41,20 @@ def _renew_some(
             return {row[0] for row in cursor.fetchall()}
         return None if cursor.rowcount < wanted else {row_id for each in held for row_id in each.grant.row_ids}
 
-    extended = session.run(extend)
+    def extend_unlocked(cursor: CursorWrapper) -> list[set[int] | None]:
+        if not (dialect.for_update and cursor.db.features.has_select_for_update_skip_locked):
+            return [extend(cursor)]
+        # One row that someone keeps locked must not cost the other permits their leases.
+        dialect.execute(cursor, sql.UNLOCKED % (row_ids, permit_ids), {})
+        found = {row[0] for row in cursor.fetchall()}
+        if found:
+            dialect.execute(cursor, sql.renew(dialect, ",".join(map(str, found)), permit_ids), {})
+        return [found]
+
+    if dialect.returning:
+        extended = session.run(extend)
+    else:
+        [extended] = session.transaction(extend_unlocked) or [None]
     if extended is not None:
         renewed.update(each.permit_id for each in held if extended.issuperset(each.grant.row_ids))
     doubtful = [each for each in held if each.permit_id not in renewed]

@@ -25,10 +25,12 @@ _SET: Final = (
     " process_id = %(process_id)s, boot_id = %(boot_id)s"
 )
 _BOUND: Final = "COALESCE(m.operator_slots, %(slots)s, m.declared_slots)"
-_GRANTED: Final = "SELECT id, slot, token FROM sqlsem_slot WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s"
+_DECLARED: Final = "SELECT declared_slots FROM sqlsem_semaphore WHERE name_key = %(key)s"
 
-DECLARED: Final = "SELECT declared_slots FROM sqlsem_semaphore WHERE name_key = %(key)s"
-GRANTED: Final = f"{_GRANTED} ORDER BY slot"
+GRANTED: Final = (
+    f"SELECT id, slot, token, ({_DECLARED}) FROM sqlsem_slot"
+    " WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s ORDER BY slot"
+)
 
 
 @functools.cache
@@ -44,7 +46,7 @@ def claim(dialect: Dialect, queue: str, locked: bool) -> str:
             f" WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND {allowed} AND s.closed = %(no)s"
             f" AND s.slot <= {_BOUND} AND {dialect.free_sql('s.')}{order}"
             f" ORDER BY s.slot LIMIT 1 {dialect.skip_locked})"
-            f" RETURNING id, slot, token, ({DECLARED})"
+            f" RETURNING id, slot, token, ({_DECLARED})"
         )
     conditions = (
         f"semaphore_key = %(key)s AND closed = %(no)s AND {dialect.free_sql()} AND slot <= (SELECT {_BOUND}"
@@ -137,6 +139,10 @@ RELEASE: Final = (
 DISCARD: Final = (
     "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL"
     " WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s"
+)
+UNLOCKED: Final = (
+    "SELECT id FROM sqlsem_slot WHERE id IN (%s) AND permit_id IN (%s) AND expires_us IS NOT NULL"
+    " FOR UPDATE SKIP LOCKED"
 )
 FATE: Final = "SELECT id, permit_id, revoked_token, revoked_by FROM sqlsem_slot WHERE id IN (%s)"
 

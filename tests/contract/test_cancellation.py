@@ -19,7 +19,7 @@ from django_sqlsem import AcquireTimeoutError, Semaphore, semaphore
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.holds import Hold
 from tests.databases import held_rows
-from tests.interruptions import SoftLimit, Striking, StrikingAwait
+from tests.interruptions import SoftLimit, Striking, StrikingAwait, without_tracer
 from tests.processes import Child
 from tests.threads import run_in_threads, wait_until
 
@@ -43,8 +43,8 @@ def live_waiters(alias: str) -> list[Any]:
 class Walk:
     """Interrupts an action at its first statement, its second, and so on, each time under a name of its own.
 
-    The interrupting exceptions are kept, as a logger or an error reporter would keep them: with their tracebacks,
-    which hold every local variable of the interrupted frames.
+    ``keep``: the exceptions are kept, as an error reporter may keep them, with their tracebacks, and thereby every
+    local variable of the frames that they came through.
     """
 
     alias: str
@@ -53,6 +53,7 @@ class Walk:
     options: dict[str, Any] = field(default_factory=dict)
     used: bool = True
     busy: float | None = 0.0
+    keep: bool = False
     errors: list[str] = field(default_factory=list)
     kept: list[BaseException] = field(default_factory=list)
     points: list[str] = field(default_factory=list)
@@ -76,19 +77,19 @@ class Walk:
         if self.used:
             lock.acquire().release()
         strikes = Striking(nth, kind("struck"))
-        raised = None
+        raised = False
         with self._in_the_way(lock):
             try:
                 self.action(lock, lambda: strikes)
             except kind as error:
-                raised = error
+                raised = True
+                if self.keep:
+                    self.kept.append(without_tracer(error))
         if strikes.struck is None:
             return False
         self.points.append(strikes.struck)
-        if raised is None:
+        if not raised:
             self.errors.append(f"{nth}: what struck at {strikes.struck} was swallowed")
-        else:
-            self.kept.append(raised)
         started = time.monotonic()
         try:
             again = lock.acquire()
@@ -162,10 +163,10 @@ def decorated(lock: Semaphore, striking: Callable[[], Striking]) -> None:
 
 
 SCENARIOS = {
-    "free": {"action": acquire},
-    "new-name": {"action": acquire, "used": False},
-    "granted-while-waiting": {"action": acquire, "busy": SHORT},
-    "timeout": {"action": acquire_in_vain, "busy": None},
+    "free": {"action": acquire, "keep": True},
+    "new-name": {"action": acquire, "used": False, "keep": True},
+    "granted-while-waiting": {"action": acquire, "busy": SHORT, "keep": True},
+    "timeout": {"action": acquire_in_vain, "busy": None, "keep": True},
     "try": {"action": try_in_vain, "busy": None},
     "take-2": {"action": acquire, "slots": 2},
     "take-2-new-name": {"action": acquire, "slots": 2, "used": False},

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import multiprocessing
+import textwrap
+import threading
+import time
+from typing import Any
 
-from django_sqlsem import queries, semaphore
+import django
+import pytest
+from django.apps import apps
+
+from django_sqlsem import Permit, queries, semaphore
+from tests.children import listen, say
 from tests.databases import held_rows, query
 from tests.processes import Child
 from tests.threads import wait_until
@@ -67,27 +76,8 @@ HOLDING = {
     """,
 }
 
-CHILDREN = """
-def work():
-    permit = lock.acquire()
-    globals()["kept"] = permit
-    say("held")
-    event.wait()
-
-def work_in_daemon_thread():
-    def run():
-        with lock:
-            say("held")
-            time.sleep(3600)
-    threading.Thread(target=run, daemon=True).start()
-    event.wait()
-"""
-
-
-def dedent(code):
-    import textwrap
-
-    return BEGIN + textwrap.dedent(code)
+def code_of(body):
+    return BEGIN + textwrap.dedent(body)
 
 
 def waiter_rows(database):
@@ -96,7 +86,7 @@ def waiter_rows(database):
 
 @pytest.mark.parametrize("how", HOLDING)
 def test_nothing_stays_held_by_a_process_that_ends(database, how):
-    with Child(dedent(HOLDING[how]), database) as child:
+    with Child(code_of(HOLDING[how]), database) as child:
         child.expect("held")
         assert [row.pid for row in held_rows(database)] == [child.pid]
         child.send("end")
@@ -106,7 +96,7 @@ def test_nothing_stays_held_by_a_process_that_ends(database, how):
 
 
 def test_nothing_stays_held_after_an_uncaught_error(database):
-    with Child(dedent('kept = lock.acquire(); say("held"); listen(); raise ZeroDivisionError'), database) as child:
+    with Child(code_of('kept = lock.acquire(); say("held"); listen(); raise ZeroDivisionError'), database) as child:
         child.expect("held")
         child.send()
         assert child.wait() == 1
@@ -137,7 +127,7 @@ def test_no_place_in_the_queue_stays(database, code):
     permits = [lock.acquire()]
     permits[0].detach()
     permits.append(lock.acquire())
-    with Child(dedent(code), database) as child:
+    with Child(code_of(code), database) as child:
         child.expect("waiting")
         wait_until(lambda: queries.semaphore("ended", using=database).waiting == 1)
         child.send()
@@ -148,22 +138,24 @@ def test_no_place_in_the_queue_stays(database, code):
         permit.release()
 
 
-def hold_in_child(alias: str, event: object) -> None:
-    """Hold, in a process of multiprocessing, a permit that outlives the function."""
-    from tests.children import say
+class SetUpOnArrival:
+    """Sets Django up when a spawned process reads its arguments: before multiprocessing has started there."""
 
-    global _kept
-    _kept = semaphore("ended", slots=2, timeout=None, using=alias).acquire()
+    def __reduce__(self) -> Any:
+        return django.setup, ()
+
+
+def hold_in_child(alias: str, event: Any, _: object) -> None:
+    """Hold, in a process of multiprocessing, a permit that outlives the function."""
+    _set_up()
+    _kept.append(semaphore("ended", slots=2, timeout=None, using=alias).acquire())
     say("held")
     event.wait()
 
 
-def hold_in_daemon_thread_of_child(alias: str, event: object) -> None:
+def hold_in_daemon_thread_of_child(alias: str, event: Any, _: object) -> None:
     """Hold, in a daemon thread of a process of multiprocessing."""
-    import threading
-    import time
-
-    from tests.children import say
+    _set_up()
 
     def run() -> None:
         with semaphore("ended", slots=2, timeout=None, using=alias):
@@ -174,20 +166,21 @@ def hold_in_daemon_thread_of_child(alias: str, event: object) -> None:
     event.wait()
 
 
-def start_child(method: str, function: str, alias: str, parent_holds: bool) -> None:
+def _set_up() -> None:
+    if not apps.ready:  # spawned
+        django.setup()
+
+
+_kept: list[Permit] = []
+
+
+def start_child(alias: str, method: str, function: str, parent_holds: bool, set_up_early: bool) -> None:
     """Run one of the two above in a child of this process, and tell when it has ended."""
-    import multiprocessing
-
-    from tests.children import listen, say
-
     permit = semaphore("ended", slots=2, using=alias).acquire() if parent_holds else None
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     event = context.Event()
-    process = context.Process(target=globals()[function], args=(alias, event))
-    if method == "spawn":
-        import os
-
-        os.environ["SQLSEM_TEST_SPAWNED"] = "1"
+    set_up = SetUpOnArrival() if set_up_early else None
+    process = context.Process(target=globals()[function], args=(alias, event, set_up))
     process.start()
     listen()
     event.set()
@@ -199,11 +192,18 @@ def start_child(method: str, function: str, alias: str, parent_holds: bool) -> N
         permit.release()
 
 
-@pytest.mark.parametrize("parent_holds", [False, True], ids=["", "while the parent holds"])
-@pytest.mark.parametrize("function", ["hold_in_child", "hold_in_daemon_thread_of_child"])
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_nothing_stays_held_by_a_child_of_multiprocessing(database, method, function, parent_holds):
-    with Child("tests.contract.test_endings:start_child", method, function, database, parent_holds) as parent:
+CASES = {
+    "fork": ("fork", "hold_in_child", False, False),
+    "fork, a daemon thread, while the parent holds": ("fork", "hold_in_daemon_thread_of_child", True, False),
+    "spawn, while the parent holds": ("spawn", "hold_in_child", True, False),
+    "spawn, set up early, a daemon thread": ("spawn", "hold_in_daemon_thread_of_child", False, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_stays_held_by_a_child_of_multiprocessing(database, case):
+    parent_holds = CASES[case][2]
+    with Child("tests.contract.test_endings:start_child", database, *CASES[case]) as parent:
         parent.expect("held", timeout=30)
         parents = [parent.pid] if parent_holds else []
         assert len(held_rows(database)) == 1 + len(parents)
