@@ -118,13 +118,12 @@ class Semaphore:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        permit = None
-        try:
+        try:  # with no statement before it: whatever strikes in here, the permit goes back
             permit = entries.innermost(self)
             permit._finish()
             entries.remove(self, permit)
         except BaseException:
-            entries.give_up(self, permit)
+            entries.give_up(self, locals().get("permit"))
             raise
 
     async def __aenter__(self) -> Permit:
@@ -139,13 +138,12 @@ class Semaphore:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        permit = None
-        try:
+        try:  # with no statement before it: whatever strikes in here, the permit goes back
             permit = entries.innermost(self)
             await permit._afinish()
             entries.remove(self, permit)
         except BaseException:
-            entries.give_up(self, permit)
+            entries.give_up(self, locals().get("permit"))
             raise
 
     def _named(self, name: str) -> Semaphore:

@@ -128,6 +128,8 @@ class OwnSession:
                 except DjangoDatabaseError as error:
                     if session_settings.is_transient(error) and time.monotonic() < give_up:
                         self._tidy(error)
+                        # Django's errors lie on a cycle with all the frames that they came through, ours with its permit.
+                        error.__traceback__ = None
                     else:
                         self._discard()
                         if not opened:
@@ -137,6 +139,7 @@ class OwnSession:
                         if not (stale and again):
                             raise backend_error(self.alias, error, stale=stale) from error
                         again = False
+                        error.__traceback__ = None
                         continue
                 except BaseException:
                     # A signal's or another thread's exception in the driver leaves the protocol at an unknown point.

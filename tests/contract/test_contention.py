@@ -16,7 +16,7 @@ SLOTS = 3
 
 def check(database, counter, figures):
     print(f"\n{label(database)}: {figures}")
-    assert figures.errors == []
+    assert not figures.errors, "\n".join(figures.errors)
     assert counter.peak == SLOTS
     assert counter.current == 0
     assert held_rows(database) == []
