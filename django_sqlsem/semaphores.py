@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from django_sqlsem.wording import shown
 if TYPE_CHECKING:
     from django_sqlsem.busy import OnBusy
     from django_sqlsem.keeper import Keeper
+
+logger = logging.getLogger("django_sqlsem")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -210,6 +213,8 @@ class Semaphore:
     def _granted(self, permit: Permit) -> Permit:
         if self.name in refusals.lost:
             permit._hold.lose(refusals.lost[self.name])
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("Granted %r, slot %s, after %.3f s.", self.name, permit.slots, permit.waited)
         if permit_acquired.receivers:
             permit_acquired.send_robust(type(self), semaphore=self, permit=permit)
         return permit

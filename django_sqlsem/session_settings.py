@@ -97,6 +97,14 @@ def is_disconnect(error: Exception) -> bool:
     return type(cause).__name__ in ("OperationalError", "InterfaceError")
 
 
+def is_missing_table(error: Exception) -> bool:
+    """Whether the error says that a lock table is not there."""
+    cause: Any = error.__cause__ or error
+    text = str(cause)
+    known = getattr(cause, "sqlstate", None) == "42P01" or _number(cause) in (1146, 942) or "no such table" in text
+    return known and "sqlsem_" in text.lower()
+
+
 def _number(cause: Any) -> int | None:
     arguments = getattr(cause, "args", ())
     first = arguments[0] if arguments else None

@@ -231,7 +231,10 @@ def backend_error(alias: str, error: Exception, *, stale: bool = False) -> Backe
 
     ``stale``: the connection had been open for a while and was found dead, so that a new one may do better.
     """
-    wrapped = BackendError(f"The database {alias!r} failed: {str(error).strip() or type(error).__name__}")
+    message = f"The database {alias!r} failed: {str(error).strip() or type(error).__name__}"
+    if session_settings.is_missing_table(error):
+        message += f" (the lock tables are not there: run manage.py migrate --database {alias})"
+    wrapped = BackendError(message)
     wrapped.stale_connection = stale
     return wrapped
 

@@ -14,6 +14,7 @@ from django_sqlsem import identity, semaphore
 
 app = Celery("sqlsem-tests", set_as_current=False)
 app.conf.update(
+    broker_url="memory://",
     broker_connection_retry_on_startup=True,
     task_ignore_result=False,
     result_backend="cache+memory://",
@@ -22,20 +23,15 @@ app.conf.update(
 )
 
 
-def configure(broker: str) -> None:
-    """Use ``memory://``, a directory, or any broker's address."""
-    if os.path.isabs(broker):
-        folders = {name: os.path.join(broker, name) for name in ("queue", "processed", "control")}
-        for folder in folders.values():
-            os.makedirs(folder, exist_ok=True)
-        app.conf.broker_url = "filesystem://"
-        app.conf.broker_transport_options = {
-            "data_folder_in": folders["queue"],
-            "data_folder_out": folders["queue"],
-            "control_folder": folders["control"],
-        }
-    else:
-        app.conf.broker_url = broker
+def broker_settings(broker: str) -> dict[str, Any]:
+    """Return the settings for a broker: a directory, or any broker's address."""
+    if not os.path.isabs(broker):
+        return {"broker_url": broker}
+    queue, control = os.path.join(broker, "queue"), os.path.join(broker, "control")
+    for folder in (queue, control):
+        os.makedirs(folder, exist_ok=True)
+    options = {"data_folder_in": queue, "data_folder_out": queue, "control_folder": control}
+    return {"broker_url": "filesystem://", "broker_transport_options": options}
 
 
 def note(path: str, **what: Any) -> None:
@@ -123,5 +119,5 @@ def calls(path: str) -> str:
 
 def work(broker: str, *options: str) -> None:
     """Run a worker until it is told to stop. For ``tests.processes.Child``."""
-    configure(broker)
+    app.conf.update(broker_settings(broker))
     app.worker_main(["worker", "--loglevel=WARNING", "--without-gossip", "--without-mingle", *options])

@@ -28,7 +28,6 @@ def path(tmp_path):
 def worker(database, settings):
     """A worker in a thread, whose tasks keep their locks in ``database``."""
     settings.SQLSEM = {"DATABASE": database}
-    celery_app.configure("memory://")
     with start_worker(app, pool="solo", perform_ping_check=False, shutdown_timeout=20, loglevel="WARNING"):
         yield
 
@@ -221,11 +220,12 @@ def broker(request, tmp_path):
 def send(database, settings, broker):
     """A function that sends a task to a worker with two processes."""
     settings.SQLSEM = {"DATABASE": database, "LEASE": 10}
-    celery_app.configure(broker)
     queue = f"sqlsem-tests-{uuid.uuid4().hex}"  # of our own: the server is shared
     options = ["--concurrency=2", "--pool=prefork", f"--queues={queue}"]
     with Child("tests.contrib.celery_app:work", broker, *options) as child:
-        with app.connection_for_write(url=app.conf.broker_url) as connection:  # not one that the app has kept
+        found = celery_app.broker_settings(broker)
+        options = found.get("broker_transport_options")
+        with app.connection_for_write(url=found["broker_url"], transport_options=options) as connection:
             yield functools.partial(celery_app.slow.apply_async, queue=queue, connection=connection)
         child.process.terminate()
         child.process.wait(30)
