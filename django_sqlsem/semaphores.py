@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from django.core.exceptions import SynchronousOnlyOperation
+from django.db import connections
 
-from django_sqlsem import entries, identity, refusals, scopes
+from django_sqlsem import entries, identity, refusals, scopes, testmode
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.base import Claim
 from django_sqlsem.conf import MIN_LEASE, config
@@ -97,7 +98,11 @@ class Semaphore:
         return self._snapshot(await keeper.call(lambda: keeper.backend.snapshot(keeper.own, resource)))
 
     def _keeper(self) -> Keeper:
-        return keeper_for(get_backend(database_for(self.using)))
+        alias = database_for(self.using)
+        backend = get_backend(alias)
+        if not backend.process_local:
+            testmode.refuse_forbidden(connections[alias])
+        return keeper_for(backend)
 
     def _snapshot(self, found: SemaphoreSnapshot | None) -> SemaphoreSnapshot:
         slots = self.slots or 1

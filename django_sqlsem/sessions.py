@@ -17,7 +17,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import load_backend
 
-from django_sqlsem import session_settings, testmode
+from django_sqlsem import session_settings
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
@@ -150,7 +150,6 @@ class OwnSession:
                 time.sleep(random.uniform(0.0005, min(0.002 * tries, 0.02)))  # noqa: S311
 
     def _open(self) -> BaseDatabaseWrapper:
-        testmode.refuse_forbidden(connections[self.alias])
         if self._connection is not None:
             # A test runner renames the database under way.
             if self._connection.settings_dict["NAME"] == connections[self.alias].settings_dict["NAME"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -30,10 +31,9 @@ def refuse(semaphore: Semaphore, target: Any) -> None:
     words = {"kind": semaphore.kind, "name": semaphore.name}
     # By type(), since isinstance() would evaluate a lazy task before its app is ready.
     if _is_celery_task(type(target)):
-        lazy = not issubclass(type(target), _class_if_loaded("celery.app.task", "Task"))
-        name = target.__name__ if lazy else target.name.rpartition(".")[2]
-        words |= {"shown": name if lazy else target.name, "decorator": "@app.task", "function": name}
-        raise TypeError(_TASK_ORDER.format(**words))
+        name = _task_name(target)
+        function = name.rpartition(".")[2]
+        raise TypeError(_TASK_ORDER.format(shown=name, decorator="@app.task", function=function, **words))
     if _is_django_task(type(target)):
         name = target.func.__name__
         raise TypeError(_TASK_ORDER.format(shown=name, decorator="@task", function=name, **words))
@@ -77,6 +77,16 @@ def _advice(target: type, *, kind: str, name: str) -> str:
 
 def _is_celery_task(kind: type) -> bool:
     return issubclass(kind, (_class_if_loaded("celery.app.task", "Task"), _class_if_loaded("celery.local", "Proxy")))
+
+
+def _task_name(task: Any) -> str:
+    if issubclass(type(task), _class_if_loaded("celery.app.task", "Task")):
+        return str(task.name)
+    with contextlib.suppress(AttributeError):  # the task that a lazy one has become
+        return str(object.__getattribute__(task, "__thing").name)
+    with contextlib.suppress(AttributeError, IndexError):  # what it will be made from: to ask itself would make it
+        return str(object.__getattribute__(task, "_Proxy__args")[0].__name__)
+    return "work"
 
 
 def _is_django_task(kind: type) -> bool:

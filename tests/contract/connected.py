@@ -78,5 +78,3 @@ def wait_with_tasks(alias: str, count: int) -> None:
         await asyncio.to_thread(listen)
 
     asyncio.run(main())
-
-

@@ -76,6 +76,7 @@ HOLDING = {
     """,
 }
 
+
 def code_of(body):
     return BEGIN + textwrap.dedent(body)
 

@@ -178,9 +178,11 @@ def test_decorating_a_task_shows_the_right_order():
     def report(): ...
 
     order = r"@app\.task\n    @semaphore\('r'\)\n    def report\(\.\.\.\):"
-    for task in (local.task(report), local.task(name="x.report")(report), shared_task(report)):
+    for task in (local.task(report), local.task(name="x.report")(report), local.tasks["x.report"]):
         with pytest.raises(TypeError, match=order):
             semaphore("r")(task)
+    with pytest.raises(TypeError, match=r"@app\.task\n    @semaphore\('r'\)\n    def "):
+        semaphore("r")(shared_task(report))
     with pytest.raises(TypeError, match=r"@app\.task\n    @mutex\('r'\)"):
         mutex("r")(local.tasks["x.report"])
     with pytest.raises(TypeError, match=r"@semaphore\('r'\)\n    def run\(self"):
