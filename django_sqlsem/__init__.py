@@ -11,8 +11,9 @@ from django_sqlsem.exceptions import (
     PermitLostError,
     SemaphoreError,
 )
+from django_sqlsem.factories import mutex, semaphore
 from django_sqlsem.permits import Permit
-from django_sqlsem.semaphores import Semaphore, mutex, semaphore
+from django_sqlsem.semaphores import Semaphore
 
 __all__ = [
     "AcquireTimeoutError",

@@ -28,8 +28,9 @@ LAST_LOOK: Final = 0.1
 class Arbiter:
     """The queue of one name in one process. ``keeper.queue_lock`` guards it."""
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: Keeper, key: str) -> None:
         self.keeper = keeper
+        self.key = key
         self.queue: deque[Hold] = deque()
         self.next_at = 0.0
         self._ticket = uuid.uuid4().hex

@@ -18,7 +18,6 @@ from django_sqlsem.conf import config
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.keeper import Keeper
-from django_sqlsem.keeper_inline import InlineKeeper
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim, Grant
@@ -69,6 +68,14 @@ class ThreadKeeper(Keeper):
             self.post(look_sooner)
         return accepted
 
+    def renew_now(self, hold: Hold) -> None:
+        """Have a grant proved at once."""
+
+        def renew() -> None:
+            hold.renew_at = self._scan_at = 0.0
+
+        self.post(renew)
+
     def poke(self, arbiter: Arbiter) -> None:
         """Have the thread look at a queue now."""
 
@@ -105,6 +112,9 @@ class ThreadKeeper(Keeper):
                 arbiter.step(self.own)
         super().stop()
         self._stopping = False
+        if self.holds or not self.inbox.empty():
+            with contextlib.suppress(RuntimeError):  # at the interpreter's end no thread can start
+                self._start()
 
     def _start(self) -> None:
         with self._life:
@@ -263,44 +273,3 @@ class ThreadKeeper(Keeper):
 
 def _wake() -> None:
     """Nothing to do but look at the clock."""
-
-
-def keeper_for(backend: BaseSemaphoreBackend) -> Keeper:
-    """Return this process's keeper of a backend's database."""
-    keeper = _keepers.get(id(backend))
-    if keeper is None or keeper.backend is not backend:
-        with _keepers_lock:
-            keeper = _keepers.get(id(backend))
-            if keeper is None or keeper.backend is not backend:
-                keeper = InlineKeeper(backend) if backend.process_local else ThreadKeeper(backend)
-                _keepers[id(backend)] = keeper
-    return keeper
-
-
-def all_keepers() -> list[Keeper]:
-    """Return the keepers that this process has."""
-    return list(_keepers.values())
-
-
-def all_holds() -> list[Hold]:
-    """Return every acquisition that this process knows of."""
-    return [hold for keeper in all_keepers() for hold in list(keeper.holds.values())]
-
-
-def stop_all() -> None:
-    """Give everything back, end the threads and close the connections. What comes later starts anew."""
-    for keeper in list(_keepers.values()):
-        keeper.stop()
-
-
-def after_fork() -> None:
-    """In a forked child: start with no keepers; the parent's are kept, untouched, so that nothing is finalised."""
-    global _keepers_lock
-    _keepers_lock = threading.Lock()
-    _parents.extend(_keepers.values())
-    _keepers.clear()
-
-
-_keepers: dict[int, Keeper] = {}
-_keepers_lock = threading.Lock()
-_parents: list[Keeper] = []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
-from django_sqlsem import backends, entries, holds, identity, keeper_thread, scopes, sessions, testmode
+from django_sqlsem import backends, entries, holds, identity, keepers, scopes, sessions, testmode
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ def install() -> None:
 
 def stop_all() -> None:
     """Give back everything that this process holds and close the library's connections; later use starts anew."""
-    keeper_thread.stop_all()
+    keepers.stop_all()
 
 
 def _after_fork_in_child() -> None:
     holds.after_fork()
     sessions.after_fork_in_child()
     backends.after_fork()
-    keeper_thread.after_fork()
+    keepers.after_fork()
     scopes.after_fork()
     entries.after_fork()
     identity.after_fork()
@@ -72,7 +72,7 @@ def _finalise_with_multiprocessing(*_: object) -> None:
 def _lose_flushed(using: str, **kwargs: Any) -> None:
     """A ``TransactionTestCase`` has emptied the tables: what it left held is nobody's any more."""
     if testmode.active() and "plan" not in kwargs:  # a migration has a plan, a flush has none
-        for keeper in keeper_thread.all_keepers():
+        for keeper in keepers.all_keepers():
             if keeper.alias == using:
                 for hold in list(keeper.holds.values()):
                     if hold.grant is not None and not hold.releasing.locked():

@@ -102,12 +102,12 @@ class Permit:
         """Give the slots back. Idempotent; removes only what this very permit holds.
 
         Raises ``BackendError`` if the database failed. The permit counts as released all the same: the keeper goes
-        on trying, and the lease ends it at the latest.
+        on trying, and the lease ends it at the latest. In a coroutine it leaves all of that to the keeper, and
+        returns at once: ``arelease()`` waits for it.
         """
         try:
-            if not self.released:
-                self._hold.keeper.release(self._hold)
-                self._tell_released()
+            if not self.released and self._hold.keeper.release(self._hold) and permit_released.receivers:
+                permit_released.send_robust(type(self.semaphore), semaphore=self.semaphore, permit=self)
         except BackendError:
             raise
         except BaseException:
@@ -117,9 +117,8 @@ class Permit:
     async def arelease(self) -> None:
         """Give the slots back from a coroutine. Raises ``BackendError`` like ``release()``."""
         try:
-            if not self.released:
-                await self._hold.keeper.arelease(self._hold)
-                self._tell_released()
+            if not self.released and await self._hold.keeper.arelease(self._hold) and permit_released.receivers:
+                await permit_released.asend_robust(type(self.semaphore), semaphore=self.semaphore, permit=self)
         except BackendError:
             raise
         except BaseException:
@@ -144,10 +143,6 @@ class Permit:
         """Leave it to the keeper to give back what is held: the program was struck in the middle of doing so."""
         if not self._hold.foreign:
             self._hold.keeper.abandon(self._hold)
-
-    def _tell_released(self) -> None:
-        if permit_released.receivers:
-            permit_released.send_robust(type(self.semaphore), semaphore=self.semaphore, permit=self)
 
     def _finish(self) -> None:
         """End a block: release now, or at the end of the caller's transaction if the semaphore says so."""
@@ -175,7 +170,8 @@ class Permit:
             self._log_failed_release(error)
 
     def _log_failed_release(self, error: BackendError) -> None:
-        logger.error("The permit of %r could not be given back; the keeper goes on trying: %s", self.name, error)
+        message = "The permit of %r could not be given back; the keeper goes on trying: %s"
+        logger.error(message, self.name, error, exc_info=error)
 
     def __enter__(self) -> Permit:
         return self
@@ -183,7 +179,7 @@ class Permit:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._close()
+        self._finish()
 
     async def __aenter__(self) -> Permit:
         return self
@@ -191,7 +187,7 @@ class Permit:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._aclose()
+        await self._afinish()
 
     def __repr__(self) -> str:
         hold = self._hold

@@ -131,6 +131,15 @@ def owner_is_gone(hold: Hold) -> bool:
     return isinstance(owner, threading.Thread) and not owner.is_alive()
 
 
+def in_event_loop() -> bool:
+    """Whether this thread runs an event loop, and so must not block."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _running_task() -> asyncio.Task[Any] | None:
     try:
         return asyncio.current_task()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import uuid
@@ -17,16 +16,14 @@ from django.db import connections
 from django_sqlsem import entries, identity, refusals, scopes, testmode
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.base import Claim
-from django_sqlsem.conf import MIN_LEASE, config
-from django_sqlsem.exceptions import AcquireTimeoutError
+from django_sqlsem.conf import config
 from django_sqlsem.holds import Hold
-from django_sqlsem.keeper_thread import keeper_for
-from django_sqlsem.naming import resource_for, validate_name, validate_slots
+from django_sqlsem.keepers import keeper_for
+from django_sqlsem.naming import resource_for, validate_name
 from django_sqlsem.permits import Permit
 from django_sqlsem.signals import acquire_timed_out, permit_acquired
 from django_sqlsem.snapshots import SemaphoreSnapshot
 from django_sqlsem.timeouts import UNSET, Seconds, Unset, to_seconds
-from django_sqlsem.wording import shown
 
 if TYPE_CHECKING:
     from django_sqlsem.busy import OnBusy
@@ -79,7 +76,7 @@ class Semaphore:
     async def aacquire(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
         """Take a permit from a coroutine: see ``acquire()``. Waiting holds no thread."""
         seconds = self._seconds(timeout)
-        return await self._aacquire(seconds) or self._refuse(await self.astatus(), seconds)
+        return await self._aacquire(seconds) or await self._arefuse(await self.astatus(), seconds)
 
     async def atry_acquire(self) -> Permit | None:
         """Take a permit if one is free; else return ``None``."""
@@ -208,7 +205,7 @@ class Semaphore:
         keeper, hold, permit = self._prepare()
         try:
             if await keeper.aacquire(hold, timeout):
-                return self._granted(permit)
+                return await self._agranted(permit)
             keeper.drop(hold)
         except BaseException:
             keeper.abandon(hold)
@@ -216,13 +213,22 @@ class Semaphore:
         return None
 
     def _granted(self, permit: Permit) -> Permit:
+        self._note_grant(permit)
+        if permit_acquired.receivers:
+            permit_acquired.send_robust(type(self), semaphore=self, permit=permit)
+        return permit
+
+    async def _agranted(self, permit: Permit) -> Permit:
+        self._note_grant(permit)
+        if permit_acquired.receivers:
+            await permit_acquired.asend_robust(type(self), semaphore=self, permit=permit)
+        return permit
+
+    def _note_grant(self, permit: Permit) -> None:
         if self.name in refusals.lost:
             permit._hold.lose(refusals.lost[self.name])
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("Granted %r, slot %s, after %.3f s.", self.name, permit.slots, permit.waited)
-        if permit_acquired.receivers:
-            permit_acquired.send_robust(type(self), semaphore=self, permit=permit)
-        return permit
 
     def _refuse(self, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
         error = refusals.refusal(snapshot, timeout, self.take)
@@ -230,89 +236,17 @@ class Semaphore:
             acquire_timed_out.send_robust(type(self), semaphore=self, error=error)
         raise error
 
+    async def _arefuse(self, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
+        error = refusals.refusal(snapshot, timeout, self.take)
+        if acquire_timed_out.receivers:
+            await acquire_timed_out.asend_robust(type(self), semaphore=self, error=error)
+        raise error
+
 
 def _refuse_event_loop() -> None:
     """A thread that runs an event loop must not block: all its tasks would stand still, the holder's too."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise SynchronousOnlyOperation(
-        "A semaphore can't be acquired synchronously from an async context: use `async with`, `await "
-        "semaphore.aacquire()` or sync_to_async."
-    )
-
-
-def semaphore(
-    name: str,
-    slots: int | None = None,
-    *,
-    take: int = 1,
-    timeout: Seconds | Unset | None = UNSET,
-    lease: Seconds | None = None,
-    on_busy: OnBusy | None = None,
-    key: Callable[..., Any] | None = None,
-    release: str = "on_exit",
-    fair: bool = True,
-    max_hold: Seconds | None = None,
-    on_lost: Callable[[Permit], object] | None = None,
-    using: str | None = None,
-) -> Semaphore:
-    """Return the semaphore ``name``: a decorator, a context manager and its verbs in one.
-
-    ``slots``: how many may hold at once (1 to 10,000); omitted, as declared elsewhere, else 1. ``take``: how many
-    slots one permit takes, all or nothing. ``timeout``: seconds or ``timedelta`` to wait, ``None`` for ever, 0 not
-    at all; omitted, a view waits 5 s, a Celery task 0 s, anything else 30 s. ``lease``: seconds that a grant outlives
-    its process. ``on_busy``: what a decorator does when no slot is free: a status from 400 to 599, ``"raise"``,
-    ``"skip"``, ``"retry"`` or a callable that gets a ``Busy``. ``key``: a callable that gets the decorated function's
-    arguments and returns what is appended to the name. ``release``: ``"on_exit"`` or ``"on_commit"``. ``fair``:
-    first come, first served; ``False`` barges. ``max_hold``: seconds after which the permit is taken for forgotten.
-    ``on_lost``: called with a permit that was lost. ``using``: alias of the database that keeps the locks.
-
-    Nothing is looked up before the first acquire. Raises ``TypeError`` or ``ValueError`` for a bad argument.
-    """
-    from django_sqlsem.busy import validate_on_busy
-
-    name = validate_name(name)
-    if slots is not None:
-        slots = validate_slots(slots)
-    take = validate_slots(take, what="take")
-    if slots is not None and take > slots:
-        raise ValueError(f"take must be at most slots={slots}, not {take}: it could never be met.")
-    if not isinstance(timeout, Unset):
-        timeout = to_seconds(timeout, what="timeout", allow_none=True)
-    for what, function in (("key", key), ("on_lost", on_lost)):
-        if function is not None and not callable(function):
-            raise TypeError(f"{what} must be a callable or None, not {shown(function)}.")
-    if release not in RELEASE_POLICIES:
-        raise ValueError(f"release must be {' or '.join(map(repr, RELEASE_POLICIES))}, not {shown(release)}.")
-    if not isinstance(fair, bool):
-        raise TypeError(f"fair must be True or False, not {shown(fair)}.")
-    if using is not None and not isinstance(using, str):
-        raise TypeError(f"using must be the alias of a database or None, not {shown(using)}.")
-    validate_on_busy(on_busy)
-    return Semaphore(
-        name,
-        slots,
-        take=take,
-        timeout=timeout,
-        lease=None if lease is None else to_seconds(lease, what="lease", minimum=MIN_LEASE),
-        on_busy=on_busy,
-        key=key,
-        release_policy=release,
-        fair=fair,
-        max_hold=None if max_hold is None else to_seconds(max_hold, what="max_hold", minimum=MIN_LEASE),
-        on_lost=on_lost,
-        using=using,
-    )
-
-
-def mutex(name: str, **options: Any) -> Semaphore:
-    """Return the mutex ``name``: a semaphore with one slot, and a kind of its own.
-
-    Takes the options of ``semaphore()`` but ``slots`` and ``take``.
-    """
-    for option in ("slots", "take"):
-        if option in options:
-            raise TypeError(f"A mutex has one slot: {option}={shown(options[option])} is not for it; use semaphore().")
-    return semaphore(name, 1, **options)._as("mutex")
+    if scopes.in_event_loop():
+        raise SynchronousOnlyOperation(
+            "A semaphore can't be acquired synchronously from an async context: use `async with`, `await "
+            "semaphore.aacquire()` or sync_to_async."
+        )

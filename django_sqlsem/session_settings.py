@@ -53,6 +53,7 @@ def prepare(connection: BaseDatabaseWrapper) -> None:
             # Behind PgBouncer another client may get this session next, and would inherit the limit.
             if cursor.fetchone()[0] == connection.connection.info.backend_pid:
                 cursor.execute(f"SET statement_timeout = {STATEMENT_TIMEOUT_MS}")
+                cursor.execute("SET default_transaction_isolation = 'read committed'")
     elif connection.vendor == "mysql":
         with connection.cursor() as cursor:
             seconds = STATEMENT_TIMEOUT_MS // 1000

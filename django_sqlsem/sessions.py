@@ -128,7 +128,7 @@ class OwnSession:
                 except DjangoDatabaseError as error:
                     if session_settings.is_transient(error) and time.monotonic() < give_up:
                         self._tidy(error)
-                        # Django's errors lie on a cycle with all the frames that they came through, ours with its permit.
+                        # Django's errors are on a cycle with all the frames they came through, one with a permit in it.
                         error.__traceback__ = None
                     else:
                         self._discard()

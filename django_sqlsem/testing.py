@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from django_sqlsem import refusals, scopes
-from django_sqlsem.keeper_thread import all_holds
+from django_sqlsem.factories import semaphore
+from django_sqlsem.keepers import all_holds
 from django_sqlsem.naming import validate_name, validate_slots
 from django_sqlsem.permits import Permit
-from django_sqlsem.semaphores import Semaphore, semaphore
+from django_sqlsem.semaphores import Semaphore
 from django_sqlsem.snapshots import Loss, LossReason
 
 __all__ = ["busy", "held", "lost"]

@@ -96,7 +96,7 @@ def run_command(command: Sequence[str], permit: Permit, signals: Signals, say: C
         child = subprocess.Popen(  # noqa: S603 - the operator's own command
             command,
             start_new_session=not shared,
-            preexec_fn=_end_with_parent(),  # noqa: PLW1509 - one system call, resolved beforehand
+            preexec_fn=_end_with_parent(),
         )
     except FileNotFoundError as error:
         raise CommandError(f"{command[0]}: {error.strerror}", returncode=NOT_FOUND) from error

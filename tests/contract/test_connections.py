@@ -10,7 +10,7 @@ from django.db import connections
 
 from django_sqlsem import queries, semaphore
 from django_sqlsem.backends import get_backend
-from django_sqlsem.keeper_thread import keeper_for
+from django_sqlsem.keepers import keeper_for
 from tests.databases import held_rows, query, session_ids
 from tests.processes import Child
 from tests.threads import wait_until

@@ -57,17 +57,17 @@ def test_slot_of_a_killed_holder_goes_to_a_waiter_when_its_lease_ends(database):
 
 
 def test_killed_waiter_is_passed_over(database):
-    with semaphore("queue", lease=30, using=database).acquire() as permit:
-        with Actor(database, "queue") as first, Actor(database, "queue") as second:
-            first.ready().ask_for()
-            wait_for_waiters(database, "queue", 1)
-            second.ready().ask_for()
-            wait_for_waiters(database, "queue", 2)
-            first.kill()
-            permit.release()
-            second.granted(timeout=5)
-            second.release()
-            second.end()
+    permit = semaphore("queue", lease=30, using=database).acquire()
+    with Actor(database, "queue") as first, Actor(database, "queue") as second:
+        first.ready().ask_for()
+        wait_for_waiters(database, "queue", 1)
+        second.ready().ask_for()
+        wait_for_waiters(database, "queue", 2)
+        first.kill()
+        permit.release()
+        second.granted(timeout=5)
+        second.release()
+        second.end()
 
 
 WORK = """

@@ -25,22 +25,11 @@ lock = semaphore("ended", slots=2, timeout=None, using=args[0])
 """
 
 HOLDING = {
-    "the main thread, whose permit is kept": """
-        kept = lock.acquire()
-        say("held")
-        listen()
-    """,
     "a detached permit": """
         kept = lock.acquire()
         kept.detach()
         say("held")
         listen()
-    """,
-    "sys.exit within a block": """
-        with lock:
-            say("held")
-            listen()
-            sys.exit(0)
     """,
     "sys.exit with a permit": """
         kept = lock.acquire()

@@ -14,7 +14,7 @@ from django.db import connections, transaction
 from django_sqlsem import BackendError, lifecycle, mutex, semaphore
 from django_sqlsem.backends import get_backend
 from django_sqlsem.backends.rows import RowsBackend
-from django_sqlsem.keeper_thread import keeper_for
+from django_sqlsem.keepers import keeper_for
 from tests.databases import held_rows, raw_connection
 from tests.processes import Child
 from tests.threads import run_in_threads, wait_until
@@ -112,7 +112,7 @@ def test_renewals_go_out_while_many_tasks_come_and_go(database):
 def test_threads_that_start_together_share_one_keeper(database):
     code = """
 import threading, time
-from django_sqlsem import keeper_thread, semaphore
+from django_sqlsem import keepers, semaphore
 barrier = threading.Barrier(30)
 def run():
     barrier.wait()
@@ -121,7 +121,7 @@ def run():
 threads = [threading.Thread(target=run) for _ in range(30)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-say(len(keeper_thread._keepers))
+say(len(keepers._keepers))
 """
     with Child(code, database) as child:
         child.expect("1", timeout=60)

@@ -24,12 +24,17 @@ def path(tmp_path):
     return str(tmp_path / "notes")
 
 
-@pytest.fixture
-def worker(database, settings):
-    """A worker in a thread, whose tasks keep their locks in ``database``."""
-    settings.SQLSEM = {"DATABASE": database}
+@pytest.fixture(scope="module")
+def worker_thread():
+    """A worker in a thread of this process."""
     with start_worker(app, pool="solo", perform_ping_check=False, shutdown_timeout=20, loglevel="WARNING"):
         yield
+
+
+@pytest.fixture
+def worker(worker_thread, database, settings):
+    """A worker whose tasks keep their locks in ``database``."""
+    settings.SQLSEM = {"DATABASE": database}
 
 
 @pytest.fixture

@@ -1,0 +1,242 @@
+"""Giving back: what every keeper does with a permit that is released, forgotten, abandoned, or left at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from django.db import connections
+
+from django_sqlsem import losses, scopes, transactions
+from django_sqlsem.clocks import boot_now
+from django_sqlsem.exceptions import BackendError
+from django_sqlsem.holds import Hold, State
+from django_sqlsem.sessions import CallerSession, OwnSession, Session
+from django_sqlsem.snapshots import Loss, LossReason
+
+if TYPE_CHECKING:
+    from django_sqlsem.arbiter import Arbiter
+    from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim
+
+logger = logging.getLogger("django_sqlsem")
+
+T = TypeVar("T")
+
+
+class KeeperBase:
+    """The part of a keeper that ends holds.
+
+    The caller's own thread runs the release, on the ``work`` session; whatever must go on without the caller is
+    posted to the keeper, which uses the session ``own``.
+    """
+
+    def __init__(self, backend: BaseSemaphoreBackend) -> None:
+        self.backend = backend
+        self.alias = backend.alias
+        self.work = OwnSession(backend.alias)
+        self.own = OwnSession(backend.alias)
+        self.holds: dict[int, Hold] = {}
+        self.arbiters: dict[str, Arbiter] = {}
+        self.queue_lock = threading.Lock()
+        # Its put() may be called at any moment, from a finaliser too.
+        self.inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+
+    # How steps are run: the two kinds differ in these.
+
+    def post(self, step: Callable[[], object]) -> None:
+        """Run a step soon, on the keeper's side."""
+        raise NotImplementedError  # pragma: no cover - abstract
+
+    def poke(self, arbiter: Arbiter) -> None:
+        """Have the arbiter look again now."""
+        raise NotImplementedError  # pragma: no cover - abstract
+
+    def doubt(self, claim: Claim) -> None:
+        """Free what this claim may have got, now and again until its statement must have ended."""
+        raise NotImplementedError  # pragma: no cover - abstract
+
+    def register(self, hold: Hold) -> None:
+        """Know of a hold, before anything is sent for it."""
+        self.holds[id(hold)] = hold
+
+    def renew_now(self, hold: Hold) -> None:
+        """Have a grant proved without waiting for its next renewal. Nothing to prove for what never runs out."""
+
+    # Where statements go.
+
+    def session_here(self) -> Session:
+        """Return where the calling thread's statements go: on SQLite, inside ``atomic()``, its own connection."""
+        if not self.backend.process_local:
+            connection = connections[self.alias]
+            # There is one writer, and it may be this very transaction: waiting for it would never end.
+            if connection.vendor == "sqlite" and connection.in_atomic_block:
+                return CallerSession(connection)
+        return self.work
+
+    def withdraw(self, hold: Hold) -> None:
+        """Leave the queue, unless it was granted at this very moment."""
+        with self.queue_lock:
+            if hold.state is not State.HELD:
+                hold.state = State.OVER
+            arbiter = self.arbiters.get(hold.claim.resource.key)
+            if arbiter is not None and hold in arbiter.queue:
+                arbiter.queue.remove(hold)
+        if arbiter is not None:
+            self.poke(arbiter)
+
+    def forget_arbiter(self, arbiter: Arbiter) -> bool:
+        """Drop an arbiter nobody waits in. Return whether it was dropped."""
+        with self.queue_lock:
+            if arbiter.queue:
+                return False
+            if self.arbiters.get(arbiter.key) is arbiter:
+                del self.arbiters[arbiter.key]
+            return True
+
+    # Giving back.
+
+    def release(self, hold: Hold) -> bool:
+        """Give a permit back; idempotent. Return whether this call did. A thread with an event loop is not blocked.
+
+        Raises ``BackendError``: then the keeper goes on trying by itself.
+        """
+        if hold.foreign or hold.grant is None or not hold.releasing.acquire(blocking=False):
+            return False
+        if scopes.in_event_loop():
+            hold.releasing_since = boot_now()
+            scopes.leave(hold)
+            self.post(lambda: self.release_again(hold))
+        else:
+            self._release(hold, self.session_here())
+        return True
+
+    async def arelease(self, hold: Hold) -> bool:
+        """Give a permit back from a coroutine, on the keeper's side; see ``release()``."""
+        if hold.foreign or hold.grant is None or not hold.releasing.acquire(blocking=False):
+            return False
+        hold.releasing_since = boot_now()
+        await self.call(lambda: self._release(hold, self.own))
+        return True
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on the keeper's side, and return what it returns. It runs even if this task is cancelled."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def step() -> None:
+            try:
+                result = work()
+            except BaseException as error:  # noqa: BLE001 - it belongs to the task that waits
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self.post(step)
+        return await asyncio.shield(asyncio.wrap_future(future))
+
+    def give_back(self, hold: Hold, session: Session) -> None:
+        """Give back what nobody will use, without a word to the caller."""
+        if hold.grant is None or not hold.releasing.acquire(blocking=False):
+            return
+        with contextlib.suppress(BackendError):
+            self._release(hold, session)
+
+    def _release(self, hold: Hold, session: Session) -> None:
+        hold.releasing_since = boot_now()
+        scopes.leave(hold)
+        try:
+            freed = self.backend.release(session, hold.held)
+        except BaseException:
+            self.post(lambda: self.release_again(hold))
+            raise
+        if isinstance(session, CallerSession):
+            # If that transaction is rolled back, so is this release.
+            resource, permit_id = hold.claim.resource, hold.permit_id
+            again = partial(self.backend.discard, self.own, resource, permit_id)
+            transactions.at_transaction_end(self.alias, lambda: self.post(again))
+        self.released(hold, freed)
+
+    def released(self, hold: Hold, freed: bool) -> None:
+        """Note that the database has the slots back, or had given them to somebody else already."""
+        hold.released = True
+        self.holds.pop(id(hold), None)
+        if not freed and hold.loss is None:
+            hold.lose(Loss(LossReason.EXPIRED, "when it was released, its slot was no longer its own"))
+        arbiter = self.arbiters.get(hold.claim.resource.key)
+        if arbiter is not None:
+            self.poke(arbiter)
+
+    def release_again(self, hold: Hold) -> None:
+        """Try a release that failed once more, on the keeper's side."""
+        if hold.released:
+            self.holds.pop(id(hold), None)  # the release was interrupted after its end
+        if hold.released or hold.grant is None or id(hold) not in self.holds:
+            return
+        hold.releasing_since = boot_now()
+        try:
+            self.backend.release(self.own, hold.held)
+            self.released(hold, True)  # else the try that failed may have freed them all the same
+        except BackendError as error:
+            logger.warning("%s could not be given back yet: %s", hold.claim.resource.name, error)
+
+    def abandon(self, hold: Hold) -> None:
+        """The caller has gone in the middle of an acquire: nothing that was or will be granted may stay."""
+        hold.abandoned = True  # seen by the arbiter before it hands anything over
+        self.inbox_put(lambda: self._clear(hold))
+
+    def inbox_put(self, step: Callable[[], object]) -> None:
+        """Leave a step for the keeper; safe in finalisers and signal handlers."""
+        self.inbox.put(step)
+
+    def _clear(self, hold: Hold) -> None:
+        if id(hold) not in self.holds:
+            return
+        scopes.leave(hold)
+        self.withdraw(hold)
+        if hold.grant is not None:
+            if not hold.released:
+                hold.releasing.acquire(blocking=False)
+                self.release_again(hold)
+        else:
+            self.doubt(hold.claim)
+            self.holds.pop(id(hold), None)
+
+    def drop(self, hold: Hold) -> None:
+        """The acquire ended without a grant, and nothing is in doubt."""
+        scopes.leave(hold)
+        self.withdraw(hold)
+        self.holds.pop(id(hold), None)
+
+    def forget(self, hold: Hold, why: str) -> None:
+        """The program forgot a permit: say so, and give it back."""
+        if hold.foreign or hold.released or hold.grant is None or hold.releasing.locked():
+            return
+        who = f"{hold.claim.resource.name!r} slot {', '.join(map(str, hold.grant.slots))}"
+        logger.error("A permit of %s was forgotten (%s) and is given back; use a with block.", who, why)
+        hold.lose(Loss(LossReason.FORGOTTEN, f"it was forgotten: {why}"))
+        self.give_back(hold, self.own)
+
+    def tell_lost(self, hold: Hold) -> None:
+        """Log a loss, and run the callbacks on a thread of their own."""
+        losses.tell(hold)
+
+    def stop(self) -> None:
+        """Give everything back and close the connections: the process ends, or a test does."""
+        started = time.monotonic()
+        for hold in list(self.holds.values()):
+            if hold.grant is not None and not hold.released:
+                if hold.loss is None:
+                    hold.loss = Loss(LossReason.STOPPED, "the process is ending")
+                scopes.leave(hold)
+                hold.releasing.acquire(blocking=False)  # one whose release failed before is tried again too
+                if not self.own.unreachable(started):  # else the leases run out: nobody waits for every one of them
+                    self.release_again(hold)
+        self.work.close()
+        self.own.close()

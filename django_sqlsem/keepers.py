@@ -1,0 +1,54 @@
+"""The keepers of this process, one per backend, made at the first acquire."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from django_sqlsem.keeper_inline import InlineKeeper
+from django_sqlsem.keeper_thread import ThreadKeeper
+
+if TYPE_CHECKING:
+    from django_sqlsem.backends.base import BaseSemaphoreBackend
+    from django_sqlsem.holds import Hold
+    from django_sqlsem.keeper import Keeper
+
+_keepers: dict[int, Keeper] = {}
+_keepers_lock = threading.Lock()
+_parents: list[Keeper] = []
+
+
+def keeper_for(backend: BaseSemaphoreBackend) -> Keeper:
+    """Return this process's keeper of a backend's database."""
+    keeper = _keepers.get(id(backend))
+    if keeper is None or keeper.backend is not backend:
+        with _keepers_lock:
+            keeper = _keepers.get(id(backend))
+            if keeper is None or keeper.backend is not backend:
+                keeper = InlineKeeper(backend) if backend.process_local else ThreadKeeper(backend)
+                _keepers[id(backend)] = keeper
+    return keeper
+
+
+def all_keepers() -> list[Keeper]:
+    """Return the keepers that this process has."""
+    return list(_keepers.values())
+
+
+def all_holds() -> list[Hold]:
+    """Return every acquisition that this process knows of."""
+    return [hold for keeper in all_keepers() for hold in list(keeper.holds.values())]
+
+
+def stop_all() -> None:
+    """Give everything back, end the threads and close the connections. What comes later starts anew."""
+    for keeper in list(_keepers.values()):
+        keeper.stop()
+
+
+def after_fork() -> None:
+    """In a forked child: start with no keepers; the parent's are kept, untouched, so that nothing is finalised."""
+    global _keepers_lock
+    _keepers_lock = threading.Lock()
+    _parents.extend(_keepers.values())
+    _keepers.clear()
