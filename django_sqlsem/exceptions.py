@@ -65,3 +65,13 @@ class BackendError(SemaphoreError):
 
 class InvalidSemaphoreBackendError(ImproperlyConfigured):
     """The semaphore backend could not be imported."""
+
+
+def wrong_kind(name: str, kind: str, wanted: str) -> ImproperlyConfigured:
+    """Return the error for a name that is another kind of lock already."""
+    return ImproperlyConfigured(f"{name!r} is a {kind} already and can't be used as a {wanted}.")
+
+
+def never_met(name: str, slots: int, take: int) -> SemaphoreError:
+    """Return the error for a claim of more slots than there are."""
+    return SemaphoreError(f"{name!r} has {slots} slots: take={take} can never be met.")

@@ -162,7 +162,7 @@ class Hold:
 
     def wait(self, timeout: float | None) -> bool:
         """Block this thread until there is an answer. Return whether there is one."""
-        return self._event.wait(timeout)
+        return self._event.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
 
     def answer(self, error: BaseException | None = None) -> None:
         """Wake whoever waits: it was granted, or ``error`` happened. Called from any thread."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from django_sqlsem.exceptions import AcquireTimeoutError
+from django_sqlsem.exceptions import AcquireTimeoutError, never_met, wrong_kind
 
 if TYPE_CHECKING:
     from django_sqlsem.snapshots import Loss, SemaphoreSnapshot
@@ -34,8 +34,15 @@ def retry_after(snapshot: SemaphoreSnapshot) -> float:
     return min(60.0, max(1.0, statistics.fmean(ages) * (snapshot.waiting + 1) / snapshot.slots))
 
 
-def refusal(snapshot: SemaphoreSnapshot, timeout: float | None, take: int) -> AcquireTimeoutError:
-    """Return the error for an acquire that timed out: its message names the holders."""
+def refusal(snapshot: SemaphoreSnapshot, timeout: float | None, kind: str, take: int) -> AcquireTimeoutError:
+    """Return the error for an acquire that timed out: its message names the holders.
+
+    Raises ``ImproperlyConfigured`` or ``SemaphoreError`` if it could never have been met.
+    """
+    if snapshot.kind != kind:
+        raise wrong_kind(snapshot.name, snapshot.kind, kind)
+    if take > snapshot.slots:
+        raise never_met(snapshot.name, snapshot.slots, take)
     wanted = "No slot" if take == 1 else f"No {take} slots"
     when = "is free" if timeout == 0 else f"became free within {timeout:g} s" if timeout else "became free"
     message = f"{wanted} of {snapshot.name!r} {when} ({snapshot.held} of {snapshot.slots} held"

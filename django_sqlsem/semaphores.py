@@ -167,6 +167,10 @@ class Semaphore:
         return to_seconds(timeout, what="timeout", allow_none=True)
 
     def _prepare(self) -> tuple[Keeper, Hold, Permit]:
+        if self.key is not None:
+            raise TypeError(
+                f"key= gets a decorated function's arguments, and here is none: put the key into {self.name!r}."
+            )
         keeper = self._keeper()
         alias = keeper.alias
         claim = Claim(
@@ -231,13 +235,13 @@ class Semaphore:
             logger.debug("Granted %r, slot %s, after %.3f s.", self.name, permit.slots, permit.waited)
 
     def _refuse(self, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
-        error = refusals.refusal(snapshot, timeout, self.take)
+        error = refusals.refusal(snapshot, timeout, self.kind, self.take)
         if acquire_timed_out.receivers:
             acquire_timed_out.send_robust(type(self), semaphore=self, error=error)
         raise error
 
     async def _arefuse(self, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
-        error = refusals.refusal(snapshot, timeout, self.take)
+        error = refusals.refusal(snapshot, timeout, self.kind, self.take)
         if acquire_timed_out.receivers:
             await acquire_timed_out.asend_robust(type(self), semaphore=self, error=error)
         raise error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import threading
 import time
 
@@ -403,6 +405,30 @@ def test_what_one_testcase_leaves_held_the_next_one_does_not_see(db, nth):
         assert lock.status().held == 1
         _leaked.pop().release()
         assert lock.status().held == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
+def test_in_a_testcase_a_forked_child_is_not_stuck_by_a_thread_of_its_parent(db):
+    busy_inside, go_on = threading.Event(), threading.Event()
+
+    def be_inside():
+        with get_backend("default")._lock:
+            busy_inside.set()
+            go_on.wait(10)
+
+    thread = threading.Thread(target=be_inside)
+    thread.start()
+    busy_inside.wait(10)
+    pid = os.fork()
+    if not pid:
+        signal.alarm(10)  # ends a child that is stuck
+        with contextlib.suppress(BaseException):
+            mutex("reports", timeout=0).acquire().release()
+            os._exit(0)
+        os._exit(1)
+    go_on.set()
+    thread.join()
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_other_settings_keep_the_locks(db, settings):

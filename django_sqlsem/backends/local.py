@@ -10,11 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from django.core.exceptions import ImproperlyConfigured
-
 from django_sqlsem import testmode
 from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim, Grant, Held, Place, Renewal, Waited
-from django_sqlsem.exceptions import SemaphoreError
+from django_sqlsem.exceptions import never_met, wrong_kind
 from django_sqlsem.snapshots import HolderSnapshot, Loss, LossReason, SemaphoreSnapshot, SlotState
 
 if TYPE_CHECKING:
@@ -75,11 +73,11 @@ class LocalBackend(BaseSemaphoreBackend):
         with self._lock:
             known = self._world().setdefault(name, _Semaphore(name, kind, claim.slots or 1))
             if known.kind != kind:
-                raise ImproperlyConfigured(f"{name!r} is a {known.kind} already and can't be used as a {kind}.")
+                raise wrong_kind(name, known.kind, kind)
             if claim.slots is not None:
                 known.declared = claim.slots
             if claim.take > known.slots:
-                raise SemaphoreError(f"{name!r} has {known.slots} slots: take={claim.take} can never be met.")
+                raise never_met(name, known.slots, claim.take)
             free = [slot for slot in range(1, known.slots + 1) if slot not in known.held][: claim.take]
             if known.paused or len(free) < claim.take or len(known.held) + claim.take > known.slots:
                 return None

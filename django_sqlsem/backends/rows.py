@@ -6,7 +6,6 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from django.core.exceptions import ImproperlyConfigured
 from django.db import IntegrityError
 
 from django_sqlsem.backends import rows_sql as sql
@@ -15,7 +14,7 @@ from django_sqlsem.backends.dialects import Dialect, dialect_for
 from django_sqlsem.backends.rows_operator import RowsOperator
 from django_sqlsem.backends.rows_renewal import renew
 from django_sqlsem.backends.rows_snapshot import read_snapshot
-from django_sqlsem.exceptions import SemaphoreError
+from django_sqlsem.exceptions import never_met, wrong_kind
 
 if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
@@ -153,12 +152,10 @@ class RowsBackend(RowsOperator):
                 created = True
         kind, declared_slots, operator_slots, shrinking, rows, expiry_us, ahead = found
         if kind != claim.resource.kind:
-            raise ImproperlyConfigured(
-                f"{claim.resource.name!r} is a {kind} already and can't be used as a {claim.resource.kind}."
-            )
+            raise wrong_kind(claim.resource.name, kind, claim.resource.kind)
         bound = next(number for number in (operator_slots, claim.slots, declared_slots) if number is not None)
         if claim.take > bound:
-            raise SemaphoreError(f"{claim.resource.name!r} has {bound} slots: take={claim.take} can never be met.")
+            raise never_met(claim.resource.name, bound, claim.take)
         if rows < bound:
             self._create(session, dialect, claim, parameters, bound)
             created = True

@@ -36,45 +36,39 @@ def hold_many(alias: str, count: int) -> None:
         listen()
 
 
-def wait_with_threads(alias: str, count: int) -> None:
-    """Wait in ``count`` threads for one name."""
+def wait_in_crowds(alias: str, threads: int, tasks: int) -> None:
+    """Wait in so many threads and async tasks for one name; tell how many threads the tasks alone have cost."""
     lock = semaphore("busy", slots=8, timeout=None, using=alias)
-    errors = []
+    errors: list[str] = []
 
-    def run() -> None:
+    def wait() -> None:
         try:
             with lock:
                 pass
         except BaseException as error:
             errors.append(repr(error))
 
-    threads = [threading.Thread(target=run) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    say("waiting")
-    for thread in threads:
-        thread.join()
-    say(f"done {json.dumps(errors)}")
-    listen()
-
-
-def wait_with_tasks(alias: str, count: int) -> None:
-    """Wait in ``count`` async tasks for one name."""
-    lock = semaphore("busy", slots=8, timeout=None, using=alias)
-
-    async def run() -> None:
+    async def wait_as_task() -> None:
         async with lock:
             pass
 
     async def main() -> None:
+        listening = asyncio.create_task(asyncio.to_thread(listen))
+        await asyncio.sleep(0.1)
         before = threading.active_count()
-        tasks = [asyncio.create_task(run()) for _ in range(count)]
+        waiting = [asyncio.create_task(wait_as_task()) for _ in range(tasks)]
         await asyncio.sleep(0)
         say("waiting")
-        await asyncio.to_thread(listen)
+        await listening
         say(f"threads {threading.active_count() - before}")
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        say(f"done {json.dumps([repr(result) for result in results if result is not None])}")
+        crowd = [threading.Thread(target=wait) for _ in range(threads)]
+        for thread in crowd:
+            thread.start()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        errors.extend(repr(result) for result in results if result is not None)
+        for thread in crowd:
+            await asyncio.to_thread(thread.join)
+        say(f"done {json.dumps(errors)}")
         await asyncio.to_thread(listen)
 
     asyncio.run(main())

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from django.core.exceptions import ImproperlyConfigured
 
 from django_sqlsem import AcquireTimeoutError, AlreadyHeldError, PermitLostError, mutex, semaphore
 from tests.databases import held_rows
@@ -194,3 +195,20 @@ def test_renewed_for_five_leases(database):
         time.sleep(5)
         permit.check()
         assert len(held_rows(database)) == 1
+
+
+def test_a_name_of_another_kind_is_an_error_however_busy_it_is(database):
+    holder = mutex("kinds", using=database).acquire()
+    holder.detach()
+    waiter = threading.Thread(target=lambda: mutex("kinds", timeout=30, using=database).acquire().release())
+    waiter.start()
+    wait_until(lambda: mutex("kinds", using=database).status().waiting == 1)
+    with pytest.raises(ImproperlyConfigured, match="is a mutex already and can't be used as a semaphore"):
+        semaphore("kinds", 1, timeout=0, using=database).acquire()
+    holder.release()
+    waiter.join(10)
+
+
+def test_a_key_is_for_decorators():
+    with pytest.raises(TypeError, match="key= gets a decorated function's arguments"):
+        semaphore("keyed", key=lambda user: user).try_acquire()

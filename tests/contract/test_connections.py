@@ -16,6 +16,8 @@ from tests.processes import Child
 from tests.threads import wait_until
 
 MANY = 1000
+THREADS = 200
+TASKS = 500
 #: In a child whose idle connections are closed soon, in seconds.
 IDLE = 1.0
 
@@ -69,22 +71,22 @@ def test_two_connections_hold_a_thousand_permits(database, counted):
         assert child.stderr == ""
 
 
-@pytest.mark.parametrize(("function", "count"), [("wait_with_threads", 200), ("wait_with_tasks", 500)])
-def test_two_connections_wait_for_hundreds(database, counted, function, count):
+def test_two_connections_wait_for_hundreds_of_threads_and_tasks(database):
     busy = semaphore("busy", slots=8, using=database)
     permits = []
     for _ in range(8):
         permits.append(busy.acquire())
         permits[-1].detach()
     counted = Connections(database)
-    with Child(f"tests.contract.connected:{function}", database, count, env=patient()) as child:
+    with Child("tests.contract.connected:wait_in_crowds", database, THREADS, TASKS, env=patient()) as child:
         child.expect("waiting")
-        wait_until(lambda: queries.semaphore("busy", using=database).waiting == count)
+        wait_until(lambda: queries.semaphore("busy", using=database).waiting == TASKS)
+        assert 1 <= counted.of(child) <= 2
+        child.send()
+        assert int(child.expect("threads")) <= 1  # the keeper's
+        wait_until(lambda: queries.semaphore("busy", using=database).waiting == THREADS + TASKS)
         assert query(database, "SELECT COUNT(*) FROM sqlsem_waiter") == [(1,)]
         assert 1 <= counted.of(child) <= 2
-        if function == "wait_with_tasks":
-            child.send()
-            assert int(child.expect("threads")) <= 2  # the keeper's, and the one that listens
         for permit in permits:
             permit.release()
         assert json.loads(child.expect("done", timeout=60)) == []

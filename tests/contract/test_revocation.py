@@ -69,31 +69,17 @@ def test_a_waiter_gets_the_slot_at_once_and_the_late_release_spares_it(database)
         waiter.end()
 
 
-def test_only_the_slot_that_was_named_is_revoked(database):
+def test_one_of_several_slots_revoked_is_the_whole_permit_lost_and_nobody_elses(database):
     options = {"slots": 3, "lease": LEASE, "announce": True}
-    actors = [Actor(database, "three", **options) for _ in range(3)]
-    try:
-        slots = [actor.ready().acquire()[0][0] for actor in actors]
-        assert sorted(slots) == [1, 2, 3]
-        revoke(database, "three", "--slot", str(slots[1]))
-        actors[1].expect("on_lost", timeout=SOON + 1)
-        assert [actor.check() is None for actor in actors] == [True, False, True]
-        assert [row.slot for row in held_rows(database)] == sorted((slots[0], slots[2]))
-        for actor in actors:
-            actor.release()
-            actor.end()
-    finally:
-        for actor in actors:
-            actor.close()
-
-
-def test_one_of_several_slots_revoked_is_the_whole_permit_lost(database):
-    with Actor(database, "pair", slots=2, take=2, lease=LEASE, announce=True) as holder:
-        slots, _ = holder.ready().acquire()
-        assert slots == [1, 2]
-        revoke(database, "pair", "--slot", "2")
-        holder.expect("on_lost", timeout=SOON + 1)
-        assert holder.check()[0] == "revoked"
-        holder.release()
-        assert held_rows(database) == []
-        holder.end()
+    with Actor(database, "three", take=2, **options) as pair, Actor(database, "three", **options) as single:
+        assert pair.ready().acquire()[0] == [1, 2]
+        assert single.ready().acquire()[0] == [3]
+        revoke(database, "three", "--slot", "2")
+        pair.expect("on_lost", timeout=SOON + 1)
+        assert pair.check()[0] == "revoked"
+        assert single.check() is None
+        pair.release()
+        assert [row.slot for row in held_rows(database)] == [3]
+        single.release()
+        pair.end()
+        single.end()

@@ -248,6 +248,6 @@ def test_a_prefork_worker_serves_one_at_a_time(send, database, path):
 
 def test_a_soft_time_limit_gives_the_slot_back(send, database, path):
     send((path, 30), soft_time_limit=1)
-    wait_until(lambda: held_rows(database), timeout=30, what="a held slot")
+    wait_until(lambda: notes(path), timeout=60, what="the task to begin")
     wait_until(lambda: not held_rows(database), timeout=15, what="the slot to be free")
     assert [line["word"] for line in notes(path)] == ["slow begins"]
