@@ -56,10 +56,12 @@ class Arbiter:
                 refresh=now >= self._refresh_at,
                 moved=head is not self._written_for,
             )
+            head.asked = True
             try:
                 waited = self.keeper.backend.wait(session, head.claim, place)
             except BackendError as error:
-                self.keeper.doubt(head.claim)
+                if not error.unsent:
+                    self.keeper.doubt(head.claim)
                 head.fresh_claim()
                 if error.stale_connection:
                     continue

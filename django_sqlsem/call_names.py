@@ -32,7 +32,6 @@ class CallName:
         self.func = func
         self.key = key
         self.template = Template.parse(source)
-        self.fixed = not self.template.fields and key is None
         for field in self.template.fields:
             self._check_root(field.root)
 

@@ -10,14 +10,17 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from django_sqlsem import identity
+from django_sqlsem import conf, identity
 from django_sqlsem.name_templates import django_request, resolved_user
+from django_sqlsem.timeouts import Unset
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from django.http import HttpRequest
+
+    from django_sqlsem.semaphores import Semaphore
 
 
 class Kind(enum.Enum):
@@ -90,6 +93,32 @@ def is_body(task: Any, wrapper: Callable[..., Any]) -> bool:
         elif (inner := getattr(function, "__wrapped__", None)) is not None:
             pending.append(inner)
     return False
+
+
+def timeout_for(semaphore: Semaphore, call: Call) -> Unset | float | None:
+    """Return how long this call waits: as the semaphore says, or else as the settings say for its kind."""
+    given = semaphore.timeout
+    if call.kind is Kind.VIEW:
+        return conf.config().view_timeout if isinstance(given, Unset) else given
+    if call.kind is Kind.TASK:
+        return conf.config().task_timeout if isinstance(given, Unset) else given
+    if semaphore.on_busy == "retry" and isinstance(given, (int, float)):
+        # Nobody would call again, as a worker would: waiting stands in for it.
+        default = conf.config(semaphore.using).timeout
+        return None if default is None else max(given, default)
+    return given
+
+
+def policy_for(semaphore: Semaphore, call: Call) -> Any:
+    """Return what becomes of this call when it is busy: a status, ``"raise"``, ``"skip"``, ``"retry"``, a callable.
+
+    A status is for views, a retry for tasks: elsewhere, what suits the call counts.
+    """
+    chosen = semaphore.on_busy
+    if call.kind is Kind.VIEW:  # a visitor retries when told to
+        return conf.config().busy_status if chosen in (None, "retry") else chosen
+    default = "retry" if call.kind is Kind.TASK else "raise"
+    return default if chosen is None or chosen == "retry" or isinstance(chosen, int) else chosen
 
 
 def retry_task(task: Any, retry_after: int, error: Exception) -> Exception:

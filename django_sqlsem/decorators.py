@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from asgiref.sync import sync_to_async
-from django.core.exceptions import ImproperlyConfigured
 from django.http.response import HttpResponseBase
 
-from django_sqlsem import atomic_requests, conf
+from django_sqlsem import atomic_requests
 from django_sqlsem.busy import Busy, busy_response, log_busy, log_busy_response
 from django_sqlsem.call_names import CallName, describe
-from django_sqlsem.calls import Call, Kind, classify, retry_task
+from django_sqlsem.calls import Call, Kind, classify, policy_for, retry_task, timeout_for
 from django_sqlsem.exceptions import AcquireTimeoutError
-from django_sqlsem.targets import is_async_dispatch, is_coroutine_function, refuse
-from django_sqlsem.timeouts import Unset
+from django_sqlsem.targets import is_async_dispatch, is_coroutine_function, refuse, refuse_skipped_view
 from django_sqlsem.transactions import at_transaction_end
 
 if TYPE_CHECKING:
@@ -88,14 +86,16 @@ class _Decorated:
 
         @functools.wraps(self.func)
         def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-            call = Call(Kind.PLAIN)
-            permit = self._acquire(self._named(args, kwargs), call)
-            if isinstance(permit, AcquireTimeoutError):
-                return self._answer(call, permit)
+            call, taken = Call(Kind.PLAIN), _Taken()
             try:
-                return (yield from self.func(*args, **kwargs))
-            finally:
-                permit._finish()
+                with taken:
+                    refusal = taken.acquire(self._named(args, kwargs), call)
+                    if refusal is not None:
+                        return self._answer(call, refusal)
+                    return (yield from self.func(*args, **kwargs))
+            except BaseException:
+                taken.abandon()
+                raise
 
         return wrapper
 
@@ -104,29 +104,31 @@ class _Decorated:
 
         @functools.wraps(self.func)
         async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-            call = Call(Kind.PLAIN)
-            permit = await self._aacquire(await self._anamed(args, kwargs), call)
-            if isinstance(permit, AcquireTimeoutError):
-                await self._aanswer(call, permit)
-                return
+            call, taken = Call(Kind.PLAIN), _Taken()
             try:
-                async with contextlib.aclosing(self.func(*args, **kwargs)) as inner:
-                    step = inner.__anext__()
-                    while True:
-                        try:
-                            item = await step
-                        except StopAsyncIteration:
-                            return
-                        try:
-                            sent = yield item
-                        except GeneratorExit:
-                            raise
-                        except BaseException as error:  # noqa: BLE001 - what is thrown in belongs to the generator
-                            step = inner.athrow(error)
-                        else:
-                            step = inner.asend(sent)
-            finally:
-                await permit._afinish()
+                async with taken:
+                    refusal = await taken.aacquire(await self._anamed(args, kwargs), call)
+                    if refusal is not None:
+                        await self._aanswer(call, refusal)
+                        return
+                    async with contextlib.aclosing(self.func(*args, **kwargs)) as inner:
+                        step = inner.__anext__()
+                        while True:
+                            try:
+                                item = await step
+                            except StopAsyncIteration:
+                                return
+                            try:
+                                sent = yield item
+                            except GeneratorExit:
+                                raise
+                            except BaseException as error:  # noqa: BLE001 - what is thrown in is the generator's
+                                step = inner.athrow(error)
+                            else:
+                                step = inner.asend(sent)
+            except BaseException:
+                taken.abandon()
+                raise
 
         return wrapper
 
@@ -134,25 +136,22 @@ class _Decorated:
 
     def _call(self, wrapper: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         aliases, late = self._transactions(wrapper, call)
-        semaphore = self._named(args, kwargs)
-        with call.activity():
-            permit = self._acquire(semaphore, call)
-            if isinstance(permit, AcquireTimeoutError):
-                return self._answer(call, permit)
-            handed_over = False
-            try:
+        semaphore, taken = self._named(args, kwargs), _Taken(late)
+        try:
+            with call.activity(), taken:
+                refusal = taken.acquire(semaphore, call)
+                if refusal is not None:
+                    return self._answer(call, refusal)
                 with atomic_requests.atomic(aliases):
                     result = self.func(*args, **kwargs)
                 if inspect.iscoroutine(result):
-                    permit.detach()
-                    result = self._finish(result, permit)
-                    handed_over = True
-                elif call.kind is Kind.VIEW:
-                    handed_over = _hand_over(permit, result)
+                    return taken.leave_to_coroutine(result)
+                if call.kind is Kind.VIEW:
+                    taken.leave_to_stream(result)
                 return result
-            finally:
-                if not handed_over:
-                    permit._finish() if not late else at_transaction_end(None, permit._close)
+        except BaseException:
+            taken.abandon()
+            raise
 
     async def _acall(
         self, wrapper: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -160,42 +159,30 @@ class _Decorated:
         aliases, _ = self._transactions(wrapper, call)
         if aliases:
             raise RuntimeError("You cannot use ATOMIC_REQUESTS with async views.")  # in Django's own words
-        semaphore = await self._anamed(args, kwargs)
-        with call.activity():
-            permit = await self._aacquire(semaphore, call)
-            if isinstance(permit, AcquireTimeoutError):
-                return await self._aanswer(call, permit)
-            handed_over = False
-            try:
-                result = self.func(*args, **kwargs)
-                if inspect.isawaitable(result):
-                    result = await result
-                if call.kind is Kind.VIEW:
-                    handed_over = _hand_over(permit, result)
-                return result
-            finally:
-                if not handed_over:
-                    await permit._afinish()
-
-    async def _finish(self, coroutine: Coroutine[Any, Any, Any], permit: Permit) -> Any:
+        semaphore, taken = await self._anamed(args, kwargs), _Taken()
         try:
-            return await coroutine
-        finally:
-            await permit._afinish()
+            with call.activity():
+                async with taken:
+                    refusal = await taken.aacquire(semaphore, call)
+                    if refusal is not None:
+                        return await self._aanswer(call, refusal)
+                    result = self.func(*args, **kwargs)
+                    if inspect.isawaitable(result):
+                        result = await result
+                    if call.kind is Kind.VIEW:
+                        taken.leave_to_stream(result)
+                    return result
+        except BaseException:
+            taken.abandon()
+            raise
 
     def _transactions(self, wrapper: Callable[..., Any], call: Call) -> tuple[list[str], bool]:
         """Which transactions the call must open, and whether one is open that the permit must outlast."""
         if call.request is None:
             return [], False
-        if self.semaphore.on_busy == "skip":
-            raise ImproperlyConfigured(
-                f'on_busy="skip" is for functions and tasks; the view {getattr(self.func, "__qualname__", self.func)} '
-                "must answer something. Use a status from 400 to 599, or a callable that returns a response."
-            )
+        refuse_skipped_view(self.semaphore, self.func)
         aliases = atomic_requests.aliases_to_open(wrapper, self.func, call.request)
         return aliases, atomic_requests.opened_by_handler(self.func, call.request)
-
-    # Taking, and giving back.
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Semaphore:
         name = self.names.name(args, kwargs)
@@ -205,84 +192,109 @@ class _Decorated:
         name = await self.names.aname(args, kwargs)
         return self.semaphore if name == self.semaphore.name else self.semaphore._named(name)
 
-    def _acquire(self, semaphore: Semaphore, call: Call) -> Permit | AcquireTimeoutError:
-        try:
-            return semaphore.acquire(timeout=self._timeout(call))
-        except AcquireTimeoutError as error:
-            return error
+    def _answer(self, call: Call, refusal: AcquireTimeoutError) -> Any:
+        return self._logged(call, refusal, self._decide(call, refusal))
 
-    async def _aacquire(self, semaphore: Semaphore, call: Call) -> Permit | AcquireTimeoutError:
-        try:
-            return await semaphore.aacquire(timeout=self._timeout(call))
-        except AcquireTimeoutError as error:
-            return error
-
-    def _timeout(self, call: Call) -> Unset | float | None:
-        given = self.semaphore.timeout
-        if call.kind is Kind.VIEW:
-            return conf.config().view_timeout if isinstance(given, Unset) else given
-        if call.kind is Kind.TASK:
-            return conf.config().task_timeout if isinstance(given, Unset) else given
-        if self.semaphore.on_busy == "retry" and isinstance(given, (int, float)):
-            # Nobody would call again, as a worker would: waiting stands in for it.
-            default = conf.config(self.semaphore.using).timeout
-            return None if default is None else max(given, default)
-        return given
-
-    # No slot was free.
-
-    def _policy(self, call: Call) -> Any:
-        chosen = self.semaphore.on_busy
-        if call.kind is Kind.VIEW:  # a visitor retries when told to
-            return conf.config().busy_status if chosen in (None, "retry") else chosen
-        default = "retry" if call.kind is Kind.TASK else "raise"
-        return default if chosen is None or chosen == "retry" or isinstance(chosen, int) else chosen
-
-    def _answer(self, call: Call, error: AcquireTimeoutError) -> Any:
-        policy, about = self._policy(call), Busy.from_error(error)
-        if callable(policy):
-            answer = policy(about)
-        elif call.request is not None and isinstance(policy, int):
-            answer = busy_response(about, call.request, policy)
+    async def _aanswer(self, call: Call, refusal: AcquireTimeoutError) -> Any:
+        if call.request is not None and not callable(self.semaphore.on_busy):
+            # In a thread, because a project's own page and context processors may make queries.
+            answer = await sync_to_async(self._decide)(call, refusal)
         else:
-            answer = self._refuse(call, policy, about, error)
-        return self._logged(call, about, policy, answer)
-
-    async def _aanswer(self, call: Call, error: AcquireTimeoutError) -> Any:
-        policy, about = self._policy(call), Busy.from_error(error)
-        if callable(policy):
-            answer = policy(about)
+            answer = self._decide(call, refusal)
             if inspect.isawaitable(answer):
                 answer = await answer
-        elif call.request is not None and isinstance(policy, int):
-            # In a thread, because a project's own page and context processors may make queries.
-            answer = await sync_to_async(busy_response)(about, call.request, policy)
-        else:
-            answer = self._refuse(call, policy, about, error)
-        return self._logged(call, about, policy, answer)
+        return self._logged(call, refusal, answer)
 
-    def _refuse(self, call: Call, policy: str, about: Busy, error: AcquireTimeoutError) -> Any:
+    def _decide(self, call: Call, refusal: AcquireTimeoutError) -> Any:
+        policy, about = policy_for(self.semaphore, call), Busy.from_error(refusal)
+        if callable(policy):
+            return policy(about)
         if policy == "raise":
-            raise error
+            raise refusal
         if policy == "retry":
-            retry = retry_task(call.task, about.retry_after, error)
+            retry = retry_task(call.task, about.retry_after, refusal)
             log_busy(about, call.label, "is sent again for later")
             raise retry
-        return None
+        return None if call.request is None else busy_response(about, call.request, policy)
 
-    def _logged(self, call: Call, about: Busy, policy: object, answer: Any) -> Any:
+    def _logged(self, call: Call, refusal: AcquireTimeoutError, answer: Any) -> Any:
+        about = Busy.from_error(refusal)
         if call.request is not None and isinstance(answer, HttpResponseBase):
             log_busy_response(about, call.request, answer)
         else:
             work = call.label or getattr(self.func, "__qualname__", repr(self.func))
-            log_busy(about, work, "was skipped" if policy == "skip" else "was left to on_busy")
+            log_busy(about, work, "was left to on_busy" if callable(self.semaphore.on_busy) else "was skipped")
         return answer
 
 
-def _hand_over(permit: Permit, response: Any) -> bool:
-    """Leave the permit to a streaming response, which gives it back when it is closed. Return whether that is so."""
-    if not (isinstance(response, HttpResponseBase) and response.streaming):
-        return False
-    permit.detach()
-    response._resource_closers.append(permit._close)  # type: ignore[attr-defined]
-    return True
+class _Taken:
+    """The permit of one call, until the call ends or leaves it to someone else. Nothing that strikes keeps it held."""
+
+    def __init__(self, late: bool = False) -> None:
+        self.permit: Permit | None = None
+        self.left: Permit | None = None
+        self.late = late
+
+    def acquire(self, semaphore: Semaphore, call: Call) -> AcquireTimeoutError | None:
+        """Take a permit, or return why there is none."""
+        try:
+            self.permit = semaphore.acquire(timeout=timeout_for(semaphore, call))
+        except AcquireTimeoutError as error:
+            return error
+        return None
+
+    async def aacquire(self, semaphore: Semaphore, call: Call) -> AcquireTimeoutError | None:
+        """Take a permit, or return why there is none."""
+        try:
+            self.permit = await semaphore.aacquire(timeout=timeout_for(semaphore, call))
+        except AcquireTimeoutError as error:
+            return error
+        return None
+
+    def leave_to_stream(self, response: Any) -> None:
+        """If the response is a stream, let it give the permit back when it is closed."""
+        if self.permit is not None and isinstance(response, HttpResponseBase) and response.streaming:
+            response._resource_closers.append(self.permit._close)  # type: ignore[attr-defined]
+            self._leave(self.permit)
+
+    def leave_to_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
+        """Let the coroutine that a plain function has returned give the permit back at its end."""
+
+        async def finish(taken: _Taken) -> Any:
+            async with taken:
+                return await coroutine
+
+        heir = _Taken()
+        heir.permit = self.permit
+        if self.permit is not None:
+            self._leave(self.permit)
+        return finish(heir)
+
+    def _leave(self, permit: Permit) -> None:
+        permit.detach()
+        self.left, self.permit = permit, None
+
+    def abandon(self) -> None:
+        """Something struck on the way to giving back, or handing over: leave the permit to the keeper."""
+        permit = self.permit or self.left
+        if permit is not None:
+            permit._abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.permit is not None:
+            if self.late:
+                at_transaction_end(None, self.permit._close)
+            else:
+                self.permit._finish()
+            self.permit = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self.permit is not None:
+            await self.permit._afinish()
+            self.permit = None

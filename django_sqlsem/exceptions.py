@@ -61,6 +61,8 @@ class BackendError(SemaphoreError):
 
     #: The connection had died earlier, unnoticed: the same call on a new one may well succeed.
     stale_connection = False
+    #: No connection could be opened: nothing was asked of the database.
+    unsent = False
 
 
 class InvalidSemaphoreBackendError(ImproperlyConfigured):

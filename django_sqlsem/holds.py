@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import enum
 import threading
@@ -44,6 +45,13 @@ def margin(lease: float) -> float:
     return min(1.0, lease / 20)
 
 
+def _taken_lock() -> threading.Lock:
+    """Return a lock to wait for: unlike an Event, a signal that raises in the waiter leaves it as it was."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Hold:
     """One acquisition. The keeper and the arbiter know it by this record; the program has the ``Permit``.
 
@@ -65,6 +73,7 @@ class Hold:
         self.loss: Loss | None = None
         self.error: BaseException | None = None
         self.renewal_error = ""
+        self.asked = False  # whether the claim, as it is now, may have been sent
         self.abandoned = False
         self.released = False
         self.releasing = threading.Lock()
@@ -76,7 +85,7 @@ class Hold:
         self.scope: tuple[int, str, str] | None = None
         self._generation = _generation
         self._notified = threading.Lock()
-        self._event = threading.Event()
+        self._unanswered = _taken_lock()
         self._future: asyncio.Future[None] | None = None
 
     @property
@@ -98,6 +107,7 @@ class Hold:
     def fresh_claim(self) -> None:
         """Ask under a new permit id: what became of the old one is unknown."""
         self.claim = dataclasses.replace(self.claim, permit_id=uuid.uuid4().hex)
+        self.asked = False
 
     def granted(self, grant: Grant, sent: float) -> None:
         """Note the grant; ``sent`` is the boot clock when its claim was sent, from which its lease counts here."""
@@ -158,16 +168,17 @@ class Hold:
         self.fresh_claim()
         self.state, self.grant, self.loss = State.NEW, None, None
         self._notified = threading.Lock()
-        self._event = threading.Event()
+        self._unanswered = _taken_lock()
 
     def wait(self, timeout: float | None) -> bool:
         """Block this thread until there is an answer. Return whether there is one."""
-        return self._event.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+        return self._unanswered.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
 
     def answer(self, error: BaseException | None = None) -> None:
         """Wake whoever waits: it was granted, or ``error`` happened. Called from any thread."""
         self.error = error
-        self._event.set()
+        with contextlib.suppress(RuntimeError):  # it was answered before
+            self._unanswered.release()
         future = self._future
         if future is None:
             return

@@ -81,10 +81,12 @@ class Keeper(KeeperBase):
         """Claim once, without waiting."""
         while True:
             sent = boot_now()
+            hold.asked = True
             try:
                 grant = self.backend.claim(session, hold.claim)
             except BackendError as error:
-                self.doubt(hold.claim)
+                if not error.unsent:
+                    self.doubt(hold.claim)
                 hold.fresh_claim()
                 if error.stale_connection:
                     continue

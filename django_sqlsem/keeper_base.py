@@ -205,7 +205,8 @@ class KeeperBase:
                 hold.releasing.acquire(blocking=False)
                 self.release_again(hold)
         else:
-            self.doubt(hold.claim)
+            if hold.asked:
+                self.doubt(hold.claim)
             self.holds.pop(id(hold), None)
 
     def drop(self, hold: Hold) -> None:

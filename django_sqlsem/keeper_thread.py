@@ -41,7 +41,7 @@ class ThreadKeeper(Keeper):
         self._life = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._doubts: list[tuple[float, Resource, str]] = []
+        self._doubts: list[tuple[float, float, Resource, str]] = []
         self._scan_at = 0.0
         self._renewals_fail = False
 
@@ -87,7 +87,7 @@ class ThreadKeeper(Keeper):
     def doubt(self, claim: Claim) -> None:
         """Free what this claim may have got, now and again until its statement must have ended."""
         now = boot_now()
-        due = [(now + delay, claim.resource, claim.permit_id) for delay in DOUBTS]
+        due = [(now + delay, delay, claim.resource, claim.permit_id) for delay in DOUBTS]
         self.post(partial(self._doubts.extend, due))
 
     def stop(self) -> None:
@@ -201,11 +201,12 @@ class ThreadKeeper(Keeper):
 
     def _scan(self, now: float) -> None:
         """Look at everything that is held: what is lost, forgotten, stuck or to be renewed."""
+        started = time.monotonic()
         self._scan_at = next_at = now + LOOK_AROUND
         renew: list[Hold] = []
         for hold in list(self.holds.values()):
             if hold.releasing.locked():
-                if now - hold.releasing_since > LOOK_AROUND:
+                if now - hold.releasing_since > LOOK_AROUND and not self.own.unreachable(started):
                     self.release_again(hold)
             elif hold.state is not State.HELD:
                 continue
@@ -229,10 +230,14 @@ class ThreadKeeper(Keeper):
             return f"held for longer than max_hold={hold.max_hold:g} s"
         if scopes.owner_is_gone(hold):
             return "the thread or task that took it has ended"
+        if hold.permit() is None:  # a signal that raised in its finaliser has cut that short
+            return "it was garbage-collected"
         return ""
 
     def _renew(self, holds: list[Hold]) -> None:
         sent = boot_now()
+        for hold in holds:
+            hold.renewal_error = hold.renewal_error or "the database has not answered yet"
         try:
             renewal = self.backend.renew(self.own, [hold.held for hold in holds])
         except BackendError as error:
@@ -261,13 +266,18 @@ class ThreadKeeper(Keeper):
         started = time.monotonic()
         later = []
         for doubt in self._doubts:
-            due, resource, permit_id = doubt
+            due, delay, resource, permit_id = doubt
             if due > now:
                 later.append(doubt)
-            elif not self.own.unreachable(started):
-                # If the database is away, the lease, which nobody renews, is the last resort.
-                with contextlib.suppress(BackendError):
+                continue
+            try:
+                if not self.own.unreachable(started):
                     self.backend.discard(self.own, resource, permit_id)
+                    continue
+            except BackendError:
+                pass
+            # What was sent before the database went away may reach it when it is back: look then, and a while later.
+            later.append((boot_now() + max(delay, LOOK_AROUND), delay, resource, permit_id))
         self._doubts[:] = later
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 #: A statement of ours that takes longer is given up, in milliseconds: below one heartbeat of the default lease.
 STATEMENT_TIMEOUT_MS: Final = 4000
+#: A server that has not answered for so long, in seconds, does not answer: it has stopped, or something in between has.
+ANSWER_TIMEOUT: Final = STATEMENT_TIMEOUT_MS // 1000 + 2
 
 _POSTGRESQL: Final = {
     "connect_timeout": 5,
@@ -20,7 +25,7 @@ _POSTGRESQL: Final = {
     "keepalives_count": 4,
     "tcp_user_timeout": 5000,
 }
-_MYSQL: Final = {"connect_timeout": 5, "read_timeout": 10, "write_timeout": 10}
+_MYSQL: Final = {"connect_timeout": 5, "read_timeout": ANSWER_TIMEOUT, "write_timeout": ANSWER_TIMEOUT}
 
 
 def adapt(settings: dict[str, Any], vendor: str) -> None:
@@ -43,6 +48,28 @@ def adapt(settings: dict[str, Any], vendor: str) -> None:
         options["transaction_mode"] = "IMMEDIATE"
         # SQLite's own busy handler sleeps up to 100 ms; we look again sooner.
         options["timeout"] = 0
+
+
+def limit_waiting(raw: Any) -> None:
+    """Have a fresh driver connection wait for ``ANSWER_TIMEOUT`` at the most; psycopg has no setting for it."""
+    if not hasattr(raw, "pgconn"):
+        return
+    from psycopg import OperationalError
+
+    def limited(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        deadline = time.monotonic() + ANSWER_TIMEOUT
+        try:
+            wanted = next(steps)
+            while True:
+                ready = yield wanted
+                if not ready and time.monotonic() > deadline:  # it says so several times a second
+                    raise OperationalError(f"the server has not answered for {ANSWER_TIMEOUT} s")
+                wanted = steps.send(ready)
+        except StopIteration as stop:
+            return stop.value
+
+    wait = raw.wait
+    raw.wait = lambda steps, *args, **kwargs: wait(limited(steps), *args, **kwargs)
 
 
 def prepare(connection: BaseDatabaseWrapper) -> None:

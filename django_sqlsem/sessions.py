@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 #: How long a statement is repeated while the database answers "locked" or "deadlock", in seconds.
 LOCKED_PATIENCE: Final = 10.0
+#: How long a fork waits for statements under way, and statements for a fork, in seconds.
+FORK_PATIENCE: Final = 5.0
 
 
 class Session(Protocol):
@@ -89,8 +91,9 @@ class OwnSession:
             try:
                 result = self._with_cursor(connection, work)
             except DjangoDatabaseError:
-                connection.rollback()
-                connection.set_autocommit(True)
+                with contextlib.suppress(DjangoDatabaseError):
+                    connection.rollback()
+                    connection.set_autocommit(True)
                 raise  # anything else costs the connection: not a word more on it
             if result is None:
                 connection.rollback()
@@ -112,10 +115,11 @@ class OwnSession:
 
     def _repeat(self, attempt: Callable[[BaseDatabaseWrapper], T], *, again: bool) -> T:
         asked = time.monotonic()
+        _go.wait(FORK_PATIENCE)
         with self._lock:
             if self._unreachable is not None and self._unreachable[0] >= asked:
                 # Who stood in line meanwhile need not find it out anew, one long connect timeout after the other.
-                raise backend_error(self.alias, self._unreachable[1]) from self._unreachable[1]
+                raise backend_error(self.alias, self._unreachable[1], unsent=True) from self._unreachable[1]
             give_up = time.monotonic() + LOCKED_PATIENCE
             tries = 0
             while True:
@@ -137,7 +141,7 @@ class OwnSession:
                         # A connection that was opened long ago may have died unnoticed: once more on a new one.
                         stale = not fresh and session_settings.is_disconnect(error)
                         if not (stale and again):
-                            raise backend_error(self.alias, error, stale=stale) from error
+                            raise backend_error(self.alias, error, stale=stale, unsent=not opened) from error
                         again = False
                         error.__traceback__ = None
                         continue
@@ -225,16 +229,17 @@ class CallerSession:
         return result
 
 
-def backend_error(alias: str, error: Exception, *, stale: bool = False) -> BackendError:
+def backend_error(alias: str, error: Exception, *, stale: bool = False, unsent: bool = False) -> BackendError:
     """Wrap a driver's error in one sentence that names the database.
 
     ``stale``: the connection had been open for a while and was found dead, so that a new one may do better.
+    ``unsent``: no connection could be opened.
     """
     message = f"The database {alias!r} failed: {str(error).strip() or type(error).__name__}"
     if session_settings.is_missing_table(error):
         message += f" (the lock tables are not there: run manage.py migrate --database {alias})"
     wrapped = BackendError(message)
-    wrapped.stale_connection = stale
+    wrapped.stale_connection, wrapped.unsent = stale, unsent
     return wrapped
 
 
@@ -245,6 +250,14 @@ def own_connection(alias: str) -> BaseDatabaseWrapper:
     session_settings.adapt(settings, backend.DatabaseWrapper.vendor)
     connection: BaseDatabaseWrapper = backend.DatabaseWrapper(settings, alias)
     connection.inc_thread_sharing()
+    get_new_connection = connection.get_new_connection
+
+    def get_limited(parameters: dict[str, Any]) -> Any:
+        raw = get_new_connection(parameters)
+        session_settings.limit_waiting(raw)
+        return raw
+
+    connection.get_new_connection = get_limited  # type: ignore[method-assign]
     # Polls and renewals would drown DEBUG's query log.
     connection.make_debug_cursor = connection.make_cursor  # type: ignore[method-assign,assignment]
     return connection
@@ -253,13 +266,17 @@ def own_connection(alias: str) -> BaseDatabaseWrapper:
 _sessions: weakref.WeakSet[OwnSession] = weakref.WeakSet()
 _inherited: list[BaseDatabaseWrapper] = []
 _frozen: list[threading.Lock] = []
+#: Not set while a thread wants to fork: else it would have to race all the others for each session.
+_go = threading.Event()
+_go.set()
 
 
 def before_fork() -> None:
     """Let every statement under way finish, so that the child inherits no half-done one."""
+    _go.clear()
     for session in sorted(_sessions, key=id):
         lock = session._lock
-        if lock.acquire(timeout=5):
+        if lock.acquire(timeout=FORK_PATIENCE):
             _frozen.append(lock)
 
 
@@ -267,11 +284,15 @@ def after_fork_in_parent() -> None:
     """Go on."""
     while _frozen:
         _frozen.pop().release()
+    _go.set()
 
 
 def after_fork_in_child() -> None:
     """Leave the parent's connections alone."""
+    global _go
     _frozen.clear()
+    _go = threading.Event()
+    _go.set()
     for session in list(_sessions):
         session.after_fork()
     _sessions.clear()

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from asgiref.sync import iscoroutinefunction
+from django.core.exceptions import ImproperlyConfigured
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +44,15 @@ def refuse(semaphore: Semaphore, target: Any) -> None:
         raise TypeError(
             f"@{semaphore.kind} decorates functions, not {target!r} of type {type(target).__name__}, "
             "which can't be called."
+        )
+
+
+def refuse_skipped_view(semaphore: Semaphore, func: Callable[..., Any]) -> None:
+    """Raise ``ImproperlyConfigured`` if a view would be skipped when busy: it has to answer something."""
+    if semaphore.on_busy == "skip":
+        raise ImproperlyConfigured(
+            f'on_busy="skip" is for functions and tasks; the view {getattr(func, "__qualname__", func)} must answer '
+            "something. Use a status from 400 to 599, or a callable that returns a response."
         )
 
 

@@ -24,7 +24,8 @@ def at_transaction_end(using: str | None, callback: Callable[[], object]) -> Non
 
     ``using`` is a database alias; ``None`` means every alias with an open transaction, and the last of them to end
     counts. Without a transaction the callback runs at once. Afterwards an ``Exception`` of the callback is logged,
-    because raising it there would make a transaction that was committed look as if it had failed.
+    because raising it there would make a transaction that was committed look as if it had failed; after a
+    ``KeyboardInterrupt`` or its like the callback runs once more.
     """
     aliases = open_transactions() if using is None else [using] * in_transaction(connections[using])
     if not aliases:
@@ -78,6 +79,7 @@ class _Watch:
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection = connection
         self.callbacks: list[Callable[[], object]] = []
+        self.ending = False
         self.wrappers = {name: self._wrap(getattr(connection, name)) for name in _ENDS}
         connection.__dict__.update(self.wrappers)
         if any(_from_testcase(block) for block in connection.atomic_blocks):
@@ -92,7 +94,7 @@ class _Watch:
                 succeeded = True
                 return result
             finally:
-                if self.callbacks and self._has_ended(method.__name__, succeeded):
+                if self.callbacks and not self.ending and self._has_ended(method.__name__, succeeded):
                     self.end()
 
         return wrapper
@@ -107,25 +109,39 @@ class _Watch:
         return succeeded if method in ("commit", "rollback") else connection.autocommit
 
     def end(self) -> None:
-        """Unwrap the connection and run the callbacks, each of them whatever the others do."""
-        connection, callbacks = self.connection, self.callbacks
-        self.callbacks = []
-        connection.__dict__.pop("_sqlsem_watch", None)
+        """Run the callbacks, each of them whatever the others do, and unwrap the connection."""
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._unwrap)
+                self.ending = True  # a callback may use the connection, and must not end up here again
+                self.connection.__dict__.pop("_sqlsem_watch", None)  # what it asks for is a matter of the next end
+                for callback in reversed(self.callbacks):
+                    stack.callback(self._run, callback, last=True)  # again, if an interrupt strikes on the way
+                    stack.callback(self._run, callback)
+        finally:
+            self.ending = False
+
+    def _run(self, callback: Callable[[], object], *, last: bool = False) -> None:
+        if callback not in self.callbacks:
+            return
+        if last:
+            self.callbacks.remove(callback)
+        try:
+            callback()
+        except Exception:
+            logger.exception("A callback at the end of a transaction failed.")
+        if not last:
+            self.callbacks.remove(callback)
+
+    def _unwrap(self) -> None:
+        if self.callbacks:
+            return  # an interrupt has struck: the next of the four methods goes on from here
+        connection = self.connection
         for name, wrapper in self.wrappers.items():
             if connection.__dict__.get(name) is wrapper:  # else someone has wrapped ours: it only passes on by now
                 del connection.__dict__[name]
-        if isinstance(connection.atomic_blocks, _Blocks):
+        if isinstance(connection.atomic_blocks, _Blocks) and connection.atomic_blocks.watch is self:
             connection.atomic_blocks = list(connection.atomic_blocks)
-        with contextlib.ExitStack() as stack:
-            for callback in reversed(callbacks):
-                stack.callback(_run, callback)
-
-
-def _run(callback: Callable[[], object]) -> None:
-    try:
-        callback()
-    except Exception:
-        logger.exception("A callback at the end of a transaction failed.")
 
 
 class _Blocks(list[Any]):
@@ -138,6 +154,6 @@ class _Blocks(list[Any]):
     def pop(self, *args: Any) -> Any:
         """Remove a block; if only the blocks of the ``TestCase`` remain, the test's own transaction is over."""
         block = super().pop(*args)
-        if self.watch.callbacks and all(_from_testcase(left) for left in self):
+        if self.watch.callbacks and not self.watch.ending and all(_from_testcase(left) for left in self):
             self.watch.end()
         return block

@@ -27,7 +27,7 @@ from django_sqlsem.signals import permit_acquired, permit_released
 from django_sqlsem.testing import busy, held
 from tests import urls_decorators
 from tests.databases import ROOT, held_rows
-from tests.threads import run_in_threads
+from tests.threads import run_in_threads, wait_until
 
 rf = RequestFactory()
 
@@ -823,3 +823,83 @@ def test_busy_is_one_warning(db, caplog):
     [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "was skipped" in record.getMessage()
     assert "'w'" in record.getMessage()
+
+
+# Whatever strikes, wherever.
+
+
+class Strike:
+    """Raises ``error`` at the ``nth`` line that the decorators run in this thread."""
+
+    def __init__(self, nth, error):
+        self.left, self.error, self.where = nth, error, "no line"
+
+    def __enter__(self):
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *exc_info):
+        sys.settrace(None)
+
+    def trace(self, frame, event, arg):
+        if not frame.f_code.co_filename.endswith(("decorators.py", "transactions.py")):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{frame.f_code.co_qualname} line {frame.f_lineno}"
+                raise self.error
+        return self.trace
+
+
+def walk(call, error, database):
+    """Strike at every line in turn, until a call runs to its end; nothing may stay held, however it was struck."""
+    for nth in range(1, 1000):
+        with contextlib.suppress(error), Strike(nth, error()) as strike:
+            call()
+        # As at the end of a request: what was struck may be in the middle of a transaction.
+        connections[database].close()
+        del connections[database]
+        wait_until(lambda: not held_rows(database), timeout=3, what=f"nothing held after a strike at {strike.where}")
+        if strike.left > 0:
+            return nth
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize("release", ["on_exit", "on_commit"])
+def test_an_interrupt_at_any_line_leaves_nothing_held(database, release):
+    from django.db import transaction
+
+    @semaphore("strike", using=database, release=release, on_lost=print)
+    def f(x=1):
+        return x
+
+    def call():
+        with transaction.atomic(using=database):
+            f()
+
+    assert walk(f, KeyboardInterrupt, database) > 20
+    if connections[database].vendor != "sqlite":  # which has one writer
+        assert walk(call, KeyboardInterrupt, database) > 20
+
+
+def test_an_interrupt_at_any_line_of_a_generator_leaves_nothing_held(database):
+    @semaphore("strike", using=database)
+    def g():
+        yield 1
+
+    assert walk(lambda: list(g()), KeyboardInterrupt, database) > 10
+
+
+def test_an_interrupt_at_any_line_of_a_view_leaves_nothing_held(database, settings):
+    settings.SQLSEM = {"DATABASE": database}
+    assert walk(lambda: urls_decorators.streams(rf.get("/")).close(), KeyboardInterrupt, database) > 20
+
+
+@pytest.mark.filterwarnings("ignore:coroutine", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_cancellation_at_any_line_of_a_coroutine_leaves_nothing_held(database):
+    @semaphore("strike", using=database)
+    async def c():
+        await asyncio.sleep(0)
+
+    assert walk(lambda: asyncio.run(c()), asyncio.CancelledError, database) > 20

@@ -45,7 +45,7 @@ def test_eight_processes_with_four_threads_on_three_slots(database, counter):
 
 
 def test_threads_and_tasks_with_timeouts_that_take_one_or_two(database, counter):
-    contend_mixed(database, counter, 3.0)
+    contend_mixed(database, counter, 2.0)
 
 
 @pytest.mark.soak

@@ -28,7 +28,7 @@ def wait_for_waiters(database, name, count):
 
 
 def test_slot_of_a_killed_holder_goes_to_a_waiter_when_its_lease_ends(database):
-    lease = 5
+    lease = 4
     with Actor(database, "killed", lease=lease) as holder, Actor(database, "killed", lease=lease) as waiter:
         holder.ready().acquire()
         waiter.ready().ask_for()

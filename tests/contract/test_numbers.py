@@ -68,7 +68,7 @@ def test_of_two_declared_numbers_the_largest_is_the_bound(database):
 
 
 def test_an_omitted_number_is_the_declared_one(database):
-    first = semaphore("omitted", slots=4, using=database).acquire()
+    first = barge(database, "omitted", slots=4)
     mine = [barge(database, "omitted") for _ in range(4)]
     assert [permit.slot for permit in mine if permit] == [2, 3, 4]
     for permit in (first, *mine[:3]):

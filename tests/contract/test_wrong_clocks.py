@@ -19,6 +19,8 @@ from tests.threads import wait_until
 
 #: What the first in line and a busy machine take, in microseconds.
 SOON_US = 330_000
+#: What a wait of 1.1 s and a process's first imports and connections take at most on a busy machine, in seconds.
+LONG = 6
 
 
 def is_server(database):
@@ -58,11 +60,11 @@ def test_a_live_holder_keeps_its_slot_and_tokens_grow(database, wrong_clock):
             for other in others:
                 other.ask_for(1.1)
             wait_until(lambda: queries.semaphore("live", using=database).waiting == 2)
-            assert all(0 <= waiter.age < 10 for waiter in queries.semaphore("live", using=database).waiters)
+            assert all(0 <= waiter.age < LONG for waiter in queries.semaphore("live", using=database).waiters)
             for other in others:
-                assert 1.1 <= float(other.expect("busy")) < 2.5
+                assert 1.1 <= float(other.expect("busy")) < LONG
                 ((age, left, state),) = other.ask("status")
-                assert 1.1 < age < 10
+                assert 1.1 < age < LONG
                 assert 0 < left <= 1
                 assert state == "held"
             assert holder.check() is None
@@ -73,16 +75,18 @@ def test_a_live_holder_keeps_its_slot_and_tokens_grow(database, wrong_clock):
 
 
 def test_a_dead_holders_slot_comes_back_when_its_lease_ends(database, wrong_clock):
-    with ahead_behind_right(database, "dead", wrong_clock, lease=2) as actors:
+    with ahead_behind_right(database, "dead", wrong_clock, lease=1.5) as actors:
         actors[0].acquire()
         for count, waiter in enumerate(actors[1:], start=1):
             waiter.ask_for()
             wait_until(lambda count=count: queries.semaphore("dead", using=database).waiting == count)
         tokens = []
-        for holder, waiter in itertools.pairwise(actors):
+        for left, (holder, waiter) in zip((2, 1), itertools.pairwise(actors), strict=True):
+            # A place that a killed process had no time to give up would count for three heartbeats.
+            wait_until(lambda left=left: queries.semaphore("dead", using=database).waiting == left)
             holder.kill()
             expires_us = slot_row(database, "dead").expires_us
-            assert 0 < expires_us - now_us(database) <= 2e6
+            assert 0 < expires_us - now_us(database) <= 1.5e6
             tokens += waiter.granted()[1]
             assert 0 <= slot_row(database, "dead").acquired_us - expires_us < SOON_US
         assert tokens == sorted(set(tokens))
