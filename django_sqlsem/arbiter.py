@@ -94,7 +94,7 @@ class Arbiter:
                 self._pause = FIRST_LOOK
             self._ahead = ahead
         # Whoever stands further back looks less often.
-        pause = max(self._pause, min(0.02 * self._ahead, HEARTBEAT / 2))
+        pause = max(self._pause, min(0.006 * self._ahead, HEARTBEAT / 2))
         self._pause = min(self._pause * 1.15, LAST_LOOK)
         pause *= random.uniform(0.7, 1.3)  # noqa: S311 - no two processes in step
         if expiry_in is not None and not self._ahead:

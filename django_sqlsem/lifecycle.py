@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
-from django_sqlsem import backends, entries, holds, identity, keepers, scopes, sessions, testmode
+from django_sqlsem import backends, entries, holds, identity, keepers, scopes, sessions, sqlite_files, testmode
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def install() -> None:
     _installed = True
     testmode.install()
     connection_created.connect(_guard_test_database, dispatch_uid="sqlsem_lifecycle")
+    connection_created.connect(sqlite_files.remember, dispatch_uid="sqlsem_sqlite_files")
     post_migrate.connect(_lose_flushed, dispatch_uid="sqlsem_lifecycle")
     atexit.register(stop_all)
     _stop_with_multiprocessing()

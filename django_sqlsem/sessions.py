@@ -17,7 +17,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import load_backend
 
-from django_sqlsem import session_settings
+from django_sqlsem import session_settings, sqlite_files
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class OwnSession:
         self.last_used = time.monotonic()
         self._lock = threading.Lock()
         self._connection: BaseDatabaseWrapper | None = None
+        self._file: sqlite_files.FileId = None
         #: When a connection could not be opened last, and why; ``None`` since one could.
         self._unreachable: tuple[float, DjangoDatabaseError] | None = None
         _sessions.add(self)
@@ -115,7 +116,8 @@ class OwnSession:
 
     def _repeat(self, attempt: Callable[[BaseDatabaseWrapper], T], *, again: bool) -> T:
         asked = time.monotonic()
-        _go.wait(FORK_PATIENCE)
+        with _gate:
+            pass
         with self._lock:
             if self._unreachable is not None and self._unreachable[0] >= asked:
                 # Who stood in line meanwhile need not find it out anew, one long connect timeout after the other.
@@ -155,15 +157,17 @@ class OwnSession:
 
     def _open(self) -> BaseDatabaseWrapper:
         if self._connection is not None:
-            # A test runner renames the database under way.
+            # A test runner renames the database under way; and a file may have been put in the place of SQLite's.
             if self._connection.settings_dict["NAME"] == connections[self.alias].settings_dict["NAME"]:
-                return self._connection
+                if self._file == sqlite_files.file_id(self._connection):
+                    return self._connection
             self._discard()
         connection = own_connection(self.alias)
+        sqlite_files.leave_inherited(sqlite_files.file_id(connection))
         try:
             connection.ensure_connection()  # unlike connect(), it raises Django's errors, not the driver's
             session_settings.prepare(connection)
-            self._connection = connection
+            self._connection, self._file = connection, sqlite_files.file_id(connection)
             return connection
         except BaseException:
             self._connection = None
@@ -230,11 +234,7 @@ class CallerSession:
 
 
 def backend_error(alias: str, error: Exception, *, stale: bool = False, unsent: bool = False) -> BackendError:
-    """Wrap a driver's error in one sentence that names the database.
-
-    ``stale``: the connection had been open for a while and was found dead, so that a new one may do better.
-    ``unsent``: no connection could be opened.
-    """
+    """Wrap a driver's error in one sentence that names the database; ``BackendError`` explains the two flags."""
     message = f"The database {alias!r} failed: {str(error).strip() or type(error).__name__}"
     if session_settings.is_missing_table(error):
         message += f" (the lock tables are not there: run manage.py migrate --database {alias})"
@@ -257,7 +257,7 @@ def own_connection(alias: str) -> BaseDatabaseWrapper:
         session_settings.limit_waiting(raw)
         return raw
 
-    connection.get_new_connection = get_limited  # type: ignore[method-assign]
+    connection.get_new_connection = get_limited  # type: ignore[method-assign,assignment]
     # Polls and renewals would drown DEBUG's query log.
     connection.make_debug_cursor = connection.make_cursor  # type: ignore[method-assign,assignment]
     return connection
@@ -266,33 +266,34 @@ def own_connection(alias: str) -> BaseDatabaseWrapper:
 _sessions: weakref.WeakSet[OwnSession] = weakref.WeakSet()
 _inherited: list[BaseDatabaseWrapper] = []
 _frozen: list[threading.Lock] = []
-#: Not set while a thread wants to fork: else it would have to race all the others for each session.
-_go = threading.Event()
-_go.set()
+#: Taken while a thread wants to fork: else it would have to race all the others for each session.
+_gate = threading.Lock()
 
 
 def before_fork() -> None:
     """Let every statement under way finish, so that the child inherits no half-done one."""
-    _go.clear()
+    _gate.acquire()
     for session in sorted(_sessions, key=id):
         lock = session._lock
         if lock.acquire(timeout=FORK_PATIENCE):
             _frozen.append(lock)
+            if session._connection is not None and session._connection.vendor == "sqlite":
+                session._discard()
 
 
 def after_fork_in_parent() -> None:
     """Go on."""
     while _frozen:
         _frozen.pop().release()
-    _go.set()
+    _gate.release()
 
 
 def after_fork_in_child() -> None:
     """Leave the parent's connections alone."""
-    global _go
+    global _gate
     _frozen.clear()
-    _go = threading.Event()
-    _go.set()
+    _gate = threading.Lock()
+    sqlite_files.after_fork()
     for session in list(_sessions):
         session.after_fork()
     _sessions.clear()

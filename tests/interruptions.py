@@ -17,7 +17,7 @@ import django_sqlsem
 LIBRARY = str(Path(django_sqlsem.__file__).parent)
 
 
-class SoftLimit(Exception):
+class SoftLimit(Exception):  # noqa: N818 - named like what it stands for
     """Like Celery's SoftTimeLimitExceeded: an ordinary Exception that a signal handler raises anywhere."""
 
 
@@ -33,7 +33,9 @@ class Striking:
     between ``__enter__`` and the block.
     """
 
-    def __init__(self, nth: int, error: BaseException, wanted: Callable[[FrameType], bool] = lambda frame: True) -> None:
+    def __init__(
+        self, nth: int, error: BaseException, wanted: Callable[[FrameType], bool] = lambda frame: True
+    ) -> None:
         self.left = nth
         self.error: BaseException | None = error
         self.wanted = wanted
@@ -127,7 +129,7 @@ def _out_of_reach(code: CodeType) -> frozenset[int]:
 
 
 class StrikingAwait:
-    """Awaits ``coroutine`` and throws ``error`` into it at its ``nth`` suspension. ``struck``: whether it came to that."""
+    """Awaits ``coroutine`` and throws ``error`` into it where it waits for the ``nth`` time, if it comes to that."""
 
     def __init__(self, coroutine: Any, nth: int, error: BaseException) -> None:
         self.coroutine = coroutine

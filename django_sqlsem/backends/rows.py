@@ -62,9 +62,11 @@ class RowsBackend(RowsOperator):
         if place.refresh:
             grant, ahead, expiry_in = self._look_and_claim(session, dialect, claim, queue, parameters)
             return Waited(grant, ahead, expiry_in)
-        if claim.take == 1:
-            return Waited(self._take_one(session, dialect, claim, queue, parameters))
-        return Waited(self._take_locked(session, dialect, claim, queue, parameters))
+        ahead, free = session.run(lambda cursor: _fetch(cursor, dialect, sql.ahead(dialect), parameters)) or (0, 0)
+        if not free or (ahead and claim.fair):
+            return Waited(None, int(ahead))
+        take = self._take_one if claim.take == 1 else self._take_locked
+        return Waited(take(session, dialect, claim, queue, parameters), int(ahead))
 
     def leave(self, session: Session, ticket: str) -> None:
         """Delete the waiter's row."""

@@ -82,6 +82,17 @@ def look(dialect: Dialect) -> str:
 
 
 @functools.cache
+def ahead(dialect: Dialect) -> str:
+    """What a waiter looks at between heartbeats, without a lock: how many wait longer, and how many slots are free."""
+    return (
+        "SELECT COUNT(*), (SELECT COUNT(*) FROM sqlsem_slot WHERE semaphore_key = %(key)s AND closed = %(no)s"
+        f" AND {dialect.free_sql()}) FROM sqlsem_waiter w, sqlsem_waiter me WHERE me.ticket = %(ticket)s"
+        f" AND w.semaphore_key = me.semaphore_key AND {dialect.live_sql('w.')}"
+        " AND (w.queued_us < me.queued_us OR (w.queued_us = me.queued_us AND w.id < me.id))"
+    )
+
+
+@functools.cache
 def lock(dialect: Dialect) -> str:
     """Lock the semaphore's row until the transaction ends."""
     return (

@@ -143,6 +143,8 @@ def test_a_killed_parents_session_ends_although_its_child_lives(database):
 
 def test_forks_in_the_middle_of_other_threads_acquires(database):
     body = """
+        with lock:
+            pass  # all is imported by now: a fork while another thread imports is beyond anybody's help
         stop = threading.Event()
         count = [0]
         def work(number):
@@ -239,7 +241,7 @@ def test_gunicorn_with_preload(database, tmp_path):
     log = tmp_path / "gunicorn.log"
     with log.open("wb") as output:
         master = subprocess.Popen(
-            [*command, "--max-requests", "3", "preloaded_app:application"],
+            [*command, "--max-requests", "3", "--graceful-timeout", "5", "preloaded_app:application"],
             cwd=tmp_path,
             env=environment,
             stdout=output,

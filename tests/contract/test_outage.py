@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import sqlite3
 import time
 
 import pytest
-from django.db import connections
+from django.db import connections, transaction
 
-from django_sqlsem import semaphore
+from django_sqlsem import AcquireTimeoutError, PermitLostError, semaphore
 from tests import databases
 from tests.contract.sufferers import Sufferer
 from tests.databases import held_rows, kill_sessions, session_ids
+from tests.processes import Child
 from tests.proxy import proxy_for, through
 from tests.threads import wait_until
 
@@ -22,7 +26,6 @@ SOON = 3.0
 
 SERVERS = [alias for alias in databases.covered() if alias != "default"]
 OUTAGES = ["refuse", "silence"]
-
 
 
 @pytest.fixture(params=SERVERS)
@@ -242,3 +245,299 @@ def test_killed_while_holding_keeps_the_permit(server):
             child.does("check", "ours")
         child.does("release", "released")
     assert held_rows(server) == []
+
+
+# SQLite has no server: its file is locked by somebody, replaced, or not there.
+
+
+@contextlib.contextmanager
+def write_lock(alias="default"):
+    """Keep SQLite's one write lock, as another program may."""
+    with contextlib.closing(databases.raw_connection(alias)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        finally:
+            other.execute("ROLLBACK")
+
+
+@pytest.fixture
+def sqlite(committed):
+    yield "default"
+    databases.assert_nothing_held("default")
+
+
+def is_locked(cause):
+    return cause == "django.db.utils.OperationalError: database is locked"
+
+
+@pytest.mark.parametrize("verb", ["acquire", "aacquire"])
+def test_sqlite_locked_before_an_acquire(sqlite, verb):
+    with Sufferer(sqlite, "before") as child:
+        with write_lock():
+            assert is_locked(child.does(f"{verb} 30", "failed", within=BOUND))
+        child.does(f"{verb} 30", "held")
+        assert len(held_rows(sqlite)) == 1
+        child.does("release", "released")
+
+
+def test_sqlite_locked_for_a_moment_goes_unnoticed(sqlite):
+    with Sufferer(sqlite, "moment") as child:
+        for line, outcome in (("acquire 30", "held"), ("release", "released")):
+            with write_lock():
+                child.send(line)
+                child.silent(1.5)
+            child.answer(outcome, within=5)
+
+
+def test_sqlite_locked_while_waiting(sqlite):
+    lock = semaphore("waiting", using=sqlite)
+    holder = lock.acquire()
+    with Sufferer(sqlite, "waiting") as child:
+        child.send("acquire 60")
+        wait_until(lambda: lock.status().waiting == 1)
+        with write_lock():
+            assert is_locked(child.answer("failed", within=BOUND + 5))
+        child.send("acquire 60")
+        wait_until(lambda: lock.status().waiting == 1)
+        holder.release()
+        child.answer("held", within=BOUND)
+        child.does("release", "released")
+
+
+def test_sqlite_locked_while_holding(sqlite):
+    with Sufferer(sqlite, "short", lease=6) as patient, Sufferer(sqlite, "long", lease=2) as child:
+        patient.does("acquire 5", "held")
+        child.does("acquire 5", "held")
+        with write_lock():
+            time.sleep(3)
+            assert child.does("check", "lost", within=1) == "cut off"
+            patient.does("check", "ours")
+        time.sleep(4)
+        patient.does("check", "ours")
+        assert [row.pid for row in held_rows(sqlite)] == [patient.pid]
+        child.does("release", "released")
+        patient.does("release", "released")
+
+
+def test_sqlite_locked_while_giving_back(sqlite):
+    with Sufferer(sqlite, "late") as child, Sufferer(sqlite, "block") as other:
+        child.does("acquire 5", "held")
+        other.does("enter", "held")
+        with write_lock():
+            child.send("release")
+            other.send("leave")
+            assert is_locked(child.answer("failed", within=BOUND))
+            other.answer("left", within=BOUND)
+            assert "The permit of 'block' could not be given back; the keeper goes on trying" in other.stderr
+            assert len(held_rows(sqlite)) == 2
+        wait_until(lambda: not held_rows(sqlite), timeout=SOON, what="given back by the keepers")
+        child.does("acquire 5", "held")
+        child.does("release", "released")
+
+
+class OwnFile:
+    """A database file of a test's own, a copy of the test database, and the children's way to it."""
+
+    def __init__(self, directory):
+        self.path = directory / "locks" / "own.sqlite3"
+        self.path.parent.mkdir()
+        self.fill(self.path)
+        settings = json.loads(databases.child_environment()["SQLSEM_TEST_DATABASES"])
+        settings["default"]["NAME"] = str(self.path)
+        self.environment = {"SQLSEM_TEST_DATABASES": json.dumps(settings)}
+
+    def fill(self, path):
+        with (
+            contextlib.closing(databases.raw_connection("default")) as source,
+            contextlib.closing(sqlite3.connect(path)) as target,
+        ):
+            source.backup(target)
+
+    def replace(self):
+        new = self.path.with_name("new.sqlite3")
+        self.fill(new)
+        for end in ("-wal", "-shm"):
+            self.path.with_name(self.path.name + end).unlink(missing_ok=True)
+        new.replace(self.path)
+
+    def held(self):
+        with contextlib.closing(sqlite3.connect(self.path)) as connection:
+            return connection.execute("SELECT COUNT(*) FROM sqlsem_slot WHERE expires_us IS NOT NULL").fetchone()[0]
+
+
+@pytest.fixture
+def own_file(committed, tmp_path):
+    return OwnFile(tmp_path)
+
+
+def test_a_replaced_file_is_noticed(own_file):
+    with (
+        Sufferer("default", "one", env=own_file.environment) as child,
+        Sufferer("default", "one", env=own_file.environment) as other,
+    ):
+        child.does("acquire 5", "held")
+        child.does("release", "released")
+        own_file.replace()
+        child.does("acquire 5", "held")
+        assert own_file.held() == 1
+        other.does("acquire 0", "busy")
+        child.does("release", "released")
+        other.does("acquire 0", "held")
+        # Held in a file that is no more: the next renewal finds out.
+        own_file.replace()
+        child.does("acquire 0", "held")
+        other.does("release", "released")
+        assert own_file.held() == 1
+        child.does("check", "ours")
+        child.does("release", "released")
+
+
+def test_a_file_that_is_not_there(own_file):
+    away = own_file.path.parent.with_name("away")
+    with Sufferer("default", "one", env=own_file.environment) as child:
+        own_file.path.parent.rename(away)
+        cause = child.does("acquire 5", "failed")
+        assert cause == "django.db.utils.OperationalError: unable to open database file"
+        away.rename(own_file.path.parent)
+        child.does("acquire 5", "held")
+        own_file.path.parent.rename(away)
+        child.does("release", "failed")
+        away.rename(own_file.path.parent)
+        wait_until(lambda: own_file.held() == 0, timeout=SOON, what="given back by the keeper")
+        child.does("acquire 5", "held")
+        child.does("release", "released")
+
+
+INHERITED = """
+import os
+from django.db import connection, connections
+from django_sqlsem import AcquireTimeoutError, lifecycle, semaphore
+lock = semaphore("inherited", timeout=1)
+with connection.cursor() as cursor:  # the project's own connection is open at the fork, and so is the library's
+    cursor.execute("SELECT 1")
+lock.acquire().release()
+ready, readers = os.pipe(), os.pipe()
+child = os.fork()
+if child == 0:
+    lock.acquire().release()
+    os.write(ready[1], b"1")
+    os.read(readers[0], 1)
+    try:
+        lock.acquire()
+    except AcquireTimeoutError:
+        os._exit(7)
+    os._exit(8)
+os.read(ready[0], 1)
+lifecycle.stop_all()
+connections.close_all()
+say("closed")
+listen()
+os.write(readers[1], b"1")
+say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_keeps_its_hold_on_the_file(own_file):
+    """Whoever closes the file last takes its write-ahead log away: a child must count among those that have it open."""
+    with (
+        Child(INHERITED, env=own_file.environment) as parent,
+        Sufferer("default", "inherited", env=own_file.environment) as holder,
+    ):
+        parent.expect("closed")
+        holder.does("acquire 5", "held")
+        parent.send()
+        parent.expect("7")
+        holder.does("release", "released")
+
+
+# Inside atomic(), SQLite's one writer is the caller.
+
+
+def test_sqlite_atomic_uses_the_callers_connection(sqlite):
+    lock = semaphore("atomic", using=sqlite)
+    with transaction.atomic(using=sqlite):
+        permit = lock.acquire()
+        assert [row.token for row in held_rows(sqlite)] == [permit.token]
+        with contextlib.closing(databases.raw_connection(sqlite)) as other:
+            assert other.execute("SELECT COUNT(*) FROM sqlsem_slot WHERE expires_us IS NOT NULL").fetchone() == (0,)
+            other.execute("PRAGMA busy_timeout = 0")
+            with pytest.raises(sqlite3.OperationalError, match="locked"):
+                other.execute("BEGIN IMMEDIATE")
+    assert [row.token for row in held_rows(sqlite)] == [permit.token]
+    permit.check()
+    permit.release()
+    assert held_rows(sqlite) == []
+
+
+def test_sqlite_atomic_refuses_to_wait(sqlite):
+    lock = semaphore("refused", using=sqlite)
+    with Sufferer(sqlite, "refused") as holder:
+        holder.does("acquire 5", "held")
+        with transaction.atomic(using=sqlite):
+            started = time.monotonic()
+            with pytest.raises(AcquireTimeoutError, match=r"waiting inside atomic\(\) on SQLite could never end"):
+                lock.acquire(timeout=30)
+            with pytest.raises(AcquireTimeoutError, match="waiting inside"), lock:
+                pass
+            assert lock.try_acquire() is None
+            assert time.monotonic() - started < 1
+        holder.does("release", "released")
+    with transaction.atomic(using=sqlite), lock:
+        pass
+
+
+def test_sqlite_rollback_undoes_the_claim(sqlite):
+    lock = semaphore("undone", using=sqlite)
+    lock.acquire().release()
+    permit = None
+    with pytest.raises(ZeroDivisionError), transaction.atomic(using=sqlite):
+        permit = lock.acquire()
+        permit.check()
+        raise ZeroDivisionError
+    assert held_rows(sqlite) == []
+    wait_until(lambda: permit.lost, timeout=3, what="its holder knows")
+    with pytest.raises(PermitLostError):
+        permit.check()
+    again = lock.acquire(timeout=2)
+    permit.release()
+    again.check()
+    assert [row.token for row in held_rows(sqlite)] == [again.token]
+    again.release()
+
+
+def test_sqlite_release_inside_and_after_atomic(sqlite):
+    lock = semaphore("in-and-out", slots=3, using=sqlite)
+    with transaction.atomic(using=sqlite):
+        with lock:
+            assert len(held_rows(sqlite)) == 1
+        assert held_rows(sqlite) == []
+        later = lock.acquire()
+    assert [row.token for row in held_rows(sqlite)] == [later.token]
+    later.release()
+    before = lock.acquire()
+    with transaction.atomic(using=sqlite):
+        before.release()
+    assert held_rows(sqlite) == []
+    # A release that was rolled back is made up for.
+    before = lock.acquire()
+    with pytest.raises(ZeroDivisionError), transaction.atomic(using=sqlite):
+        before.release()
+        raise ZeroDivisionError
+    wait_until(lambda: not held_rows(sqlite), timeout=SOON, what="given back")
+    with lock:
+        pass
+
+
+def test_sqlite_atomic_with_a_savepoint_that_is_rolled_back(sqlite):
+    lock = semaphore("savepoint", using=sqlite)
+    with transaction.atomic(using=sqlite):
+        with pytest.raises(ZeroDivisionError), transaction.atomic(using=sqlite):
+            permit = lock.acquire()
+            raise ZeroDivisionError
+        assert held_rows(sqlite) == []
+        permit.release()
+        with lock:
+            pass
+    assert held_rows(sqlite) == []

@@ -1,0 +1,57 @@
+"""What SQLite asks of those who share its files: no open connection may pass a fork, and no file may be swapped unseen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+FileId: TypeAlias = "tuple[int, int] | None"
+
+_known: weakref.WeakSet[BaseDatabaseWrapper] = weakref.WeakSet()
+_inherited: list[tuple[weakref.ref[BaseDatabaseWrapper], Any]] = []
+
+
+def file_id(connection: BaseDatabaseWrapper) -> FileId:
+    """Return what file an SQLite connection's name means now; ``None`` if none, or for any other database."""
+    if connection.vendor != "sqlite":
+        return None
+    try:
+        found = os.stat(connection.settings_dict["NAME"])
+    except (OSError, TypeError, ValueError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def remember(connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
+    """Know of a connection that was opened, whoever uses it: a receiver of ``connection_created``."""
+    if connection.vendor == "sqlite":
+        _known.add(connection)
+
+
+def after_fork() -> None:
+    """In a forked child: note the connections that came along."""
+    _inherited[:] = [(weakref.ref(each), each.connection) for each in list(_known) if each.connection is not None]
+
+
+def leave_inherited(file: FileId) -> None:
+    """Close the connections to a file that came along at the fork, before the first of our own is opened.
+
+    As long as SQLite sees them it believes that this process has the file's locks. The system says that the parent
+    has: others would take the write-ahead log away under this process, which went on alone in a file of its own.
+    A connection inside a transaction is left alone, as its end would undo the parent's.
+    """
+    for reference, raw in list(_inherited):
+        connection = reference()
+        if connection is not None and connection.connection is raw and file_id(connection) == file and file is not None:
+            if raw.in_transaction:
+                continue
+            with contextlib.suppress(Exception):
+                raw.close()
+            connection.connection = None
+        if connection is None or connection.connection is not raw:
+            _inherited.remove((reference, raw))
