@@ -4,6 +4,8 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 SOAK_ARGS ?=
+# Test processes at once. Most tests wait more than they work.
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 DEV := $(VENV)/.installed-dev
@@ -41,7 +43,7 @@ $(DEMO): pyproject.toml | $(BIN)/pip
 deps: $(DEV)
 
 test: $(DEV)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak: $(DEV)
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(SOAK_ARGS)

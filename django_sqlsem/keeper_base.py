@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import concurrent.futures
 import contextlib
@@ -31,7 +32,7 @@ logger = logging.getLogger("django_sqlsem")
 T = TypeVar("T")
 
 
-class KeeperBase:
+class KeeperBase(abc.ABC):
     """The part of a keeper that ends holds.
 
     The caller's own thread runs the release, on the ``work`` session; whatever must go on without the caller is
@@ -51,24 +52,25 @@ class KeeperBase:
 
     # How steps are run: the two kinds differ in these.
 
+    @abc.abstractmethod
     def post(self, step: Callable[[], object]) -> None:
         """Run a step soon, on the keeper's side."""
-        raise NotImplementedError  # pragma: no cover - abstract
 
+    @abc.abstractmethod
     def poke(self, arbiter: Arbiter) -> None:
         """Have the arbiter look again now."""
-        raise NotImplementedError  # pragma: no cover - abstract
 
+    @abc.abstractmethod
     def doubt(self, claim: Claim) -> None:
         """Free what this claim may have got, now and again until its statement must have ended."""
-        raise NotImplementedError  # pragma: no cover - abstract
+
+    @abc.abstractmethod
+    def renew_now(self, hold: Hold) -> None:
+        """Have a grant proved without waiting for its next renewal."""
 
     def register(self, hold: Hold) -> None:
         """Know of a hold, before anything is sent for it."""
         self.holds[id(hold)] = hold
-
-    def renew_now(self, hold: Hold) -> None:
-        """Have a grant proved without waiting for its next renewal. Nothing to prove for what never runs out."""
 
     # Where statements go.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ def limit_waiting(raw: Any) -> None:
         except StopIteration as stop:
             return stop.value
 
-    wait = raw.wait
-    raw.wait = lambda steps, *args, **kwargs: wait(limited(steps), *args, **kwargs)
+    wait, itself = type(raw).wait, weakref.ref(raw)  # a cycle would keep a lost connection open
+    raw.wait = lambda steps, *args, **kwargs: wait(itself(), limited(steps), *args, **kwargs)
 
 
 def prepare(connection: BaseDatabaseWrapper) -> None:

@@ -158,9 +158,9 @@ class OwnSession:
     def _open(self) -> BaseDatabaseWrapper:
         if self._connection is not None:
             # A test runner renames the database under way; and a file may have been put in the place of SQLite's.
-            if self._connection.settings_dict["NAME"] == connections[self.alias].settings_dict["NAME"]:
-                if self._file == sqlite_files.file_id(self._connection):
-                    return self._connection
+            same_name = self._connection.settings_dict["NAME"] == connections[self.alias].settings_dict["NAME"]
+            if same_name and self._file == sqlite_files.file_id(self._connection):
+                return self._connection
             self._discard()
         connection = own_connection(self.alias)
         sqlite_files.leave_inherited(sqlite_files.file_id(connection))

@@ -1,4 +1,4 @@
-"""What SQLite asks of those who share its files: no open connection may pass a fork, and no file may be swapped unseen."""
+"""What SQLite asks of those who share a file: no open connection passes a fork, and no file is swapped unseen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exceptions that strike anywhere in the library: a thread is walked through its statements, one point after the other."""
+"""Exceptions that strike anywhere in the library: a thread is walked through its statements, one after the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import django_sqlsem
 
@@ -21,27 +21,45 @@ class SoftLimit(Exception):  # noqa: N818 - named like what it stands for
     """Like Celery's SoftTimeLimitExceeded: an ordinary Exception that a signal handler raises anywhere."""
 
 
+class Place(NamedTuple):
+    """Where something strikes: before a line, or after the call of a function that ends on it."""
+
+    file: str
+    line: int
+    when: str
+    function: str
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.when} {self.function}"
+
+
 class Striking:
     """Raises ``error`` at the ``nth`` point that this thread reaches in the library inside the ``with`` block.
 
     Points are the beginning of every line, and the moment after a function has returned and before its caller has
-    the result. ``struck`` says where it was, or is ``None`` if there were fewer points. ``wanted`` may refuse frames.
+    the result. ``struck`` is the place where it was, or ``None`` if there were fewer points. ``wanted`` may refuse
+    frames, and ``but`` names places that do not count.
 
     A place that is passed again and again counts twice. Finalisers do not count, as Python drops what is raised
-    there. Nor do points that a trace function can reach and
-    a signal cannot: where CPython begins to leave a ``with`` block, where it does nothing at all (``try:``), and
-    between ``__enter__`` and the block.
+    there. Nor do points that a trace function can reach and a signal cannot: where CPython begins to leave a ``with``
+    block, where it does nothing at all (``try:``), and between ``__enter__`` and the block.
     """
 
     def __init__(
-        self, nth: int, error: BaseException, wanted: Callable[[FrameType], bool] = lambda frame: True
+        self,
+        nth: int,
+        error: BaseException,
+        wanted: Callable[[FrameType], bool] = lambda frame: True,
+        but: frozenset[Place] = frozenset(),
     ) -> None:
         self.left = nth
         self.error: BaseException | None = error
         self.wanted = wanted
-        self.struck: str | None = None
+        self.but = but
+        self.struck: Place | None = None
         self._raising: FrameType | None = None
-        self._passed: Counter[tuple[CodeType, int, str]] = Counter()
+        self._passed: Counter[Place] = Counter()
 
     def __enter__(self) -> Striking:
         self._before = sys.gettrace()
@@ -69,14 +87,15 @@ class Striking:
         return self._step
 
     def _count(self, frame: FrameType, when: str) -> None:
-        place = (frame.f_code, frame.f_lasti, when)
+        place = Place(
+            Path(frame.f_code.co_filename).name, frame.f_lineno, when, frame.f_code.co_qualname, frame.f_lasti
+        )
         self._passed[place] += 1
-        if self._passed[place] > 2:
+        if self._passed[place] > 2 or place in self.but:
             return
         self.left -= 1
         if self.left == 0:
-            file = Path(frame.f_code.co_filename).name
-            self.struck = f"{file}:{frame.f_lineno} {when} {frame.f_code.co_qualname}"
+            self.struck = place
             error, self.error = self.error, None
             assert error is not None
             try:

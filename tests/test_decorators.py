@@ -410,6 +410,7 @@ class TestNames:
     @pytest.mark.parametrize(
         ("key", "name"),
         [("eu", "k:eu"), (7, "k:7"), (uuid.UUID(int=5), f"k:{uuid.UUID(int=5)}"), (identity.process_id(), None)],
+        ids=["text", "number", "uuid", "this process"],
     )
     def test_a_key(self, key, name):
         @semaphore("k", key=lambda a, b=1: key)

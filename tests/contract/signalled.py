@@ -1,4 +1,4 @@
-"""A process whose main thread is struck by real signals at random moments of acquires and releases, in the driver too."""
+"""A process whose main thread is struck by signals at random moments of acquires and releases, in the driver too."""
 
 from __future__ import annotations
 
