@@ -78,6 +78,7 @@ class Hold:
         self.released = False
         self.releasing = threading.Lock()
         self.releasing_since = 0.0
+        self.release_retried = False
         self.callbacks: list[Callable[[Permit], object]] = []
         self.permit: Callable[[], Permit | None] = lambda: None
         self.owner: weakref.ref[Any] | None = None

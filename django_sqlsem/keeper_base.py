@@ -169,7 +169,7 @@ class KeeperBase(abc.ABC):
         """Note that the database has the slots back, or had given them to somebody else already."""
         hold.released = True
         self.holds.pop(id(hold), None)
-        if not freed and hold.loss is None:
+        if not freed and hold.loss is None and not hold.release_retried:
             hold.lose(Loss(LossReason.EXPIRED, "when it was released, its slot was no longer its own"))
         arbiter = self.arbiters.get(hold.claim.resource.key)
         if arbiter is not None:
@@ -182,6 +182,7 @@ class KeeperBase(abc.ABC):
         if hold.released or hold.grant is None or id(hold) not in self.holds:
             return
         hold.releasing_since = boot_now()
+        hold.release_retried = True  # the caller may only stand in line for its session: who comes second frees nothing
         try:
             self.backend.release(self.own, hold.held)
             self.released(hold, True)  # else the try that failed may have freed them all the same

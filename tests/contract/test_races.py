@@ -242,3 +242,19 @@ def test_a_row_that_someone_keeps_locked_costs_no_other_permit_its_lease(databas
     other.check()
     other.release()
     locked.release()
+
+
+def test_a_release_that_the_keeper_overtook_is_no_loss(database, caplog):
+    """A caller may wait for its session for so long that the keeper takes it for stuck, and gives back first."""
+    lock = semaphore("overtaken", 1, using=database)
+    permit = lock.acquire()
+    permit.detach()
+    keeper = keeper_for(get_backend(database))
+    with keeper.work._lock:  # as when many threads stand in line for it
+        caller = threading.Thread(target=permit.release)
+        caller.start()
+        wait_until(lambda: held_rows(database) == [], timeout=10)
+        assert caller.is_alive()
+    caller.join(10)
+    assert permit.lost is None
+    assert "lost" not in caplog.text
