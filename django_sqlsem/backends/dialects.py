@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from django_sqlsem import clocks
+from django_sqlsem.backends.beacons import MySQLBeacon, PostgreSQLBeacon
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
-    from django.db.backends.utils import CursorWrapper
+
+    from django_sqlsem.cursors import AnyCursor
 
 _PARAMETER: Final = re.compile(r"%\((\w+)\)s")
 
@@ -24,8 +26,18 @@ class Dialect:
     now_sql: ClassVar[str] = ""
     #: Does ``UPDATE ... RETURNING`` tell what was claimed in the same round trip?
     returning: ClassVar[bool] = False
-    #: Follows a sub-select that picks a slot, so that two claims never wait for one row.
+    #: Follows a sub-select that picks a slot ``s``, so that two claims never wait for one row.
     skip_locked: ClassVar[str] = ""
+    #: Follows a select that locks what it reads and passes over what is locked.
+    lock_skipping: ClassVar[str] = ""
+    #: Can one statement write several tables and return what it wrote?
+    writing_ctes: ClassVar[bool] = False
+    #: One more column that makes the statement's own commit go without a flush.
+    unflushed: ClassVar[str] = ""
+    #: Does it take a list as one parameter?
+    arrays: ClassVar[bool] = False
+    #: Does the server wake sessions that listen?
+    notifies: ClassVar[bool] = False
     #: Can an ``UPDATE`` pick its row by ``ORDER BY ... LIMIT 1`` itself?
     update_limit: ClassVar[bool] = False
     #: Begins and ends an insert of rows that may be there already; ``None``: a conflict is an IntegrityError.
@@ -35,8 +47,11 @@ class Dialect:
     #: Two ways to lock the row that a query reads: after it, or after its table's name.
     for_update: ClassVar[str] = " FOR UPDATE"
     lock_hint: ClassVar[str] = ""
-    free: ClassVar[str] = "({t}expires_us IS NULL OR {t}expires_us <= {{now}})"
+    # For one lease after the server's start nothing has run out.
+    free: ClassVar[str] = "({t}expires_us IS NULL OR ({t}expires_us <= {{now}} AND {t}lease_us <= {{now}} - %(since)s))"
     live: ClassVar[str] = "{t}expires_us > {{now}}"
+    #: A condition on ``{process_id}``: see ``beacons``.
+    dead: ClassVar[str | None] = None
     #: The clock that tokens follow.
     token_now: ClassVar[str] = "{now}"  # noqa: S105
 
@@ -45,16 +60,23 @@ class Dialect:
         """This boot of the host, where the host's clock is the database's; else empty."""
         return ""
 
-    def execute(self, cursor: CursorWrapper, sql: str, parameters: Mapping[str, Any]) -> None:
+    def execute(self, cursor: AnyCursor, sql: str, parameters: Mapping[str, Any]) -> None:
         """Run a statement; only the parameters that its text names are sent."""
-        values = self.parameters() | dict(parameters)
-        text, names = self._text(sql)
+        text, names = _prepare(sql, self.now_sql)
+        values = {**self.parameters(), "since": getattr(cursor, "since_us", 0), "witness": False, **parameters}
+        if "arrived_us" in parameters:
+            # At this very moment: a statement may have stood in line for the database for a while.
+            values["age_us"] = max(0, clocks.boot_now_us() - parameters["arrived_us"])
         cursor.execute(text, {name: values[name] for name in names} or None)
 
-    def now(self, cursor: CursorWrapper) -> int:
+    def now(self, cursor: AnyCursor) -> int:
         """Return the database's clock, in microseconds."""
         cursor.execute(f"SELECT {self.now_sql}{self.dual}")
         return int(cursor.fetchone()[0])
+
+    def token_clock(self, now: int) -> int:
+        """Return the clock that tokens follow, when the database's says ``now``."""
+        return now
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters that every statement may use."""
@@ -64,12 +86,24 @@ class Dialect:
         """Return the condition that nobody holds a slot: free, or its lease has run out."""
         return self.free.format(t=table)
 
+    def waits_sql(self, table: str = "") -> str:
+        """Return the condition that a waiter may be granted: alive, and not away."""
+        return f"{self.live_sql(table)} AND {table}away = %(no)s"
+
+    def alive(self, table: str) -> str:
+        """Return one more condition: that the process of a waiter is not known to be dead; or nothing."""
+        dead = self.dead_sql(table)
+        return f" AND (%(witness)s = %(no)s OR NOT ({dead}))" if dead else ""
+
+    def dead_sql(self, table: str) -> str:
+        """Return the condition that the beacon of a row's process is out; empty where SQL cannot tell."""
+        if self.dead is None:
+            return ""
+        return f"{table}beacon AND {self.dead.replace('{process_id}', f'{table}process_id')}"
+
     def live_sql(self, table: str = "") -> str:
         """Return the condition that a slot's or a waiter's time has not run out."""
         return self.live.format(t=table)
-
-    def _text(self, sql: str) -> tuple[str, Sequence[str]]:
-        return _prepare(sql, self.now_sql)
 
 
 @functools.lru_cache(maxsize=512)
@@ -82,9 +116,16 @@ class PostgreSQL(Dialect):
     """PostgreSQL: everything in one statement."""
 
     # Within a transaction now() is the time it began; a claim asks what time it is.
-    now_sql = "(EXTRACT(EPOCH FROM statement_timestamp()) * 1000000)::bigint"
+    # A float counts these microseconds exactly until the year 2255, and is faster than EXTRACT's numeric.
+    now_sql = "(date_part('epoch', statement_timestamp()) * 1000000)::bigint"
     returning = True
     skip_locked = "FOR UPDATE OF s SKIP LOCKED"
+    lock_skipping = " FOR UPDATE SKIP LOCKED"
+    writing_ctes = True
+    unflushed = ", set_config('synchronous_commit', 'off', true)"
+    arrays = True
+    dead = PostgreSQLBeacon.dead_sql
+    notifies = True
     insert_ignore = ("INSERT INTO", " ON CONFLICT DO NOTHING")
 
 
@@ -115,7 +156,11 @@ class SQLite(Dialect):
             "boot_id": clocks.boot_id(),
         }
 
-    def now(self, cursor: CursorWrapper) -> int:
+    def token_clock(self, now: int) -> int:
+        """Return the wall clock: the boot clock starts anew."""
+        return time.time_ns() // 1000
+
+    def now(self, cursor: AnyCursor) -> int:
         """Return the host's boot clock, in microseconds."""
         return clocks.boot_now_us()
 
@@ -126,6 +171,8 @@ class MySQL(Dialect):
     # UNIX_TIMESTAMP() would go through the session's time zone, where an autumn hour happens twice.
     now_sql = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
     update_limit = True
+    dead = MySQLBeacon.dead_sql
+    lock_skipping = " FOR UPDATE SKIP LOCKED"
     insert_ignore = ("INSERT IGNORE INTO", "")
 
 

@@ -11,7 +11,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from django_sqlsem import testmode
-from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim, Grant, Held, Place, Renewal, Waited
+from django_sqlsem.backends.base import (
+    BaseSemaphoreBackend,
+    Claim,
+    Grant,
+    Granted,
+    Held,
+    Place,
+    Queue,
+    Released,
+    Renewal,
+    Waited,
+)
 from django_sqlsem.exceptions import never_met, wrong_kind
 from django_sqlsem.snapshots import HolderSnapshot, Loss, LossReason, SemaphoreSnapshot, SlotState
 
@@ -86,16 +97,28 @@ class LocalBackend(BaseSemaphoreBackend):
                 known.held[slot] = (claim, token, time.monotonic())
             return Grant(tuple(free), tokens, tuple(free))
 
-    def wait(self, session: Session, claim: Claim, place: Place) -> Waited:
+    def enrol(self, session: Session, claim: Claim, place: Place, *, first: bool) -> Waited:
         """Claim; the queue inside the process is the whole queue."""
-        return Waited(self.claim(session, claim), 0)
+        grant = self.claim(session, claim)
+        return Waited((Granted(claim.permit_id, grant, claim.lease),) if grant else (), Queue(ahead=0))
 
-    def leave(self, session: Session, ticket: str) -> None:
+    def wait(self, session: Session, claim: Claim, place: Place) -> Waited:
+        """Claim once more."""
+        return self.enrol(session, claim, place, first=False)
+
+    def granted(self, session: Session, claim: Claim) -> Granted | None:
+        """Nothing is ever handed to a waiter here: it claims."""
+        return None
+
+    def leave(self, session: Session, claim: Claim) -> None:
         """There is no place to give up."""
 
-    def release(self, session: Session, held: Held) -> bool:
+    def release(self, session: Session, held: Held, *, wanted: bool = False, hand_on: bool = True) -> Released:
         """Free the permit's slots."""
-        return self.discard(session, held.resource, held.permit_id)
+        return Released(self.discard(session, held.resource, held.permit_id))
+
+    def hand_out(self, session: Session, resource: Resource) -> None:
+        """Waiters claim for themselves."""
 
     def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
         """Free whatever the permit has."""
@@ -179,7 +202,7 @@ class LocalBackend(BaseSemaphoreBackend):
             lease_left=claim.lease,
         )
 
-    def revoke(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
+    def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
         """Take a slot away from the holder with this token."""
         with self._lock:
             known = self._world().get(name)

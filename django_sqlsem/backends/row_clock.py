@@ -14,27 +14,31 @@ from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState
 
 #: For how long another number of slots counts as declared lately.
 DISAGREEMENT_US: Final = 3_600_000_000
+#: Within so many seconds a grant that was handed over has been confirmed.
+CONFIRMED: Final = 2.0
 
 
 class RowClock:
     """One instant of the database's clock, and everything that is told by it."""
 
-    def __init__(self, now: int, boot_id: str) -> None:
+    def __init__(self, now: int, boot_id: str, since: int = 0) -> None:
         self.now = now
         self.boot_id = boot_id
+        #: For one lease after this instant nothing has run out.
+        self.since = since
         self.wall = datetime.datetime.now(datetime.UTC)
 
     @classmethod
-    def of(cls, alias: str) -> RowClock:
+    def of(cls, alias: str, *, since: int = 0) -> RowClock:
         """Ask the database of an alias, on its ordinary connection."""
         connection = connections[alias]
         dialect = dialect_for(connection)
         with connection.cursor() as cursor:
-            return cls(dialect.now(cursor), dialect.boot_id)
+            return cls(dialect.now(cursor), dialect.boot_id, since)
 
     def expired(self) -> Q:
         """Rows that are taken, and whose lease has run out or belongs to an earlier boot of the host."""
-        expired = Q(expires_us__lte=self.now)
+        expired = Q(expires_us__lte=self.now, lease_us__lte=self.now - self.since)
         if self.boot_id:
             expired |= Q(expires_us__isnull=False) & ~Q(boot_id=self.boot_id)
         return expired
@@ -70,7 +74,9 @@ class RowClock:
         """Return the snapshot of a taken slot."""
         left = -self.age(row.expires_us, row.boot_id)
         age = max(0.0, self.age(row.acquired_us, row.boot_id))
-        gone = left <= 0 or left * 2 < row.lease_us / 1e6
+        # One that was just handed over is confirmed only after a moment.
+        late = left * 2 < row.lease_us / 1e6 and age > CONFIRMED
+        gone = left <= 0 or late or row.suspect_us is not None
         return HolderSnapshot(
             name=name,
             slot=row.slot,
@@ -104,7 +110,13 @@ class RowClock:
         )
 
     def semaphore(
-        self, row: SemaphoreRow, holders: tuple[HolderSnapshot, ...], waiters: tuple[WaiterSnapshot, ...]
+        self,
+        row: SemaphoreRow,
+        holders: tuple[HolderSnapshot, ...],
+        waiters: tuple[WaiterSnapshot, ...],
+        *,
+        usual_hold: float | None = None,
+        away: int = 0,
     ) -> SemaphoreSnapshot:
         """Return the snapshot of a name."""
         last_grant: int | None = getattr(row, "last_grant_us", None)
@@ -120,4 +132,6 @@ class RowClock:
             waiters=waiters,
             other_declared_slots=row.other_slots if lately and row.other_slots != row.declared_slots else None,
             idle=None if last_grant is None else max(0.0, (self.now - last_grant) / 1e6),
+            usual_hold=usual_hold,
+            away=away,
         )

@@ -8,14 +8,19 @@ and token in the statement's own WHERE, so that its row count decides.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import connections, transaction
-from django.db.models import BigIntegerField, F, Max, Model, OuterRef, Q, QuerySet, Subquery
+from django.db.models import Avg, BigIntegerField, F, FloatField, Max, Model, OuterRef, Q, QuerySet, Subquery
 from django.db.utils import Error
 
+from django_sqlsem.backends import rows_grants
 from django_sqlsem.backends.base import BaseSemaphoreBackend
+from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.backends.row_clock import RowClock
+from django_sqlsem.backends.rows_server import server_since
+from django_sqlsem.caller_sessions import OrdinarySession
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
@@ -72,10 +77,15 @@ class RowsOperator(BaseSemaphoreBackend):
             .annotate(at=Max(clock.grant_instant()))
             .values("at")
         )
+        slots = self._rows(SlotRow).filter(semaphore=OuterRef("pk"), held_us__gt=0).order_by()
+        usual = slots.values("semaphore").annotate(mean=Avg("held_us")).values("mean")
         semaphores = list(
             self._rows(SemaphoreRow)
             .filter(wanted)
-            .annotate(last_grant_us=Subquery(last_grant, output_field=BigIntegerField()))
+            .annotate(
+                last_grant_us=Subquery(last_grant, output_field=BigIntegerField()),
+                usual_us=Subquery(usual, output_field=FloatField()),
+            )
         )
         names = {row.pk: row.name for row in semaphores}
         holders: dict[str, list[HolderSnapshot]] = {}
@@ -83,14 +93,24 @@ class RowsOperator(BaseSemaphoreBackend):
             if slot.semaphore_id in names:
                 holders.setdefault(slot.semaphore_id, []).append(clock.holder(names[slot.semaphore_id], slot))
         waiters: dict[str, list[WaiterSnapshot]] = {}
+        away: Counter[str] = Counter()
         for waiter in self._rows(WaiterRow).filter(related, clock.live()).order_by("queued_us", "pk"):
-            if waiter.semaphore_id in names:
+            if waiter.away:
+                away[waiter.semaphore_id] += 1
+            elif waiter.semaphore_id in names:
                 waiters.setdefault(waiter.semaphore_id, []).append(clock.waiter(names[waiter.semaphore_id], waiter))
         return [
-            clock.semaphore(row, tuple(holders.get(row.pk, ())), tuple(waiters.get(row.pk, ()))) for row in semaphores
+            clock.semaphore(
+                row,
+                tuple(holders.get(row.pk, ())),
+                tuple(waiters.get(row.pk, ())),
+                usual_hold=mean / 1e6 if (mean := getattr(row, "usual_us", None)) else None,
+                away=away[row.pk],
+            )
+            for row in semaphores
         ]
 
-    def revoke(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
+    def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
         """Take a slot away from the holder with this token, live or expired, and note who did it."""
         with self._act(_key(name)) as clock:
             held = self._rows(SlotRow).filter(semaphore=_key(name), slot=slot, token=token, expires_us__isnull=False)
@@ -100,13 +120,17 @@ class RowsOperator(BaseSemaphoreBackend):
             revoked = held.update(
                 expires_us=None, permit_id=None, revoked_token=token, revoked_by=printable(by, MAX_USER_LENGTH)
             )
-            return clock.holder(name, row) if revoked else None
+            holder = clock.holder(name, row) if revoked else None
+        self._hand_out(_key(name))
+        return holder
 
     def purge_slot(self, name: str, slot: int, token: int) -> bool:
         """Free a slot whose lease has run out by the database's clock and that still carries this token."""
         with self._act(_key(name)) as clock:
             expired = self._rows(SlotRow).filter(clock.expired(), semaphore=_key(name), slot=slot, token=token)
-            return bool(expired.update(expires_us=None, permit_id=None))
+            purged = bool(expired.update(expires_us=None, permit_id=None))
+        self._hand_out(_key(name))
+        return purged
 
     def purge_idle(self, name: str) -> bool:
         """Delete a name that nobody holds or waits for, unless an operator has set its slots or paused it."""
@@ -146,12 +170,27 @@ class RowsOperator(BaseSemaphoreBackend):
                 rows.filter(slot__gt=slots, closed=False).update(closed=True)
                 shrinking = rows.filter(clock.live(), slot__gt=slots).exists()
             self._rows(SemaphoreRow).filter(key=key).update(operator_slots=slots, shrinking=shrinking)
+        self._hand_out(key)
         return True
 
     def set_paused(self, name: str, paused: bool) -> bool:
         """Stop or resume granting; holders are not disturbed."""
         with database_errors(self.alias):
-            return bool(self._rows(SemaphoreRow).filter(key=_key(name)).update(paused=paused))
+            found = bool(self._rows(SemaphoreRow).filter(key=_key(name)).update(paused=paused))
+        if not paused:
+            self._hand_out(_key(name))
+        return found
+
+    def _hand_out(self, key: str) -> None:
+        """Give to waiters what an act has made free."""
+        connection = connections[self.alias]
+
+        def hand_out() -> None:
+            parameters = {"key": key, "process_id": "", "durable": True, "since": server_since(connection)}
+            rows_grants.grant(OrdinarySession(connection), dialect_for(connection), parameters)
+
+        # Not inside a transaction of the caller's, which may be rolled back.
+        transaction.on_commit(hand_out, using=self.alias)
 
     def _create_slots(self, key: str, slots: int) -> None:
         present = set(self._rows(SlotRow).filter(semaphore=key).values_list("slot", flat=True))
@@ -162,10 +201,12 @@ class RowsOperator(BaseSemaphoreBackend):
 
     @contextlib.contextmanager
     def _act(self, key: str) -> Iterator[RowClock]:
-        with database_errors(self.alias), transaction.atomic(using=self.alias):
-            self._rows(SemaphoreRow).filter(key=key).update(shrinking=F("shrinking"))
-            # Read after the lock: the clock is never older than what the lock waited for.
-            yield RowClock.of(self.alias)
+        with database_errors(self.alias):
+            since = server_since(connections[self.alias])
+            with transaction.atomic(using=self.alias):
+                self._rows(SemaphoreRow).filter(key=key).update(shrinking=F("shrinking"))
+                # Read after the lock: the clock is never older than what the lock waited for.
+                yield RowClock.of(self.alias, since=since)
 
     def _rows(self, model: type[ModelT]) -> QuerySet[ModelT]:
         return model._default_manager.using(self.alias)

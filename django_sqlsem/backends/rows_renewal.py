@@ -11,8 +11,7 @@ from django_sqlsem.backends.dialects import Dialect
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
-    from django.db.backends.utils import CursorWrapper
-
+    from django_sqlsem.cursors import AnyCursor
     from django_sqlsem.sessions import Session
 
 #: How many grants one statement names at the most; every database takes lists of this length.
@@ -34,21 +33,29 @@ def _renew_some(
     row_ids = _row_ids(held)
     permit_ids = ",".join(f"'{each.permit_id}'" for each in held)  # our own hex digits
     wanted = sum(len(each.grant.row_ids) for each in held)
+    beacon = {"beacon": held[0].presence.beacon}
 
-    def extend(cursor: CursorWrapper) -> set[int] | None:
-        dialect.execute(cursor, sql.renew(dialect, row_ids, permit_ids), {})
+    def extend(cursor: AnyCursor) -> set[int] | None:
+        if dialect.arrays:
+            parameters = beacon | {
+                "row_ids": [row_id for each in held for row_id in each.grant.row_ids],
+                "permit_ids": [each.permit_id for each in held],
+            }
+            dialect.execute(cursor, sql.renew_arrays(dialect), parameters)
+        else:
+            dialect.execute(cursor, sql.renew(dialect, row_ids, permit_ids), beacon)
         if dialect.returning:
             return {row[0] for row in cursor.fetchall()}
         return None if cursor.rowcount < wanted else {row_id for each in held for row_id in each.grant.row_ids}
 
-    def extend_unlocked(cursor: CursorWrapper) -> list[set[int] | None]:
-        if not (dialect.for_update and cursor.db.features.has_select_for_update_skip_locked):
+    def extend_unlocked(cursor: AnyCursor) -> list[set[int] | None]:
+        if not (dialect.for_update and session.connection.features.has_select_for_update_skip_locked):
             return [extend(cursor)]
         # One row that someone keeps locked must not cost the other permits their leases.
         dialect.execute(cursor, sql.UNLOCKED % (row_ids, permit_ids), {})
         found = {row[0] for row in cursor.fetchall()}
         if found:
-            dialect.execute(cursor, sql.renew(dialect, ",".join(map(str, found)), permit_ids), {})
+            dialect.execute(cursor, sql.renew(dialect, ",".join(map(str, found)), permit_ids), beacon)
         return [found]
 
     if dialect.returning:
@@ -72,7 +79,7 @@ def _ask_fate(
 ) -> None:
     """Find out what became of grants that were not extended, or may not have been (``told`` is false)."""
 
-    def read(cursor: CursorWrapper) -> dict[int, tuple[Any, ...]]:
+    def read(cursor: AnyCursor) -> dict[int, tuple[Any, ...]]:
         dialect.execute(cursor, sql.FATE % _row_ids(held), {})
         return {row[0]: row[1:] for row in cursor.fetchall()}
 

@@ -10,27 +10,33 @@ from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import SemaphoreSnapshot
 
 if TYPE_CHECKING:
-    from django.db.backends.utils import CursorWrapper
     from django.db.models import Model
 
+    from django_sqlsem.cursors import AnyCursor
     from django_sqlsem.naming import Resource
     from django_sqlsem.sessions import Session
 
 _WHO: Final = ("host", "pid", "thread", "label", "user", "boot_id")
 _SEMAPHORE: Final = ("name", "kind", "declared_slots", "operator_slots", "paused", "other_slots", "other_us")
-_SLOT: Final = ("slot", "token", "acquired_us", "expires_us", "lease_us", *_WHO)
+_SLOT: Final = ("slot", "token", "acquired_us", "expires_us", "lease_us", "suspect_us", *_WHO)
 _WAITER: Final = ("queued_us", "waiting", "take", *_WHO)
+_USUAL: Final = (
+    "SELECT (SELECT AVG(held_us) FROM sqlsem_slot WHERE semaphore_key = %(key)s AND held_us > 0),"
+    " (SELECT COUNT(*) FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND {live} AND away = %(yes)s)"
+)
 
 
 def read_snapshot(session: Session, dialect: Dialect, resource: Resource) -> SemaphoreSnapshot | None:
     """Return the snapshot of one name, or ``None`` if it has no rows. Raises ``BackendError``."""
 
-    def read(cursor: CursorWrapper) -> SemaphoreSnapshot | None:
+    def read(cursor: AnyCursor) -> SemaphoreSnapshot | None:
         clock = RowClock(dialect.now(cursor), dialect.boot_id)
         found = _select(cursor, dialect, SemaphoreRow, _SEMAPHORE, "name_key = %(key)s", resource)
         if not found:
             return None
         semaphore = SemaphoreRow(**found[0])
+        dialect.execute(cursor, _USUAL.replace("{live}", dialect.live_sql()), {"key": resource.key, "yes": True})
+        usual, away = cursor.fetchone()
         slots = _select(
             cursor,
             dialect,
@@ -44,20 +50,22 @@ def read_snapshot(session: Session, dialect: Dialect, resource: Resource) -> Sem
             dialect,
             WaiterRow,
             _WAITER,
-            f"semaphore_key = %(key)s AND {dialect.live_sql()} ORDER BY queued_us, id",
+            f"semaphore_key = %(key)s AND {dialect.waits_sql()} ORDER BY queued_us, id",
             resource,
         )
         return clock.semaphore(
             semaphore,
             tuple(clock.holder(resource.name, SlotRow(**values)) for values in slots),
             tuple(clock.waiter(resource.name, WaiterRow(**values)) for values in waiters),
+            usual_hold=float(usual) / 1e6 if usual else None,
+            away=int(away),
         )
 
     return session.run(read)
 
 
 def _select(
-    cursor: CursorWrapper,
+    cursor: AnyCursor,
     dialect: Dialect,
     model: type[Model],
     names: tuple[str, ...],

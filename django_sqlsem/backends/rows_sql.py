@@ -7,23 +7,33 @@ from typing import Final
 
 from django_sqlsem.backends.dialects import Dialect
 
-#: Who may go first. A newcomer yields to every live waiter; a waiter, to those that wait longer.
+#: Since when a task has its place that was kept while it was away; NULL for anybody else.
+KEPT: Final = "(SELECT a.queued_us FROM sqlsem_waiter a WHERE a.ticket = %(rank)s)"
+
+#: Who may go first. A newcomer yields to every live waiter; a task that comes back, to those that wait longer.
 QUEUE: Final = {
     "barge": "",
-    "newcomer": (" AND NOT EXISTS (SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {waiter_live})"),
-    "waiter": (
-        " AND NOT EXISTS (SELECT 1 FROM sqlsem_waiter w, sqlsem_waiter me"
-        " WHERE me.ticket = %(ticket)s AND w.semaphore_key = me.semaphore_key AND {waiter_live}"
-        " AND (w.queued_us < me.queued_us OR (w.queued_us = me.queued_us AND w.id < me.id)))"
+    "ranked": (
+        " AND NOT EXISTS (SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {waits} AND w.queued_us"
+        f" < COALESCE({KEPT}, {{{{now}}}}))"
     ),
+    "newcomer": " AND NOT EXISTS (SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {waits})",
 }
 
 _SET: Final = (
     "token = CASE WHEN token + 1 > {token_now} THEN token + 1 ELSE {token_now} END,"
     " permit_id = %(permit_id)s, acquired_us = {{now}}, expires_us = {{now}} + %(lease_us)s, lease_us = %(lease_us)s,"
     " host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user)s,"
-    " process_id = %(process_id)s, boot_id = %(boot_id)s"
+    " process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s, suspect_us = NULL"
 )
+
+
+def bound(operator_slots: int | None, own_slots: int | None, declared_slots: int) -> int:
+    """Return how many slots count: the operator's number, else the claim's own, else the declared one."""
+    return next(each for each in (operator_slots, own_slots, declared_slots) if each is not None)
+
+
+#: The same in SQL.
 _BOUND: Final = "COALESCE(m.operator_slots, %(slots)s, m.declared_slots)"
 _DECLARED: Final = "SELECT declared_slots FROM sqlsem_semaphore WHERE name_key = %(key)s"
 
@@ -34,10 +44,10 @@ GRANTED: Final = (
 
 
 @functools.cache
-def claim(dialect: Dialect, queue: str, locked: bool) -> str:
+def claim(dialect: Dialect, queue: str, locked: bool, durable: bool) -> str:
     """Take one free slot; ``locked``: the caller has the semaphore's row, and has seen to a shrinking one."""
     allowed = "m.paused = %(no)s" + ("" if locked else " AND m.shrinking = %(no)s")
-    order = QUEUE[queue].format(waiter_live=dialect.live_sql("w."))
+    order = QUEUE[queue].format(waits=dialect.waits_sql("w."))
     update = "UPDATE sqlsem_slot SET " + _SET.format(token_now=dialect.token_now.format(now="{now}"))
     if dialect.returning:
         return (
@@ -46,7 +56,7 @@ def claim(dialect: Dialect, queue: str, locked: bool) -> str:
             f" WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND {allowed} AND s.closed = %(no)s"
             f" AND s.slot <= {_BOUND} AND {dialect.free_sql('s.')}{order}"
             f" ORDER BY s.slot LIMIT 1 {dialect.skip_locked})"
-            f" RETURNING id, slot, token, ({_DECLARED})"
+            f" RETURNING id, slot, token, ({_DECLARED}){'' if durable else dialect.unflushed}"
         )
     conditions = (
         f"semaphore_key = %(key)s AND closed = %(no)s AND {dialect.free_sql()} AND slot <= (SELECT {_BOUND}"
@@ -67,28 +77,23 @@ def candidates(dialect: Dialect) -> str:
 
 
 @functools.cache
-def look(dialect: Dialect) -> str:
-    """What a refused claim wants to know, in one row."""
-    live = dialect.live_sql("s.")
-    return (
-        "SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking,"
-        " (SELECT COUNT(*) FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key),"
-        f" (SELECT MIN(s.expires_us) FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key AND {live}) - {{now}},"
-        " (SELECT COUNT(*) FROM sqlsem_waiter w, sqlsem_waiter me WHERE me.ticket = %(ticket)s"
-        f" AND w.semaphore_key = me.semaphore_key AND {dialect.live_sql('w.')}"
-        " AND (w.queued_us < me.queued_us OR (w.queued_us = me.queued_us AND w.id < me.id)))"
-        " FROM sqlsem_semaphore m WHERE m.name_key = %(key)s"
+def suspects(dialect: Dialect) -> str:
+    """How many holding processes have their beacons out, as a column; NULL where SQL cannot tell."""
+    dead = dialect.dead_sql("d.")
+    holders = (
+        "SELECT DISTINCT s.process_id, s.beacon FROM sqlsem_slot s WHERE s.semaphore_key = %(key)s"
+        f" AND {dialect.live_sql('s.')}"
     )
+    return f"(SELECT COUNT(*) FROM ({holders}) d WHERE {dead})" if dead else "NULL"
 
 
 @functools.cache
-def ahead(dialect: Dialect) -> str:
-    """What a waiter looks at between heartbeats, without a lock: how many wait longer, and how many slots are free."""
+def look(dialect: Dialect) -> str:
+    """What a refused claim wants to know, in one row."""
     return (
-        "SELECT COUNT(*), (SELECT COUNT(*) FROM sqlsem_slot WHERE semaphore_key = %(key)s AND closed = %(no)s"
-        f" AND {dialect.free_sql()}) FROM sqlsem_waiter w, sqlsem_waiter me WHERE me.ticket = %(ticket)s"
-        f" AND w.semaphore_key = me.semaphore_key AND {dialect.live_sql('w.')}"
-        " AND (w.queued_us < me.queued_us OR (w.queued_us = me.queued_us AND w.id < me.id))"
+        "SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking,"
+        f" (SELECT COUNT(*) FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key), {suspects(dialect)}"
+        " FROM sqlsem_semaphore m WHERE m.name_key = %(key)s"
     )
 
 
@@ -96,8 +101,8 @@ def ahead(dialect: Dialect) -> str:
 def lock(dialect: Dialect) -> str:
     """Lock the semaphore's row until the transaction ends."""
     return (
-        "SELECT operator_slots, declared_slots, shrinking"
-        f" FROM sqlsem_semaphore{dialect.lock_hint} WHERE name_key = %(key)s{dialect.for_update}"
+        f"SELECT operator_slots, declared_slots, paused, shrinking, {{now}} FROM sqlsem_semaphore{dialect.lock_hint}"
+        f" WHERE name_key = %(key)s{dialect.for_update}"
     )
 
 
@@ -120,37 +125,31 @@ INSERT_SEMAPHORE: Final = (
     " VALUES (%(key)s, %(name)s, %(kind)s, %(slots)s, {now}, %(no)s, %(no)s)"
 )
 INSERT_SLOT: Final = (
-    "sqlsem_slot (semaphore_key, slot, closed, token, lease_us, host, pid, thread, label, user_name, process_id,"
-    " boot_id, revoked_by) VALUES (%s, %s, %s, 0, 0, '', 0, '', '', '', '', '', '')"
+    "sqlsem_slot (semaphore_key, slot, closed, beacon, token, lease_us, held_us, host, pid, thread, label, user_name,"
+    " process_id, boot_id, channel, revoked_by) VALUES (%s, %s, %s, %s, 0, 0, 0, '', 0, '', '', '', '', '', '', '')"
 )
 SLOTS: Final = "SELECT slot FROM sqlsem_slot WHERE semaphore_key = %(key)s"
 
-ENQUEUE: Final = (
-    "INSERT INTO sqlsem_waiter (ticket, semaphore_key, queued_us, expires_us, take, waiting, host, pid, thread, label,"
-    " user_name, process_id, boot_id) VALUES (%(ticket)s, %(key)s, {now} - %(age_us)s, {now} + %(patience_us)s,"
-    " %(take)s, %(waiting)s, %(host)s, %(pid)s, %(thread)s, %(label)s, %(user)s, %(process_id)s, %(boot_id)s)"
+HELD: Final = (
+    "held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us"
+    " ELSE held_us + ({now} - acquired_us - held_us) / 8 END"
 )
-KEEP: Final = (
-    "UPDATE sqlsem_waiter SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s WHERE ticket = %(ticket)s"
-)
-MOVE: Final = (
-    "UPDATE sqlsem_waiter SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s,"
-    " queued_us = {now} - %(age_us)s, take = %(take)s, thread = %(thread)s, label = %(label)s, user_name = %(user)s"
-    " WHERE ticket = %(ticket)s"
-)
-LEAVE: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(ticket)s"
-#: Waiters whose process has died without a word.
-SWEEP: Final = (
-    "DELETE FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND (expires_us < {now} - %(patience_us)s * 4{boot})"
-)
+_FREE: Final = f"UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, {HELD}"
 
-RELEASE: Final = (
-    "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL WHERE id IN (%s) AND permit_id = %%(permit_id)s"
-)
-DISCARD: Final = (
-    "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL"
-    " WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s"
-)
+
+@functools.cache
+def release(dialect: Dialect, rows: int, unwanted: bool) -> str:
+    """Free some rows of one permit; ``unwanted``: only if nobody waits."""
+    ids = ", ".join(f"%(row{number})s" for number in range(rows))
+    text = f"{_FREE} WHERE id IN ({ids}) AND permit_id = %(permit_id)s"
+    if unwanted:
+        text += QUEUE["newcomer"].format(waits=dialect.waits_sql("w."))
+    # A release that a crash undoes is only an expiry that comes later.
+    return f"{text} RETURNING id{dialect.unflushed}" if dialect.unflushed else text
+
+
+DISCARD: Final = f"{_FREE} WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s"
+
 UNLOCKED: Final = (
     "SELECT id FROM sqlsem_slot WHERE id IN (%s) AND permit_id IN (%s) AND expires_us IS NOT NULL"
     " FOR UPDATE SKIP LOCKED"
@@ -158,10 +157,19 @@ UNLOCKED: Final = (
 FATE: Final = "SELECT id, permit_id, revoked_token, revoked_by FROM sqlsem_slot WHERE id IN (%s)"
 
 
+@functools.cache
+def renew_arrays(dialect: Dialect) -> str:
+    """Extend the grants of two arrays, so that one text serves any number of them."""
+    return renew(dialect, "SELECT unnest(%(row_ids)s::bigint[])", "SELECT unnest(%(permit_ids)s::varchar[])")
+
+
 def renew(dialect: Dialect, row_ids: str, permit_ids: str) -> str:
     """Extend the grants that these rows still carry. A row that someone has locked is passed over, not waited for."""
     conditions = f"id IN ({row_ids}) AND permit_id IN ({permit_ids}) AND expires_us IS NOT NULL"
     if dialect.skip_locked:
         conditions = f"id IN (SELECT s.id FROM sqlsem_slot s WHERE {conditions} {dialect.skip_locked})"
-    text = f"UPDATE sqlsem_slot SET expires_us = {{now}} + lease_us WHERE {conditions}"
+    text = (
+        "UPDATE sqlsem_slot SET expires_us = {now} + lease_us, beacon = %(beacon)s, suspect_us = NULL"
+        f" WHERE {conditions}"
+    )
     return f"{text} RETURNING id" if dialect.returning else text
