@@ -15,6 +15,7 @@ from django_sqlsem.exceptions import InvalidSemaphoreBackendError
 from django_sqlsem.wording import shown
 
 ROWS = "django_sqlsem.backends.rows.RowsBackend"
+APPLOCK = "django_sqlsem.backends.applock.ApplockBackend"
 LOCAL = "django_sqlsem.backends.local.LocalBackend"
 
 _backends: dict[tuple[str, str], BaseSemaphoreBackend] = {}
@@ -49,7 +50,8 @@ def get_backend(alias: str) -> BaseSemaphoreBackend:
     if path is None:
         connection = connections[alias]
         in_memory = connection.vendor == "sqlite" and connection.is_in_memory_db()  # type: ignore[attr-defined]
-        path = LOCAL if in_memory or testmode.in_testcase(alias) else ROWS
+        real = APPLOCK if connection.vendor == "microsoft" else ROWS
+        path = LOCAL if in_memory or testmode.in_testcase(alias) else real
     # Many threads may get here first at once, and must all have the same one.
     return _backends.get((path, alias)) or _backends.setdefault((path, alias), _make(path, alias))
 
@@ -68,6 +70,13 @@ def _make(path: str, alias: str) -> BaseSemaphoreBackend:
     return backend
 
 
+def before_fork() -> list[Any]:
+    """Let the backends' statements under way finish. Returns locks to release after the fork."""
+    return [lock for backend in list(_backends.values()) for lock in backend.before_fork()]
+
+
 def after_fork() -> None:
     """In a forked child: make the backends anew, since a thread that is not here may hold a lock of theirs."""
+    for backend in _backends.values():
+        backend.after_fork()
     _backends.clear()

@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 import abc
+import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
+from django_sqlsem.bells import MAX_NOTE
+from django_sqlsem.sessions import OwnSession
+
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
 
     from django_sqlsem.identity import HolderIdentity
     from django_sqlsem.naming import Resource
-    from django_sqlsem.sessions import Session
+    from django_sqlsem.sessions import KeeperSession, Session
     from django_sqlsem.snapshots import HolderSnapshot, Loss, SemaphoreSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """How others reach a process, and how they tell that it lives. Both may change while it runs."""
+
+    #: Where a grant is announced to it; empty: nowhere, it has to look.
+    channel: str = ""
+    #: A LIKE pattern of the channels whose processes can reach it.
+    near: str = ""
+    #: A LIKE pattern of the channels whose bells can be rung from here.
+    bells: str = ""
+    #: Whether its beacon is lit.
+    beacon: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +51,11 @@ class Claim:
     #: Whether the claim stands behind those that already wait.
     fair: bool
     holder: HolderIdentity
+    presence: Presence = Presence()
+    #: Whether the grant must survive a crash of the database's server.
+    durable: bool = True
+    #: The name under which a task keeps its place while it is away; empty for anybody else.
+    rank: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +68,58 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class Granted:
+    """A grant that was handed to a waiter, known by its permit id."""
+
+    permit_id: str
+    grant: Grant
+    #: Seconds from the sending of the statement that told of it, for which it lasts unless it is renewed.
+    lasts: float
+
+    def note(self) -> str:
+        """Return it in words for another process; if they are too many, only the permit id: it can ask for the rest."""
+        numbers = chain(*zip(self.grant.row_ids, self.grant.slots, self.grant.tokens, strict=True))
+        told = " ".join([self.permit_id, *map(str, numbers)])
+        return told if len(told) <= MAX_NOTE else self.permit_id
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """One process's place in the queue of a name."""
 
-    ticket: str
-    #: Seconds that the process's oldest waiter has waited.
-    age: float
+    #: When the process's oldest waiter came, by the boot clock.
+    arrived: float
     #: How many threads and tasks wait in the process.
     waiting: int
-    #: The place must be written: it is new, or its heartbeat is due.
-    refresh: bool
-    #: The oldest waiter is another one than at the last refresh.
-    moved: bool
+    #: For how many seconds the most patient of them will wait at the most; ``None``: for ever.
+    patience: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What a waiter sees around it."""
+
+    #: How many processes wait longer.
+    ahead: int
+    #: How many slots are free.
+    free: int = 0
+    #: Seconds until the next lease runs out; ``None``: not looked at, or none is held.
+    expiry_in: float | None = None
+    #: How many holders cannot wake this process.
+    strangers: int = 0
+    #: How many holders' beacons are out; ``None``: not known.
+    suspects: int | None = None
+    #: Whether the grant will be delivered without being asked for.
+    told: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """The outcome of one step of waiting: a grant, or what is known of the queue."""
+    """The outcome of one step of waiting: grants to this process, or what is known of the queue."""
 
-    grant: Grant | None
-    #: How many processes wait longer; ``None``: not looked at in this step.
-    ahead: int | None = None
-    #: Seconds until the next lease runs out; ``None``: not looked at, or none is held.
-    expiry_in: float | None = None
+    granted: tuple[Granted, ...] = ()
+    #: ``None``: it has no place in the queue (any more).
+    queue: Queue | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +129,18 @@ class Held:
     permit_id: str
     resource: Resource
     grant: Grant
+    presence: Presence = Presence()
+    durable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """What a release did."""
+
+    #: Whether any of the slots still was the permit's.
+    freed: bool
+    #: Waiters of this very process that got one of them.
+    granted: tuple[Granted, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +167,18 @@ class BaseSemaphoreBackend(abc.ABC):
     supports_renewal: ClassVar[bool] = True
     #: Can it say who waits?
     reports_waiters: ClassVar[bool] = True
+    #: The longest time between two proofs of possession, in seconds, whatever the lease.
+    heartbeat: ClassVar[float] = math.inf
 
     def __init__(self, alias: str) -> None:
         self.alias = alias
+
+    def session(self) -> KeeperSession:
+        """Return a session for the keeper's statements."""
+        return OwnSession(self.alias)
+
+    def opened(self, connection: BaseDatabaseWrapper) -> None:  # noqa: B027 - only some have something to note
+        """Prepare a connection that a session has opened. Raises Django's database errors."""
 
     # The holder's side.
 
@@ -114,16 +191,42 @@ class BaseSemaphoreBackend(abc.ABC):
         """
 
     @abc.abstractmethod
+    def enrol(self, session: Session, claim: Claim, place: Place, *, first: bool) -> Waited:
+        """Take a place in the queue of the name, by ``place.arrived``; ``first``: only if a claim gets nothing.
+
+        Raises what ``claim`` does.
+        """
+
+    @abc.abstractmethod
     def wait(self, session: Session, claim: Claim, place: Place) -> Waited:
-        """Take one step of waiting: keep the place in the queue, and claim if nobody older waits."""
+        """Say that the waiter lives, look around, and see that free slots go to the oldest waiters."""
 
     @abc.abstractmethod
-    def leave(self, session: Session, ticket: str) -> None:
-        """Give up a place in the queue. Idempotent."""
+    def granted(self, session: Session, claim: Claim) -> Granted | None:
+        """Return what a waiter was handed, if it was. Changes nothing."""
 
     @abc.abstractmethod
-    def release(self, session: Session, held: Held) -> bool:
-        """Atomically free the slots that still carry this very permit. Return whether any did. Idempotent."""
+    def leave(self, session: Session, claim: Claim) -> None:
+        """Give up a place in the queue, or what was granted there. Idempotent."""
+
+    def step_aside(self, session: Session, claim: Claim, estimate: Callable[[int], float]) -> float:
+        """Keep the place of ``claim.rank`` while it is away, without ever granting it.
+
+        Returns the seconds that ``estimate`` says when so many are before it; it lapses a while after that.
+        """
+        return estimate(0)
+
+    @abc.abstractmethod
+    def release(self, session: Session, held: Held, *, wanted: bool = False, hand_on: bool = True) -> Released:
+        """Atomically free the slots that still carry this very permit, and hand them to waiters. Idempotent.
+
+        ``wanted``: it is likely that somebody waits. ``hand_on``: false inside a transaction that is not ours, since
+        nobody may get what a rollback would take back.
+        """
+
+    @abc.abstractmethod
+    def hand_out(self, session: Session, resource: Resource) -> None:
+        """Hand free slots to the oldest waiters. Idempotent."""
 
     @abc.abstractmethod
     def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
@@ -137,7 +240,7 @@ class BaseSemaphoreBackend(abc.ABC):
     def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
         """Return what one name is like now, read on ``session``; ``None`` if nobody has used it yet."""
 
-    # What a process-local backend tells, as nothing else does; the others have leases, and clean tables.
+    # What a backend tells by itself: without tables, or where the ends of sessions and grants are heard of.
 
     def taken_away(self, held: Held) -> Loss | None:
         """Return how a grant that needs no renewal was taken away, or ``None`` if it still stands."""
@@ -145,6 +248,16 @@ class BaseSemaphoreBackend(abc.ABC):
 
     def listen(self, changed: Callable[[], object]) -> None:  # noqa: B027 - only some have something to tell
         """Have ``changed`` called when an operator has done something that may let waiters in."""
+
+    def announce(self, deliver: Callable[[Granted, float, Resource], object]) -> None:  # noqa: B027 - as above
+        """Have ``deliver`` called with what a waiter was granted, when it was asked for, and its name."""
+
+    def before_fork(self) -> list[threading.Lock]:
+        """Let statements under way finish. Returns the locks to release after the fork."""
+        return []
+
+    def after_fork(self) -> None:  # noqa: B027 - most keep nothing
+        """In a forked child: leave alone what is the parent's."""
 
     def emptied(self) -> None:  # noqa: B027 - most keep their locks in the tables
         """Forget all locks: a test has emptied the tables."""
@@ -155,9 +268,16 @@ class BaseSemaphoreBackend(abc.ABC):
     def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
         """Return snapshots, ordered by name: of ``names`` if given, else of all names that begin with ``prefix``."""
 
+    def notes(self) -> list[str]:
+        """Return sentences for operators about what cannot be shown."""
+        return []
+
     @abc.abstractmethod
-    def revoke(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
-        """Atomically take a slot away from the holder with this token. ``None`` if it is no longer the holder."""
+    def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
+        """Atomically take a slot away from the holder with this token. ``None`` if it is no longer the holder.
+
+        ``kill``: its database session may be ended for that. Raises ``KillNeededError`` where nothing else helps.
+        """
 
     @abc.abstractmethod
     def purge_slot(self, name: str, slot: int, token: int) -> bool:
@@ -174,3 +294,7 @@ class BaseSemaphoreBackend(abc.ABC):
     @abc.abstractmethod
     def set_paused(self, name: str, paused: bool) -> bool:
         """Stop or resume granting; holders are not disturbed. Return ``False`` if there is no such name."""
+
+    def procedures(self, *, drop: bool = False) -> tuple[str, ...]:
+        """Return the batches that install, or remove, stored procedures for other programs; empty: it has none."""
+        return ()

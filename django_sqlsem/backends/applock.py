@@ -1,0 +1,147 @@
+"""Semaphores on SQL Server's application locks: the server frees them the moment a session ends."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from django_sqlsem.backends import applock_line_sql as line_sql
+from django_sqlsem.backends import applock_sql as sql
+from django_sqlsem.backends.applock_claims import ApplockClaims, holder_values
+from django_sqlsem.backends.applock_line import Line
+from django_sqlsem.backends.applock_names import LockNames, lock_names
+from django_sqlsem.backends.applock_session import LockSession
+from django_sqlsem.backends.base import Claim, Granted, Place, Queue, Waited
+from django_sqlsem.clocks import boot_now
+from django_sqlsem.exceptions import BackendError
+
+if TYPE_CHECKING:
+    from django_sqlsem.backends.applock_pool import LockPool
+    from django_sqlsem.naming import Resource
+    from django_sqlsem.sessions import Session
+
+
+class ApplockBackend(ApplockClaims):
+    """Grants are session-owned application locks. Its statements run on the pool's sessions, whatever it is given."""
+
+    released_on_disconnect = True
+    supports_renewal = False
+    heartbeat = 2.0
+
+    def __init__(self, alias: str) -> None:
+        super().__init__(alias)
+        self._lines: dict[str, Line] = {}
+        self._lines_lock = threading.Lock()
+        self.deliver: Callable[[Granted, float, Resource], object] = lambda granted, sent, resource: None
+
+    def session(self) -> LockPool:
+        """Return the pool: which session a statement runs on depends on what it is about."""
+        return self.pool
+
+    def announce(self, deliver: Callable[[Granted, float, Resource], object]) -> None:
+        """Have grants to waiters delivered from their own threads."""
+        self.deliver = deliver
+
+    def before_fork(self) -> list[threading.Lock]:
+        """Let short statements under way finish."""
+        return self.pool.freeze()
+
+    def after_fork(self) -> None:
+        """In a forked child: leave the parent's sessions alone."""
+        self.pool.after_fork()
+
+    # Waiting.
+
+    def enrol(self, session: Session, claim: Claim, place: Place, *, first: bool) -> Waited:
+        """Claim if need be; else have the name's own thread stand in line in the server."""
+        if first:
+            granted, _status = self.try_claim(claim)
+            if granted is not None:
+                return Waited((granted,))
+        names = lock_names(claim.resource.name)
+        with self._lines_lock:
+            line = self._lines.get(claim.resource.key)
+            if line is None:
+                line = self._lines[claim.resource.key] = Line(self, names, self._line_ended)
+            line.enrol(claim, place)
+            line.start()
+        return Waited((), Queue(ahead=0, told=True))
+
+    def _line_ended(self, line: Line) -> bool:
+        with self._lines_lock:
+            if line.wanted:
+                return False
+            self._lines = {key: each for key, each in self._lines.items() if each is not line}
+            return True
+
+    def wait(self, session: Session, claim: Claim, place: Place) -> Waited:
+        """See that the waiting goes on, and whether the first in line has stopped while a slot is free."""
+        key = claim.resource.key
+        line = self._lines.get(key)
+        if line is None:
+            return Waited()
+        if (error := line.error) is not None:
+            line.leave(claim.permit_id)
+            raise error
+        line.enrol_again(claim, place)
+        if not line.is_head:
+            with self.pool.shared(key):
+                pass  # a login, if one is needed, must not keep the head from claiming
+        if line.is_head or not line.claiming.acquire(blocking=False):
+            return Waited((), Queue(ahead=0, told=True))
+        try:
+            if not line.waits_for(claim.permit_id):  # its grant is on the way, or it is not known there
+                return Waited((), Queue(ahead=0, told=True) if self.pool.holder(claim.permit_id) else None)
+            granted, status = self.try_claim(claim, line.ticket, place.waiting)
+            if granted is not None:
+                line.leave(claim.permit_id)
+                return Waited((granted,))
+        except BaseException:
+            line.leave(claim.permit_id)
+            raise
+        finally:
+            line.claiming.release()
+        return Waited((), Queue(ahead=1, suspects=int(status == sql.GATED), told=True))
+
+    def granted(self, session: Session, claim: Claim) -> Granted | None:
+        """Return what the pool knows: grants are delivered without being asked for."""
+        found = self.pool.holder(claim.permit_id)
+        if found is None:
+            return None
+        return Granted(claim.permit_id, found[1].grant(), claim.lease)
+
+    def leave(self, session: Session, claim: Claim) -> None:
+        """Have the thread wait for this claim no longer."""
+        self.discard(session, claim.resource, claim.permit_id)
+
+    def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
+        """Free what a claim may have got, and wait for it no longer."""
+        line = self._lines.get(resource.key)
+        if line is not None:
+            line.leave(permit_id)
+        return super().discard(session, resource, permit_id)
+
+    def stand_in_line(self, session: LockSession, claim: Claim, ticket: str, place: Place, patience: float) -> int:
+        """Wait for the gate, for so many seconds; returns the batch's status."""
+        values = holder_values(claim) | {
+            "stamp": session.stamp,
+            "gate": lock_names(claim.resource.name).gate,
+            "patience": int(patience * 1000),
+            "ticket": ticket,
+            "waiting": place.waiting,
+            "take": claim.take,
+            "age": max(0, int((boot_now() - place.arrived) * 1e6)),
+        }
+        return int(session.run(line_sql.stand_in_line(record=self.record), values, waits=True)["status"])
+
+    def step_out(self, session: LockSession, names: LockNames, ticket: str) -> None:
+        """Open the gate if it is held, and take the waiter's row away."""
+        with contextlib.suppress(BackendError):
+            if not session.ended:
+                values = {"stamp": session.stamp, "gate": names.gate, "ticket": ticket}
+                session.run(line_sql.step_out(record=self.record), values)
+            elif self.record:
+                with self.pool.shared("") as other:
+                    other.run(line_sql.UNWAIT, {"ticket": ticket})

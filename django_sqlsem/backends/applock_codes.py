@@ -1,0 +1,102 @@
+"""What SQL Server's return codes and errors mean to a lock: one table for each.
+
+Sources: the documentation of ``sp_getapplock``, ``sp_releaseapplock`` and of the error numbers; captures of SQL
+Server 2025 for what raises nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import Any, Final
+
+from django_sqlsem.backends import applock_sql as sql
+from django_sqlsem.exceptions import BackendError, DeadlockError, SemaphoreError
+
+
+class Meaning(enum.Enum):
+    """What to do about an error."""
+
+    #: Nothing was done, for a reason that passes by itself: do it again.
+    AGAIN = "again"
+    #: The session is gone, and with it all its locks.
+    SESSION_ENDED = "session ended"
+    #: No answer in time. A server that took the driver's word for it has ended the batch, at an unknown point.
+    SLOW = "slow"
+    #: The login or its rights are not enough.
+    FORBIDDEN = "forbidden"
+    #: The lock tables are not there.
+    NO_TABLES = "no tables"
+    #: The lock was not held.
+    NOT_HELD = "not held"
+    OTHER = "other"
+
+
+#: Return codes of sp_getapplock that are no grant and no simple refusal.
+RETURN_CODES: Final[dict[int, tuple[type[SemaphoreError], str]]] = {
+    -2: (BackendError, "the server cancelled the lock request (-2)"),
+    -3: (DeadlockError, "the server chose this session to break a deadlock (-3); nothing is held"),
+    -999: (BackendError, "the server refused the call of sp_getapplock (-999)"),
+    sql.FOREIGN: (BackendError, "the session was replaced under its locks: is a connection pool on?"),
+    sql.OWN: (BackendError, "the session has the semaphore already: is a connection pool on?"),
+}
+
+#: Native error numbers.
+ERRORS: Final[dict[int, Meaning]] = {
+    1205: Meaning.AGAIN,  # chosen as a deadlock's victim
+    1222: Meaning.AGAIN,  # a row stayed locked
+    3960: Meaning.AGAIN,  # an update conflict under snapshot isolation
+    1223: Meaning.NOT_HELD,
+    208: Meaning.NO_TABLES,
+    207: Meaning.NO_TABLES,  # a column that a later migration brings
+    229: Meaning.FORBIDDEN,
+    262: Meaning.FORBIDDEN,
+    297: Meaning.FORBIDDEN,
+    300: Meaning.FORBIDDEN,
+    6102: Meaning.FORBIDDEN,  # KILL
+    18456: Meaning.FORBIDDEN,
+    596: Meaning.SESSION_ENDED,  # killed
+    6005: Meaning.SESSION_ENDED,  # the server is shutting down
+    10053: Meaning.SESSION_ENDED,
+    10054: Meaning.SESSION_ENDED,
+    10060: Meaning.SESSION_ENDED,
+}
+
+#: Classes of SQLSTATEs, longest first.
+SQLSTATES: Final[dict[str, Meaning]] = {
+    "40001": Meaning.AGAIN,
+    "28": Meaning.FORBIDDEN,
+    "08": Meaning.SESSION_ENDED,
+    "HYT01": Meaning.SESSION_ENDED,
+    "HYT": Meaning.SLOW,
+    "HY008": Meaning.SLOW,
+    "IMC": Meaning.SESSION_ENDED,
+}
+
+_NUMBER: Final = re.compile(r"\((\d+)\)")
+
+
+def meaning(error: Exception) -> Meaning:
+    """Return what a driver's error means."""
+    cause: Any = error.__cause__ or error
+    text = " ".join(map(str, getattr(cause, "args", ()) or (cause,)))
+    for number in _NUMBER.findall(text):
+        if int(number) in ERRORS:
+            return ERRORS[int(number)]
+    state = str((getattr(cause, "args", None) or ("",))[0])
+    for known, found in SQLSTATES.items():
+        if state.startswith(known):
+            return found
+    if "was deadlocked" in text or "could not obtain lock" in text:
+        return Meaning.AGAIN
+    if "imeout expired" in text:  # of drivers that tell no SQLSTATE
+        return Meaning.SESSION_ENDED
+    return Meaning.OTHER
+
+
+def failure(alias: str, status: int) -> SemaphoreError:
+    """Return the error for a batch's status that is a failure."""
+    error, text = RETURN_CODES.get(status, (BackendError, f"unexpected status {status}"))
+    if error is DeadlockError:
+        return error()
+    return error(f"The database {alias!r} failed: {text}")

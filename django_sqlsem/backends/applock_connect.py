@@ -1,0 +1,80 @@
+"""Raw driver connections for locks, from an alias's own settings: encryption, tokens and extra parameters are kept."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import connections
+
+from django_sqlsem.backends import applock_sockets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+#: A login that takes longer is given up, in seconds, unless the alias says otherwise.
+LOGIN_TIMEOUT: Final = 5
+#: What a lock connection must not have: a driver that reconnects by itself would come back without the locks, and a
+#: readable secondary has a lock manager of its own.
+_UNWANTED: Final = re.compile(
+    r"\s*(ConnectRetryCount|ConnectRetryInterval|RetryExec|ApplicationIntent|APP|Timeout|MARS_Connection)\s*=", re.I
+)
+
+
+def connect(alias: str, in_turn: Callable[[], object]) -> tuple[Any, BaseDatabaseWrapper, list[applock_sockets.Socket]]:
+    """Open a connection in autocommit to the database that an alias means now.
+
+    One at a time in a process; ``in_turn`` is called when its turn has come, and what it raises is raised. Returns
+    the driver's connection, the Django wrapper that knows how to make one, and its socket. Raises
+    Django's database errors.
+    """
+    wrapper = connections[alias].copy()
+    parameters = copy.deepcopy(wrapper.get_connection_params())
+    options = parameters["OPTIONS"] = dict(parameters.get("OPTIONS") or {})
+    options["connection_timeout"] = options.get("connection_timeout") or LOGIN_TIMEOUT
+    options.setdefault("connection_retries", 0)
+    options["query_timeout"] = 0
+    options["extra_params"] = ";".join(filter(None, [_kept(options.get("extra_params")), *_ours(alias, options)]))
+
+    def connect_now() -> Any:
+        in_turn()
+        return wrapper.get_new_connection(parameters)
+
+    with wrapper.wrap_database_errors:
+        raw, sockets = applock_sockets.opening(connect_now)
+        raw.autocommit = True
+    return raw, wrapper, sockets
+
+
+def _kept(extra: str | None) -> str:
+    """Return the alias's own extra parameters but for those that lock connections must not have."""
+    return ";".join(part for part in split(extra or "") if not _UNWANTED.match(part))
+
+
+def _ours(alias: str, options: dict[str, Any]) -> list[str]:
+    driver = str(options.get("driver", "ODBC Driver 18 for SQL Server"))
+    if options.get("python_driver"):
+        return ["ConnectRetryCount=0"]  # it refuses a name of the application's own
+    name = f"APP=sqlsem/{re.sub(r'[^A-Za-z0-9_.-]', '_', alias)}"
+    return [name, "ConnectRetryCount=0", "MARS_Connection=no"] if "ODBC Driver" in driver else [name]
+
+
+def split(extra: str) -> list[str]:
+    """Return the ``key=value`` parts of ODBC parameters; a semicolon inside braces belongs to the value."""
+    parts, braced, start, position = [], False, 0, 0
+    while position < len(extra):
+        character = extra[position]
+        if braced and extra.startswith("}}", position):
+            position += 1  # a brace within the value
+        elif braced and character == "}":
+            braced = False
+        elif not braced and character == "{" and extra[start:position].rstrip().endswith("="):
+            braced = True
+        elif not braced and character == ";":
+            parts.append(extra[start:position])
+            start = position + 1
+        position += 1
+    return [part.strip() for part in [*parts, extra[start:]] if part.strip()]

@@ -1,0 +1,179 @@
+"""What is held on application locks: giving it back, proving it, and telling what a session's end has cost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from django_sqlsem.backends import applock_quick_sql as quick
+from django_sqlsem.backends import applock_sql as sql
+from django_sqlsem.backends.applock_operator import ApplockOperator
+from django_sqlsem.backends.applock_session import Holding, LockSession
+from django_sqlsem.backends.base import Held, Released, Renewal
+from django_sqlsem.clocks import boot_now
+from django_sqlsem.conf import config
+from django_sqlsem.exceptions import BackendError
+from django_sqlsem.snapshots import Loss, LossReason
+
+if TYPE_CHECKING:
+    from django_sqlsem.naming import Resource
+    from django_sqlsem.sessions import Session
+
+logger = logging.getLogger("django_sqlsem")
+
+#: A proof of possession that is older than this, in seconds, is asked for anew before anybody relies on it.
+STALE_PROOF: Final = 10.0
+#: For how many seconds a session is asked for whose turn it may not be.
+BUSY_FOR: Final = 1.0
+#: How many permits' losses are remembered for those who ask later.
+REMEMBERED: Final = 1000
+
+
+class ApplockHolding(ApplockOperator):
+    """Keeps and frees slots."""
+
+    def __init__(self, alias: str) -> None:
+        super().__init__(alias)
+        #: How sessions that have ended cost their permits, by permit id.
+        self._lost: dict[str, Loss] = {}
+
+    @property
+    def record(self) -> bool:
+        """Whether a row is kept beside each lock."""
+        return config(self.alias).record
+
+    def release(self, session: Session, held: Held, *, wanted: bool = False, hand_on: bool = True) -> Released:
+        """Free the permit's locks on the session that has them, the rows first."""
+        return Released(self._free(held.permit_id, len(held.grant.slots)))
+
+    def _free(self, permit_id: str, slots: int) -> bool:
+        found = self.pool.holder(permit_id)
+        if found is None:
+            return False
+        session, holding = found
+        with self.pool.own(session):
+            if session.held.get(holding.key) is not holding:
+                return False
+            values = {
+                "stamp": session.stamp,
+                "base": holding.names.base,
+                "csv": holding.csv,
+                "key": holding.key,
+                "permit": holding.permit_id,
+                "slot": holding.slots[0],
+                "resource": holding.names.slot(holding.slots[0]),
+            }
+            try:
+                row = self._free_on(session, values, len(holding.slots))
+            except BackendError:
+                if session.ended:  # the server frees the locks; the row is seen to when it can be
+                    self.bury(session)
+                raise
+            self.pool.forget(session, holding)
+        if row["error"]:
+            logger.warning("A row of %r could not be freed with its lock: %s", self.alias, row["message"])
+            with contextlib.suppress(BackendError):
+                self._unrecord(holding)
+        return int(row["freed"]) >= slots
+
+    def _free_on(self, session: LockSession, values: dict[str, Any], slots: int) -> dict[str, Any]:
+        if slots == 1:
+            try:
+                return session.run(quick.release(record=self.record), values)
+            except BackendError:  # most likely error 1223, which not every driver tells
+                if session.ended:
+                    raise
+        return session.run(sql.release(record=self.record), values)
+
+    def hand_out(self, session: Session, resource: Resource) -> None:
+        """The server hands locks to those who wait for them."""
+
+    def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
+        """Free what a claim may have got: known locks by name, and those of claims that were cut short."""
+        freed = False
+        for session_ in self.pool.unclear(resource.key):
+            with self.pool.own(session_, timeout=BUSY_FOR) as had:
+                if not had:  # by now somebody may wait on it, for long
+                    raise BackendError(f"The database {self.alias!r} failed: a session is busy")
+                if resource.key in session_.unclear and not session_.ended:
+                    session_.clean(resource.key)
+                    if self.record:
+                        session_.run(sql.UNRECORD, {"key": resource.key, "permit": permit_id, "slot": 0})
+        if self.pool.holder(permit_id) is not None:
+            freed = self._free(permit_id, 1)
+        return freed
+
+    # Holding.
+
+    def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
+        """Have each session prove that it stands and has its locks."""
+        wanted = {each.permit_id for each in held}
+        renewed: set[str] = set()
+        for each in self.pool.sessions():
+            ids = {holding.permit_id for holding in list(each.held.values())} & wanted
+            if not ids:
+                continue
+            with self.pool.own(each, timeout=BUSY_FOR) as had:
+                if had and self._stands(each):
+                    renewed |= ids
+        self.pool.trim(config(self.alias).idle)
+        lost = {each.permit_id: loss for each in held if (loss := self.taken_away(each)) is not None}
+        return Renewal(frozenset(renewed), lost)
+
+    def taken_away(self, held: Held) -> Loss | None:
+        """Return how a permit's session ended, if it did."""
+        found = self.pool.holder(held.permit_id)
+        if found is not None and not found[0].ended and boot_now() - found[0].proved_at > STALE_PROOF:
+            # The process did not run for a while: what happened meanwhile is for the server to say.
+            with self.pool.own(found[0], timeout=BUSY_FOR) as had:
+                if had and not found[0].ended:
+                    self._stands(found[0])
+        if found is not None and not found[0].ended:
+            return None
+        if found is not None and held.permit_id not in self._lost:
+            with self.pool.own(found[0], timeout=BUSY_FOR):
+                pass  # whoever has found that out is asking who did it
+        return self._lost.get(held.permit_id) or Loss(LossReason.SESSION_ENDED, "its database session has ended")
+
+    def _stands(self, session: LockSession) -> bool:
+        """Have a session prove that it stands and has its locks; bury it if it does not."""
+        with contextlib.suppress(BackendError):
+            if session.prove():
+                return True
+        if session.ended:
+            self.bury(session)
+        return False
+
+    def bury(self, session: LockSession) -> None:
+        """Tell what a session that has ended cost."""
+        reachable = True
+        for holding in list(session.held.values()):
+            by = None
+            try:
+                by = self._unrecord(holding) if reachable else None
+            except BackendError:  # nobody waits for as many logins as there were permits
+                reachable = False
+            if len(self._lost) > REMEMBERED:
+                self._lost.clear()
+            self._lost[holding.permit_id] = (
+                Loss(LossReason.SESSION_ENDED, f"its database session has ended: {session.ended}")
+                if by is None
+                else Loss(LossReason.REVOKED, f"revoked by {by or 'an operator'}", by)
+            )
+            self.pool.forget(session, holding)
+
+    def _unrecord(self, holding: Holding) -> str | None:
+        """Free the rows of locks that are gone. Returns who revoked the permit, if somebody did.
+
+        Raises ``BackendError``.
+        """
+        if not self.record:
+            return None
+        with self.pool.shared(holding.key) as session:
+            values = {"key": holding.key, "permit": holding.permit_id, "slot": holding.slots[0]}
+            row = session.run(sql.UNRECORD, values)
+            if holding.tokens and row["revoked_token"] in holding.tokens:
+                return str(row["revoked_by"])
+        return None

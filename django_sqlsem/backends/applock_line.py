@@ -1,0 +1,232 @@
+"""A process's place in the line for one name: a thread that waits in the server while anybody here waits."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol
+
+from django_sqlsem.backends import applock_sql as sql
+from django_sqlsem.backends.applock_codes import failure
+from django_sqlsem.clocks import boot_now
+from django_sqlsem.exceptions import BackendError
+
+if TYPE_CHECKING:
+    from django_sqlsem.backends.applock_names import LockNames
+    from django_sqlsem.backends.applock_pool import LockPool
+    from django_sqlsem.backends.applock_session import LockSession
+    from django_sqlsem.backends.base import Claim, Granted, Place
+    from django_sqlsem.naming import Resource
+    from django_sqlsem.sessions import Session
+
+#: A head's batch waits for so long, in milliseconds: then the process is asked whether it still wants to.
+BUDGET_MS: Final = 500
+#: How long a thread that nobody needs any more waits for the next one who does, in seconds.
+LINGER: Final = 1.0
+#: One that gave up may have a successor in the same process: so long the place is kept for it, in seconds.
+SUCCESSION: Final = 0.05
+#: The longest wait for the gate in one batch, in seconds: where it can be cut short from here, and where it can't.
+LONGEST: Final = 86_400.0
+LONGEST_UNCUT: Final = 5.0
+#: A head looks again after so many seconds if the server did not let it wait: while paused, or shrinking.
+PAUSE: Final = 0.1
+
+
+class Claimant(Protocol):
+    """What the line needs of the backend."""
+
+    pool: LockPool
+    #: To be called with what was granted, when it was asked for, and its name.
+    deliver: Callable[[Granted, float, Resource], object]
+
+    def attempt(
+        self, session: LockSession, claim: Claim, *, fair: bool, budget: int = 0, ticket: str = "", waiting: int = 0
+    ) -> tuple[Granted | None, int]:
+        """Claim on this session, waiting for ``budget`` milliseconds at the most."""
+
+    def stand_in_line(self, session: LockSession, claim: Claim, ticket: str, place: Place, patience: float) -> int:
+        """Wait for the gate."""
+
+    def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
+        """Free what a claim may have got."""
+
+    def step_out(self, session: LockSession, names: LockNames, ticket: str) -> None:
+        """Open the gate if it is held, and take the waiter's row away."""
+
+
+class Line:
+    """The thread and what it waits for. The keeper tells whom the next grant is for; it may change at any time."""
+
+    def __init__(self, claimant: Claimant, names: LockNames, ended: Callable[[Line], bool]) -> None:
+        self.claimant = claimant
+        self.names = names
+        #: The name of this place in the line.
+        self.ticket = uuid.uuid4().hex
+        self.error: Exception | None = None
+        #: Whether it is the first in line.
+        self.is_head = False
+        self._ended = ended
+        self._changed = threading.Condition()
+        #: Who waits, by permit id: one, unless two threads asked at the same moment.
+        self._claims: dict[str, tuple[Claim, Place]] = {}
+        self._thread: threading.Thread | None = None
+        self._blocked: LockSession | None = None
+        self._cut = False
+        #: Whether it may have the gate, and a waiter's row.
+        self._in_line = False
+        #: What was granted when nobody wanted it any more.
+        self._unwanted: Claim | None = None
+        #: Held by whoever claims for this place: the thread as the head, or the keeper if the head has stopped.
+        self.claiming = threading.Lock()
+
+    # What the keeper's thread calls.
+
+    def enrol(self, claim: Claim, place: Place) -> None:
+        """Wait for this claim from now on."""
+        with self._changed:
+            self._claims[claim.permit_id] = (claim, place)
+            self.error = None
+            self._changed.notify()
+
+    def enrol_again(self, claim: Claim, place: Place) -> None:
+        """Note how things are with a claim that it waits for already."""
+        with self._changed:
+            if claim.permit_id in self._claims:
+                self._claims[claim.permit_id] = (claim, place)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody here waits."""
+        return bool(self._claims)
+
+    def waits_for(self, permit_id: str) -> bool:
+        """Whether this claim has neither been served nor left; ``claiming`` is held."""
+        return permit_id in self._claims
+
+    def leave(self, permit_id: str) -> None:
+        """Wait for this claim no longer. Soon after, unless another one waits, the place is given up."""
+        with self._changed:
+            if self._claims.pop(permit_id, None) is None or self._claims:
+                return
+            self._changed.notify()
+            if self._blocked is not None:
+                timer = threading.Timer(SUCCESSION, self._give_up)
+                timer.daemon = True
+                try:
+                    timer.start()
+                except RuntimeError:  # no thread can start at the interpreter's end
+                    self._give_up()
+
+    def _give_up(self) -> None:
+        with self._changed:
+            if not self._claims and self._blocked is not None:
+                self._cut = True
+                self._blocked.cut()
+
+    # The thread.
+
+    def start(self) -> None:
+        """Start waiting, unless it does already. Raises ``RuntimeError`` if no thread can start."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="sqlsem-line", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        failures = 0
+        while self._thread is threading.current_thread():  # one whose start was interrupted gives way to the next
+            with self._changed:
+                if not self._claims or self.error is not None:  # the keeper has yet to read the error
+                    self._changed.wait(LINGER)
+                wanted = bool(self._claims) and self.error is None
+            if not wanted:
+                if self._ended(self):
+                    return
+                continue
+            try:
+                session = self.claimant.pool.alone()
+                try:
+                    self._wait_on(session)
+                finally:
+                    self.is_head = False
+                    self.claimant.pool.give_back(session)
+                failures = 0
+                if (claim := self._unwanted) is not None:
+                    self._unwanted = None
+                    self.claimant.discard(self.claimant.pool, claim.resource, claim.permit_id)
+            except Exception as error:  # noqa: BLE001 - it belongs to those who wait
+                failures += 1
+                self._fail(error, again=failures == 1)
+
+    def _fail(self, error: Exception, *, again: bool) -> None:
+        """Leave an error for the keeper to find, unless it is our own doing, or a new session may do better."""
+        with self._changed:
+            cut, self._cut = self._cut, False
+            stale = isinstance(error, BackendError) and error.stale_connection
+            if not cut and not (stale and again) and self._claims:
+                self.error = error
+
+    def _wait_on(self, session: LockSession) -> None:
+        """Stand in line, then be the head until there is a grant, or nobody wants one."""
+        try:
+            while (claim := self._wanted()) is not None:
+                if not self.is_head:
+                    self._stand(session, claim)
+                elif self._try(session, claim):
+                    return
+        finally:
+            if self._in_line:
+                self._in_line = False
+                self.claimant.step_out(session, self.names, self.ticket)
+
+    def _wanted(self) -> Claim | None:
+        with self._changed:
+            if not self._claims:
+                self._changed.wait(SUCCESSION)
+            return next((claim for claim, _place in self._claims.values()), None)
+
+    def _stand(self, session: LockSession, claim: Claim) -> None:
+        with self._changed:
+            if claim.permit_id not in self._claims:
+                return
+            _claim, place = self._claims[claim.permit_id]
+            self._blocked, self._cut = session, False
+        longest = LONGEST if session.can_be_cut else LONGEST_UNCUT
+        patience = longest if place.patience is None else min(place.patience + SUCCESSION, longest)
+        self._in_line = True
+        try:
+            status = self.claimant.stand_in_line(session, claim, self.ticket, place, patience)
+        finally:
+            with self._changed:
+                self._blocked = None
+        if status == sql.DONE:
+            self.is_head = True
+        elif status != sql.BUSY:
+            raise failure(self.claimant.pool.alias, status)
+        elif patience < longest:
+            with self._changed:  # whoever waits gives up at this moment
+                self._changed.wait(SUCCESSION)
+
+    def _try(self, session: LockSession, claim: Claim) -> bool:
+        with self.claiming:
+            found = self._claims.get(claim.permit_id)
+            if found is None:
+                return False
+            began = boot_now()
+            granted, status = self.claimant.attempt(
+                session, claim, fair=False, budget=BUDGET_MS, ticket=self.ticket, waiting=found[1].waiting
+            )
+            if granted is not None:
+                self._in_line = False  # the batch has opened it
+                with self._changed:
+                    wanted = self._claims.pop(claim.permit_id, None) is not None
+        if granted is not None:
+            if wanted:
+                self.claimant.deliver(granted, began, claim.resource)
+            else:  # who left has looked already for what it might have got
+                self._unwanted = claim
+            return True
+        if status in (sql.BUSY, sql.PAUSED) and boot_now() - began < BUDGET_MS / 2000:
+            with self._changed:
+                self._changed.wait(PAUSE)
+        return False

@@ -1,0 +1,51 @@
+"""The resources that SQL Server locks for a semaphore: those of the procedures that every DBA knows, and a gate."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Final
+
+#: Begins whatever we lock that is neither a slot nor the name itself.
+PREFIX: Final = "sqlsem:"
+#: A resource is cut after so many UTF-16 units, without an error.
+MAX_UNITS: Final = 255
+#: The longest number before a name, with its dash: ``2147483647-``.
+_NUMBER_UNITS: Final = 11
+
+_LIKE_A_SLOT: Final = re.compile(r"[0-9]+-")
+
+
+@dataclass(frozen=True, slots=True)
+class LockNames:
+    """The resources of one semaphore."""
+
+    #: Slots are ``<slot>-<base>``; every holder has the base itself too, in mode IntentExclusive.
+    base: str
+    #: Whoever holds it is the first in line.
+    gate: str
+
+    def slot(self, number: int) -> str:
+        """Return the resource of a slot, counted from 1."""
+        return f"{number}-{self.base}"
+
+
+@functools.lru_cache(maxsize=4096)
+def lock_names(name: str) -> LockNames:
+    """Return the resources of a validated name.
+
+    Slot *i* of ``name`` is ``<i>-<name>``, as in "Counting Semaphore" of the series "Locking and Blocking". A name
+    that is itself like a slot of another (``1-x``), that begins like our own locks, or whose slots would pass 255
+    UTF-16 units goes by a digest instead: the first 128 bits of the SHA-256 of its UTF-16LE, which T-SQL computes as
+    ``HASHBYTES('SHA2_256', @name)``.
+    """
+    text = name.encode("utf-16-le")
+    digest = hashlib.sha256(text).hexdigest()
+    # Only the first 32 characters of a resource are shown by the server's views.
+    gate = f"{PREFIX}g:{digest[:20]}"
+    too_long = len(text) // 2 + _NUMBER_UNITS > MAX_UNITS
+    if too_long or _LIKE_A_SLOT.match(name) or name.startswith(PREFIX):
+        return LockNames(f"{PREFIX}{digest[:32]}", gate)
+    return LockNames(name, gate)

@@ -1,0 +1,230 @@
+"""One session of the server that keeps locks: one statement at a time, never reconnected, cut off when in doubt."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import Error as DjangoDatabaseError
+
+from django_sqlsem.backends import applock_sockets
+from django_sqlsem.backends import applock_sql as sql
+from django_sqlsem.backends.applock_codes import Meaning, failure, meaning
+from django_sqlsem.backends.applock_connect import connect
+from django_sqlsem.backends.applock_turns import Turn
+from django_sqlsem.backends.base import Grant
+from django_sqlsem.clocks import boot_now
+from django_sqlsem.exceptions import BackendError
+from django_sqlsem.identity import process_id
+from django_sqlsem.sessions import backend_error
+
+if TYPE_CHECKING:
+    from django_sqlsem.backends.applock_names import LockNames
+
+#: A batch that does not wait takes no longer than this, in seconds, or the server does not answer.
+ANSWER_TIMEOUT: Final = 5
+#: After so many seconds without a word the server is not asked once more whether it is there.
+SILENT: Final = 8.0
+#: ODBC's number of that attribute.
+SQL_ATTR_CONNECTION_TIMEOUT: Final = 113
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One permit's locks on a session."""
+
+    permit_id: str
+    names: LockNames
+    key: str
+    slots: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+
+    def grant(self) -> Grant:
+        """Return it as a backend grants it: ascending; for want of rows' ids, with the slots' numbers."""
+        order = sorted(range(len(self.slots)), key=self.slots.__getitem__)
+        slots = tuple(self.slots[number] for number in order)
+        return Grant(slots, tuple(self.tokens[number] for number in order) if self.tokens else (), slots)
+
+    @property
+    def csv(self) -> str:
+        """The slots as batches take them."""
+        return f",{','.join(map(str, self.slots))},"
+
+
+class LockSession:
+    """A raw connection with a stamp. ``lock`` is held by whoever uses it; ``held`` is changed only by them."""
+
+    def __init__(self, alias: str, in_turn: Callable[[], object] = lambda: None) -> None:
+        self.alias = alias
+        self.lock = Turn(self._mend)
+        #: The permits whose locks it has, by the name's key: one of a name, as locks are re-entrant.
+        self.held: dict[str, Holding] = {}
+        #: Names of which a claim was cut short: what it may have got is to be freed first. With how many slots, or 0.
+        self.unclear: dict[str, tuple[LockNames, int]] = {}
+        #: Why it is gone; empty while it stands.
+        self.ended = ""
+        #: The boot clock when the last statement was sent that proved that it stands.
+        self.proved_at = boot_now()
+        self.last_used = time.monotonic()
+        #: Whether somebody waits on it.
+        self.waiting = False
+        #: Kept while descriptors are used: once the connection is closed, their numbers are others'.
+        self._sockets = threading.Lock()
+        #: Whether nothing has worked on it yet: then another session will do no better.
+        self.fresh = True
+        self.stamp = f"sqlsem:{process_id()}:{secrets.token_hex(8)}"
+        self._raw, self._wrapper, self._descriptors = connect(alias, in_turn)
+        self._limit_reads()
+        self._cursors: dict[str, Any] = {}
+        self.session_id, self.session_us = 0, 0
+        try:
+            opened = self.run(sql.OPEN, {"stamp": self.stamp})
+        except BaseException:
+            self.end("it could not be opened")
+            raise
+        if opened["used"]:
+            self.end("it came out of a connection pool")
+            raise BackendError(
+                f"A connection of {alias!r} came out of a pool, with the locks of its last user: "
+                "set DATABASE_CONNECTION_POOLING = False. See docs/checks.md#sqlsemw002."
+            )
+        self.session_id, self.session_us = int(opened["session_id"]), int(opened["session_us"] or 0)
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether another thread can end a wait on it at once."""
+        return bool(self._descriptors)
+
+    def run(self, batch: sql.Batch, values: dict[str, Any], *, waits: bool = False) -> dict[str, Any]:
+        """Run a batch and return its one row by column; one that ``waits`` may take as long as it likes.
+
+        Raises ``BackendError``; then the session has ended, unless the server only refused the batch.
+        """
+        if self.ended:
+            raise BackendError(f"The database {self.alias!r} failed: the session has ended: {self.ended}")
+        parameters = [values[name] for name in batch.parameters]
+        sent = boot_now()
+        try:
+            with self._wrapper.wrap_database_errors:
+                row = self._execute(batch.text, parameters, waits=waits)
+        except DjangoDatabaseError as error:
+            # Whatever else the server said of this batch, the other locks here are not to be lost for it.
+            gone = meaning(error) is Meaning.SESSION_ENDED or boot_now() - sent > SILENT
+            if gone or not self._answers():
+                self.end(str(error.__cause__ or error).strip())
+            raise backend_error(self.alias, error, stale=bool(self.ended) and not self.fresh) from error
+        finally:
+            self.last_used = time.monotonic()
+        if row.get("status") == sql.FOREIGN:
+            self.end("another session stands in its place")
+            raise failure(self.alias, sql.FOREIGN)
+        self.proved_at, self.fresh = sent, batch is sql.OPEN
+        return row
+
+    def rows(self, text: str, parameters: Sequence[Any]) -> list[dict[str, Any]]:
+        """Run a query and return its rows by column. Raises ``BackendError``; the session may have ended then."""
+        try:
+            with self._wrapper.wrap_database_errors:
+                cursor = self._raw.cursor()
+                cursor.execute(text, list(parameters))
+                names = [column[0] for column in cursor.description]
+                found = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+                cursor.close()
+                return found
+        except DjangoDatabaseError as error:
+            if not self._answers():  # nothing can come to pass later of what only reads
+                self.end(str(error.__cause__ or error).strip())
+            raise backend_error(self.alias, error, stale=bool(self.ended) and not self.fresh) from error
+
+    def _execute(self, text: str, parameters: Sequence[Any], *, waits: bool = False) -> dict[str, Any]:
+        cursor = self._cursors.get(text)
+        if cursor is None:
+            try:
+                self._raw.timeout = 0 if waits else ANSWER_TIMEOUT  # of a cursor, read when it is made
+                cursor = self._cursors[text] = self._raw.cursor()
+            finally:
+                self._raw.timeout = ANSWER_TIMEOUT
+        try:
+            cursor.execute(text, parameters)
+            while cursor.description is None:  # some servers send a word about each refused lock
+                if not cursor.nextset():
+                    raise RuntimeError("the server sent no result")
+            names = [column[0] for column in cursor.description]
+            row = dict(zip(names, cursor.fetchone(), strict=True))
+            while cursor.nextset():
+                pass
+            return row
+        except BaseException:
+            with contextlib.suppress(Exception):
+                cursor.close()
+            self._cursors.pop(text, None)
+            raise
+
+    def _mend(self) -> None:
+        """Let go of results that a struck thread has not read: they would be in the way of the next statement."""
+        for cursor in self._cursors.values():
+            with contextlib.suppress(Exception):
+                cursor.close()
+        self._cursors.clear()
+
+    def _limit_reads(self) -> None:
+        """Limit the connection besides its cursors: else Microsoft's driver waits for ever for a silent server."""
+        self._raw.timeout = ANSWER_TIMEOUT
+        if type(self._raw).__module__.startswith("mssql_python"):  # whose timeout is its cursors' alone
+            self._raw.set_attr(SQL_ATTR_CONNECTION_TIMEOUT, ANSWER_TIMEOUT)
+
+    def _answers(self) -> bool:
+        try:
+            self._execute("SELECT 1 AS one", ())
+        except Exception:  # noqa: BLE001 - of the driver, whatever it is
+            return False
+        return True
+
+    def prove(self) -> bool:
+        """Ask the server whether all its locks are still there. Raises ``BackendError`` if the session has ended."""
+        resources = [each.names.slot(slot) for each in list(self.held.values()) for slot in each.slots]
+        for start in range(0, len(resources) or 1, 100):
+            some = resources[start : start + 100]
+            values = {"stamp": self.stamp} | {f"resource{number}": name for number, name in enumerate(some)}
+            if self.run(sql.prove(len(some)), values)["missing"]:
+                self.end("its locks are gone: another session stands in its place")
+                return False
+        return True
+
+    def clean(self, key: str) -> None:
+        """Free what a claim of a name that was cut short may have got."""
+        names, bound = self.unclear[key]
+        values = {"stamp": self.stamp, "base": names.base, "gate": names.gate, "bound": bound}
+        self.run(sql.CLEAN, values | {"key": "" if bound else key})
+        self.held.pop(key, None)  # in case it was noted
+        del self.unclear[key]
+
+    def cut(self) -> None:
+        """End it from another thread, also in the middle of a wait: the server frees all its locks."""
+        with self._sockets:
+            applock_sockets.cut(self._descriptors)
+
+    def end(self, why: str) -> None:
+        """Close it; what it held is free as soon as the server sees that."""
+        if self.held or self.unclear:
+            self.cut()  # a pool or a forked child might keep a session open that was only closed
+        with self._sockets:
+            closed, self._descriptors = self._descriptors, []
+        self._mend()  # a driver may be hurt by cursors that outlive their connection
+        with contextlib.suppress(Exception):
+            self._raw.close()
+        applock_sockets.forget(closed)
+        # Last: one that was struck on the way here is ended by its next user.
+        self.ended = self.ended or why or "closed"
+
+    def after_fork(self) -> None:
+        """In a forked child: it is the parent's. Never closed or finalised here, which would speak on its session."""
+        _inherited.append(self)
+
+
+_inherited: list[LockSession] = []

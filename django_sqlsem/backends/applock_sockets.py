@@ -1,0 +1,97 @@
+"""The sockets behind ODBC connections, which no driver tells: found by what a connect adds to the process's files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Final, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+_FILES: Final = "/proc/self/fd"
+#: One connect at a time, so that what is new is its own; and none during a fork, as driver managers have locks.
+gate = threading.Lock()
+#: A descriptor, and the number of the file behind it: descriptors are used again by others.
+Socket: TypeAlias = tuple[int, int]
+#: All that a fork would copy, from the connect on.
+_opened: list[Socket] = []
+#: After so many silent seconds the other side is asked, every so many seconds, so often: not every driver does.
+_ASK_AFTER, _ASK_EVERY, _ASK_TIMES = 30, 5, 3
+
+
+def opening(connect: Callable[[], T]) -> tuple[T, list[Socket]]:
+    """Call ``connect`` in its turn; return what it returns, and the TCP sockets that it opened.
+
+    None are known where the system does not list a process's files, or if others were opened at the same moment.
+    """
+    with gate:
+        before = _sockets()
+        connection = connect()
+        new = [fd for fd, inode in _sockets().items() if before.get(fd) != inode and _is_tcp(fd)]
+        found = [(fd, os.fstat(fd).st_ino) for fd in new] if len(new) == 1 else []
+        _opened.extend(found)
+    for fd, _inode in found:
+        _keep_alive(fd)
+    return connection, found
+
+
+def cut(sockets: list[Socket]) -> None:
+    """End the connections behind these sockets at once, for both sides; the driver may be waiting for one."""
+    for fd, inode in sockets:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+            if os.fstat(sock.fileno()).st_ino == inode:  # else the driver has closed it, and it is somebody else's
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def forget(sockets: list[Socket]) -> None:
+    """Know that these have been closed."""
+    for each in sockets:
+        with contextlib.suppress(ValueError):
+            _opened.remove(each)
+
+
+def let_go() -> None:
+    """In a forked child: drop its copies, or they would keep a dead parent's sessions alive."""
+    for descriptor, inode in _opened:
+        with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_ino != inode:
+                continue
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, descriptor, inheritable=False)
+            os.close(null)
+
+
+def after_fork() -> None:
+    """In a forked child: nobody is connecting, and nothing is open."""
+    global gate
+    gate = threading.Lock()
+    let_go()
+    _opened.clear()
+
+
+def _sockets() -> dict[int, str]:
+    found = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(_FILES):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"{_FILES}/{name}")
+                if target.startswith("socket:"):
+                    found[int(name)] = target
+    return found
+
+
+def _is_tcp(descriptor: int) -> bool:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
+        return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+    return False
+
+
+def _keep_alive(descriptor: int) -> None:
+    with contextlib.suppress(OSError, AttributeError), socket.socket(fileno=os.dup(descriptor)) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_AFTER)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_EVERY)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _ASK_TIMES)

@@ -1,0 +1,271 @@
+"""The T-SQL of application locks. One batch is one round trip; ``?`` marks its parameters, in the order of its tuple.
+
+Traps behind the wording, from the documentation of ``sp_getapplock`` and captures of SQL Server 2025: all five
+parameters are always passed, since the defaults are traps; the verdict is the return code, as a refusal raises
+nothing; ``SET NOCOUNT ON``, as the procedures' row counts would hide the result; an applock is re-entrant, so a batch
+asks ``APPLOCK_MODE`` before it trusts a grant.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Final
+
+#: How long a batch waits for a row of ours, in milliseconds.
+ROW_PATIENCE_MS: Final = 2000
+
+NOW: Final = "DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME())"
+
+# What a batch answers in its column ``status``. Below zero: the return code of sp_getapplock itself.
+DONE: Final = 0
+#: The name, or one of its slots, has no row yet.
+NEW: Final = 1
+#: No slot is free, or others wait.
+BUSY: Final = 2
+#: A slot is free, and others wait.
+GATED: Final = 3
+PAUSED: Final = 4
+KIND: Final = 5
+#: More is wanted than there is.
+NEVER: Final = 6
+#: The session has the semaphore already.
+OWN: Final = 7
+#: A row could not be written; ``error`` and ``message`` say why.
+ROW_FAILED: Final = 8
+#: It is not the session that we opened.
+FOREIGN: Final = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A text and the names of its parameters, in order."""
+
+    text: str
+    parameters: tuple[str, ...]
+
+
+def get(resource: str, mode: str, timeout: str) -> str:
+    return (
+        f"EXEC @rc = sys.sp_getapplock @Resource = {resource}, @LockMode = '{mode}', @LockOwner = 'Session',"
+        f" @LockTimeout = {timeout}, @DbPrincipal = 'public';"
+    )
+
+
+def give(resource: str) -> str:
+    return (
+        f"EXEC @done = sys.sp_releaseapplock @Resource = {resource}, @LockOwner = 'Session', @DbPrincipal = 'public';"
+    )
+
+
+def holds(resource: str) -> str:
+    return f"APPLOCK_MODE(N'public', {resource}, N'Session') <> N'NoLock'"
+
+
+def taken(resource: str) -> str:
+    """Another session holds it, or waits for it."""
+    return f"APPLOCK_TEST(N'public', {resource}, N'Exclusive', N'Session') = 0"
+
+
+#: Lengths are in UTF-16 units, of which a character may take two; what is longer is cut without a word.
+TYPES: Final = {
+    "stamp": "varchar(60)",
+    "base": "nvarchar(255)",
+    "gate": "nvarchar(255)",
+    "resource": "nvarchar(255)",
+    "csv": "nvarchar(max)",
+    "key": "nvarchar(32)",
+    "kind": "nvarchar(16)",
+    "name": "nvarchar(400)",
+    "permit": "nvarchar(32)",
+    "host": "nvarchar(510)",
+    "thread": "nvarchar(200)",
+    "label": "nvarchar(400)",
+    "user": "nvarchar(300)",
+    "process": "nvarchar(32)",
+    "pid": "bigint",
+    "lease": "bigint",
+    "age": "bigint",
+    "ticket": "nvarchar(32)",
+    "session_id": "int",
+    "session_us": "bigint",
+}
+
+#: Nothing is done on a session that is not the one that we opened: a pool may have put another in its place.
+CHECK: Final = (
+    "IF CONTEXT_INFO() IS NULL OR CAST(SUBSTRING(CONTEXT_INFO(), 1, DATALENGTH(@stamp)) AS varchar(60)) <> @stamp"
+    f" SET @status = {FOREIGN};"
+)
+
+
+def batch(parameters: tuple[str, ...], body: str, *, patient: bool = True) -> Batch:
+    """Declare the parameters and make a batch; ``patient``: it may meet locked rows, and waits a moment for them."""
+    declared = ", ".join(f"@{name} {TYPES.get(name, 'int')} = ?" for name in parameters)
+    limit = f" SET LOCK_TIMEOUT {ROW_PATIENCE_MS};" if patient else ""
+    head = f"SET NOCOUNT ON;{limit}\nDECLARE {declared};\n"
+    return Batch(head + body.strip() + "\n", parameters)
+
+
+#: Free a slot's row, if it still carries the permit's id, and note how long it was held.
+FREE: Final = f"""
+UPDATE sqlsem_slot SET permit_id = NULL, expires_us = NULL,
+    held_us = CASE WHEN {NOW} <= acquired_us THEN held_us WHEN held_us = 0 THEN {NOW} - acquired_us
+        ELSE held_us + ({NOW} - acquired_us - held_us) / 8 END
+WHERE semaphore_key = @key AND slot = @slot AND permit_id = @permit;
+SET @rows = @rows + @@ROWCOUNT;
+"""
+
+
+@functools.cache
+def release(*, record: bool) -> Batch:
+    """Free the slots in ``csv`` (``,1,2,``), each row before its lock and only while it carries the permit's id.
+
+    A row that can't be written does not keep its lock.
+    """
+    body = letting_go(FREE if record else "", CHECK)
+    answer = "SELECT @status AS status, @freed AS freed, @rows AS freed_rows, @error AS error, @message AS message;"
+    return batch(("stamp", "base", "csv", *(("key", "permit") if record else ())), body + answer)
+
+
+def letting_go(row: str, check: str) -> str:
+    """Return what frees the slots in ``csv``; ``row`` writes the row of one of them, ``check`` comes first."""
+    if row:
+        row = f"BEGIN TRY {row} END TRY BEGIN CATCH SELECT @error = ERROR_NUMBER(), @message = ERROR_MESSAGE();"
+        row = f"{row} END CATCH;"
+    return f"""
+DECLARE @status int = {DONE}, @done int = 0, @slot int = 0, @rows int = 0, @freed int = 0, @error int = 0,
+    @message nvarchar(2048) = N'', @resource nvarchar(255) = N'', @rest nvarchar(max) = SUBSTRING(@csv, 2, LEN(@csv));
+{check}
+WHILE CHARINDEX(N',', @rest) > 0 AND @status = {DONE}
+BEGIN
+    SET @slot = CAST(LEFT(@rest, CHARINDEX(N',', @rest) - 1) AS int);
+    SET @rest = SUBSTRING(@rest, CHARINDEX(N',', @rest) + 1, LEN(@rest));
+    SET @resource = CONCAT(@slot, N'-', @base);
+    {row}
+    IF {holds("@resource")}
+    BEGIN
+        {give("@resource")}
+        SET @freed = @freed + 1;
+    END;
+END;
+IF @status = {DONE} AND {holds("@base")}
+BEGIN
+    {give("@base")}
+END;
+"""
+
+
+def cleaning(check: str) -> str:
+    """Return what frees the gate, the name and its slots up to ``bound`` on this session; ``check`` comes first."""
+    return f"""
+DECLARE @status int = {DONE}, @done int = 0, @slot int = 1, @freed int = 0, @resource nvarchar(255) = N'';
+{check}
+WHILE @slot <= @bound AND @status = {DONE}
+BEGIN
+    SET @resource = CONCAT(@slot, N'-', @base);
+    IF {holds("@resource")}
+    BEGIN
+        {give("@resource")}
+        SET @freed = @freed + 1;
+    END;
+    SET @slot = @slot + 1;
+END;
+IF @status = {DONE} AND {holds("@base")}
+BEGIN
+    {give("@base")}
+END;
+SET @resource = CONCAT(@gate, N':s');
+IF @status = {DONE} AND {holds("@resource")}
+BEGIN
+    {give("@resource")}
+END;
+IF @status = {DONE} AND {holds("@gate")}
+BEGIN
+    {give("@gate")}
+END;
+"""
+
+
+_ROWS: Final = "IF @key <> N'' SELECT @bound = COALESCE(MAX(slot), 0) FROM sqlsem_slot WHERE semaphore_key = @key;"
+
+#: After a claim that was cut short: free whatever it may have got on this session, which holds no other of the name.
+#: With a ``key``, as many slots as there are rows.
+CLEAN: Final = batch(
+    ("stamp", "base", "gate", "bound", "key"),
+    cleaning(f"{CHECK}\n{_ROWS}") + "SELECT @status AS status, @freed AS freed;",
+)
+
+#: Forget in the rows what a session that has ended held there.
+UNRECORD: Final = batch(
+    ("key", "permit", "slot"),
+    """
+DECLARE @revoked bigint = 0, @by nvarchar(300) = N'';
+UPDATE sqlsem_slot SET permit_id = NULL, expires_us = NULL WHERE semaphore_key = @key AND permit_id = @permit;
+SELECT @revoked = COALESCE(revoked_token, 0), @by = revoked_by FROM sqlsem_slot
+WHERE semaphore_key = @key AND slot = @slot;
+SELECT @revoked AS revoked_token, @by AS revoked_by;
+""",
+)
+
+_IF_MISSING: Final = "BEGIN TRY {insert} END TRY BEGIN CATCH IF ERROR_NUMBER() NOT IN (2601, 2627) THROW; END CATCH;"
+
+CREATING: Final = (
+    "DECLARE @slot int = 1;\n"
+    + _IF_MISSING.format(
+        insert=f"""
+INSERT INTO sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking)
+SELECT @key, @name, @kind, @slots, {NOW}, 0, 0
+WHERE NOT EXISTS (SELECT 1 FROM sqlsem_semaphore WHERE name_key = @key);
+"""
+    )
+    + "\nWHILE @slot <= @slots\nBEGIN\n"
+    + _IF_MISSING.format(
+        insert="""
+INSERT INTO sqlsem_slot (semaphore_key, slot, closed, beacon, token, lease_us, held_us, host, pid, thread, label,
+    user_name, process_id, boot_id, channel, revoked_by)
+SELECT @key, @slot, 0, 0, 0, 0, 0, N'', 0, N'', N'', N'', N'', N'', N'', N''
+WHERE NOT EXISTS (SELECT 1 FROM sqlsem_slot WHERE semaphore_key = @key AND slot = @slot);
+"""
+    )
+    + "\n    SET @slot = @slot + 1;\nEND;\n"
+)
+
+#: Create the rows of a name that has none, or too few.
+CREATE: Final = batch(("key", "name", "kind", "slots"), CREATING + "SELECT @slot AS slots;")
+
+DECLARING: Final = f"""
+UPDATE sqlsem_semaphore SET other_slots = declared_slots, other_us = {NOW}, declared_slots = @slots,
+    declared_us = {NOW} WHERE name_key = @key AND declared_slots <> @slots"""
+
+#: Say that this program's number of slots differs from the one that was declared last.
+DECLARE: Final = batch(("key", "slots"), DECLARING + ";\nSELECT @@ROWCOUNT AS changed;")
+
+#: When a session logged in, as far as the view of sessions says.
+LOGIN_US: Final = "DATEDIFF_BIG(MICROSECOND, '1970-01-01', login_time)"
+
+#: Stamp a fresh session, and see that it is fresh: a pool would hand out one with a stamp, and with its locks.
+OPEN: Final = Batch(
+    f"""SET NOCOUNT ON;
+DECLARE @stamp varchar(60) = ?;
+DECLARE @before varbinary(128) = CONTEXT_INFO(), @new varbinary(128) = CAST(@stamp AS varbinary(128));
+DECLARE @used int = CASE WHEN @before IS NULL THEN 0
+    WHEN CAST(SUBSTRING(@before, 1, 7) AS varchar(7)) = 'sqlsem:' THEN 1 ELSE 0 END;
+SET CONTEXT_INFO @new;
+SELECT @@SPID AS session_id, @used AS used,
+    (SELECT {LOGIN_US} FROM sys.dm_exec_sessions WHERE session_id = @@SPID)
+    AS session_us;
+""",
+    ("stamp",),
+)
+
+
+@functools.cache
+def prove(resources: int) -> Batch:
+    """Ask whether the session is the one that we opened, and still has these locks."""
+    held = "".join(f" + CASE WHEN {holds('?')} THEN 0 ELSE 1 END" for _ in range(resources))
+    return Batch(
+        "SET NOCOUNT ON;\nDECLARE @stamp varchar(60) = ?;\n"
+        "SELECT CASE WHEN CAST(SUBSTRING(CONTEXT_INFO(), 1, DATALENGTH(@stamp)) AS varchar(60)) = @stamp THEN 0"
+        f" ELSE 1000000 END{held} AS missing;\n",
+        ("stamp", *(f"resource{number}" for number in range(resources))),
+    )

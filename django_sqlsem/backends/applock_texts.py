@@ -1,0 +1,42 @@
+"""Every text that application locks are made of, by name: for linters, and for people."""
+
+from __future__ import annotations
+
+from django_sqlsem.backends import applock_acquire_sql as waiting
+from django_sqlsem.backends import applock_line_sql as line
+from django_sqlsem.backends import applock_procedures, applock_quick_sql
+from django_sqlsem.backends import applock_sql as sql
+
+#: What the names of stored procedures' texts begin with.
+PROCEDURE = "procedure "
+
+
+def all_batches() -> dict[str, sql.Batch]:
+    """Return every batch by name."""
+    return {
+        "acquire": waiting.acquire(record=True),
+        "acquire_unrecorded": waiting.acquire(record=False),
+        "release": sql.release(record=True),
+        "release_unrecorded": sql.release(record=False),
+        "quick_acquire": applock_quick_sql.acquire(record=True),
+        "quick_acquire_unrecorded": applock_quick_sql.acquire(record=False),
+        "quick_release": applock_quick_sql.release(record=True),
+        "quick_release_unrecorded": applock_quick_sql.release(record=False),
+        "stand_in_line": line.stand_in_line(record=True),
+        "stand_in_line_unrecorded": line.stand_in_line(record=False),
+        "step_out": line.step_out(record=True),
+        "step_out_unrecorded": line.step_out(record=False),
+        "unwait": line.UNWAIT,
+        "clean": sql.CLEAN,
+        "unrecord": sql.UNRECORD,
+        "create": sql.CREATE,
+        "declare": sql.DECLARE,
+        "open": sql.OPEN,
+        "prove": sql.prove(2),
+    }
+
+
+def all_texts() -> dict[str, str]:
+    """Return the text of every batch, and of every stored procedure, by name."""
+    texts = {name: batch.text for name, batch in all_batches().items()}
+    return texts | {f"{PROCEDURE}{name}": text for name, text in applock_procedures.texts().items()}
