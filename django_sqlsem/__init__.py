@@ -8,6 +8,7 @@ from django_sqlsem.exceptions import (
     BackendError,
     DeadlockError,
     InvalidSemaphoreBackendError,
+    KillNeededError,
     PermitLostError,
     SemaphoreError,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "BackendError",
     "DeadlockError",
     "InvalidSemaphoreBackendError",
+    "KillNeededError",
     "Permit",
     "PermitLostError",
     "Semaphore",

@@ -21,10 +21,12 @@ from django_sqlsem.admin_display import (
     SnapshotChangeList,
     StateFilter,
     declared,
+    held_since,
     holder_of,
     instant,
     lease_left,
     program,
+    program_of,
     snapshot_of,
 )
 from django_sqlsem.exceptions import BackendError
@@ -73,12 +75,24 @@ class OperatorAdmin(ModelAdmin[Any]):
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         """Say it if the locks database fails, or a confirmation comes back damaged."""
         try:
-            return super().changelist_view(request, extra_context)
+            response = super().changelist_view(request, extra_context)
+            self._note(request)
+            return response
         except BackendError as error:
             self.message_user(request, str(error), messages.ERROR)
         except DamagedFormError:
             self.message_user(request, _("The form came back damaged: nothing was done."), messages.ERROR)
         return HttpResponseRedirect(reverse("admin:index", current_app=self.admin_site.name))
+
+    def render_change_form(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        """Say what the page cannot show."""
+        self._note(request)
+        return super().render_change_form(request, *args, **kwargs)
+
+    def _note(self, request: HttpRequest) -> None:
+        if request.method == "GET":
+            for note in queries.notes():
+                self.message_user(request, note, messages.INFO)
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         """Rows are made by acquiring."""
@@ -164,11 +178,11 @@ class SemaphoreAdmin(OperatorAdmin):
             [
                 _("Slot %(slot)d") % {"slot": holder.slot},
                 STATES[holder.state],
-                program(holder.host, holder.pid, holder.thread),
+                program_of(holder),
                 holder.label,
                 holder.user,
-                format_html(_("for {}"), instant(holder.age, holder.acquired_at)),
-                format_html(_("lease: {}"), lease_left(holder)),
+                format_html(_("for {}"), held_since(holder)) if holder.recorded else "",
+                format_html(_("lease: {}"), lease_left(holder)) if holder.lease_left is not None else "",
             ]
             for holder in snapshot.holders
         )
@@ -227,7 +241,7 @@ class SlotAdmin(OperatorAdmin):
     def holder(self, row: SlotRow) -> str:
         """Return the program that holds it."""
         holder = holder_of(row)
-        return program(holder.host, holder.pid, holder.thread) if holder else EMPTY
+        return program_of(holder) if holder else EMPTY
 
     @admin.display(description=gettext_lazy("work"))
     def work(self, row: SlotRow) -> str:
@@ -245,7 +259,7 @@ class SlotAdmin(OperatorAdmin):
     def age(self, row: SlotRow) -> str:
         """Return for how long it has been held."""
         holder = holder_of(row)
-        return instant(holder.age, holder.acquired_at) if holder else EMPTY
+        return held_since(holder) if holder else EMPTY
 
     @admin.display(description=gettext_lazy("lease left"))
     def lease_left(self, row: SlotRow) -> str:

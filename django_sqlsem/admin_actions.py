@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django import forms
 from django.contrib import admin, messages
@@ -12,6 +12,7 @@ from django.utils.translation import gettext_lazy, ngettext
 from django_sqlsem import admin_confirm as confirm
 from django_sqlsem import control, queries
 from django_sqlsem.admin_confirm import Page
+from django_sqlsem.exceptions import BackendError, KillNeededError
 from django_sqlsem.models import SemaphoreRow, SlotRow
 from django_sqlsem.naming import MAX_SLOTS
 from django_sqlsem.snapshots import SlotState
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponse
 
 RowT = TypeVar("RowT", SemaphoreRow, SlotRow)
+
+
+_LOSE: Final = gettext_lazy(
+    "These holders will lose their slots at once. Each learns it within a quarter of its lease, and may still be at"
+    " work until it heeds that."
+)
+_KILLS: Final = gettext_lazy(
+    "These slots belong to database sessions. The sessions will be ended, with whatever else they hold. Each holder"
+    " learns it within 2 seconds, and may still be at work until it heeds that."
+)
 
 
 class SlotsForm(forms.Form):
@@ -45,22 +56,26 @@ def revoke(model_admin: ModelAdmin[RowT], request: HttpRequest, queryset: QueryS
         if not holders:
             model_admin.message_user(request, _("Nobody holds any of these: nothing to revoke."), messages.INFO)
             return None
+        kills = any(holder.needs_kill for holder in holders)
         page = Page(
             action="revoke",
             title=_("Revoke permits"),
-            question=_(
-                "These holders will lose their slots at once. Each learns it within a quarter of its lease, and may"
-                " still be at work until it heeds that."
-            ),
-            confirm=_("Yes, revoke"),
+            question=str(_KILLS if kills else _LOSE),
+            confirm=_("Yes, end the sessions") if kills else _("Yes, revoke"),
             targets=confirm.targets_of(holders),
             holders=holders,
+            others=queries.held_along(holders),
+            others_title=_("To be lost as well: the same sessions hold these"),
             dangerous=True,
         )
         return confirm.confirmation(model_admin, request, queryset, page)
-    revoked, changed = 0, []
+    revoked, changed, by = 0, [], confirm.by(request)
     for name, slot, token in targets:
-        holders = control.revoke(name, slot, token, by=confirm.by(request), using=queries.locks_database())
+        try:
+            holders = control.revoke(name, slot, token, by=by, using=queries.locks_database(), kill=True)
+        except (BackendError, KillNeededError) as error:
+            model_admin.message_user(request, str(error), messages.ERROR)
+            continue
         if not holders:
             changed.append(confirm.place(name, slot))
         for holder in holders:
@@ -84,7 +99,7 @@ def purge_stale(model_admin: ModelAdmin[RowT], request: HttpRequest, queryset: Q
         if not expired:
             text = _("The lease of none of these has run out: nothing to purge.")
             if others:
-                soon = max(others, key=lambda holder: -holder.lease_left)
+                soon = max(others, key=lambda holder: -(holder.lease_left or 0.0))
                 text += " " + _("%(slot)s seems gone; its lease runs out in %(seconds).0f s.") % {
                     "slot": confirm.place(soon.name, soon.slot),
                     "seconds": soon.lease_left,
@@ -95,7 +110,8 @@ def purge_stale(model_admin: ModelAdmin[RowT], request: HttpRequest, queryset: Q
             action="purge_stale",
             title=_("Purge stale slots"),
             question=_(
-                "The leases of these holders have run out. Their slots will be freed; no live holder is touched."
+                "The leases of these holders have run out, or their sessions have ended. Their slots will be freed; no"
+                " live holder is touched."
             ),
             confirm=_("Yes, purge"),
             targets=confirm.targets_of(expired),

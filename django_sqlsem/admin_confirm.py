@@ -13,7 +13,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
 from django_sqlsem import queries
-from django_sqlsem.admin_display import STATES, instant, lease_left, program
+from django_sqlsem.admin_display import STATES, held_since, lease_left, program_of
 from django_sqlsem.models import SemaphoreRow
 from django_sqlsem.naming import MAX_SLOTS, resource_for, validate_name
 
@@ -75,10 +75,10 @@ def _cells(holder: HolderSnapshot) -> list[Any]:
         holder.name,
         holder.slot,
         STATES[holder.state],
-        program(holder.host, holder.pid, holder.thread),
+        program_of(holder),
         holder.label,
         holder.user,
-        instant(holder.age, holder.acquired_at),
+        held_since(holder),
         lease_left(holder),
     ]
 

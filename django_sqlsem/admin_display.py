@@ -41,8 +41,15 @@ def instant(age: float, at: datetime.datetime) -> SafeString:
     return _time(duration(age), at)
 
 
-def lease_left(holder: HolderSnapshot) -> SafeString:
-    """Return how much of the lease is left, or how long ago it ran out."""
+def held_since(holder: HolderSnapshot) -> SafeString | str:
+    """Return how long ago a slot was taken, if anything tells."""
+    return instant(holder.age, holder.acquired_at) if holder.recorded else EMPTY
+
+
+def lease_left(holder: HolderSnapshot) -> SafeString | str:
+    """Return how much of the lease is left, or how long ago it ran out; nothing where there is no lease."""
+    if holder.lease_left is None or holder.expires_at is None:
+        return EMPTY
     text = duration(holder.lease_left)
     if holder.expired:
         text = _("ran out %(age)s ago") % {"age": duration(-holder.lease_left)}
@@ -65,6 +72,17 @@ def declared(snapshot: SemaphoreSnapshot) -> str:
 def program(host: str, pid: int, thread: str) -> str:
     """Return the program that holds or waits."""
     return _("%(host)s pid %(pid)d %(thread)s") % {"host": host, "pid": pid, "thread": thread}
+
+
+def program_of(holder: HolderSnapshot) -> str:
+    """Return the program that holds, with its database session if that has the lock."""
+    if not holder.host and not holder.pid:
+        found = holder.program or EMPTY
+    else:
+        found = program(holder.host, holder.pid, holder.thread).strip()
+    if holder.session_id is None:
+        return found
+    return _("%(program)s, session %(session)d") % {"program": found, "session": holder.session_id}
 
 
 def attach(rows: Iterable[SemaphoreRow | SlotRow]) -> None:
@@ -132,5 +150,5 @@ class StateFilter(admin.SimpleListFilter):
             for holder in snapshot.holders
             if (holder.state is SlotState.STALE if state == "stale" else not holder.expired)
         }
-        taken = slots.filter(expires_us__isnull=False).values_list("pk", "semaphore", "slot")
+        taken = slots.values_list("pk", "semaphore", "slot")  # a lock that other programs took has no holder there
         return queryset.filter(pk__in=[pk for pk, key, slot in taken if (key, slot) in wanted])

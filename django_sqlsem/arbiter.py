@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import random
-import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from django_sqlsem.backends.base import Grant, Place
+from django_sqlsem.backends.base import Claim, Place, Queue, Waited
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.holds import Hold, State
@@ -19,109 +17,188 @@ if TYPE_CHECKING:
     from django_sqlsem.sessions import Session
 
 #: How often a waiting process says that it lives, in seconds.
-HEARTBEAT: Final = 0.7
-#: The first in line looks again after this long at first, and never later than that, in seconds.
-FIRST_LOOK: Final = 0.008
-LAST_LOOK: Final = 0.1
+HEARTBEAT: Final = 0.65
+#: A slot may have been freed by someone who could not see the place yet: look once more after so many seconds.
+SECOND_LOOK: Final = 0.025
+#: A holder seems to be dead: look again after so many seconds.
+SUSPECTED: Final = 0.2
+#: Where nobody can wake it, a waiter looks after this long at first, and never later than that, in seconds.
+FIRST_POLL: Final = 0.004
+LAST_POLL: Final = 0.1
 
 
 class Arbiter:
-    """The queue of one name in one process. ``keeper.queue_lock`` guards it."""
+    """The queue of one name in one process. ``keeper.queue_lock`` guards it; its statements run on the keeper's side.
+
+    The first in line is *enrolled*: the database knows its permit id, and whoever frees a slot grants it to that.
+    """
 
     def __init__(self, keeper: Keeper, key: str) -> None:
         self.keeper = keeper
         self.key = key
         self.queue: deque[Hold] = deque()
+        self.enrolled: Hold | None = None
+        #: Places in the queue, or grants, that nobody wants any more.
+        self.unwanted: list[Claim] = []
         self.next_at = 0.0
-        self._ticket = uuid.uuid4().hex
-        self._written_for: Hold | None = None
         self._refresh_at = 0.0
-        self._ahead = 0
-        self._pause = FIRST_LOOK
+        self._pause = FIRST_POLL
+        self._polls = False
+        self._second_look = False
+
+    def enrolled_by(self, hold: Hold, queue: Queue, sent: float) -> None:
+        """Note that the database knows the first in line; the lock is held."""
+        self.enrolled = hold
+        self._pause = FIRST_POLL
+        self._plan(queue, sent, new=True)
+
+    def remove(self, hold: Hold) -> None:
+        """Take a hold out of the queue; the lock is held. The next one is enrolled at the next step."""
+        if hold in self.queue:
+            self.queue.remove(hold)
+        if self.enrolled is hold:
+            self.enrolled = None
+        self.next_at = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits, and nothing is to be given up."""
+        return not self.queue and not self.unwanted
 
     def step(self, session: Session) -> None:
-        """Grant to as many local waiters as the database allows now, and plan the next look."""
+        """Give up what is unwanted, let the first in line be known, and look around if it is time."""
         while True:
             with self.keeper.queue_lock:
+                unwanted, self.unwanted = self.unwanted, []
                 head = self.queue[0] if self.queue else None
                 waiting = len(self.queue)
+            for claim in unwanted:
+                self._leave(session, claim)
             if head is None:
-                self._leave(session)
-                return
-            now = boot_now()
-            place = Place(
-                ticket=self._ticket,
-                age=now - head.arrived,
-                waiting=waiting,
-                refresh=now >= self._refresh_at,
-                moved=head is not self._written_for,
-            )
-            head.asked = True
-            try:
-                waited = self.keeper.backend.wait(session, head.claim, place)
-            except BackendError as error:
-                if not error.unsent:
-                    self.keeper.doubt(head.claim)
-                head.fresh_claim()
-                if error.stale_connection:
-                    continue
-                self._fail(error)
-                return
-            except Exception as error:  # noqa: BLE001 - whatever is wrong with this one, its waiter must hear it
-                self.keeper.doubt(head.claim)
-                self._fail(error, only=head)
+                if self.keeper.forget_arbiter(self):
+                    return
                 continue
-            if place.refresh:
-                self._refresh_at = now + HEARTBEAT
-            self._written_for = head
-            if waited.grant is None:
-                self._plan(now, waited.ahead, waited.expiry_in)
+            if self._look(session, head, waiting):
                 return
-            self._pause = FIRST_LOOK
-            self._hand_over(head, waited.grant, now)
 
-    def _hand_over(self, head: Hold, grant: Grant, sent: float) -> None:
-        accepted = self.keeper.accept(head, grant, sent)
+    def _look(self, session: Session, head: Hold, waiting: int) -> bool:
+        """Take one step of waiting for the first in line. Return whether all is done for now."""
+        now = boot_now()
         with self.keeper.queue_lock:
-            if head in self.queue:  # one that gave up leaves as well, or it would be granted again and again
-                self.queue.remove(head)
-        if accepted:
-            head.answer()
+            if not self.queue or self.queue[0] is not head:
+                return False  # it gave up, or was served, while others were let go
+            new = self.enrolled is not head
+            head.claim = self.keeper.present(head.claim)
+            patience = self._patience(now)
+            if new:
+                self.keeper.waiting[head.permit_id] = head
+        place = Place(head.arrived, waiting=waiting, patience=patience)
+        head.asked = True
+        attempts = session.attempts
+        try:
+            if new:
+                head.proved = now
+                waited = self.keeper.backend.enrol(session, head.claim, place, first=False)
+            elif now >= self._refresh_at:
+                waited = self.keeper.backend.wait(session, head.claim, place)
+            else:
+                waited = self._glance(session, head)
+        except BackendError as error:
+            if not new or session.attempts != attempts:  # else nothing was asked of the database
+                self.keeper.doubt(head.claim)
+            self.keeper.ask_anew(head)
+            self.enrolled = None
+            if error.stale_connection:
+                return False
+            self._fail(error)
+            return True
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with this one, its waiter must hear it
+            self.keeper.doubt(head.claim)
+            self._fail(error, only=head)
+            return False
+        for granted in waited.granted:
+            self.keeper.deliver(granted, now, head.claim.resource)
+        with self.keeper.queue_lock:
+            if head not in self.queue:
+                if new and head.state is not State.HELD and waited.queue is not None:
+                    self.unwanted.append(head.claim)  # it gave up meanwhile
+                return False
+            if waited.queue is None:
+                # It was away for too long: once more, under a new id, as word of the old one may be on its way. What
+                # that got, if it got anything, nobody has accepted.
+                self.keeper.doubt(head.claim)
+                self.enrolled = None
+                self.keeper.renew_claim(head)
+                return False
+            head.proved = now
+            if new:
+                self.enrolled_by(head, waited.queue, now)
+            elif now >= self._refresh_at:
+                self._plan(waited.queue, now)
+            else:
+                self.next_at = self._next(now)
+            return True
 
-    def _plan(self, now: float, ahead: int | None, expiry_in: float | None) -> None:
-        if ahead is not None:
-            if ahead < self._ahead:
-                self._pause = FIRST_LOOK
-            self._ahead = ahead
-        # Whoever stands further back looks less often.
-        pause = max(self._pause, min(0.006 * self._ahead, HEARTBEAT / 2))
-        self._pause = min(self._pause * 1.15, LAST_LOOK)
-        pause *= random.uniform(0.7, 1.3)  # noqa: S311 - no two processes in step
-        if expiry_in is not None and not self._ahead:
-            pause = min(pause, expiry_in + 0.002)
-        self.next_at = min(now + pause, self._refresh_at)
+    def _patience(self, now: float) -> float | None:
+        """For how many more seconds the most patient of the waiters waits; ``None``: for ever."""
+        latest = 0.0
+        for hold in self.queue:
+            if hold.patient_until is None:
+                return None
+            latest = max(latest, hold.patient_until)
+        return max(0.0, latest - now)
+
+    def _glance(self, session: Session, head: Hold) -> Waited:
+        """Between heartbeats: has it been granted?"""
+        if self._second_look:
+            self._second_look = False
+            return self.keeper.backend.wait(session, head.claim, Place(head.arrived, len(self.queue)))
+        granted = self.keeper.backend.granted(session, head.claim)
+        return Waited((granted,) if granted else (), Queue(ahead=0))
+
+    def _plan(self, queue: Queue, now: float, *, new: bool = False) -> None:
+        self._refresh_at = now + HEARTBEAT * random.uniform(0.9, 1.0)  # noqa: S311 - no two processes in step
+        self._polls = not queue.told and (queue.strangers > 0 or not self.keeper.presence.channel)
+        self._second_look = new
+        self.next_at = self._next(now)
+        if new:
+            # Those further back were most likely seen by whoever frees a slot.
+            self.next_at = min(self.next_at, now + SECOND_LOOK * (1 + min(queue.ahead, 5)))
+        if queue.suspects:
+            self._refresh_at = self.next_at = min(self.next_at, now + SUSPECTED)
+        if queue.expiry_in is not None and queue.ahead == 0 and queue.expiry_in < self._refresh_at - now:
+            self.next_at = min(self.next_at, now + queue.expiry_in + 0.002)
+            self._refresh_at = min(self._refresh_at, self.next_at)
+
+    def _next(self, now: float) -> float:
+        if not self._polls:
+            return self._refresh_at
+        pause = self._pause * random.uniform(0.7, 1.3)  # noqa: S311
+        self._pause = min(self._pause * 1.15, LAST_POLL)
+        return min(now + pause, self._refresh_at)
+
+    def look_soon(self) -> None:
+        """Look around at the next step: something has changed."""
+        self._refresh_at = self.next_at = 0.0
 
     def _fail(self, error: Exception, only: Hold | None = None) -> None:
         with self.keeper.queue_lock:
             failed = [hold for hold in self.queue if only is None or hold is only]
             for hold in failed:
-                self.queue.remove(hold)
+                self.remove(hold)
+                self.keeper.waiting.pop(hold.permit_id, None)
                 hold.state = State.OVER
         for hold in failed:
             # Each raises one of its own: a traceback grows with every raise, and keeps the frames it passed.
             hold.answer(error if only is not None else _same(error))
         if only is None:
-            self._written_for = None  # its row, if it was written, lapses by itself
             self.keeper.forget_arbiter(self)
 
-    def _leave(self, session: Session) -> None:
-        if not self.keeper.forget_arbiter(self):
-            self.next_at = 0.0
-            return
-        if self._written_for is not None:
-            self._written_for = None
-            with contextlib.suppress(BackendError):  # the row lapses by itself
-                self.keeper.backend.leave(session, self._ticket)
+    def _leave(self, session: Session, claim: Claim) -> None:
+        try:
+            self.keeper.backend.leave(session, claim)
+        except BackendError:
+            self.keeper.doubt(claim)
 
 
 def _same(error: Exception) -> Exception:

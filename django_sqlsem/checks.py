@@ -10,6 +10,7 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
+from django_sqlsem import checks_mssql
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.conf import config
@@ -18,6 +19,8 @@ from django_sqlsem.conf import config
 def register() -> None:
     """Register the checks; called once the apps are ready."""
     checks.register(check_settings)
+    checks.register(checks_mssql.check_settings)
+    checks.register(checks_mssql.check_databases, checks.Tags.database)
 
 
 def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Iterable[checks.CheckMessage]:
@@ -25,6 +28,8 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> It
     try:
         config()
         alias = database_for(None)
+        if list(checks_mssql.driver_messages(alias, connections.settings[alias])):
+            return  # sqlsem.E003 says more
         get_backend(alias)
         if config(alias).backend is None:
             dialect_for(connections[alias])

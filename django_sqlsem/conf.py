@@ -35,6 +35,12 @@ class Config:
     task_timeout: float | None = 0.0
     #: How long a grant lasts unless it is renewed. It is renewed four times as often.
     lease: float = 60.0
+    #: Whether a grant must survive a crash of the database's server.
+    durable: bool = True
+    #: Whether a dead process's slots come back at once, and a process that is cut off loses its own as soon.
+    beacons: bool = True
+    #: Whether a row is kept beside each application lock; without, nobody is named, and there are no tokens.
+    record: bool = True
     #: How long an unused connection stays open.
     idle: float = 60.0
     #: The status of a busy view.
@@ -66,6 +72,10 @@ def _value(key: str, value: object, name: str) -> object:
         return to_seconds(value, what=name, minimum=MIN_LEASE)
     if key == "IDLE":
         return to_seconds(value, what=name)
+    if key in ("DURABLE", "BEACONS", "RECORD"):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, not {shown(value)}.")
+        return value
     if key == "BUSY_STATUS":
         if isinstance(value, bool) or not isinstance(value, int) or not 400 <= value <= 599:
             raise ValueError(f"{name} must be an HTTP error status from 400 to 599, not {shown(value)}.")

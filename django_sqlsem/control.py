@@ -6,9 +6,13 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from django.db import Error as DatabaseError
+from django.db import connections, transaction
+
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.globs import literal_prefix, matcher
 from django_sqlsem.naming import validate_name, validate_slots
+from django_sqlsem.sessions import backend_error
 from django_sqlsem.signals import operator_acted
 from django_sqlsem.snapshots import SlotState
 from django_sqlsem.timeouts import to_seconds
@@ -25,7 +29,7 @@ class PurgePlan:
     """What a purge would do, and nothing else: shown first, then executed as shown."""
 
     alias: str
-    #: Slots whose lease has run out: they will be freed.
+    #: Slots whose lease has run out, or whose session has ended: they will be freed.
     slots: tuple[HolderSnapshot, ...] = ()
     #: Slots whose holder seems gone but whose lease still runs: they are left alone.
     pending: tuple[HolderSnapshot, ...] = ()
@@ -48,12 +52,20 @@ class PurgeResult:
 
 
 def revoke(
-    name: str, slot: int | None = None, token: int | None = None, *, by: str, using: str | None = None
+    name: str,
+    slot: int | None = None,
+    token: int | None = None,
+    *,
+    by: str,
+    using: str | None = None,
+    kill: bool = False,
 ) -> list[HolderSnapshot]:
     """Take slots away from their holders, live ones too, and return those who lost them.
 
     Without ``slot`` all holders of this moment; without ``token`` the holder of this moment; with a ``token`` only
     the holder who has it. A holder that changes meanwhile is not disturbed. ``by`` is told to the holder.
+    ``kill``: where a lock belongs to a database session, end that session; whatever else it holds goes with it. Raises
+    ``KillNeededError`` where that is needed and was not said.
     """
     validate_name(name)
     if token is not None and slot is None:
@@ -66,7 +78,7 @@ def revoke(
         meant = [(holder.slot, holder.token) for holder in holders if slot in (None, holder.slot)]
     revoked = []
     for number, shown in meant:
-        holder = backend.revoke(name, number, shown, by=by)
+        holder = backend.revoke(name, number, shown, by=by, kill=kill)
         if holder is not None:
             revoked.append(holder)
             _acted("revoke", name, by, str(holder), logging.WARNING)
@@ -83,7 +95,8 @@ def plan_purge(
 ) -> PurgePlan:
     """Return what a purge would do now.
 
-    ``stale``: free slots whose lease has run out, at least ``older_than`` ago. ``idle``: also delete names that
+    ``stale``: free slots whose lease has run out at least ``older_than`` ago, or, where there are no leases, that
+    were taken so long ago by a session that has ended. ``idle``: also delete names that
     nobody holds or waits for, that were granted last at least ``idle`` (or ``older_than``, if that is longer) ago,
     and about which no operator has said anything. Lengths are seconds or ``timedelta``.
     """
@@ -98,10 +111,15 @@ def plan_purge(
     gone = [holder for snapshot in found for holder in snapshot.holders if holder.state is SlotState.STALE]
     return PurgePlan(
         alias=alias,
-        slots=tuple(holder for holder in gone if stale and holder.expired and -holder.lease_left >= least),
+        slots=tuple(holder for holder in gone if stale and holder.expired and _gone_for(holder) >= least),
         pending=tuple(holder for holder in gone if stale and not holder.expired),
         names=tuple(snapshot for snapshot in found if rest is not None and _is_idle(snapshot, max(rest, least))),
     )
+
+
+def _gone_for(holder: HolderSnapshot) -> float:
+    """Return how long ago the lease ran out; where there is none, when the slot was taken: the end leaves no trace."""
+    return holder.age if holder.lease_left is None else -holder.lease_left
 
 
 def _is_idle(snapshot: SemaphoreSnapshot, seconds: float) -> bool:
@@ -152,6 +170,26 @@ def pause(name: str, *, by: str, using: str | None = None) -> bool:
 def resume(name: str, *, by: str, using: str | None = None) -> bool:
     """Grant again. ``False`` if there is no such name."""
     return _set_paused(name, False, by, using)
+
+
+def procedures(*, drop: bool = False, using: str | None = None) -> tuple[str, ...]:
+    """Return the batches that install, or remove, the stored procedures for programs without Django.
+
+    Empty where semaphores are not SQL Server's application locks.
+    """
+    return get_backend(database_for(using)).procedures(drop=drop)
+
+
+def change_procedures(*, drop: bool = False, by: str, using: str | None = None) -> None:
+    """Install, or remove, these procedures: all of them or none. Raises ``BackendError``."""
+    alias = database_for(using)
+    try:
+        with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
+            for batch in procedures(drop=drop, using=alias):
+                cursor.execute(batch)
+    except DatabaseError as error:
+        raise backend_error(alias, error) from error
+    logger.info("stored procedures of %r %s by %s", alias, "removed" if drop else "installed", by or "somebody")
 
 
 def _set_paused(name: str, paused: bool, by: str, using: str | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from asgiref.sync import sync_to_async
 from django.http.response import HttpResponseBase
@@ -13,15 +13,15 @@ from django.http.response import HttpResponseBase
 from django_sqlsem import atomic_requests
 from django_sqlsem.busy import Busy, busy_response, log_busy, log_busy_response
 from django_sqlsem.call_names import CallName, describe
-from django_sqlsem.calls import Call, Kind, classify, policy_for, retry_task, timeout_for
+from django_sqlsem.calls import Call, Kind, classify, policy_for, retry_task
 from django_sqlsem.exceptions import AcquireTimeoutError
+from django_sqlsem.ranks import step_aside
+from django_sqlsem.taken import Taken
 from django_sqlsem.targets import is_async_dispatch, is_coroutine_function, refuse, refuse_skipped_view
-from django_sqlsem.transactions import at_transaction_end
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+    from collections.abc import AsyncGenerator, Callable, Generator
 
-    from django_sqlsem.permits import Permit
     from django_sqlsem.semaphores import Semaphore
 
 F = TypeVar("F", bound="Callable[..., Any]")
@@ -86,7 +86,7 @@ class _Decorated:
 
         @functools.wraps(self.func)
         def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-            call, taken = Call(Kind.PLAIN), _Taken()
+            call, taken = Call(Kind.PLAIN), Taken()
             try:
                 with taken:
                     refusal = taken.acquire(self._named(args, kwargs), call)
@@ -104,7 +104,7 @@ class _Decorated:
 
         @functools.wraps(self.func)
         async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-            call, taken = Call(Kind.PLAIN), _Taken()
+            call, taken = Call(Kind.PLAIN), Taken()
             try:
                 async with taken:
                     refusal = await taken.aacquire(await self._anamed(args, kwargs), call)
@@ -136,7 +136,7 @@ class _Decorated:
 
     def _call(self, wrapper: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         aliases, late = self._transactions(wrapper, call)
-        semaphore, taken = self._named(args, kwargs), _Taken(late)
+        semaphore, taken = self._named(args, kwargs), Taken(late)
         try:
             with call.activity(), taken:
                 refusal = taken.acquire(semaphore, call)
@@ -159,7 +159,7 @@ class _Decorated:
         aliases, _ = self._transactions(wrapper, call)
         if aliases:
             raise RuntimeError("You cannot use ATOMIC_REQUESTS with async views.")  # in Django's own words
-        semaphore, taken = await self._anamed(args, kwargs), _Taken()
+        semaphore, taken = await self._anamed(args, kwargs), Taken()
         try:
             with call.activity():
                 async with taken:
@@ -206,7 +206,10 @@ class _Decorated:
         return self._logged(call, refusal, answer)
 
     def _decide(self, call: Call, refusal: AcquireTimeoutError) -> Any:
-        policy, about = policy_for(self.semaphore, call), Busy.from_error(refusal)
+        policy = policy_for(self.semaphore, call)
+        if policy == "retry":
+            refusal.retry_after = step_aside(self.semaphore, call, refusal)
+        about = Busy.from_error(refusal)
         if callable(policy):
             return policy(about)
         if policy == "raise":
@@ -225,76 +228,3 @@ class _Decorated:
             work = call.label or getattr(self.func, "__qualname__", repr(self.func))
             log_busy(about, work, "was left to on_busy" if callable(self.semaphore.on_busy) else "was skipped")
         return answer
-
-
-class _Taken:
-    """The permit of one call, until the call ends or leaves it to someone else. Nothing that strikes keeps it held."""
-
-    def __init__(self, late: bool = False) -> None:
-        self.permit: Permit | None = None
-        self.left: Permit | None = None
-        self.late = late
-
-    def acquire(self, semaphore: Semaphore, call: Call) -> AcquireTimeoutError | None:
-        """Take a permit, or return why there is none."""
-        try:
-            self.permit = semaphore.acquire(timeout=timeout_for(semaphore, call))
-        except AcquireTimeoutError as error:
-            return error
-        return None
-
-    async def aacquire(self, semaphore: Semaphore, call: Call) -> AcquireTimeoutError | None:
-        """Take a permit, or return why there is none."""
-        try:
-            self.permit = await semaphore.aacquire(timeout=timeout_for(semaphore, call))
-        except AcquireTimeoutError as error:
-            return error
-        return None
-
-    def leave_to_stream(self, response: Any) -> None:
-        """If the response is a stream, let it give the permit back when it is closed."""
-        if self.permit is not None and isinstance(response, HttpResponseBase) and response.streaming:
-            response._resource_closers.append(self.permit._close)  # type: ignore[attr-defined]
-            self._leave(self.permit)
-
-    def leave_to_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
-        """Let the coroutine that a plain function has returned give the permit back at its end."""
-
-        async def finish(taken: _Taken) -> Any:
-            async with taken:
-                return await coroutine
-
-        heir = _Taken()
-        heir.permit = self.permit
-        if self.permit is not None:
-            self._leave(self.permit)
-        return finish(heir)
-
-    def _leave(self, permit: Permit) -> None:
-        permit.detach()
-        self.left, self.permit = permit, None
-
-    def abandon(self) -> None:
-        """Something struck on the way to giving back, or handing over: leave the permit to the keeper."""
-        permit = self.permit or self.left
-        if permit is not None:
-            permit._abandon()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self.permit is not None:
-            if self.late:
-                at_transaction_end(None, self.permit._close)
-            else:
-                self.permit._finish()
-            self.permit = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        if self.permit is not None:
-            await self.permit._afinish()
-            self.permit = None

@@ -9,7 +9,7 @@ from django.core.exceptions import ImproperlyConfigured
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from django_sqlsem.snapshots import HolderSnapshot, Loss
+    from django_sqlsem.snapshots import HolderSnapshot, Loss, SemaphoreSnapshot
 
 
 class SemaphoreError(Exception):
@@ -21,6 +21,9 @@ class SemaphoreError(Exception):
 
 class AcquireTimeoutError(SemaphoreError, TimeoutError):
     """No slot became free within the timeout."""
+
+    #: What the semaphore was like then.
+    _snapshot: SemaphoreSnapshot | None = None
 
     def __init__(
         self,
@@ -61,8 +64,10 @@ class BackendError(SemaphoreError):
 
     #: The connection had died earlier, unnoticed: the same call on a new one may well succeed.
     stale_connection = False
-    #: No connection could be opened: nothing was asked of the database.
-    unsent = False
+
+
+class KillNeededError(SemaphoreError):
+    """The lock belongs to a database session: only ending that session frees it."""
 
 
 class InvalidSemaphoreBackendError(ImproperlyConfigured):
@@ -72,6 +77,17 @@ class InvalidSemaphoreBackendError(ImproperlyConfigured):
 def wrong_kind(name: str, kind: str, wanted: str) -> ImproperlyConfigured:
     """Return the error for a name that is another kind of lock already."""
     return ImproperlyConfigured(f"{name!r} is a {kind} already and can't be used as a {wanted}.")
+
+
+def kill_needed(holder: HolderSnapshot) -> KillNeededError:
+    """Return the error for a slot that only the end of its holder's session frees."""
+    where = f"Slot {holder.slot} of {holder.name!r} is held by"
+    if holder.session_id is None:
+        return KillNeededError(f"{where} a program that keeps no row: end its database session by hand.")
+    return KillNeededError(
+        f"{where} database session {holder.session_id}: only ending that session frees it, and whatever else it"
+        " holds. Give --kill (in code: kill=True) to do that."
+    )
 
 
 def never_met(name: str, slots: int, take: int) -> SemaphoreError:

@@ -28,6 +28,7 @@ def semaphore(
     release: str = "on_exit",
     fair: bool = True,
     max_hold: Seconds | None = None,
+    durable: bool | None = None,
     on_lost: Callable[[Permit], object] | None = None,
     using: str | None = None,
 ) -> Semaphore:
@@ -40,7 +41,9 @@ def semaphore(
     ``"skip"``, ``"retry"`` or a callable that gets a ``Busy``. ``key``: a callable that gets the decorated function's
     arguments and returns what is appended to the name. ``release``: ``"on_exit"`` or ``"on_commit"``. ``fair``:
     first come, first served; ``False`` barges. ``max_hold``: seconds after which the permit is taken for forgotten.
-    ``on_lost``: called with a permit that was lost. ``using``: alias of the database that keeps the locks.
+    ``durable``: whether a grant must survive a crash of the database's server, or is faster; omitted, as
+    ``SQLSEM["DURABLE"]`` says. ``on_lost``: called with a permit that was lost. ``using``: alias of the database that
+    keeps the locks.
 
     Nothing is looked up before the first acquire. Raises ``TypeError`` or ``ValueError`` for a bad argument.
     """
@@ -61,6 +64,8 @@ def semaphore(
         raise ValueError(f"release must be {' or '.join(map(repr, RELEASE_POLICIES))}, not {shown(release)}.")
     if not isinstance(fair, bool):
         raise TypeError(f"fair must be True or False, not {shown(fair)}.")
+    if durable is not None and not isinstance(durable, bool):
+        raise TypeError(f"durable must be True, False or None, not {shown(durable)}.")
     if using is not None and not isinstance(using, str):
         raise TypeError(f"using must be the alias of a database or None, not {shown(using)}.")
     validate_on_busy(on_busy)
@@ -75,6 +80,7 @@ def semaphore(
         release_policy=release,
         fair=fair,
         max_hold=None if max_hold is None else to_seconds(max_hold, what="max_hold", minimum=MIN_LEASE),
+        durable=durable,
         on_lost=on_lost,
         using=using,
     )

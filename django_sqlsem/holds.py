@@ -66,6 +66,8 @@ class Hold:
         self.state = State.NEW
         self.grant: Grant | None = None
         self.arrived = boot_now()
+        #: The boot clock when its caller gives up waiting; ``None``: never.
+        self.patient_until: float | None = None
         self.granted_at = 0.0
         self.waited = 0.0
         self.deadline = 0.0
@@ -73,8 +75,13 @@ class Hold:
         self.loss: Loss | None = None
         self.error: BaseException | None = None
         self.renewal_error = ""
+        #: The boot clock when the last statement was sent that found it still waiting, or made it wait.
+        self.proved = 0.0
         self.asked = False  # whether the claim, as it is now, may have been sent
         self.abandoned = False
+        self.settled = False  # whether the caller knows of its grant
+        self.queued = False  # whether the caller waits for an answer
+        self.told = False
         self.released = False
         self.releasing = threading.Lock()
         self.releasing_since = 0.0
@@ -103,28 +110,44 @@ class Hold:
     def held(self) -> Held:
         """What to tell the backend of it."""
         assert self.grant is not None  # noqa: S101
-        return Held(self.claim.permit_id, self.claim.resource, self.grant)
+        claim = self.claim
+        return Held(claim.permit_id, claim.resource, self.grant, self.keeper.presence, claim.durable)
+
+    def patience(self, now: float) -> float | None:
+        """For how many more seconds its caller waits; ``None``: for ever."""
+        return None if self.patient_until is None else max(0.0, self.patient_until - now)
+
+    @property
+    def renewal_interval(self) -> float:
+        """How often it is renewed, in seconds."""
+        return min(self.claim.lease / 4, self.keeper.backend.heartbeat)
 
     def fresh_claim(self) -> None:
         """Ask under a new permit id: what became of the old one is unknown."""
-        self.claim = dataclasses.replace(self.claim, permit_id=uuid.uuid4().hex)
+        self.claim = dataclasses.replace(self.claim, permit_id=uuid.uuid4().hex, presence=self.keeper.presence)
         self.asked = False
 
-    def granted(self, grant: Grant, sent: float) -> None:
-        """Note the grant; ``sent`` is the boot clock when its claim was sent, from which its lease counts here."""
+    def granted(self, grant: Grant, sent: float, lasts: float) -> None:
+        """Note the grant; ``sent`` is the boot clock from which its ``lasts`` seconds count here."""
         self.grant = grant
         self.granted_at = boot_now()
         if self.state is State.QUEUED:
             self.waited = self.granted_at - self.arrived
-        self.renewed(sent)
+        self.renewed(sent, lasts)
         self.state = State.HELD
 
-    def renewed(self, sent: float) -> None:
-        """Note a proof of possession that was asked for at ``sent`` on the boot clock."""
-        lease = self.claim.lease
+    def renewed(self, sent: float, lasts: float | None = None) -> None:
+        """Note a proof of possession that was asked for at ``sent`` on the boot clock, good for ``lasts`` seconds."""
+        lease = self.claim.lease if lasts is None else lasts
         self.deadline = sent + lease - margin(lease)
-        self.renew_at = sent + lease / 4
+        # One that was handed over must be confirmed soon, unless it is given back sooner still.
+        self.renew_at = sent + self.renewal_interval if lease >= self.claim.lease else self.granted_at + lease / 8
         self.renewal_error = ""
+
+    def darkened(self, until: float) -> None:
+        """The process's beacon is out: unless it is lit again by then, others may take the slot soon after."""
+        self.deadline = min(self.deadline, until)
+        self.renewal_error = self.renewal_error or "the session that shows that this process lives has ended"
 
     def current_loss(self) -> Loss | None:
         """Return how the permit was lost, if it was: decided at this very moment, and for good."""
@@ -143,6 +166,10 @@ class Hold:
             return None
         if self.renewal_error:
             return Loss(LossReason.CUT_OFF, f"it could not be renewed: {self.renewal_error}")
+        asked_at = self.keeper.own.asked_at
+        if asked_at is not None and asked_at < self.deadline:
+            # Its turn never came: the keeper still waits for the answer to something else.
+            return Loss(LossReason.CUT_OFF, "it could not be renewed: the database has not answered yet")
         return Loss(LossReason.EXPIRED, "its lease ran out while this process did not run")
 
     def slept_through(self) -> bool:
@@ -168,6 +195,7 @@ class Hold:
         """Forget a grant that came to nothing, and ask anew."""
         self.fresh_claim()
         self.state, self.grant, self.loss = State.NEW, None, None
+        self.settled = self.queued = self.told = False
         self._notified = threading.Lock()
         self._unanswered = _taken_lock()
 
@@ -178,6 +206,7 @@ class Hold:
     def answer(self, error: BaseException | None = None) -> None:
         """Wake whoever waits: it was granted, or ``error`` happened. Called from any thread."""
         self.error = error
+        self.told = True
         with contextlib.suppress(RuntimeError):  # it was answered before
             self._unanswered.release()
         future = self._future

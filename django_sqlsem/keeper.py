@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 from django_sqlsem import transactions
 from django_sqlsem.arbiter import Arbiter
+from django_sqlsem.backends.base import Place
+from django_sqlsem.caller_sessions import CallerSession
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.keeper_base import KeeperBase
-from django_sqlsem.sessions import CallerSession, Session
+from django_sqlsem.sessions import Session
 
 if TYPE_CHECKING:
-    from django_sqlsem.backends.base import Grant
+    from django_sqlsem.backends.base import Claim, Grant, Granted, Queue
+    from django_sqlsem.naming import Resource
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -34,9 +37,11 @@ class Keeper(KeeperBase):
 
     def acquire(self, hold: Hold, timeout: float | None) -> bool:
         """Get the hold granted within ``timeout`` seconds, blocking this thread. Return whether it was."""
+        hold.patient_until = None if timeout is None else hold.arrived + timeout
         self.register(hold)
         session = self.session_here()
-        while self.may_go_first(hold) and self.try_now(hold, session):
+        mine = not isinstance(session, CallerSession)
+        while self.may_go_first(hold) and self.try_now(hold, session, enrol=mine and self._may_wait(hold, timeout)):
             if isinstance(session, CallerSession):
                 # If that transaction is rolled back, so is this grant: have the keeper look at once.
                 transactions.at_transaction_end(self.alias, lambda: self.renew_now(hold))
@@ -61,6 +66,7 @@ class Keeper(KeeperBase):
 
     async def aacquire(self, hold: Hold, timeout: float | None) -> bool:
         """Get the hold granted within ``timeout`` seconds, holding no thread meanwhile. Return whether it was."""
+        hold.patient_until = None if timeout is None else hold.arrived + timeout
         self.register(hold)
         future = hold.prepare_future()
         self.post(lambda: self._first_try(hold, once=timeout == 0))
@@ -74,40 +80,125 @@ class Keeper(KeeperBase):
             self.enqueue(hold)
 
     def may_go_first(self, hold: Hold) -> bool:
-        """Whether nobody waits for this name in this process, or the claim barges."""
-        return not hold.claim.fair or hold.claim.resource.key not in self.arbiters
+        """Whether nobody waits for this name in this process, or the claim barges, or has a place of its own."""
+        claim = hold.claim
+        return not claim.fair or bool(claim.rank) or claim.resource.key not in self.arbiters
 
-    def try_now(self, hold: Hold, session: Session) -> bool:
-        """Claim once, without waiting."""
+    def _may_wait(self, hold: Hold, timeout: float | None) -> bool:
+        # Where others of this process wait already, one that barges joins them after its try.
+        return timeout != 0 and hold.claim.resource.key not in self.arbiters
+
+    def try_now(self, hold: Hold, session: Session, *, enrol: bool) -> bool:
+        """Claim once, without waiting; ``enrol``: or else take a place in the queue. Return whether it is granted."""
         while True:
-            sent = boot_now()
+            sent = hold.proved = boot_now()
             hold.asked = True
+            attempts = session.attempts
             try:
-                grant = self.backend.claim(session, hold.claim)
+                if not enrol:
+                    grant = self.backend.claim(session, hold.claim)
+                    claim = hold.claim
+                    return grant is not None and self.accept(hold, claim.permit_id, grant, sent, claim.lease)
+                self.waiting[hold.permit_id] = hold
+                place = Place(hold.arrived, waiting=1, patience=hold.patience(sent))
+                waited = self.backend.enrol(session, hold.claim, place, first=True)
             except BackendError as error:
-                if not error.unsent:
+                if session.attempts != attempts:  # else nothing was asked of the database
                     self.doubt(hold.claim)
-                hold.fresh_claim()
+                self.ask_anew(hold)
                 if error.stale_connection:
                     continue
                 raise
-            return grant is not None and self.accept(hold, grant, sent)
+            for granted in waited.granted:
+                self.deliver(granted, sent, hold.claim.resource)
+            if waited.queue is not None:
+                self._join(hold, waited.queue, sent, session)
+            return hold.state is State.HELD
 
-    def accept(self, hold: Hold, grant: Grant, sent: float) -> bool:
+    def _join(self, hold: Hold, queue: Queue, sent: float, session: Session) -> None:
+        """The database knows of the hold: let the process know too, unless it has been granted by now."""
+        claim: Claim | None = hold.claim
+        with self.queue_lock:
+            if hold.state is State.HELD and not hold.abandoned:
+                return
+            wanted = hold.state is State.NEW and not hold.abandoned
+            if wanted:
+                arbiter = self._arbiter(hold)
+                self._queue(arbiter, hold)
+                if arbiter.queue[0] is hold:
+                    arbiter.enrolled_by(hold, queue, sent)
+                    claim = None
+                else:  # two threads asked at the same time: one place is enough
+                    self.renew_claim(hold)
+            else:
+                self.waiting.pop(hold.permit_id, None)
+        if wanted:
+            self.reconsider(arbiter)
+        if claim is not None:
+            try:
+                self.backend.leave(session, claim)
+            except BackendError:  # the hold waits all the same, or is over
+                self.doubt(claim)
+
+    def accept(self, hold: Hold, permit_id: str, grant: Grant, sent: float, lasts: float) -> bool:
         """Give a grant to its hold, unless that has given up meanwhile: then the slots go back."""
         with self.queue_lock:
+            if hold.permit_id != permit_id or (hold.state is State.HELD and not hold.abandoned):
+                return False  # it asks anew by now, and the old claim is in doubt already; or the same news by two ways
             wanted = not hold.abandoned and hold.state in (State.NEW, State.QUEUED)
             if wanted:
-                hold.granted(grant, sent)
+                hold.granted(grant, sent, min(lasts, hold.claim.lease))
+            self.waiting.pop(hold.permit_id, None)
+            arbiter = self.arbiters.get(hold.claim.resource.key)
+            if arbiter is not None and hold in arbiter.queue:
+                arbiter.remove(hold)
+                if arbiter.idle:
+                    del self.arbiters[arbiter.key]
+                    arbiter = None
         if not wanted:
             self.doubt(hold.claim)
+        elif arbiter is not None and arbiter.enrolled is None:
+            self.reconsider(arbiter)
         return wanted
 
-    def _first_try(self, hold: Hold, *, once: bool) -> None:
-        if hold.abandoned:
+    def deliver(self, granted: Granted, sent: float | None = None, resource: Resource | None = None) -> None:
+        """Give what was handed over to the hold that waits for it.
+
+        ``sent``: the boot clock when the statement was sent that told of it; ``None``: somebody else's statement did,
+        after the last one that found the hold waiting. ``resource``: the name, where it is known.
+        """
+        hold = self.waiting.get(granted.permit_id)
+        if hold is None:
+            # It gave up, and whoever took it out of the queue gives back what it got; or nobody here knows of it.
+            known = any(each.permit_id == granted.permit_id for each in list(self.holds.values()))
+            if not known and resource is not None:
+                self.post(lambda: self.backend.discard(self.own, resource, granted.permit_id))
             return
         try:
-            granted = self.may_go_first(hold) and self.try_now(hold, self.own)
+            self.accept(hold, granted.permit_id, granted.grant, hold.proved if sent is None else sent, granted.lasts)
+        finally:  # if this thread is struck, the one that waits is told all the same
+            if hold.state is State.HELD and hold.queued and not hold.told:
+                hold.answer()
+
+    def answer_again(self, hold: Hold) -> None:
+        """Tell a waiter of its grant, whose messenger was struck on the way."""
+        with self.queue_lock:
+            arbiter = self.arbiters.get(hold.claim.resource.key)
+            if arbiter is not None and hold in arbiter.queue:
+                arbiter.remove(hold)
+            self.waiting.pop(hold.permit_id, None)
+        hold.answer()
+
+    def _queue(self, arbiter: Arbiter, hold: Hold) -> None:
+        hold.state, hold.queued = State.QUEUED, True
+        arbiter.queue.append(hold)
+
+    def _first_try(self, hold: Hold, *, once: bool) -> None:
+        if hold.abandoned or hold.state is not State.NEW:
+            return
+        try:
+            enrol = self._may_wait(hold, 0 if once else None)
+            granted = self.may_go_first(hold) and self.try_now(hold, self.own, enrol=enrol)
             if granted or once:
                 hold.answer()
             else:
@@ -116,16 +207,22 @@ class Keeper(KeeperBase):
             hold.answer(error)
 
     def enqueue(self, hold: Hold) -> None:
-        """Put the hold at the end of its name's queue."""
+        """Put the hold at the end of its name's queue, unless it is there."""
         with self.queue_lock:
-            if hold.abandoned or hold.state is State.OVER:
+            if hold.abandoned or hold.state is not State.NEW:
                 return
-            arbiter = self.arbiters.get(hold.claim.resource.key)
-            if arbiter is None:
-                arbiter = self.arbiters[hold.claim.resource.key] = Arbiter(self, hold.claim.resource.key)
-            hold.state = State.QUEUED
-            arbiter.queue.append(hold)
-        self.poke(arbiter)
+            arbiter = self._arbiter(hold)
+            self._queue(arbiter, hold)
+            known = arbiter.enrolled is not None
+        if not known:
+            self.poke(arbiter)
+
+    def _arbiter(self, hold: Hold) -> Arbiter:
+        key = hold.claim.resource.key
+        arbiter = self.arbiters.get(key)
+        if arbiter is None:
+            arbiter = self.arbiters[key] = Arbiter(self, key)
+        return arbiter
 
     def settled(self, hold: Hold, answered: bool) -> bool:
         """After a wait: whether it is over. Raises what the keeper met. A grant that was slept through is not one."""
@@ -137,4 +234,5 @@ class Keeper(KeeperBase):
             self.doubt(hold.claim)
             hold.rearm()
             return False
+        hold.settled = True
         return True

@@ -6,30 +6,35 @@ import abc
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from django.db import connections
 
 from django_sqlsem import losses, scopes, transactions
+from django_sqlsem.backends.base import Presence
+from django_sqlsem.caller_sessions import CallerSession
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.holds import Hold, State
-from django_sqlsem.sessions import CallerSession, OwnSession, Session
+from django_sqlsem.sessions import OwnSession, Session
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
     from django_sqlsem.arbiter import Arbiter
-    from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim
+    from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim, Granted
+    from django_sqlsem.naming import Resource
 
 logger = logging.getLogger("django_sqlsem")
 
 T = TypeVar("T")
+
+NO_LONGER_ITS_OWN: Final = Loss(LossReason.EXPIRED, "when it was released, its slot was no longer its own")
 
 
 class KeeperBase(abc.ABC):
@@ -42,13 +47,24 @@ class KeeperBase(abc.ABC):
     def __init__(self, backend: BaseSemaphoreBackend) -> None:
         self.backend = backend
         self.alias = backend.alias
-        self.work = OwnSession(backend.alias)
-        self.own = OwnSession(backend.alias)
+        self.work = backend.session()
+        self.own = backend.session()
+        for session in (self.work, self.own):
+            if isinstance(session, OwnSession):
+                session.opened = backend.opened
+        backend.announce(self.deliver)
         self.holds: dict[int, Hold] = {}
         self.arbiters: dict[str, Arbiter] = {}
+        #: Who waits in the database, by permit id.
+        self.waiting: dict[str, Hold] = {}
         self.queue_lock = threading.Lock()
         # Its put() may be called at any moment, from a finaliser too.
         self.inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+
+    @property
+    def presence(self) -> Presence:
+        """How others reach this process; without a thread, nobody has to."""
+        return Presence()
 
     # How steps are run: the two kinds differ in these.
 
@@ -59,6 +75,10 @@ class KeeperBase(abc.ABC):
     @abc.abstractmethod
     def poke(self, arbiter: Arbiter) -> None:
         """Have the arbiter look again now."""
+
+    def reconsider(self, arbiter: Arbiter) -> None:
+        """Have the arbiter take its next step when it is due: something in it has changed."""
+        self.poke(arbiter)
 
     @abc.abstractmethod
     def doubt(self, claim: Claim) -> None:
@@ -71,8 +91,6 @@ class KeeperBase(abc.ABC):
     def register(self, hold: Hold) -> None:
         """Know of a hold, before anything is sent for it."""
         self.holds[id(hold)] = hold
-
-    # Where statements go.
 
     def session_here(self) -> Session:
         """Return where the calling thread's statements go: on SQLite, inside ``atomic()``, its own connection."""
@@ -88,16 +106,36 @@ class KeeperBase(abc.ABC):
         with self.queue_lock:
             if hold.state is not State.HELD:
                 hold.state = State.OVER
+            known = self.waiting.pop(hold.permit_id, None) is not None and hold.state is not State.HELD
             arbiter = self.arbiters.get(hold.claim.resource.key)
             if arbiter is not None and hold in arbiter.queue:
-                arbiter.queue.remove(hold)
-        if arbiter is not None:
+                if arbiter.enrolled is hold:
+                    arbiter.unwanted.append(hold.claim)
+                    known = False
+                arbiter.remove(hold)
+        if arbiter is not None and (not arbiter.enrolled or arbiter.unwanted):
             self.poke(arbiter)
+        if known:  # it was struck between the statement that took its place and the answer
+            self.doubt(hold.claim)
+
+    def ask_anew(self, hold: Hold) -> None:
+        """Go on under a new permit id: what became of the old one is unknown."""
+        with self.queue_lock:
+            self.renew_claim(hold)
+
+    def renew_claim(self, hold: Hold) -> None:
+        """Give the hold another permit id; the lock is held."""
+        self.waiting.pop(hold.permit_id, None)
+        hold.fresh_claim()
+
+    def present(self, claim: Claim) -> Claim:
+        """Return the claim with the way to reach this process as it is now."""
+        return claim if claim.presence == self.presence else dataclasses.replace(claim, presence=self.presence)
 
     def forget_arbiter(self, arbiter: Arbiter) -> bool:
         """Drop an arbiter nobody waits in. Return whether it was dropped."""
         with self.queue_lock:
-            if arbiter.queue:
+            if not arbiter.idle:
                 return False
             if self.arbiters.get(arbiter.key) is arbiter:
                 del self.arbiters[arbiter.key]
@@ -145,34 +183,46 @@ class KeeperBase(abc.ABC):
 
     def give_back(self, hold: Hold, session: Session) -> None:
         """Give back what nobody will use, without a word to the caller."""
-        if hold.grant is None or not hold.releasing.acquire(blocking=False):
-            return
-        with contextlib.suppress(BackendError):
-            self._release(hold, session)
+        if hold.grant is not None and hold.releasing.acquire(blocking=False):
+            with contextlib.suppress(BackendError):
+                self._release(hold, session)
 
     def _release(self, hold: Hold, session: Session) -> None:
         hold.releasing_since = boot_now()
         scopes.leave(hold)
         try:
-            freed = self.backend.release(session, hold.held)
+            # Who had to wait is likely to leave others waiting.
+            mine = not isinstance(session, CallerSession)
+            released = self.backend.release(session, hold.held, wanted=hold.waited > 0, hand_on=mine)
         except BaseException:
+            if (gone := self.backend.taken_away(hold.held)) is not None:
+                hold.lose(gone)  # perhaps long before
             self.post(lambda: self.release_again(hold))
             raise
         if isinstance(session, CallerSession):
             # If that transaction is rolled back, so is this release.
             resource, permit_id = hold.claim.resource, hold.permit_id
-            again = partial(self.backend.discard, self.own, resource, permit_id)
+
+            def again() -> None:
+                if not self.backend.discard(self.own, resource, permit_id):
+                    self.backend.hand_out(self.own, resource)
+
             transactions.at_transaction_end(self.alias, lambda: self.post(again))
-        self.released(hold, freed)
+        for granted in released.granted:
+            self.deliver(granted, hold.releasing_since, hold.claim.resource)
+        self.released(hold, released.freed)
+
+    @abc.abstractmethod
+    def deliver(self, granted: Granted, sent: float | None = None, resource: Resource | None = None) -> None:
+        """Give what was handed over to the hold that waits for it."""
 
     def released(self, hold: Hold, freed: bool) -> None:
         """Note that the database has the slots back, or had given them to somebody else already."""
         hold.released = True
         self.holds.pop(id(hold), None)
         if not freed and hold.loss is None and not hold.release_retried:
-            hold.lose(Loss(LossReason.EXPIRED, "when it was released, its slot was no longer its own"))
-        arbiter = self.arbiters.get(hold.claim.resource.key)
-        if arbiter is not None:
+            hold.lose(self.backend.taken_away(hold.held) or NO_LONGER_ITS_OWN)
+        if self.backend.process_local and (arbiter := self.arbiters.get(hold.claim.resource.key)) is not None:
             self.poke(arbiter)
 
     def release_again(self, hold: Hold) -> None:
@@ -184,7 +234,9 @@ class KeeperBase(abc.ABC):
         hold.releasing_since = boot_now()
         hold.release_retried = True  # the caller may only stand in line for its session: who comes second frees nothing
         try:
-            self.backend.release(self.own, hold.held)
+            released = self.backend.release(self.own, hold.held)
+            for granted in released.granted:
+                self.deliver(granted, hold.releasing_since, hold.claim.resource)
             self.released(hold, True)  # else the try that failed may have freed them all the same
         except BackendError as error:
             logger.warning("%s could not be given back yet: %s", hold.claim.resource.name, error)
@@ -231,13 +283,15 @@ class KeeperBase(abc.ABC):
         """Log a loss, and run the callbacks on a thread of their own."""
         losses.tell(hold)
 
+    def after_fork(self) -> None:  # noqa: B027 - only some have something to let go of
+        """In a forked child: let go of what is the parent's."""
+
     def stop(self) -> None:
         """Give everything back and close the connections: the process ends, or a test does."""
         started = time.monotonic()
         for hold in list(self.holds.values()):
             if hold.grant is not None and not hold.released:
-                if hold.loss is None:
-                    hold.loss = Loss(LossReason.STOPPED, "the process is ending")
+                hold.loss = hold.loss or Loss(LossReason.STOPPED, "the process is ending")
                 scopes.leave(hold)
                 hold.releasing.acquire(blocking=False)  # one whose release failed before is tried again too
                 if not self.own.unreachable(started):  # else the leases run out: nobody waits for every one of them

@@ -37,7 +37,11 @@ class InlineKeeper(Keeper):
     def poke(self, arbiter: Arbiter) -> None:
         """Look again now."""
         with self._stepping:
+            arbiter.look_soon()
             arbiter.step(self.own)
+
+    def reconsider(self, arbiter: Arbiter) -> None:
+        """What is known here is always up to date."""
 
     def doubt(self, claim: Claim) -> None:
         """In memory, a claim's outcome is known."""

@@ -1,4 +1,4 @@
-"""The keeper's thread: renewals, polls for waiters, clean-up after interrupted claims, and an orderly end."""
+"""The keeper's thread: it sleeps until something is due or heard, looks after what is held, and ends in good order."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from django_sqlsem import scopes, testmode
-from django_sqlsem.arbiter import Arbiter
+from django_sqlsem import testmode
+from django_sqlsem.alarms import Alarm
+from django_sqlsem.arbiter import HEARTBEAT, Arbiter
+from django_sqlsem.backends.base import Grant, Granted
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.conf import config
 from django_sqlsem.exceptions import BackendError
-from django_sqlsem.holds import Hold, State
-from django_sqlsem.keeper import Keeper
+from django_sqlsem.holds import Hold
+from django_sqlsem.keeper_care import DARK, DOUBTS, LOOK_AROUND, CaringKeeper
+from django_sqlsem.sessions import OwnSession
 
 if TYPE_CHECKING:
-    from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim, Grant
-    from django_sqlsem.naming import Resource
+    from django_sqlsem.backends.base import BaseSemaphoreBackend
 
 logger = logging.getLogger("django_sqlsem")
 
-#: How often the thread looks for forgotten permits and stuck releases while anything is held, in seconds.
-LOOK_AROUND: Final = 1.0
-#: When to free what an interrupted claim may have got, in seconds after it: its statement may still be running.
-DOUBTS: Final = (0.0, 0.1, 0.5, 2.0, 6.0)
 #: For how long posted steps are worked off before renewals and waiters have their turn, in seconds.
 TURN: Final = 0.1
+#: The thread wakes at least so often while there is anything to look after: then a new waiter need not wake it.
+NAP: Final = HEARTBEAT * 0.85
+#: So many notes from the bell at once, and there may have been more.
+MANY: Final = 8
 
 
-class ThreadKeeper(Keeper):
+class ThreadKeeper(CaringKeeper):
     """A keeper with one thread, which starts with the first hold and ends ``IDLE`` seconds after the last."""
 
     def __init__(self, backend: BaseSemaphoreBackend) -> None:
@@ -41,9 +42,10 @@ class ThreadKeeper(Keeper):
         self._life = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._doubts: list[tuple[float, float, Resource, str]] = []
-        self._scan_at = 0.0
-        self._renewals_fail = False
+        self._alarm: Alarm | None = None
+        self._wakes_at = 0.0
+
+    # What other threads call.
 
     def register(self, hold: Hold) -> None:
         """Know of a hold, and see that somebody looks after it."""
@@ -53,42 +55,43 @@ class ThreadKeeper(Keeper):
 
     def post(self, step: Callable[[], object]) -> None:
         """Run a step on the keeper's thread."""
-        self.inbox.put(step)
+        self.inbox_put(step)
         if not self._runs():
             self._start()
 
-    def accept(self, hold: Hold, grant: Grant, sent: float) -> bool:
-        """Give a grant to its hold; one with a short lease is looked after sooner than at the next look around."""
-        accepted = super().accept(hold, grant, sent)
-        if accepted and hold.claim.lease / 4 < LOOK_AROUND:
+    def inbox_put(self, step: Callable[[], object]) -> None:
+        """Leave a step for the thread, and wake it."""
+        super().inbox_put(step)
+        alarm = self._alarm
+        if alarm is not None:
+            alarm.ring()
 
-            def look_sooner() -> None:
-                self._scan_at = min(self._scan_at, hold.renew_at)
-
-            self.post(look_sooner)
+    def accept(self, hold: Hold, permit_id: str, grant: Grant, sent: float, lasts: float) -> bool:
+        """Give a grant to its hold; one that ends soon is looked after sooner than at the next look around."""
+        accepted = super().accept(hold, permit_id, grant, sent, lasts)
+        if accepted and self._dark_since is not None and hold.claim.presence.beacon:
+            hold.darkened(self._dark_since + DARK)
+        if accepted and self.presence.beacon and not hold.claim.presence.beacon:
+            hold.renew_at = 0.0  # its row was written before the beacon was lit, and must say that it is
+        if accepted and hold.renew_at < min(self._scan_at, boot_now() + LOOK_AROUND):
+            self._scan_at = hold.renew_at
+            self._due(hold.renew_at)
         return accepted
-
-    def renew_now(self, hold: Hold) -> None:
-        """Have a grant proved at once."""
-
-        def renew() -> None:
-            hold.renew_at = self._scan_at = 0.0
-
-        self.post(renew)
 
     def poke(self, arbiter: Arbiter) -> None:
         """Have the thread look at a queue now."""
+        arbiter.next_at = 0.0
+        self._due(0.0)
 
-        def now() -> None:
-            arbiter.next_at = 0.0
+    def reconsider(self, arbiter: Arbiter) -> None:
+        """Have the thread look at a queue when it is due."""
+        self._due(arbiter.next_at)
 
-        self.post(now)
-
-    def doubt(self, claim: Claim) -> None:
-        """Free what this claim may have got, now and again until its statement must have ended."""
-        now = boot_now()
-        due = [(now + delay, delay, claim.resource, claim.permit_id) for delay in DOUBTS]
-        self.post(partial(self._doubts.extend, due))
+    def _due(self, at: float) -> None:
+        # In the thread itself nothing sleeps. A wake-up costs two switches, so not for what it will see in time.
+        alarm = self._alarm
+        if alarm is not None and at < self._wakes_at:
+            alarm.ring()
 
     def stop(self) -> None:
         """End the thread, then give everything back and close the connections."""
@@ -96,7 +99,7 @@ class ThreadKeeper(Keeper):
         self._stopping = True
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
-            self.inbox.put(_wake)
+            self.inbox_put(_wake)
             thread.join(timeout=10)
         while not self.inbox.empty():
             self.inbox.get_nowait()()
@@ -104,21 +107,36 @@ class ThreadKeeper(Keeper):
         with self.queue_lock:
             arbiters = list(self.arbiters.values())
             for arbiter in arbiters:
-                for hold in arbiter.queue:
+                for hold in list(arbiter.queue):
                     hold.answer(BackendError("The process is ending."))
-                arbiter.queue.clear()
+                    self.waiting.pop(hold.permit_id, None)
+                    if arbiter.enrolled is hold:
+                        arbiter.unwanted.append(hold.claim)
+                    arbiter.remove(hold)
         for arbiter in arbiters:
             if not self.own.unreachable(started):
                 arbiter.step(self.own)
         super().stop()
+        self._reach.close()
         self._stopping = False
         if self.holds or not self.inbox.empty():
             with contextlib.suppress(RuntimeError):  # at the interpreter's end no thread can start
                 self._start()
 
+    def after_fork(self) -> None:
+        """In a forked child: let go of the parent's sockets and files."""
+        self._reach.after_fork()
+        if self._alarm is not None:
+            self._alarm.close()
+
+    # The thread's life.
+
     def _start(self) -> None:
         with self._life:
             if not self._runs() and not self._stopping:
+                if self._alarm is None:
+                    self._alarm = Alarm()
+                self._open_at = boot_now()
                 self._thread = threading.Thread(target=self._run, name=f"sqlsem-keeper-{self.alias}", daemon=True)
                 self._thread.start()
 
@@ -129,18 +147,12 @@ class ThreadKeeper(Keeper):
 
     def _run(self) -> None:
         me = threading.current_thread()
+        alarm = self._alarm
+        assert alarm is not None  # noqa: S101
         while not self._stopping and self._thread is me:
-            step: Callable[[], object] | None
             try:
-                step = self.inbox.get(timeout=self._pause())
-            except queue.Empty:
-                step = None
-            # Not until the inbox is empty: while many tasks come and go it never is.
-            turn_ends = boot_now() + TURN
-            try:
-                while step is not None:
-                    step()
-                    step = None if self.inbox.empty() or boot_now() >= turn_ends else self.inbox.get_nowait()
+                self._sleep(alarm)
+                self._work_off()
                 self._tick()
             except Exception:
                 logger.exception("The keeper of %r met an error and goes on.", self.alias)
@@ -151,16 +163,69 @@ class ThreadKeeper(Keeper):
             if self._thread is me:
                 self._thread = None
 
+    def _sleep(self, alarm: Alarm) -> None:
+        alarm.asleep = True
+        self._wakes_at = boot_now() + NAP  # before the look at what is due: who comes later rings
+        if not self._reach.quiet():  # heard while it was busy with a statement
+            alarm.asleep = False
+            self._hear()
+            return
+        if not self.inbox.empty():
+            alarm.asleep = False
+            return
+        pause = self._pause()
+        self._wakes_at = boot_now() + pause
+        own = self.own
+        connection = own.connection if isinstance(own, OwnSession) and own.is_open else None
+        if alarm.sleep(pause, self._reach.descriptors(connection)):
+            self._hear()
+
+    def _hear(self) -> None:
+        heard = self._reach.heard()
+        if self._reach.ended:
+            self.own.close()
+        elif not heard and self.own.is_open and not self._reach.listens:
+            self._probe()
+        if len(heard) >= MANY:  # a bell forgets what is too much for it
+            with self.queue_lock:
+                for arbiter in self.arbiters.values():
+                    arbiter.look_soon()
+        for each in heard:
+            if isinstance(each, Granted):
+                self.deliver(each)
+            elif (hold := self.waiting.get(each)) is not None:
+                sent = boot_now()
+                with contextlib.suppress(BackendError):  # it looks again at its next heartbeat
+                    granted = self.backend.granted(self.own, hold.claim)
+                    if granted is not None:
+                        self.deliver(granted, sent)
+
+    def _probe(self) -> None:
+        """Something is to be read where nothing should be: the server has most likely ended the session."""
+        with contextlib.suppress(BackendError):
+            self.own.run(lambda cursor: cursor.execute("SELECT 1"))
+
+    def _work_off(self) -> None:
+        # Not until the inbox is empty: while many tasks come and go it never is.
+        turn_ends = boot_now() + TURN
+        with contextlib.suppress(queue.Empty):
+            while boot_now() < turn_ends:
+                self.inbox.get_nowait()()
+
     def _pause(self) -> float:
         now = boot_now()
-        due = [now + LOOK_AROUND]
+        if self._reach.reopened:
+            return 0.0
+        if not (self.holds or self.arbiters or self._doubts):
+            return min(LOOK_AROUND, max(self._idle() - self._unused(), 0.0))
+        due = [now + NAP]
         if self.holds:
             due.append(self._scan_at)
+            if not self.own.is_open and self._open_at:
+                due.append(self._open_at)
         due.extend(at for at, *_ in self._doubts)
         with self.queue_lock:
             due.extend(arbiter.next_at for arbiter in self.arbiters.values())
-        if len(due) == 1:
-            due.append(now + max(self._idle() - self._unused(), 0.0))
         return max(0.0, min(due) - now)
 
     def _unused(self) -> float:
@@ -183,102 +248,26 @@ class ThreadKeeper(Keeper):
                 return False
             self.own.close()
             self.work.close()
+            self._reach.close()
+            self._dark_since = None
             return True
 
     def _tick(self) -> None:
         now = boot_now()
+        self._shine(now)
         if self.holds and now >= self._scan_at:
             self._scan(now)
         if self._doubts:
             self._clear_doubts(now)
         with self.queue_lock:
             due = [arbiter for arbiter in self.arbiters.values() if arbiter.next_at <= now]
+        if due and not self.own.is_open:
+            self._open()
         for arbiter in due:
             arbiter.step(self.own)
             # A thousand names take a while.
             if self.holds and (now := boot_now()) >= self._scan_at:
                 self._scan(now)
-
-    def _scan(self, now: float) -> None:
-        """Look at everything that is held: what is lost, forgotten, stuck or to be renewed."""
-        started = time.monotonic()
-        self._scan_at = next_at = now + LOOK_AROUND
-        renew: list[Hold] = []
-        for hold in list(self.holds.values()):
-            if hold.releasing.locked():
-                if now - hold.releasing_since > LOOK_AROUND and not self.own.unreachable(started):
-                    self.release_again(hold)
-            elif hold.state is not State.HELD:
-                continue
-            elif hold.current_loss() is not None:
-                # Nothing to renew; the holder will release it, or forget it.
-                if self._forgotten(hold, now):
-                    self.give_back(hold, self.own)
-            elif why := self._forgotten(hold, now):
-                self.forget(hold, why)
-            else:
-                if hold.renew_at - 0.1 * hold.claim.lease / 4 <= now:
-                    renew.append(hold)
-                next_at = min(next_at, hold.renew_at, hold.deadline)
-        if renew:
-            self._renew(renew)
-            next_at = min([next_at, *(hold.renew_at for hold in renew)])
-        self._scan_at = max(next_at, now + 0.02)
-
-    def _forgotten(self, hold: Hold, now: float) -> str:
-        if hold.max_hold is not None and now - hold.granted_at > hold.max_hold:
-            return f"held for longer than max_hold={hold.max_hold:g} s"
-        if scopes.owner_is_gone(hold):
-            return "the thread or task that took it has ended"
-        if hold.permit() is None:  # a signal that raised in its finaliser has cut that short
-            return "it was garbage-collected"
-        return ""
-
-    def _renew(self, holds: list[Hold]) -> None:
-        sent = boot_now()
-        for hold in holds:
-            hold.renewal_error = hold.renewal_error or "the database has not answered yet"
-        try:
-            renewal = self.backend.renew(self.own, [hold.held for hold in holds])
-        except BackendError as error:
-            if not self._renewals_fail:
-                logger.warning("Permits could not be renewed, trying on until their leases run out: %s", error)
-            self._renewals_fail = True
-            for hold in holds:
-                hold.renewal_error = str(error.__cause__ or error).strip()
-                hold.renew_at = boot_now() + min(1.0, hold.claim.lease / 16)
-            return
-        if self._renewals_fail:
-            logger.warning("Permits are renewed again.")
-            self._renewals_fail = False
-        for hold in holds:
-            if hold.permit_id in renewal.renewed:
-                hold.renewed(sent)
-            elif hold.releasing.locked():
-                continue
-            elif hold.permit_id in renewal.lost:
-                hold.lose(renewal.lost[hold.permit_id])
-            else:
-                hold.renewal_error = "somebody's transaction keeps its row locked"
-                hold.renew_at = boot_now() + min(1.0, hold.claim.lease / 16)
-
-    def _clear_doubts(self, now: float) -> None:
-        started = time.monotonic()
-        later = []
-        for doubt in self._doubts:
-            due, delay, resource, permit_id = doubt
-            if due > now:
-                later.append(doubt)
-                continue
-            try:
-                if not self.own.unreachable(started):
-                    self.backend.discard(self.own, resource, permit_id)
-                    continue
-            except BackendError:
-                pass
-            # What was sent before the database went away may reach it when it is back: look then, and a while later.
-            later.append((boot_now() + max(delay, LOOK_AROUND), delay, resource, permit_id))
-        self._doubts[:] = later
 
 
 def _wake() -> None:

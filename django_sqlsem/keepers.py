@@ -50,5 +50,7 @@ def after_fork() -> None:
     """In a forked child: start with no keepers; the parent's are kept, untouched, so that nothing is finalised."""
     global _keepers_lock
     _keepers_lock = threading.Lock()
+    for keeper in _keepers.values():
+        keeper.after_fork()
     _parents.extend(_keepers.values())
     _keepers.clear()

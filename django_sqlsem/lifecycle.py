@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 _installed = False
+#: Locks of the backends that are kept while the process forks.
+_frozen: list[Any] = []
 
 
 def install() -> None:
@@ -33,8 +35,8 @@ def install() -> None:
     _stop_with_multiprocessing()
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(
-            before=sessions.before_fork,
-            after_in_parent=sessions.after_fork_in_parent,
+            before=_before_fork,
+            after_in_parent=_after_fork_in_parent,
             after_in_child=_after_fork_in_child,
         )
 
@@ -44,7 +46,19 @@ def stop_all() -> None:
     keepers.stop_all()
 
 
+def _before_fork() -> None:
+    sessions.before_fork()
+    _frozen.extend(backends.before_fork())
+
+
+def _after_fork_in_parent() -> None:
+    while _frozen:
+        _frozen.pop().release()
+    sessions.after_fork_in_parent()
+
+
 def _after_fork_in_child() -> None:
+    _frozen.clear()
     holds.after_fork()
     sessions.after_fork_in_child()
     backends.after_fork()

@@ -27,7 +27,8 @@ class ExactCharField(_CharField):
         if connection.vendor == "mysql":
             return f"varchar({self.max_length}) CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
         if connection.vendor == "microsoft":
-            return f"nvarchar({self.max_length}) COLLATE Latin1_General_100_BIN2"
+            # Its length is counted in UTF-16 units, of which a character may take two.
+            return f"nvarchar({2 * (self.max_length or 0)}) COLLATE Latin1_General_100_BIN2"
         return super().db_type(connection)
 
 
@@ -74,6 +75,8 @@ class HolderFields(models.Model):
     user = ExactCharField(_("user"), max_length=150, default="", blank=True, db_column="user_name")
     process_id = ExactCharField(_("process id"), max_length=32, default="", blank=True)
     boot_id = ExactCharField(_("boot id"), max_length=36, default="", blank=True)
+    channel = ExactCharField(_("channel"), max_length=64, default="", blank=True)
+    beacon = models.BooleanField(_("has a beacon"), default=False)
 
     class Meta:
         abstract = True
@@ -99,6 +102,10 @@ class SlotRow(HolderFields):
     acquired_us = models.BigIntegerField(_("acquired at"), null=True)
     expires_us = models.BigIntegerField(_("expires at"), null=True)
     lease_us = models.BigIntegerField(_("lease"), default=0)
+    held_us = models.BigIntegerField(_("usual hold"), default=0)
+    suspect_us = models.BigIntegerField(_("beacon out since"), null=True)
+    session_id = models.BigIntegerField(_("database session"), null=True)
+    session_us = models.BigIntegerField(_("database session since"), null=True)
     revoked_token = models.BigIntegerField(_("revoked token"), null=True)
     revoked_by = ExactCharField(_("revoked by"), max_length=150, default="", blank=True)
 
@@ -114,7 +121,11 @@ class SlotRow(HolderFields):
 
 
 class WaiterRow(HolderFields):
-    """One process that waits for a semaphore, at the place of its oldest waiting thread or task."""
+    """One process that waits for a semaphore, at the place of its oldest waiting thread or task.
+
+    ``ticket`` is the permit id under which it will be granted. A Celery task that will come back is ``away``: it keeps
+    its place under its own id, and is never granted.
+    """
 
     id = models.BigAutoField(primary_key=True)
     ticket = ExactCharField(_("ticket"), max_length=32, unique=True)
@@ -130,6 +141,9 @@ class WaiterRow(HolderFields):
     queued_us = models.BigIntegerField(_("waiting since"))
     expires_us = models.BigIntegerField(_("expires at"))
     take = models.PositiveIntegerField(_("slots wanted"), default=1)
+    slots = models.PositiveIntegerField(_("slots declared"), null=True)
+    lease_us = models.BigIntegerField(_("lease"), default=0)
+    away = models.BooleanField(_("away"), default=False)
     waiting = models.PositiveIntegerField(_("waiting"), default=1)
 
     class Meta:
@@ -141,3 +155,19 @@ class WaiterRow(HolderFields):
 
     def __str__(self) -> str:
         return str(self.ticket)
+
+
+class ServerRow(models.Model):
+    """One start or promotion of the database's server: when it was first seen, by its own clock."""
+
+    identity = ExactCharField(_("identity"), max_length=200, primary_key=True)
+    seen_us = models.BigIntegerField(_("first seen"))
+
+    class Meta:
+        db_table = "sqlsem_server"
+        verbose_name = _("server start")
+        verbose_name_plural = _("server starts")
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return str(self.identity)

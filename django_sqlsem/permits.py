@@ -52,9 +52,12 @@ class Permit:
         return self._grant.slots
 
     @property
-    def token(self) -> int:
-        """The fencing token: it grows with every grant of one slot. Of several slots, the lowest slot's."""
-        return self._grant.tokens[0]
+    def token(self) -> int | None:
+        """The fencing token: it grows with every grant of one slot. Of several slots, the lowest slot's.
+
+        ``None`` where no rows are kept: ``SQLSEM["RECORD"]`` on SQL Server.
+        """
+        return self._grant.tokens[0] if self._grant.tokens else None
 
     @property
     def tokens(self) -> tuple[int, ...]:

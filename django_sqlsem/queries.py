@@ -70,3 +70,23 @@ def holders(
     """Return who holds, by name and slot: all, or those in a state."""
     found = semaphores(name_glob, using=using)
     return [holder for snapshot in found for holder in snapshot.holders if state in (None, holder.state.value)]
+
+
+def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) -> list[HolderSnapshot]:
+    """Return who else would lose slots if the database sessions that hold the ``chosen`` ones were ended."""
+    slots = {(holder.name, holder.slot) for holder in chosen}
+    sessions = {(holder.session_id, holder.session_us) for holder in chosen if holder.needs_kill}
+    if not sessions - {(None, None)}:
+        return []
+    return [
+        holder
+        for holder in holders(using=using)
+        if holder.needs_kill
+        and (holder.session_id, holder.session_us) in sessions
+        and (holder.name, holder.slot) not in slots
+    ]
+
+
+def notes(using: str | None = None) -> list[str]:
+    """Return sentences about what these snapshots cannot show: usually none."""
+    return get_backend(database_for(using)).notes()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import TYPE_CHECKING
 
+from django_sqlsem.estimates import retry_after
 from django_sqlsem.exceptions import AcquireTimeoutError, never_met, wrong_kind
 
 if TYPE_CHECKING:
@@ -21,17 +21,6 @@ lost: dict[str, Loss] = {}
 def forced_refusal(name: str) -> bool:
     """Whether a test wants this name to be busy."""
     return bool(forced) and name in forced
-
-
-def retry_after(snapshot: SemaphoreSnapshot) -> float:
-    """Estimate in how many seconds a slot may be free, from 1 to 60.
-
-    Holders are about half done, so that a slot is free every ``age / slots`` seconds; all who wait go first.
-    """
-    ages = [holder.age for holder in snapshot.holders if not holder.expired]
-    if not ages:
-        return 1.0
-    return min(60.0, max(1.0, statistics.fmean(ages) * (snapshot.waiting + 1) / snapshot.slots))
 
 
 def refusal(snapshot: SemaphoreSnapshot, timeout: float | None, kind: str, take: int) -> AcquireTimeoutError:
@@ -52,7 +41,7 @@ def refusal(snapshot: SemaphoreSnapshot, timeout: float | None, kind: str, take:
     shown = [str(holder) for holder in snapshot.holders[:5]]
     if len(snapshot.holders) > 5:
         shown.append(f"and {len(snapshot.holders) - 5} more")
-    return AcquireTimeoutError(
+    error = AcquireTimeoutError(
         f"{message}: {'; '.join(shown)}." if shown else f"{message}.",
         name=snapshot.name,
         timeout=timeout,
@@ -60,3 +49,5 @@ def refusal(snapshot: SemaphoreSnapshot, timeout: float | None, kind: str, take:
         waiting=snapshot.waiting,
         retry_after=retry_after(snapshot),
     )
+    error._snapshot = snapshot
+    return error

@@ -56,8 +56,11 @@ class Semaphore:
     release_policy: str = "on_exit"
     fair: bool = True
     max_hold: float | None = None
+    durable: bool | None = None
     on_lost: Callable[[Permit], object] | None = None
     using: str | None = None
+    #: In whose name a task asks that was refused before; set by the decorator.
+    rank: str = dataclasses.field(default="", repr=False)
 
     def acquire(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
         """Take a permit, waiting up to ``timeout`` seconds (``None``: for ever; 0: not at all).
@@ -159,6 +162,11 @@ class Semaphore:
         """Return this semaphore as another kind of lock."""
         return dataclasses.replace(self, kind=kind)
 
+    def _step_aside(self, estimate: Callable[[int], float]) -> float:
+        """Keep the rank of a task that was refused; ``estimate`` says when to come back if so many are before it."""
+        keeper = self._keeper()
+        return keeper.backend.step_aside(keeper.session_here(), self._claim(keeper), estimate)
+
     def _seconds(self, timeout: Seconds | Unset | None) -> float | None:
         if isinstance(timeout, Unset):
             timeout = self.timeout
@@ -172,8 +180,17 @@ class Semaphore:
                 f"key= gets a decorated function's arguments, and here is none: put the key into {self.name!r}."
             )
         keeper = self._keeper()
+        claim = self._claim(keeper)
+        hold = Hold(keeper, claim, max_hold=self.max_hold)
+        if self.on_lost is not None:
+            hold.callbacks.append(self.on_lost)
+        scopes.enter(scopes.current_owner(), keeper.alias, hold)
+        # From here on the end of the permit, however it comes, gives back what was granted.
+        return keeper, hold, Permit(self, hold)
+
+    def _claim(self, keeper: Keeper) -> Claim:
         alias = keeper.alias
-        claim = Claim(
+        return Claim(
             resource=resource_for(self.name, self.kind),
             permit_id=uuid.uuid4().hex,
             slots=self.slots,
@@ -181,13 +198,10 @@ class Semaphore:
             lease=config(alias).lease if self.lease is None else self.lease,
             fair=self.fair,
             holder=identity.current(),
+            presence=keeper.presence,
+            rank=self.rank,
+            durable=self.durable if self.durable is not None else config(alias).durable,
         )
-        hold = Hold(keeper, claim, max_hold=self.max_hold)
-        if self.on_lost is not None:
-            hold.callbacks.append(self.on_lost)
-        scopes.enter(scopes.current_owner(), alias, hold)
-        # From here on the end of the permit, however it comes, gives back what was granted.
-        return keeper, hold, Permit(self, hold)
 
     def _acquire(self, timeout: float | None) -> Permit | None:
         _refuse_event_loop()

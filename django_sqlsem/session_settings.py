@@ -79,9 +79,22 @@ def prepare(connection: BaseDatabaseWrapper) -> None:
         with connection.cursor() as cursor:
             cursor.execute("SELECT pg_backend_pid()")
             # Behind PgBouncer another client may get this session next, and would inherit the limit.
-            if cursor.fetchone()[0] == connection.connection.info.backend_pid:
+            if cursor.fetchone()[0] != connection.connection.info.backend_pid:
+                connection.sqlsem_pooled = True  # type: ignore[attr-defined]
+            else:
                 cursor.execute(f"SET statement_timeout = {STATEMENT_TIMEOUT_MS}")
                 cursor.execute("SET default_transaction_isolation = 'read committed'")
+                # Django turns the driver's prepared statements off.
+                connection.connection.prepare_threshold = 5
+                # Everything here is looked up by a key: planned once, by index, also while the tables are still empty.
+                cursor.execute("SET plan_cache_mode = force_generic_plan")
+                cursor.execute("SET enable_seqscan = off")
+    elif connection.vendor == "sqlite":
+        with connection.cursor() as cursor:
+            cursor.execute("PRAGMA journal_mode")
+            # A commit that a loss of power undoes was of processes that went with it; the log keeps the file sound.
+            if cursor.fetchone()[0] == "wal":
+                cursor.execute("PRAGMA synchronous = NORMAL")
     elif connection.vendor == "mysql":
         with connection.cursor() as cursor:
             seconds = STATEMENT_TIMEOUT_MS // 1000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import random
 import threading
@@ -15,13 +14,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from django.db import Error as DjangoDatabaseError
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import load_backend
 
 from django_sqlsem import session_settings, sqlite_files
+from django_sqlsem.clocks import boot_now
+from django_sqlsem.cursors import BEGIN, cursor_of
 from django_sqlsem.exceptions import BackendError
+from django_sqlsem.own_connections import open_connection
 
 if TYPE_CHECKING:
-    from django.db.backends.utils import CursorWrapper
+    from django_sqlsem.cursors import AnyCursor
 
 T = TypeVar("T")
 
@@ -34,15 +35,36 @@ FORK_PATIENCE: Final = 5.0
 class Session(Protocol):
     """Where a backend runs its statements."""
 
+    #: How often something was sent, by any thread.
+    attempts: int
+
     @property
     def connection(self) -> BaseDatabaseWrapper:
         """The Django connection, for its vendor and features."""
 
-    def run(self, work: Callable[[CursorWrapper], T], *, again: bool = True) -> T:
+    def run(self, work: Callable[[AnyCursor], T], *, again: bool = True) -> T:
         """Call ``work`` with a cursor in autocommit, and return what it returns."""
 
-    def transaction(self, work: Callable[[CursorWrapper], T | None], *, again: bool = True) -> T | None:
+    def transaction(self, work: Callable[[AnyCursor], T | None], *, again: bool = True) -> T | None:
         """Call ``work`` in a transaction of its own; commit unless it returns ``None``."""
+
+
+class KeeperSession(Session, Protocol):
+    """A session as keepers need it."""
+
+    last_used: float
+    #: Since when a statement is under way, by the boot clock; ``None`` while none is.
+    asked_at: float | None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a connection to the database is open."""
+
+    def unreachable(self, since: float) -> bool:
+        """Whether no connection could be opened since an instant of ``time.monotonic()``."""
+
+    def close(self) -> None:
+        """Close the connection. The session stays usable."""
 
 
 class OwnSession:
@@ -57,6 +79,11 @@ class OwnSession:
     def __init__(self, alias: str) -> None:
         self.alias = alias
         self.last_used = time.monotonic()
+        self.attempts = 0
+        #: Since when the database owes an answer, by the boot clock; ``None`` if the last statement was answered.
+        self.asked_at: float | None = None
+        #: Called with each connection that was opened, before its first use.
+        self.opened: Callable[[BaseDatabaseWrapper], object] | None = None
         self._lock = threading.Lock()
         self._connection: BaseDatabaseWrapper | None = None
         self._file: sqlite_files.FileId = None
@@ -78,30 +105,33 @@ class OwnSession:
         """Whether no connection could be opened since an instant of ``time.monotonic()``."""
         return self._unreachable is not None and self._unreachable[0] >= since
 
-    def run(self, work: Callable[[CursorWrapper], T], *, again: bool = True) -> T:
+    def run(self, work: Callable[[AnyCursor], T], *, again: bool = True) -> T:
         """Call ``work`` with a cursor in autocommit. Raises ``BackendError``."""
-        return self._repeat(lambda connection: self._with_cursor(connection, work), again=again)
 
-    def transaction(self, work: Callable[[CursorWrapper], T | None], *, again: bool = True) -> T | None:
+        def attempt(connection: BaseDatabaseWrapper) -> T:
+            with cursor_of(connection) as cursor:
+                return work(cursor)
+
+        return self._repeat(attempt, again=again)
+
+    def transaction(self, work: Callable[[AnyCursor], T | None], *, again: bool = True) -> T | None:
         """Call ``work`` in a transaction; commit unless it returns ``None``. Raises ``BackendError``."""
 
         def attempt(connection: BaseDatabaseWrapper) -> T | None:
-            # SQLite begins IMMEDIATE here, since the session's settings say so: it never upgrades a read lock.
-            connection.set_autocommit(False, force_begin_transaction_with_broken_autocommit=True)
-            result = None
-            try:
-                result = self._with_cursor(connection, work)
-            except DjangoDatabaseError:
-                with contextlib.suppress(DjangoDatabaseError):
-                    connection.rollback()
-                    connection.set_autocommit(True)
-                raise  # anything else costs the connection: not a word more on it
-            if result is None:
-                connection.rollback()
-            else:
-                connection.commit()
-            connection.set_autocommit(True)
-            return result
+            begin = BEGIN.get(connection.vendor)
+            if begin is None:
+                return _django_transaction(connection, work)
+            # The driver stays in autocommit: Django's way would cost MySQL two more round trips.
+            with cursor_of(connection) as cursor:
+                cursor.execute(begin)
+                try:
+                    result = work(cursor)
+                    cursor.execute("ROLLBACK" if result is None else "COMMIT")  # SQLite may be too busy for that
+                except _driver_errors(connection):
+                    with contextlib.suppress(_driver_errors(connection)):
+                        cursor.execute("ROLLBACK")
+                    raise  # anything else costs the connection: not a word more on it
+                return result
 
         return self._repeat(attempt, again=again)
 
@@ -110,10 +140,6 @@ class OwnSession:
         with self._lock:
             self._discard()
 
-    def _with_cursor(self, connection: BaseDatabaseWrapper, work: Callable[[CursorWrapper], T]) -> T:
-        with connection.cursor() as cursor:
-            return work(cursor)
-
     def _repeat(self, attempt: Callable[[BaseDatabaseWrapper], T], *, again: bool) -> T:
         asked = time.monotonic()
         with _gate:
@@ -121,19 +147,22 @@ class OwnSession:
         with self._lock:
             if self._unreachable is not None and self._unreachable[0] >= asked:
                 # Who stood in line meanwhile need not find it out anew, one long connect timeout after the other.
-                raise backend_error(self.alias, self._unreachable[1], unsent=True) from self._unreachable[1]
+                raise backend_error(self.alias, self._unreachable[1]) from self._unreachable[1]
             give_up = time.monotonic() + LOCKED_PATIENCE
             tries = 0
             while True:
                 tries += 1
                 fresh, opened = self._connection is None, False
+                self.asked_at = self.asked_at or boot_now()
                 try:
                     connection = self._open()
                     opened, self._unreachable = True, None
-                    return attempt(connection)
+                    self.attempts += 1
+                    result = attempt(connection)
+                    self.asked_at = None
+                    return result
                 except DjangoDatabaseError as error:
                     if session_settings.is_transient(error) and time.monotonic() < give_up:
-                        self._tidy(error)
                         # Django's errors are on a cycle with all the frames they came through, one with a permit in it.
                         error.__traceback__ = None
                     else:
@@ -143,7 +172,7 @@ class OwnSession:
                         # A connection that was opened long ago may have died unnoticed: once more on a new one.
                         stale = not fresh and session_settings.is_disconnect(error)
                         if not (stale and again):
-                            raise backend_error(self.alias, error, stale=stale, unsent=not opened) from error
+                            raise backend_error(self.alias, error, stale=stale) from error
                         again = False
                         error.__traceback__ = None
                         continue
@@ -162,26 +191,17 @@ class OwnSession:
             if same_name and self._file == sqlite_files.file_id(self._connection):
                 return self._connection
             self._discard()
-        connection = own_connection(self.alias)
-        sqlite_files.leave_inherited(sqlite_files.file_id(connection))
+        connection = open_connection(self.alias)
         try:
-            connection.ensure_connection()  # unlike connect(), it raises Django's errors, not the driver's
-            session_settings.prepare(connection)
             self._connection, self._file = connection, sqlite_files.file_id(connection)
+            if self.opened is not None:
+                self.opened(connection)
             return connection
         except BaseException:
             self._connection = None
             with contextlib.suppress(Exception):
                 connection.close()
             raise
-
-    def _tidy(self, error: Exception) -> None:
-        connection = self._connection
-        if connection is None or connection.in_atomic_block or connection.get_autocommit():
-            return
-        with contextlib.suppress(DjangoDatabaseError):
-            connection.rollback()
-            connection.set_autocommit(True)
 
     def _discard(self) -> None:
         connection, self._connection = self._connection, None
@@ -203,64 +223,39 @@ class OwnSession:
             os.close(null)
 
 
-class CallerSession:
-    """The caller's own connection inside its ``atomic()``: on SQLite there is only one writer."""
-
-    def __init__(self, connection: BaseDatabaseWrapper) -> None:
-        self.connection = connection
-
-    def run(self, work: Callable[[CursorWrapper], T], *, again: bool = True) -> T:
-        """Call ``work`` with a cursor of the caller's transaction. Raises ``BackendError``."""
-        try:
-            with self.connection.cursor() as cursor:
-                return work(cursor)
-        except DjangoDatabaseError as error:
-            raise backend_error(self.connection.alias, error) from error
-
-    def transaction(self, work: Callable[[CursorWrapper], T | None], *, again: bool = True) -> T | None:
-        """Call ``work`` inside a savepoint; undo it if it returns ``None``. Raises ``BackendError``."""
-        savepoint = self.connection.savepoint()
-        result = None
-        try:
-            result = self.run(work)
-        finally:
-            if savepoint is None:
-                pass  # the caller's atomic() was told to use none
-            elif result is None:
-                self.connection.savepoint_rollback(savepoint)
-            else:
-                self.connection.savepoint_commit(savepoint)
-        return result
-
-
-def backend_error(alias: str, error: Exception, *, stale: bool = False, unsent: bool = False) -> BackendError:
-    """Wrap a driver's error in one sentence that names the database; ``BackendError`` explains the two flags."""
+def backend_error(alias: str, error: Exception, *, stale: bool = False) -> BackendError:
+    """Wrap a driver's error in one sentence that names the database; ``BackendError`` explains the flag."""
     message = f"The database {alias!r} failed: {str(error).strip() or type(error).__name__}"
     if session_settings.is_missing_table(error):
         message += f" (the lock tables are not there: run manage.py migrate --database {alias})"
     wrapped = BackendError(message)
-    wrapped.stale_connection, wrapped.unsent = stale, unsent
+    wrapped.stale_connection = stale
     return wrapped
 
 
-def own_connection(alias: str) -> BaseDatabaseWrapper:
-    """Return a new, unopened connection to the database that ``alias`` means now, with settings fit for locks."""
-    settings: dict[str, Any] = copy.deepcopy(dict(connections[alias].settings_dict))
-    backend: Any = load_backend(settings["ENGINE"])
-    session_settings.adapt(settings, backend.DatabaseWrapper.vendor)
-    connection: BaseDatabaseWrapper = backend.DatabaseWrapper(settings, alias)
-    connection.inc_thread_sharing()
-    get_new_connection = connection.get_new_connection
+def _driver_errors(connection: BaseDatabaseWrapper) -> type[Exception]:
+    driver: Any = connection.Database  # type: ignore[attr-defined]
+    found: type[Exception] = driver.Error
+    return found
 
-    def get_limited(parameters: dict[str, Any]) -> Any:
-        raw = get_new_connection(parameters)
-        session_settings.limit_waiting(raw)
-        return raw
 
-    connection.get_new_connection = get_limited  # type: ignore[method-assign,assignment]
-    # Polls and renewals would drown DEBUG's query log.
-    connection.make_debug_cursor = connection.make_cursor  # type: ignore[method-assign,assignment]
-    return connection
+def _django_transaction(connection: BaseDatabaseWrapper, work: Callable[[AnyCursor], T | None]) -> T | None:
+    connection.set_autocommit(False, force_begin_transaction_with_broken_autocommit=True)
+    result = None
+    try:
+        with cursor_of(connection) as cursor:
+            result = work(cursor)
+    except DjangoDatabaseError:
+        with contextlib.suppress(DjangoDatabaseError):
+            connection.rollback()
+            connection.set_autocommit(True)
+        raise
+    if result is None:
+        connection.rollback()
+    else:
+        connection.commit()
+    connection.set_autocommit(True)
+    return result
 
 
 _sessions: weakref.WeakSet[OwnSession] = weakref.WeakSet()

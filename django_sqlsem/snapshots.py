@@ -34,7 +34,8 @@ class Loss:
 class SlotState(enum.StrEnum):
     """What an operator sees of one slot.
 
-    *Stale* means that we judge the holder gone: its lease has run out, or it has missed two renewals in a row.
+    *Stale* means that we judge the holder gone: its lease has run out, it has missed two renewals in a row, or the
+    session that had the lock has ended.
     """
 
     FREE = "free"
@@ -56,18 +57,34 @@ class HolderSnapshot:
     label: str
     user: str
     acquired_at: datetime.datetime
-    expires_at: datetime.datetime
+    #: ``None``, like ``lease_left``: there is no lease; the lock lasts as long as the database session that has it.
+    expires_at: datetime.datetime | None
     age: float
-    lease_left: float
+    lease_left: float | None
+    #: The database session that has the lock, and when it began; only where that is what holds it.
+    session_id: int | None = None
+    session_us: int | None = None
+    #: What the server knows of that session, if it may be seen.
+    login: str = ""
+    program: str = ""
+    #: Whether a row says since when it is held, and for what. Else the token is when the session began, or 0.
+    recorded: bool = True
 
     @property
     def expired(self) -> bool:
-        """The lease has run out: nobody is disturbed by taking this slot away."""
-        return self.lease_left <= 0
+        """The lease has run out, or the lock is free: nobody is disturbed by taking this slot away."""
+        return self.state is SlotState.STALE if self.lease_left is None else self.lease_left <= 0
+
+    @property
+    def needs_kill(self) -> bool:
+        """Only the end of its database session takes this slot from the holder."""
+        return self.lease_left is None and not self.expired
 
     def __str__(self) -> str:
-        who = f"{self.host} pid {self.pid}"
-        return f"slot {self.slot}: {who}, {self.label or self.thread}, for {self.age:.1f} s"
+        who = f"{self.host} pid {self.pid}" if self.host or self.pid else ""
+        work = self.label or self.thread or self.program
+        age = f"for {self.age:.1f} s" if self.recorded else ""
+        return f"slot {self.slot}: {', '.join(filter(None, (who, work, age)))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +101,8 @@ class WaiterSnapshot:
     age: float
     waiting: int
     take: int
+    #: The database session that waits, where only the server knows of it.
+    session_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +121,10 @@ class SemaphoreSnapshot:
     other_declared_slots: int | None = None
     #: Seconds since a slot was last granted; ``None`` if none ever was.
     idle: float | None = field(default=None)
+    #: Seconds for which slots are usually held, measured at releases; ``None`` before the first one.
+    usual_hold: float | None = field(default=None)
+    #: How many Celery tasks were refused and will come back.
+    away: int = 0
 
     @property
     def held(self) -> int:

@@ -64,3 +64,6 @@ def refuse_forbidden(connection: BaseDatabaseWrapper) -> None:
     guard: Any = vars(connection).get("connect")
     if type(guard).__name__ == "_DatabaseFailure":  # what SimpleTestCase puts there
         guard()
+    ensure: Any = type(connection).ensure_connection
+    if getattr(ensure, "__module__", "").startswith("pytest_django"):  # what it puts there
+        ensure(connection)

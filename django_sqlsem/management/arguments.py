@@ -113,7 +113,7 @@ def add_arguments(parser: CommandParser) -> None:
     sub.add_argument("name", **name)
     sub.add_argument("--format", choices=["table", "json"], default="table")
 
-    sub = add("purge", "Frees slots whose lease has run out. Never touches a live holder.")
+    sub = add("purge", "Frees slots whose lease has run out, or whose session has ended. Never touches a live holder.")
     sub.add_argument("--idle", action="store_true", help="also delete names that nobody holds or waits for")
     sub.add_argument(
         "--older-than",
@@ -128,6 +128,7 @@ def add_arguments(parser: CommandParser) -> None:
     sub = add("revoke", "Takes slots away from their holders, live ones too. They learn that their permit is lost.")
     sub.add_argument("name", **name)
     sub.add_argument("--slot", metavar="N", type=_type(_slots), help="only this slot; default: all of them")
+    sub.add_argument("--kill", action="store_true", help="SQL Server: end the holders' sessions, with all they hold")
     _add_noinput(sub)
 
     sub = add("set", "Sets the number of slots, or stops and resumes granting.")
@@ -142,6 +143,12 @@ def add_arguments(parser: CommandParser) -> None:
     )
     what.add_argument("--pause", action="store_true", help="grant nothing more; holders are not disturbed")
     what.add_argument("--resume", action="store_true", help="grant again")
+
+    sub = add("sql", "SQL Server: prints the stored procedures with which programs without Django join semaphores.")
+    what = sub.add_mutually_exclusive_group()
+    what.add_argument("--apply", action="store_true", help="install them")
+    what.add_argument("--drop", action="store_true", help="remove them")
+    _add_noinput(sub)
 
     sub = add(
         "run",

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import re
 import shutil
 import unicodedata
 from typing import TYPE_CHECKING, Any, Final
@@ -16,15 +17,21 @@ from django_sqlsem.snapshots import SlotState
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from django_sqlsem.control import PurgePlan
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSnapshot
 
 HEADERS: Final = ("NAME", "SLOT", "STATE", "HOLDER", "WORK", "USER", "AGE", "LEASE LEFT")
+#: The last column where locks belong to database sessions, without leases.
+SESSION: Final = "SESSION"
 #: The columns that give way when the terminal is narrow, and the width that they keep.
 SHRINKING: Final = {"WORK": 12, "NAME": 12, "HOLDER": 16}
 CSV_FIELDS: Final = (
     "name", "slot", "slots", "state", "host", "pid", "thread", "work", "user", "since", "age_seconds",
-    "lease_left_seconds", "token", "waiting",
+    "lease_left_seconds", "token", "waiting", "session",
 )  # fmt: skip
+
+
+_OF_SESSIONS: Final = ("session_id", "session_us", "login", "program", "recorded")
 
 
 def clean(text: str) -> str:
@@ -38,26 +45,40 @@ def count(number: int, one: str, many: str = "") -> str:
 
 
 def who(someone: HolderSnapshot | WaiterSnapshot) -> str:
-    """Return the program that holds or waits."""
+    """Return the program that holds or waits, if anything is known of it."""
+    if not someone.host and not someone.pid:
+        return ""
     return clean(f"{someone.host} pid {someone.pid} {someone.thread}".strip())
 
 
 def lease(holder: HolderSnapshot) -> str:
     """Return how much of the lease is left, or how long ago it ran out."""
+    if holder.lease_left is None:
+        return ""
     if holder.expired:
         return f"ran out {duration(-holder.lease_left)} ago"
     return duration(holder.lease_left)
 
 
+def session(holder: HolderSnapshot) -> str:
+    """Return the database session that holds, with its program and login if they are known."""
+    if holder.session_id is None:
+        return "session unknown"
+    known = (("program", holder.program), ("login", holder.login))
+    told = ", ".join(f"{what} {clean(value)}" for what, value in known if value)
+    return f"session {holder.session_id}" + (f" ({told})" if told else "")
+
+
 def sentence(holder: HolderSnapshot) -> str:
     """Return one line about one holder."""
-    work = f", {clean(holder.label)}" if holder.label else ""
-    user = f", user {clean(holder.user)}" if holder.user else ""
-    left = f"lease {lease(holder)}" if holder.expired else f"lease left {lease(holder)}"
-    return (
-        f"{clean(holder.name)} slot {holder.slot} ({holder.state}): {who(holder)}{work}{user},"
-        f" taken {duration(holder.age)} ago, {left}"
-    )
+    parts = [who(holder), clean(holder.label), f"user {clean(holder.user)}" if holder.user else ""]
+    if holder.recorded:
+        parts.append(f"taken {duration(holder.age)} ago")
+    if holder.lease_left is not None:
+        parts.append(f"lease {lease(holder)}" if holder.expired else f"lease left {lease(holder)}")
+    else:
+        parts.append(f"its {session(holder)} has ended" if holder.expired else session(holder))
+    return f"{clean(holder.name)} slot {holder.slot} ({holder.state}): {', '.join(filter(None, parts))}"
 
 
 def summary(snapshot: SemaphoreSnapshot) -> str:
@@ -75,6 +96,44 @@ def summary(snapshot: SemaphoreSnapshot) -> str:
     return f"{clean(snapshot.name)}: {', '.join(parts)}"
 
 
+def details(snapshot: SemaphoreSnapshot) -> list[str]:
+    """Return lines about what the code declares of one semaphore, who holds and who waits."""
+    declared = count(snapshot.declared_slots, "slot")
+    lines = [f"A {snapshot.kind}; the code declares {declared}. It was {last_granted(snapshot)}."]
+    for holder in snapshot.holders:
+        lines.append(f"  {sentence(holder)}")
+        if holder.recorded:
+            lines.append(f"    token {holder.token}, since {holder.acquired_at:%Y-%m-%d %H:%M:%S} UTC")
+    for waiter in snapshot.waiters:
+        work = f", {clean(waiter.label)}" if waiter.label else ""
+        by = f", session {waiter.session_id}" if waiter.session_id is not None else ""
+        waiting = count(waiter.waiting, "thread or task", "threads or tasks")
+        lines.append(
+            f"  waiting: {who(waiter)}{work}{by}, {waiting}, for {duration(waiter.age)},"
+            f" wants {count(waiter.take, 'slot')}"
+        )
+    if not snapshot.holders and not snapshot.waiters:
+        lines.append("  Nobody holds it and nobody waits.")
+    return lines
+
+
+def plan(purge: PurgePlan) -> list[str]:
+    """Return lines about what a purge would do, and what it would leave alone."""
+    lines = []
+    if purge.slots:
+        leases = any(holder.lease_left is not None for holder in purge.slots)
+        why = "the lease has run out" if leases else "the session has ended"
+        lines.append(f"To be freed, as {why} ({count(len(purge.slots), 'slot')}):")
+        lines += [f"  {sentence(holder)}" for holder in purge.slots]
+    if purge.pending:
+        lines.append("Left alone, as the lease still runs although the holder seems gone:")
+        lines += [f"  {sentence(holder)}: to be purged in {lease(holder)}" for holder in purge.pending]
+    if purge.names:
+        lines.append(f"To be deleted, as nobody uses it ({count(len(purge.names), 'name')}):")
+        lines += [f"  {clean(snapshot.name)}: {last_granted(snapshot)}" for snapshot in purge.names]
+    return lines
+
+
 def only_stale(snapshot: SemaphoreSnapshot) -> SemaphoreSnapshot:
     """Return the semaphore with only those holders that seem gone, and without its waiters."""
     stale = tuple(holder for holder in snapshot.holders if holder.state is SlotState.STALE)
@@ -84,6 +143,13 @@ def only_stale(snapshot: SemaphoreSnapshot) -> SemaphoreSnapshot:
 def last_granted(snapshot: SemaphoreSnapshot) -> str:
     """Return how long ago a slot was granted."""
     return "never granted" if snapshot.idle is None else f"last granted {duration(snapshot.idle)} ago"
+
+
+def headers(snapshots: Iterable[SemaphoreSnapshot]) -> tuple[str, ...]:
+    """Return the table's headers: the last column is what ends a hold, a lease or a database session."""
+    holders = [holder for snapshot in snapshots for holder in snapshot.holders]
+    sessions = any(holder.lease_left is None for holder in holders)
+    return (*HEADERS[:-1], SESSION) if sessions else HEADERS
 
 
 def rows(snapshots: Iterable[SemaphoreSnapshot]) -> list[tuple[str, ...]]:
@@ -101,8 +167,8 @@ def _holder_rows(snapshot: SemaphoreSnapshot) -> list[tuple[str, ...]]:
             who(holder),
             holder.label,
             holder.user,
-            duration(holder.age),
-            lease(holder),
+            duration(holder.age) if holder.recorded else "",
+            str(holder.session_id or "") if holder.lease_left is None else lease(holder),
         )
         for holder in snapshot.holders
     ]
@@ -118,16 +184,16 @@ def _waiter_rows(snapshot: SemaphoreSnapshot) -> list[tuple[str, ...]]:
             waiter.label,
             waiter.user,
             duration(waiter.age),
-            "",
+            str(waiter.session_id or ""),
         )
         for waiter in snapshot.waiters
     ]
 
 
-def table(body: Sequence[tuple[str, ...]], *, fit: bool) -> list[str]:
+def table(body: Sequence[tuple[str, ...]], head: Sequence[str] = HEADERS, *, fit: bool) -> list[str]:
     """Return aligned lines; with ``fit`` they are cut to the width of the terminal."""
-    lines = [HEADERS, *body]
-    widths = [max(_width(line[index]) for line in lines) for index in range(len(HEADERS))]
+    lines = [head, *body]
+    widths = [max(_width(line[index]) for line in lines) for index in range(len(head))]
     excess = sum(widths) + 2 * (len(widths) - 1) - shutil.get_terminal_size().columns if fit else 0
     for header, least in SHRINKING.items():
         index = HEADERS.index(header)
@@ -154,6 +220,13 @@ def _pad(text: str, width: int) -> str:
 def as_dict(snapshot: SemaphoreSnapshot) -> dict[str, Any]:
     """Return a semaphore as plain data for JSON, with the counts that are computed."""
     plain = dataclasses.asdict(snapshot)
+    for holder in plain["holders"]:
+        if holder["lease_left"] is not None:  # no session has its lock
+            for key in _OF_SESSIONS:
+                del holder[key]
+    for waiter in plain["waiters"]:
+        if waiter["session_id"] is None:
+            del waiter["session_id"]
     return plain | {key: getattr(snapshot, key) for key in ("held", "free", "stale", "waiting")}
 
 
@@ -173,11 +246,26 @@ def as_csv(snapshots: Iterable[SemaphoreSnapshot], *, header: bool = True) -> st
             writer.writerow((
                 holder.name, holder.slot, snapshot.slots, holder.state.value, holder.host, holder.pid, holder.thread,
                 holder.label, holder.user, holder.acquired_at.isoformat(), f"{holder.age:.3f}",
-                f"{holder.lease_left:.3f}", holder.token, "",
+                "" if holder.lease_left is None else f"{holder.lease_left:.3f}", holder.token, "",
+                holder.session_id,
             ))  # fmt: skip
         for waiter in snapshot.waiters:
             writer.writerow((
                 waiter.name, "", snapshot.slots, "waiting", waiter.host, waiter.pid, waiter.thread, waiter.label,
                 waiter.user, waiter.waiting_since.isoformat(), f"{waiter.age:.3f}", "", "", waiter.waiting,
+                waiter.session_id,
             ))  # fmt: skip
     return stream.getvalue().rstrip("\n")
+
+
+def script(batches: Iterable[str]) -> str:
+    """Return batches of T-SQL as a script for sqlcmd or Management Studio."""
+    return "\nGO\n".join(batch.rstrip("\n") for batch in (*batches, ""))
+
+
+def procedures(batches: Iterable[str]) -> str:
+    """Return the names of the procedures that batches make or remove, those that are for everybody."""
+    found = re.findall(
+        r"^(?:ALTER|DROP) PROCEDURE (?:IF EXISTS )?(\w+\.(?!internal)\w+)", "\n".join(batches), re.MULTILINE
+    )
+    return ", ".join(sorted(found))

@@ -18,14 +18,13 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import close_old_connections
 
 from django_sqlsem import control, identity, mutex, queries, semaphore
-from django_sqlsem.durations import duration
-from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, SemaphoreError
+from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, SemaphoreError, kill_needed
 from django_sqlsem.management import arguments, output, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from django_sqlsem.control import PurgePlan, PurgeResult
+    from django_sqlsem.control import PurgeResult
     from django_sqlsem.snapshots import SemaphoreSnapshot
 
 
@@ -110,13 +109,16 @@ class Command(BaseCommand):
             if text:
                 self._print(text)
         else:
-            self._print_table(output.rows(shown), found, stale=stale, glob=name_glob)
+            self._print_table(shown, found, stale=stale, glob=name_glob)
+            for note in queries.notes(using=database):
+                self._print(output.clean(note))
 
     def _print_table(
-        self, body: list[tuple[str, ...]], found: list[SemaphoreSnapshot], *, stale: bool, glob: str | None
+        self, shown: list[SemaphoreSnapshot], found: list[SemaphoreSnapshot], *, stale: bool, glob: str | None
     ) -> None:
+        body = output.rows(shown)
         if body:
-            header, *lines = output.table(body, fit=self.stdout.isatty())
+            header, *lines = output.table(body, output.headers(shown), fit=self.stdout.isatty())
             self._print(self.style.MIGRATE_HEADING(header))
             for line, row in zip(lines, body, strict=True):
                 self._print(self.style.WARNING(line) if row[2] == "stale" else line)
@@ -138,22 +140,8 @@ class Command(BaseCommand):
             self._print(output.as_json(output.as_dict(snapshot)))
             return
         self._print(self.style.MIGRATE_HEADING(output.summary(snapshot)))
-        self._print(
-            f"A {snapshot.kind}; the code declares {output.count(snapshot.declared_slots, 'slot')}."
-            f" It was {output.last_granted(snapshot)}."
-        )
-        for holder in snapshot.holders:
-            self._print(f"  {output.sentence(holder)}")
-            self._print(f"    token {holder.token}, since {holder.acquired_at:%Y-%m-%d %H:%M:%S} UTC")
-        for waiter in snapshot.waiters:
-            work = f", {output.clean(waiter.label)}" if waiter.label else ""
-            waiting = output.count(waiter.waiting, "thread or task", "threads or tasks")
-            self._print(
-                f"  waiting: {output.who(waiter)}{work}, {waiting},"
-                f" for {duration(waiter.age)}, wants {output.count(waiter.take, 'slot')}"
-            )
-        if not snapshot.holders and not snapshot.waiters:
-            self._print("  Nobody holds it and nobody waits.")
+        for line in output.details(snapshot):
+            self._print(line)
 
     # Acting.
 
@@ -163,28 +151,14 @@ class Command(BaseCommand):
     ) -> None:  # fmt: skip
         """Say what would be purged, ask, and do just that."""
         plan = control.plan_purge(idle=0 if idle else None, older_than=older_than, name_glob=name_glob, using=database)
-        self._print_plan(plan)
+        for line in output.plan(plan):
+            self._print(line)
         if not plan:
             self._print("Nothing to purge.")
         elif dry_run:
             self._print("Dry run: nothing was changed.")
         elif self._agreed(interactive):
             self._print_result(control.execute_purge(plan, by=self._by()))
-
-    def _print_plan(self, plan: PurgePlan) -> None:
-        if plan.slots:
-            self._print(f"To be freed, as the lease has run out ({output.count(len(plan.slots), 'slot')}):")
-            self._print_lines(map(output.sentence, plan.slots))
-        if plan.pending:
-            self._print("Left alone, as the lease still runs although the holder seems gone:")
-            self._print_lines(
-                f"{output.sentence(holder)}: to be purged in {duration(holder.lease_left)}" for holder in plan.pending
-            )
-        if plan.names:
-            self._print(f"To be deleted, as nobody uses it ({output.count(len(plan.names), 'name')}):")
-            self._print_lines(
-                f"{output.clean(snapshot.name)}: {output.last_granted(snapshot)}" for snapshot in plan.names
-            )
 
     def _print_result(self, result: PurgeResult) -> None:
         self._print(self.style.SUCCESS(
@@ -193,8 +167,10 @@ class Command(BaseCommand):
         self._print_lines(f"Not touched, it has changed: {output.sentence(holder)}" for holder in result.changed)
         self._print_lines(f"Not deleted, it is in use: {output.clean(name)}" for name in result.in_use)
 
-    def handle_revoke(self, *, name: str, slot: int | None, interactive: bool, database: str | None, **_: Any) -> None:
-        """Name the holders, ask, and take the slots from just those."""
+    def handle_revoke(
+        self, *, name: str, slot: int | None, kill: bool, interactive: bool, database: str | None, **_: Any
+    ) -> None:
+        """Name the holders, and what goes with them; ask, and take the slots from just those."""
         snapshot = self._known(name, database)
         shown = [holder for holder in snapshot.holders if slot in (None, holder.slot)]
         if not shown:
@@ -203,11 +179,20 @@ class Command(BaseCommand):
             return
         self._print(f"To be revoked ({output.count(len(shown), 'slot')}):")
         self._print_lines(map(output.sentence, shown))
+        for holder in shown:
+            if holder.needs_kill and (not kill or holder.session_id is None):
+                raise CommandError(f"{output.clean(str(kill_needed(holder)))} Nothing was changed.")
+        others = queries.held_along(shown, using=database)
+        if others:
+            self._print(f"To be lost as well, as the same sessions hold it ({output.count(len(others), 'slot')}):")
+            self._print_lines(map(output.sentence, others))
         if not self._agreed(interactive):
             return
         by = self._by()
         changed = [
-            holder for holder in shown if not control.revoke(name, holder.slot, holder.token, by=by, using=database)
+            holder
+            for holder in shown
+            if not control.revoke(name, holder.slot, holder.token, by=by, using=database, kill=kill)
         ]
         self._print(self.style.SUCCESS(f"Revoked {output.count(len(shown) - len(changed), 'slot')}."))
         if changed:
@@ -234,6 +219,19 @@ class Command(BaseCommand):
             self._print("No holder is interrupted; nothing is granted until fewer are held.")
         if pause:
             self._print("Nothing more is granted until `--resume`; holders are not disturbed.")
+
+    def handle_sql(self, *, apply: bool, drop: bool, interactive: bool, database: str | None, **_: Any) -> None:
+        """Print the procedures; or say what will be done to them, ask, and do it."""
+        batches = control.procedures(drop=drop, using=database)
+        if not batches:
+            raise CommandError("Nothing to do: these are for semaphores on SQL Server's application locks.")
+        if not apply and not drop:
+            self._print(output.script(batches))
+            return
+        self._print(f"To be {'removed from' if drop else 'installed in'} the database: {output.procedures(batches)}.")
+        if self._agreed(interactive):
+            control.change_procedures(drop=drop, by=self._by(), using=database)
+            self._print(self.style.SUCCESS("Removed." if drop else "Installed."))
 
     def handle_run(
         self, *, name: str, slots: int | None, timeout: Any, command: list[str], database: str | None, **_: Any

@@ -1,0 +1,107 @@
+"""The drivers' own cursors: what a lock does takes two statements, and Django's wrappers would cost more than those."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from django.db.backends.utils import CursorWrapper
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+_NAMED: Final = re.compile(r"%\((\w+)\)s")
+
+#: How a transaction begins where the connection stays in autocommit for the driver. SQLite takes its only write lock.
+BEGIN: Final = {"postgresql": "BEGIN", "mysql": "BEGIN", "sqlite": "BEGIN IMMEDIATE"}
+
+
+class Cursor:
+    """A driver's cursor that takes ``%s`` and ``%(name)s``, as Django's do. It is used for one piece of work."""
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self.db = connection
+        #: The database's clock when its server was started or promoted, in microseconds: see ``incarnation``.
+        self.since_us: int = getattr(connection, "sqlsem_since_us", 0)
+        self._raw: Any = self._open(connection)
+
+    def _open(self, connection: BaseDatabaseWrapper) -> Any:
+        return connection.connection.cursor()
+
+    def execute(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] | None = None) -> None:
+        """Run one statement. Raises the driver's errors, which the session translates."""
+        self._raw.execute(sql, parameters)
+
+    def fetchone(self) -> Any:
+        """Return the next row, or ``None``."""
+        return self._raw.fetchone()
+
+    def fetchall(self) -> list[Any]:
+        """Return the rows that are left."""
+        return list(self._raw.fetchall())
+
+    @property
+    def rowcount(self) -> int:
+        """How many rows the statement changed."""
+        return int(self._raw.rowcount)
+
+    def close(self) -> None:
+        """Let go of the statement."""
+        self._raw.close()
+
+
+class _PostgreSQLCursor(Cursor):
+    def _open(self, connection: BaseDatabaseWrapper) -> Any:
+        import psycopg
+
+        # A prepared statement belongs to a session, and behind a pooler the next one may be another's.
+        self._prepare = getattr(connection, "sqlsem_pooled", False) is False
+        return psycopg.Cursor(connection.connection)
+
+    def execute(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] | None = None) -> None:
+        self._raw.execute(sql, parameters, prepare=self._prepare and parameters is not None)
+
+    def close(self) -> None:
+        pass  # it has fetched everything; closing it would only mark it
+
+
+class _SQLiteCursor(Cursor):
+    def execute(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] | None = None) -> None:
+        if parameters is None:
+            self._raw.execute(sql)
+        else:
+            self._raw.execute(_sqlite_style(sql), parameters)
+
+
+class _DjangoCursor(Cursor):
+    def _open(self, connection: BaseDatabaseWrapper) -> Any:
+        return connection.cursor()
+
+
+#: What a statement may run on: a cursor of our own session, or of the caller's or the operator's connection.
+AnyCursor: TypeAlias = Cursor | CursorWrapper
+
+_CURSORS: Final[dict[str, type[Cursor]]] = {
+    "postgresql": _PostgreSQLCursor,
+    "sqlite": _SQLiteCursor,
+    "mysql": Cursor,
+}
+
+
+@functools.lru_cache(maxsize=512)
+def _sqlite_style(sql: str) -> str:
+    return _NAMED.sub(r":\1", sql).replace("%s", "?")
+
+
+@contextmanager
+def cursor_of(connection: BaseDatabaseWrapper) -> Iterator[Cursor]:
+    """Yield a cursor of an open connection. The driver's errors come out as Django's."""
+    with connection.wrap_database_errors:
+        cursor = _CURSORS.get(connection.vendor, _DjangoCursor)(connection)
+        try:
+            yield cursor
+        finally:
+            cursor.close()

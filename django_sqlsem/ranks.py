@@ -1,0 +1,60 @@
+"""The rank of a Celery task that was refused: it keeps its place in the queue until it comes back.
+
+A task that is away is never granted, so that no slot is idle for its sake. When it comes back it goes before all who
+came after its first try, and how soon it should come back follows from how many are before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from django_sqlsem import scopes
+from django_sqlsem.calls import Call, policy_for
+from django_sqlsem.estimates import retry_after
+from django_sqlsem.exceptions import BackendError
+
+if TYPE_CHECKING:
+    from django_sqlsem.exceptions import AcquireTimeoutError
+    from django_sqlsem.semaphores import Semaphore
+
+logger = logging.getLogger("django_sqlsem")
+
+
+def ranked(semaphore: Semaphore, call: Call) -> Semaphore:
+    """Return the semaphore as this very task asks for it, if it would be sent again when it is busy."""
+    task_id = _task_id(call)
+    if not task_id or policy_for(semaphore, call) != "retry":
+        return semaphore
+    return dataclasses.replace(semaphore, rank=hashlib.sha256(task_id.encode()).hexdigest()[:32])
+
+
+def step_aside(semaphore: Semaphore, call: Call, refusal: AcquireTimeoutError) -> float:
+    """Keep the rank of a task that will be sent again. Returns in how many seconds that should be."""
+    snapshot, task_id = refusal._snapshot, _task_id(call)
+    if snapshot is None or not task_id or scopes.in_event_loop():
+        return refusal.retry_after
+    twin = next((holder for holder in snapshot.holders if holder.label.endswith(f"[{task_id}]")), None)
+    if twin is not None:
+        # The broker took the first copy for lost: visibility timeout, or a connection that broke.
+        logger.warning(
+            "%s was delivered twice: its other copy holds slot %d of %r, on %s pid %d.",
+            twin.label,
+            twin.slot,
+            snapshot.name,
+            twin.host,
+            twin.pid,
+        )
+        return refusal.retry_after
+    try:
+        return ranked(semaphore._named(snapshot.name), call)._step_aside(lambda before: retry_after(snapshot, before))
+    except BackendError as error:  # the rank is a courtesy; the task comes back without it
+        logger.debug("The rank of %s could not be kept: %s", call.label, error)
+        return refusal.retry_after
+
+
+def _task_id(call: Call) -> str:
+    request: Any = getattr(call.task, "request", None)
+    return str(getattr(request, "id", None) or "")
