@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from django.conf import settings
 from django.db import connections
 from django.test.utils import setup_databases, teardown_databases
 
-from tests import databases
+from tests import applocks, databases, processes, tds
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,17 +45,29 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.line(line)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _children_hear_signals() -> Iterator[None]:
+    # A fixture, as only processes that run tests need it: workers of xdist are to be born with what nohup has set.
+    with processes.children_hear_signals():
+        yield
+
+
 @pytest.fixture(scope="session")
 def django_db_setup(django_test_environment: None, django_db_blocker: Any, request: Any) -> Iterator[None]:
     """Create the test databases of all covered aliases, and drop them at the end: a failure to drop is an error."""
     verbosity = request.config.option.verbose
-    with django_db_blocker.unblock():
-        created = setup_databases(verbosity=verbosity, interactive=False)
+    with django_db_blocker.unblock(), contextlib.ExitStack() as made:
+        by_hand = {alias for alias in databases.covered() if tds.is_stand_in(alias)}
+        for alias in by_hand:
+            made.enter_context(tds.database(alias))
+        others = set(databases.covered()) - by_hand
+        created = setup_databases(verbosity=verbosity, interactive=False, aliases=others)
+        made.callback(teardown_databases, created, verbosity=verbosity)
+        made = made.pop_all()  # all went well, so they stay
     yield
-    with django_db_blocker.unblock():
+    with django_db_blocker.unblock(), made:
         _stop_library()
         connections.close_all()
-        teardown_databases(created, verbosity=verbosity)
 
 
 def _stop_library() -> None:
@@ -71,6 +84,7 @@ def committed(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]:
             yield
         finally:
             _stop_library()
+            applocks.let_go()
             for alias in databases.covered():
                 databases.delete_rows(alias)
             connections.close_all()
@@ -79,7 +93,7 @@ def committed(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]:
 @pytest.fixture(params=[pytest.param(alias, id=databases.label(alias)) for alias in databases.covered()])
 def database(request: Any, committed: None) -> Iterator[str]:
     """One covered alias after the other, real and committed, in which nothing may be held after the test."""
-    alias = request.param
+    alias = applocks.parameter(request)
     yield alias
     if request.node.get_closest_marker("leaves_held") is None:
         databases.assert_nothing_held(alias)

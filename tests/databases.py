@@ -15,7 +15,7 @@ from django.apps import apps
 from django.conf import settings
 from django.db import connections
 
-from tests import servers
+from tests import servers, tds
 
 ROOT = Path(__file__).resolve().parent.parent
 #: What people call each alias.
@@ -85,6 +85,8 @@ def faketime_environment(offset: str) -> dict[str, str] | None:
 def raw_connection(alias: str) -> Any:
     """Open a connection of the plain driver, in autocommit. The caller closes it."""
     connection = connections[alias]
+    if connection.vendor == "microsoft":
+        return tds.raw_connection(alias)
     if connection.vendor == "sqlite":
         name = connection.settings_dict["NAME"]
         return sqlite3.connect(name, timeout=60, isolation_level=None, check_same_thread=False)
@@ -105,6 +107,9 @@ def query(alias: str, sql: str, parameters: tuple[Any, ...] = ()) -> list[tuple[
     """Run one statement on a raw connection of its own and return its rows. SQLite's placeholders are ``?``."""
     with contextlib.closing(raw_connection(alias)) as connection:
         cursor = connection.cursor()
+        if connections[alias].vendor == "microsoft":
+            cursor.execute(tds.marks(sql), parameters)
+            return tds.rows(cursor)
         cursor.execute(sql, parameters)
         return list(cursor.fetchall()) if cursor.description else []
 
@@ -119,6 +124,8 @@ def session_ids(alias: str) -> list[int]:
         sql = (
             "SELECT id FROM information_schema.processlist WHERE db = DATABASE() AND id <> CONNECTION_ID() ORDER BY id"
         )
+    elif vendor == "microsoft":
+        sql = tds.SESSIONS
     else:
         return []
     return [int(row[0]) for row in query(alias, sql)]
@@ -140,13 +147,18 @@ def kill_sessions(alias: str, ids: list[int] | None = None) -> int:
 
 
 def held_rows(alias: str) -> list[Any]:
-    """Return the slot rows that a live permit holds, by the database's own clock."""
+    """Return the slot rows that a live permit holds, by the database's own clock or, on TDS servers, by their locks."""
     from django_sqlsem.backends.dialects import dialect_for
 
+    rows = apps.get_model("sqlsem.SlotRow").objects.using(alias).select_related("semaphore")
+    rows = rows.order_by("semaphore", "slot")
+    if connections[alias].vendor == "microsoft":
+        marked = list(rows.filter(expires_us__isnull=False))
+        locked = tds.locked(alias, [f"{row.slot}-{tds.lock_base(row.semaphore.name)}" for row in marked])
+        return [row for row, held in zip(marked, locked, strict=True) if held]
     with connections[alias].cursor() as cursor:
         now = dialect_for(connections[alias]).now(cursor)
-    rows = apps.get_model("sqlsem.SlotRow").objects.using(alias)
-    return list(rows.filter(expires_us__gt=now).select_related("semaphore").order_by("semaphore", "slot"))
+    return list(rows.filter(expires_us__gt=now))
 
 
 def assert_nothing_held(alias: str, *, within: float = GRACE) -> None:
@@ -176,13 +188,15 @@ class OutsideCounter:
         self.alias = alias
         self.name = name
         self._vendor = connections[alias].vendor
-        self._mark = "?" if self._vendor == "sqlite" else "%s"
+        self._mark = "?" if self._vendor in ("sqlite", "microsoft") else "%s"
         self._local = threading.local()
         self._opened: list[Any] = []
         columns = "INTO testapp_probe (name, inside, peak, entered)"
         values = f"VALUES ({self._mark}, 0, 0, 0)"
         if self._vendor == "mysql":
             self._execute(f"INSERT IGNORE {columns} {values}")
+        elif self._vendor == "microsoft":
+            self._insert_there(columns, values)
         else:
             self._execute(f"INSERT {columns} {values} ON CONFLICT DO NOTHING")
 
@@ -256,6 +270,13 @@ class OutsideCounter:
             return int(cursor.execute(sql, (self.name,)).rowcount)
         finally:
             cursor.execute("COMMIT")
+
+    def _insert_there(self, columns: str, values: str) -> None:
+        """Insert the row where no statement passes over one that is there."""
+        try:
+            self._execute(f"INSERT {columns} {values}")
+        except Exception:
+            self._read("inside")  # somebody else was first; else this fails as well
 
     def _update(self, assignments: str) -> None:
         count = self._execute(f"UPDATE testapp_probe SET {assignments} WHERE name = {self._mark}")

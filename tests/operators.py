@@ -12,6 +12,7 @@ from django.db import connections
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.naming import resource_for
+from tests import applocks
 from tests.databases import ROOT, child_environment
 
 
@@ -47,7 +48,10 @@ def hold(
     token: int = 7,
     **fields: Any,
 ) -> SlotRow:
-    """Write a holder into a slot: taken ``age`` seconds ago, with ``left`` seconds of its lease left."""
+    """Write a holder into a slot: taken ``age`` seconds ago, with ``left`` seconds of its lease left.
+
+    Where locks are application locks, one whose lease has not run out has the lock too, in a session of its own.
+    """
     now = now_us(alias)
     rows = SlotRow.objects.using(alias).filter(semaphore__name=name, slot=slot)
     values = {
@@ -64,6 +68,8 @@ def hold(
         "process_id": "p",
         "boot_id": boot_id(alias),
     } | fields
+    if applocks.are_at(alias):
+        values |= {"session_id": None, "session_us": None} | applocks.lock(alias, name, slot, held=left > 0)
     assert rows.update(**values) == 1
     return rows.get()
 
@@ -71,6 +77,8 @@ def hold(
 def wait(alias: str, name: str = "reports", *, age: float = 3.0, left: float = 2.0, waiting: int = 2) -> WaiterRow:
     """Write a waiting process."""
     now = now_us(alias)
+    if left > 0 and applocks.are_at(alias):
+        left += 20  # to play holders, with a login for each, takes a while
     return WaiterRow.objects.using(alias).create(
         ticket=f"{name}-{age}"[:32],
         semaphore_id=resource_for(name, "semaphore").key,

@@ -12,9 +12,29 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, Self
 
 from tests.databases import ROOT, child_environment
+
+#: What a terminal sends. ``nohup`` has the first ignored, a shell's ``&`` the others.
+_FROM_A_TERMINAL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+
+
+@contextlib.contextmanager
+def children_hear_signals() -> Iterator[None]:
+    """Inside the block new programs start with none of a terminal's signals ignored; this process ignores them still.
+
+    For the main thread. An ignored signal is inherited, and a shell cannot even trap it.
+    """
+    ignored = [number for number in _FROM_A_TERMINAL if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, a handler ends with exec
+    try:
+        yield
+    finally:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
 
 
 class Child:

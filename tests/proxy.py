@@ -13,6 +13,8 @@ from django.db import connections
 
 from tests.databases import child_environment
 
+#: Where a server listens unless its alias says otherwise.
+PORTS = {"postgresql": 5432, "mysql": 3306, "microsoft": 1433}
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -124,12 +126,16 @@ class Proxy:
 def proxy_for(alias: str) -> Proxy:
     """Return a proxy in front of the server of a database alias."""
     parameters = connections[alias].settings_dict
-    default = 5432 if connections[alias].vendor == "postgresql" else 3306
-    return Proxy(parameters["HOST"] or "127.0.0.1", int(parameters["PORT"] or default))
+    port = parameters["PORT"] or PORTS[connections[alias].vendor]
+    return Proxy(parameters["HOST"] or "127.0.0.1", int(port))
 
 
 #: Options of a project that would rather hear of a dead server soon.
-IMPATIENT = {"postgresql": {"connect_timeout": 2}, "mysql": {"connect_timeout": 2, "read_timeout": 2}}
+IMPATIENT = {
+    "postgresql": {"connect_timeout": 2},
+    "mysql": {"connect_timeout": 2, "read_timeout": 2},
+    "microsoft": {"connection_timeout": 2},
+}
 
 
 def through(proxy: Proxy, alias: str, *, impatient: bool = False) -> dict[str, str]:

@@ -3,6 +3,8 @@
 Each server is looked for at the address in its variable (``SQLSEM_TEST_POSTGRES_URL``, ``SQLSEM_TEST_MARIADB_URL``,
 ``SQLSEM_TEST_REDIS_URL``), else at its default address. One that is missing is left out, unless
 ``SQLSEM_TEST_REQUIRE`` (names separated by commas) asks for it.
+
+A server that speaks TDS (``mssql``) has no default address: it is looked for if ``SQLSEM_TEST_MSSQL_URL`` names it.
 """
 
 from __future__ import annotations
@@ -20,12 +22,17 @@ from urllib.parse import urlsplit
 
 import dj_database_url
 
+from tests import programs, tds
+
 DEFAULT_URLS = {
     "postgres": "postgres://postgres@127.0.0.1:5432/postgres",
     "mariadb": "mysql://root@127.0.0.1:3306/test",
     "redis": "redis://127.0.0.1:6379/0",
 }
-PROGRAMS = ("chromium", "faketime")
+#: Those that become aliases of ``DATABASES``, beside SQLite.
+DATABASES = ("postgres", "mariadb", "mssql")
+#: What the tests start by themselves; ``initdb`` and ``mariadbd`` are those of servers that they kill.
+PROGRAMS = ("chromium", "faketime", "initdb", "mariadbd", "pgbouncer")
 #: Part of the names of all test databases of this run, so that several runs can go on side by side.
 RUN = f"{os.getpid()}_{secrets.token_hex(2)}"
 
@@ -46,8 +53,11 @@ class Missing:
 
 
 def url_of(name: str) -> str:
-    """Return the address at which to look for a server."""
-    return os.environ.get(f"SQLSEM_TEST_{name.upper()}_URL") or DEFAULT_URLS[name]
+    """Return the address at which to look for a server. ``LookupError`` if it has no default and none is given."""
+    variable = f"SQLSEM_TEST_{name.upper()}_URL"
+    if url := os.environ.get(variable) or DEFAULT_URLS.get(name):
+        return url
+    raise LookupError(f"{variable} names no server, and there is no default")
 
 
 def required() -> set[str]:
@@ -78,7 +88,7 @@ def install_mysql_driver() -> str:
 
 def database_settings(name: str) -> dict[str, Any]:
     """Return the entry of ``DATABASES`` for a server, with a test database of this run."""
-    settings = dict(dj_database_url.parse(url_of(name)))
+    settings = tds.settings_for(url_of(name)) if name == "mssql" else dict(dj_database_url.parse(url_of(name)))
     settings["TEST"] = {"NAME": f"test_sqlsem_{RUN}"}
     if name == "mariadb":
         settings["OPTIONS"] = {"charset": "utf8mb4"} | settings.get("OPTIONS", {})
@@ -109,9 +119,10 @@ def find(name: str) -> Found | Missing:
 
 
 def _without_password(name: str) -> str:
-    if name not in DEFAULT_URLS:
+    try:
+        parts = urlsplit(url_of(name))
+    except LookupError:
         return ""
-    parts = urlsplit(url_of(name))
     return f"{parts.scheme}://{parts.hostname}:{parts.port or ''}{parts.path}: "
 
 
@@ -149,6 +160,10 @@ def _find_mariadb() -> Found:
     return Found(url_of("mariadb"), f"{product} {version.split('-')[0]} ({driver})")
 
 
+def _find_mssql() -> Found:
+    return Found(url_of("mssql"), tds.describe(database_settings("mssql")))
+
+
 def _find_redis() -> Found:
     import redis
 
@@ -172,8 +187,28 @@ def _find_faketime() -> Found:
     return Found(str(libraries[0]), "libfaketime")
 
 
+def _find_initdb() -> Found:
+    return _find_program("initdb")
+
+
+def _find_mariadbd() -> Found:
+    return _find_program("mariadbd")
+
+
+def _find_pgbouncer() -> Found:
+    return _find_program("pgbouncer")
+
+
+def _find_program(name: str) -> Found:
+    path = programs.find(name)
+    return Found(path, programs.describe(path))
+
+
 def survey() -> tuple[dict[str, Found], dict[str, Missing]]:
     """Look for everything. Return what was found and what was not, by name."""
-    results = {name: find(name) for name in ("sqlite", *DEFAULT_URLS, *PROGRAMS)}
+    names = ["sqlite", *DEFAULT_URLS, *PROGRAMS]
+    if "mssql" in required() or os.environ.get("SQLSEM_TEST_MSSQL_URL"):
+        names.insert(1, "mssql")
+    results = {name: find(name) for name in names}
     found = {name: result for name, result in results.items() if isinstance(result, Found)}
     return found, {name: result for name, result in results.items() if isinstance(result, Missing)}

@@ -30,7 +30,9 @@ else:
 
     atexit.register(_remove)
     DATABASES = {"default": servers.sqlite_settings(_directory)}
-    DATABASES |= {name: servers.database_settings(name) for name in ("postgres", "mariadb") if name in FOUND}
+    DATABASES |= {name: servers.database_settings(name) for name in servers.DATABASES if name in FOUND}
+
+DATABASE_CONNECTION_POOLING = False  # as mssql-django's users with locks must have it
 
 SQLSEM = json.loads(os.environ.get("SQLSEM_TEST_SETTINGS", "{}"))
 

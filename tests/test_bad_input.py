@@ -323,9 +323,16 @@ SETTINGS = cases(
     ("DATABASES unknown", {"DATABASES": {"locks": {}}},
      "SQLSEM['DATABASES'] names 'locks', which is not in DATABASES: {aliases}."),
     ("override unknown", {"DATABASES": {"default": {"LEESE": 3}}},
-     "SQLSEM['DATABASES']['default'] has an unknown key 'LEESE'; allowed are BACKEND, IDLE, LEASE, TIMEOUT."),
+     "SQLSEM['DATABASES']['default'] has an unknown key 'LEESE'; allowed are BACKEND, "
+     "BEACONS, DURABLE, IDLE, LEASE, RECORD, TIMEOUT."),
     ("override of a general one", {"DATABASES": {"default": {"BUSY_STATUS": 503}}},
-     "SQLSEM['DATABASES']['default'] has an unknown key 'BUSY_STATUS'; allowed are BACKEND, IDLE, LEASE, TIMEOUT."),
+     "SQLSEM['DATABASES']['default'] has an unknown key 'BUSY_STATUS'; allowed are BACKEND, "
+     "BEACONS, DURABLE, IDLE, LEASE, RECORD, TIMEOUT."),
+    ("DURABLE", {"DURABLE": None}, "SQLSEM['DURABLE'] must be True or False, not None."),
+    ("BEACONS", {"BEACONS": 1}, "SQLSEM['BEACONS'] must be True or False, not 1."),
+    ("RECORD", {"RECORD": "yes"}, "SQLSEM['RECORD'] must be True or False, not 'yes'."),
+    ("override DURABLE", {"DATABASES": {"default": {"DURABLE": "no"}}},
+     "SQLSEM['DATABASES']['default']['DURABLE'] must be True or False, not 'no'."),
     ("override LEASE", {"DATABASES": {"default": {"LEASE": 0}}},
      "SQLSEM['DATABASES']['default']['LEASE'] must be from 1 to 1e+09 seconds, not 0."),
     ("override TIMEOUT", {"DATABASES": {"default": {"TIMEOUT": "1"}}},

@@ -308,7 +308,7 @@ def running(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
         "stdin": subprocess.DEVNULL,
         "text": True,
     } | options
-    process = subprocess.Popen(**locks_command(*arguments), **options)
+    process = subprocess.Popen(**locks_command(*arguments) | options)
     try:
         yield process
     finally:
@@ -397,6 +397,21 @@ def test_run_forwards_signals(committed: None, number: int) -> None:
         process.send_signal(number)
         assert process.wait(20) == 9
         assert process.stdout.readline() == "caught\n"
+    assert held("default", "nightly") == 0
+
+
+def test_run_under_nohup_goes_on_after_a_hangup(committed: None) -> None:
+    """A signal that whoever started it chose to ignore is neither taken nor passed on."""
+    arguments = locks_command("run", "nightly", "--", "sh", "-c", "echo ready; read line; exit 3")["args"]
+    ignoring = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", *arguments]
+    with running("run", args=ignoring, stdin=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)  # longer than it takes to look at the permit
+        process.communicate("\n", timeout=20)
+        assert process.returncode == 3
     assert held("default", "nightly") == 0
 
 

@@ -7,11 +7,13 @@ from django.test.utils import CaptureQueriesContext
 from django_sqlsem import globs, queries
 from django_sqlsem.models import SemaphoreRow, SlotRow
 from django_sqlsem.snapshots import SlotState
+from tests import applocks
 from tests.operators import hold, make_semaphore, now_us, wait
 
 pytestmark = pytest.mark.leaves_held
 
 
+@pytest.mark.rows_only("lease")
 def test_snapshot_of_a_semaphore(database: str) -> None:
     make_semaphore(database)
     hold(database, slot=1, age=10, left=50)
@@ -102,7 +104,7 @@ def test_holders(database: str) -> None:
 def test_the_number_of_queries_does_not_grow(database: str) -> None:
     for number in range(40):
         make_semaphore(database, f"name-{number}", slots=2)
-        hold(database, f"name-{number}", left=5)
+        hold(database, f"name-{number}", left=-5 if applocks.are_at(database) else 5)
 
     def count(*names: str) -> int:
         with CaptureQueriesContext(connections[database]) as captured:
@@ -110,7 +112,8 @@ def test_the_number_of_queries_does_not_grow(database: str) -> None:
         assert found
         return len(captured)
 
-    clock = 0 if connections[database].vendor == "sqlite" else 1
+    clock = 0 if connections[database].vendor in ("sqlite", "microsoft") else 1
+    count("name-1")  # who may see the server's views has found out by now
     assert count("name-1") == 3 + clock
     assert count(*[f"name-{number}" for number in range(40)]) == 3 + clock
     assert count() == 3 + clock

@@ -83,6 +83,14 @@ class Sufferer(Child):
         assert took < within, (outcome, took, cause)
         return str(cause)
 
+    def does_either(self, line: str, *expected: str, within: float = 10.0) -> str:
+        """Send a line, and wait for one of these outcomes, which is returned."""
+        self.send(line)
+        outcome, took, cause = json.loads(self.expect(timeout=60))
+        assert outcome in expected, (outcome, took, cause, self.stderr)
+        assert took < within, (outcome, took, cause)
+        return str(outcome)
+
     def does(self, line: str, expected: str, within: float = 10.0) -> str:
         """Send a line, and wait for its outcome."""
         self.send(line)

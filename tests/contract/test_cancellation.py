@@ -450,4 +450,5 @@ def test_struck_by_signals_in_the_driver_and_elsewhere(database):
         # The process lives, and is idle: what is held now would stay.
         nothing_left(database)
         child.finish()
-    assert any(driver in places for driver in ("psycopg", "pymysql", "MySQLdb", "django'")), places
+    if connections[database].vendor != "sqlite":  # whose driver has no line of Python
+        assert any(driver in places for driver in ("psycopg", "pymysql", "MySQLdb")), places

@@ -12,6 +12,9 @@ from tests.databases import held_rows, label, query
 PROCESSES = 8
 THREADS = 4
 SLOTS = 3
+#: How long they fight, in seconds.
+FIGHT = 4.0
+MIXED = 2.0
 
 
 def check(database, counter, figures):
@@ -41,11 +44,11 @@ def contend_mixed(database, counter, seconds):
 
 
 def test_eight_processes_with_four_threads_on_three_slots(database, counter):
-    contend(database, counter, 4.0)
+    contend(database, counter, FIGHT)
 
 
 def test_threads_and_tasks_with_timeouts_that_take_one_or_two(database, counter):
-    contend_mixed(database, counter, 2.0)
+    contend_mixed(database, counter, MIXED)
 
 
 @pytest.mark.soak

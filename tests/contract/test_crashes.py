@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 
+import pytest
+
 from django_sqlsem import queries, semaphore
 from django_sqlsem.models import SlotRow
 from django_sqlsem.snapshots import SlotState
@@ -27,7 +29,9 @@ def wait_for_waiters(database, name, count):
     wait_until(lambda: queries.semaphore(name, using=database).waiting == count, what=f"{count} waiters")
 
 
-def test_slot_of_a_killed_holder_goes_to_a_waiter_when_its_lease_ends(database):
+@pytest.mark.rows_only("lease")
+def test_slot_of_a_killed_holder_goes_to_a_waiter_when_its_lease_ends(database, settings):
+    settings.SQLSEM = {"BEACONS": False}
     lease = 4
     with Actor(database, "killed", lease=lease) as holder, Actor(database, "killed", lease=lease) as waiter:
         holder.ready().acquire()
@@ -100,6 +104,7 @@ def test_a_holder_that_works_for_five_leases_keeps_its_slot(database):
         waiter.end()
 
 
+@pytest.mark.rows_only("lease")
 def test_a_stopped_holder_finds_itself_lost_on_waking(database):
     with Actor(database, "stopped", lease=2) as sleeper, Actor(database, "stopped") as waiter:
         _, (old,) = sleeper.ready().acquire()
@@ -127,6 +132,7 @@ def test_a_stopped_holder_finds_itself_lost_on_waking(database):
         waiter.end()
 
 
+@pytest.mark.rows_only("lease")
 def test_a_holder_stopped_for_less_than_its_lease_keeps_its_slot(database):
     with Actor(database, "paused", lease=4) as holder:
         holder.ready().acquire()

@@ -20,7 +20,19 @@ from django_sqlsem.snapshots import LossReason
 from tests.databases import held_rows, query
 from tests.threads import run_in_threads, wait_until
 
-PLAIN = ("returning", "skip_locked", "update_limit", "insert_ignore")
+pytestmark = pytest.mark.rows_only("row statements")
+
+PLAIN = (
+    "returning",
+    "skip_locked",
+    "lock_skipping",
+    "update_limit",
+    "insert_ignore",
+    "writing_ctes",
+    "unflushed",
+    "arrays",
+    "notifies",
+)
 
 
 def portable(vendor: str) -> type[Dialect]:
@@ -188,12 +200,16 @@ def test_a_waiter_gets_what_is_given_back_and_newcomers_yield_to_it(plain):
     assert granted[0] > 0
     wait_until(lambda: not WaiterRow.objects.using(plain).exists())
     # Somebody waits elsewhere: a newcomer takes nothing, though the slot is free; one that barges does.
-    row.pk, row.expires_us = None, row.expires_us + 60_000_000
+    row.pk, row.expires_us, row.process_id, row.beacon = None, row.expires_us + 60_000_000, "f" * 32, False
     row.save(using=plain)
     assert lock.try_acquire() is None
     mutex("queue", fair=False, using=plain).try_acquire().release()
-    row.delete()
-    lock.try_acquire().release()
+    # It was handed to that waiter, who does not confirm.
+    assert not WaiterRow.objects.using(plain).exists()
+    assert lock.try_acquire() is None
+    (handed,) = held_rows(plain)
+    assert (handed.process_id, handed.permit_id) == ("f" * 32, row.ticket)
+    lock.acquire(timeout=4).release()
 
 
 def test_a_wait_that_ends_in_vain_leaves_no_place(plain):

@@ -15,6 +15,7 @@ from django_sqlsem import BackendError, lifecycle, mutex, semaphore
 from django_sqlsem.backends import get_backend
 from django_sqlsem.backends.rows import RowsBackend
 from django_sqlsem.keepers import keeper_for
+from tests.applocks import is_connected
 from tests.databases import held_rows, raw_connection
 from tests.processes import Child
 from tests.threads import run_in_threads, wait_until
@@ -191,6 +192,7 @@ def test_a_permit_that_a_task_returned_is_not_forgotten_with_it(database):
     asyncio.run(main())
 
 
+@pytest.mark.rows_only("lease")
 def test_a_first_try_that_was_slept_through_is_made_again_without_a_word(database, monkeypatch, caplog):
     real = RowsBackend.claim
     grants = []
@@ -215,7 +217,7 @@ def test_the_connection_that_a_status_opened_is_closed(database):
     lifecycle.stop_all()
     mutex("status", using=database).status()
     keeper = keeper_for(get_backend(database))
-    wait_until(lambda: not keeper.work.is_open, timeout=5)
+    wait_until(lambda: not is_connected(keeper.work), timeout=5)
 
 
 def test_a_release_inside_a_transaction_that_is_rolled_back(database):
@@ -228,6 +230,7 @@ def test_a_release_inside_a_transaction_that_is_rolled_back(database):
     lock.acquire().release()
 
 
+@pytest.mark.rows_only("row statements")
 def test_a_row_that_someone_keeps_locked_costs_no_other_permit_its_lease(database):
     if connections[database].vendor == "sqlite":
         pytest.skip("SQLite locks no rows")

@@ -50,7 +50,7 @@ def test_the_clocks_are_wrong(committed, wrong_clock):
 
 def test_a_live_holder_keeps_its_slot_and_tokens_grow(database, wrong_clock):
     tokens = []
-    with ahead_behind_right(database, "live", wrong_clock, lease=1) as actors:
+    with ahead_behind_right(database, "live", wrong_clock, lease=2) as actors:
         for holder in actors:
             _, (token,) = holder.acquire()
             tokens.append(token)
@@ -58,14 +58,14 @@ def test_a_live_holder_keeps_its_slot_and_tokens_grow(database, wrong_clock):
                 assert abs(token - now_us(database)) < 60e6
             others = [actor for actor in actors if actor is not holder]
             for other in others:
-                other.ask_for(1.1)
+                other.ask_for(2.2)
             wait_until(lambda: queries.semaphore("live", using=database).waiting == 2)
             assert all(0 <= waiter.age < LONG for waiter in queries.semaphore("live", using=database).waiters)
             for other in others:
-                assert 1.1 <= float(other.expect("busy")) < LONG
+                assert 2.2 <= float(other.expect("busy")) < LONG
                 ((age, left, state),) = other.ask("status")
-                assert 1.1 < age < LONG
-                assert 0 < left <= 1
+                assert 2.2 < age < LONG
+                assert 0 < left <= 2
                 assert state == "held"
             assert holder.check() is None
             holder.release()
@@ -74,7 +74,9 @@ def test_a_live_holder_keeps_its_slot_and_tokens_grow(database, wrong_clock):
             actor.end()
 
 
-def test_a_dead_holders_slot_comes_back_when_its_lease_ends(database, wrong_clock):
+@pytest.mark.rows_only("lease")
+def test_a_dead_holders_slot_comes_back_when_its_lease_ends(database, wrong_clock, settings):
+    settings.SQLSEM = {"BEACONS": False}
     with ahead_behind_right(database, "dead", wrong_clock, lease=1.5) as actors:
         actors[0].acquire()
         for count, waiter in enumerate(actors[1:], start=1):

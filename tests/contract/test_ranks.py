@@ -1,0 +1,142 @@
+"""A Celery task that was refused keeps its place: it goes before who came later, and stands in nobody's way."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import types
+
+import pytest
+
+from django_sqlsem import AcquireTimeoutError, identity, queries, ranks, scopes, semaphore
+from django_sqlsem.calls import Call, Kind
+from django_sqlsem.models import SlotRow, WaiterRow
+from tests.contract.actors import Actor
+from tests.databases import held_rows
+from tests.threads import wait_until
+
+pytestmark = pytest.mark.rows_only("ranks")
+
+
+def task_call(task_id, name="shop.work"):
+    """The call of a task that a worker runs."""
+    return Call(Kind.TASK, task=types.SimpleNamespace(name=name, request=types.SimpleNamespace(id=task_id)))
+
+
+def refuse(lock, task_id):
+    """Have a task refused and stepped aside; return when it should come back."""
+    call = task_call(task_id)
+    with scopes.as_stranger(), pytest.raises(AcquireTimeoutError) as caught:
+        ranks.ranked(lock, call).acquire(timeout=0)
+    return ranks.step_aside(lock, call, caught.value)
+
+
+def come_back(lock, task_id, **options):
+    """Try once as the task, in a flow of control of its own."""
+    with scopes.as_stranger():
+        permit = ranks.ranked(lock, task_call(task_id)).try_acquire()
+    if permit is not None:
+        permit.detach()
+    return permit
+
+
+def away(database):
+    return WaiterRow.objects.using(database).filter(away=True).count()
+
+
+def test_a_place_is_kept_once_and_given_up_with_the_grant(database):
+    lock = semaphore("kept", 1, using=database)
+    with lock:
+        refuse(lock, "a")
+        refuse(lock, "b")
+        refuse(lock, "a")
+        assert away(database) == 2
+        status = queries.semaphore("kept", using=database)
+        assert (status.away, status.waiting) == (2, 0)
+        assert lock.status().away == 2
+    # Whoever comes back first gets the slot: none is idle for one that is away.
+    permit = come_back(lock, "b")
+    assert permit is not None
+    assert away(database) == 1
+    permit.release()
+    lock.acquire(timeout=0).release()  # nor is it kept from a newcomer
+    come_back(lock, "a").release()
+    assert away(database) == 0
+
+
+def test_a_task_that_comes_back_goes_before_a_later_waiter(database):
+    lock = semaphore("order", 2, timeout=20, using=database)
+    first, second = lock.acquire(), None
+    first.detach()
+    second = lock.acquire()
+    second.detach()
+    refuse(lock, "early")
+    both = semaphore("order", 2, take=2, timeout=20, using=database)
+    got = []
+    waiter = threading.Thread(target=lambda: got.append(both.acquire().release()))
+    waiter.start()
+    wait_until(lambda: queries.semaphore("order", using=database).waiting == 1)
+    second.release()  # it gathers for the one who wants both
+    wait_until(lambda: len(held_rows(database)) == 1)
+    assert come_back(lock, "newcomer") is None
+    permit = come_back(lock, "early")
+    assert permit is not None
+    permit.release()
+    first.release()
+    waiter.join(20)
+    assert got == [None]
+
+
+def test_a_task_that_waits_in_a_worker_stands_at_its_old_place(database):
+    lock = semaphore("old", 1, using=database)
+    held = lock.acquire()
+    held.detach()
+    refuse(lock, "task")
+    with Actor(database, "old") as later:
+        later.ready().ask_for()
+        wait_until(lambda: queries.semaphore("old", using=database).waiting == 1)
+        first = WaiterRow.objects.using(database).get(away=True)
+        assert first.queued_us < WaiterRow.objects.using(database).get(away=False).queued_us
+        entered, leave = threading.Event(), threading.Event()
+
+        def work():
+            with ranks.ranked(lock, task_call("task")).acquire(timeout=20):
+                entered.set()
+                leave.wait(20)
+
+        task = threading.Thread(target=work)
+        task.start()
+        wait_until(lambda: queries.semaphore("old", using=database).waiting == 2)
+        wait_until(lambda: away(database) == 0)
+        held.release()
+        assert entered.wait(10)
+        later.silent(0.3)
+        leave.set()
+        later.granted(timeout=10)
+        later.release()
+        later.end()
+        task.join(20)
+
+
+def test_the_countdown_follows_the_place(database):
+    lock = semaphore("countdown", 1, using=database)
+    with lock:
+        pass
+    with lock:
+        SlotRow.objects.using(database).update(held_us=10_000_000)
+        seconds = [refuse(lock, str(number)) for number in range(4)]
+        assert seconds == sorted(seconds)
+        assert [round(later - sooner) for sooner, later in itertools.pairwise(seconds)] == [10, 10, 10]
+        assert refuse(lock, "0") == pytest.approx(seconds[0], abs=2.0)
+
+
+def test_a_copy_that_was_delivered_twice_is_recognised(database, caplog):
+    lock = semaphore("twice", 1, using=database)
+    with identity.activity("shop.work[same]"), lock:
+        refuse(lock, "same")
+        assert away(database) == 0
+        refuse(lock, "other")
+        assert away(database) == 1
+    said = [record.getMessage() for record in caplog.records if "delivered twice" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("shop.work[same] was delivered twice: its other copy holds slot 1 of 'twice', on ")

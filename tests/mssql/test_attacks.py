@@ -1,0 +1,124 @@
+"""What might break the promise of application locks, or stall those who wait for them: each as it was found."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import pytest
+from django.db import connections
+
+from django_sqlsem import BackendError, semaphore
+from django_sqlsem.backends import applock_claims, applock_sql, get_backend
+from django_sqlsem.backends.applock_names import lock_names
+from django_sqlsem.backends.applock_session import LockSession
+from tests.mssql.plain import ALIAS, Session, covered
+from tests.proxy import proxy_for
+from tests.threads import wait_until
+
+pytestmark = [
+    pytest.mark.skipif(not covered(), reason="no mssql: SQLSEM_TEST_MSSQL_URL names no server that answers"),
+    pytest.mark.usefixtures("committed"),
+]
+
+
+def known(name: str, **options: Any) -> Any:
+    """Return a semaphore that has its rows, and whose texts the server has seen."""
+    made = semaphore(name, using=ALIAS, **options)
+    with made:
+        pass
+    return made
+
+
+def slot_is_free(observer: Session, name: str, slot: int) -> bool:
+    return observer.test(lock_names(name).slot(slot)) == 1
+
+
+def test_a_claim_in_doubt_does_not_stop_the_keeper_while_another_waits():
+    first, other = known("doubt", slots=1), known("other", slots=1)
+    plain = Session()
+    assert plain.get(lock_names("doubt").slot(1)) == 0
+
+    async def wait() -> None:
+        with contextlib.suppress(TimeoutError):
+            await (await first.aacquire(timeout=120)).arelease()
+
+    async def main() -> None:
+        cancelled = asyncio.create_task(wait())
+        await asyncio.sleep(1.5)  # it has a place in line, and its claim may be in doubt
+        stays = asyncio.create_task(wait())
+        await asyncio.sleep(0.3)
+        cancelled.cancel()
+        await asyncio.sleep(3)  # by now its claim has been looked into a few times
+        async with asyncio.timeout(60):
+            await (await other.aacquire(timeout=50)).arelease()
+        assert not stays.done()
+        plain.close()
+        await stays
+
+    asyncio.run(main())
+
+
+def test_an_error_about_one_name_is_raised_and_costs_no_other_permit(monkeypatch):
+    """A statement that the server refuses for a reason of its own: a full log, a database that is read-only."""
+    with known("spared", slots=1) as spared:
+        bad = known("bad", slots=2)
+        made = applock_claims.acquiring.acquire(record=True)
+        failing = applock_sql.Batch(
+            made.text.replace("@status int", "@zero int = 1 / (@take - 2), @status int", 1), made.parameters
+        )
+        monkeypatch.setattr(applock_claims.acquiring, "acquire", lambda record: failing)
+        began = time.monotonic()
+        with pytest.raises(BackendError):
+            semaphore("bad", slots=2, take=2, using=ALIAS).acquire(timeout=0)
+        assert time.monotonic() - began < 10
+        monkeypatch.undo()
+        assert spared.lost is None
+        with bad:
+            pass
+        assert len([each for each in get_backend(ALIAS).pool.sessions() if each.held]) == 1
+        assert spared.lost is None
+
+
+def test_a_claim_that_was_cut_leaves_nothing_of_what_an_operator_allowed(monkeypatch):
+    made = known("more", slots=1)
+    get_backend(ALIAS).set_slots("more", 3)
+    held = [made.acquire(timeout=0)]
+    held[0].detach()
+    held.append(made.acquire(timeout=0))
+    held[1].detach()
+    real = LockSession._execute
+
+    def struck(session: LockSession, text: str, *args: Any, **options: Any) -> dict[str, Any]:
+        row = real(session, text, *args, **options)
+        if row.get("slots") == ",3,":
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return row
+
+    monkeypatch.setattr(LockSession, "_execute", struck)
+    with pytest.raises(KeyboardInterrupt):
+        made.acquire(timeout=0)
+    with contextlib.closing(Session()) as observer:
+        wait_until(lambda: slot_is_free(observer, "more", 3))
+        assert not slot_is_free(observer, "more", 2)
+    for each in held:
+        each.release()
+
+
+def test_a_silent_server_is_found_out_also_after_a_wait(monkeypatch):
+    with proxy_for(ALIAS) as proxy:
+        with monkeypatch.context() as patched:
+            for key, value in (("HOST", "127.0.0.1"), ("PORT", str(proxy.port))):
+                patched.setitem(connections[ALIAS].settings_dict, key, value)
+            session = LockSession(ALIAS)
+        session.run(applock_sql.Batch("SELECT 1 AS waited", ()), {}, waits=True)
+        session.prove()
+        proxy.silence()
+        began = time.monotonic()
+        with pytest.raises(BackendError):
+            session.prove()
+        assert time.monotonic() - began < 30
+        assert session.ended

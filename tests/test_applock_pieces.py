@@ -1,0 +1,172 @@
+"""The pieces of application locks that need no server: the line, its sessions' sockets, what errors mean."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from django_sqlsem import identity
+from django_sqlsem.backends import applock_sockets
+from django_sqlsem.backends import applock_sql as sql
+from django_sqlsem.backends.applock_codes import Meaning, meaning
+from django_sqlsem.backends.applock_line import Line
+from django_sqlsem.backends.applock_names import lock_names
+from django_sqlsem.backends.applock_pool import LockPool
+from django_sqlsem.backends.base import Claim, Grant, Granted, Place
+from django_sqlsem.clocks import boot_now
+from django_sqlsem.naming import resource_for
+from tests.threads import wait_until
+
+
+def claim(permit_id: str) -> Claim:
+    return Claim(resource_for("line", "semaphore"), permit_id, 1, 1, 60.0, True, identity.current())
+
+
+def place() -> Place:
+    return Place(boot_now(), waiting=1)
+
+
+class Server:
+    """What a line asks for: a gate that opens at once, and slots that are granted when ``free`` says so."""
+
+    def __init__(self) -> None:
+        self.pool: Any = SimpleNamespace(
+            alias="default", alone=lambda: SimpleNamespace(can_be_cut=False), give_back=self.given_back.append
+        )
+        self.free = threading.Event()
+        self.asked: list[str] = []
+        self.delivered: list[str] = []
+        self.discarded: list[str] = []
+
+    @property
+    def given_back(self) -> list[Any]:
+        return self.__dict__.setdefault("_given_back", [])
+
+    def stand_in_line(self, *args: Any) -> int:
+        return sql.DONE
+
+    def attempt(self, session: Any, asking: Claim, **options: Any) -> tuple[Granted | None, int]:
+        self.asked.append(asking.permit_id)
+        if not self.free.wait(0.3):
+            return None, sql.BUSY
+        return Granted(asking.permit_id, Grant((1,), (), (1,)), 60.0), sql.DONE
+
+    def deliver(self, granted: Granted, sent: float, resource: Any) -> None:
+        self.delivered.append(granted.permit_id)
+
+    def discard(self, session: Any, resource: Any, permit_id: str) -> bool:
+        assert self.given_back, "its session is still in use"
+        self.discarded.append(permit_id)
+        return True
+
+    def step_out(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def line(server: Server) -> Line:
+    return Line(server, lock_names("line"), lambda line: not line.wanted)
+
+
+def test_one_of_two_that_asked_at_the_same_moment_leaves_the_other_in_line(server: Server, line: Line) -> None:
+    for each in "ab":
+        line.enrol(claim(each), place())
+    line.leave("b")
+    line.start()
+    server.free.set()
+    wait_until(lambda: server.delivered == ["a"])
+
+
+def test_what_was_granted_to_one_that_had_left_is_given_back(server: Server, line: Line) -> None:
+    line.enrol(claim("a"), place())
+    line.start()
+    wait_until(lambda: server.asked)
+    line.leave("a")
+    server.free.set()
+    wait_until(lambda: server.discarded == ["a"] or "a" not in server.asked[:1])
+    assert server.delivered == []
+
+
+def test_the_keeper_may_not_claim_what_the_head_has_got(server: Server, line: Line) -> None:
+    line.enrol(claim("a"), place())
+    line.start()
+    server.free.set()
+    wait_until(lambda: server.asked and line.claiming.acquire(blocking=False))
+    assert not line.waits_for("a")
+    line.claiming.release()
+
+
+def test_a_line_whose_thread_could_not_start_starts_later(
+    server: Server, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    line.enrol(claim("a"), place())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_more)
+        with pytest.raises(RuntimeError):
+            line.start()
+    server.free.set()
+    line.start()
+    wait_until(lambda: server.delivered == ["a"])
+
+
+def test_a_socket_that_took_over_a_descriptor_is_not_cut() -> None:
+    ours, theirs = socket.socketpair()
+    sockets = [(ours.fileno(), os.fstat(ours.fileno()).st_ino)]
+    stranger, peer = socket.socketpair()
+    with theirs, peer:
+        number = ours.detach()
+        os.dup2(stranger.fileno(), number)  # as if the driver had closed it, and somebody had opened another
+        stranger.close()
+        applock_sockets.cut(sockets)
+        peer.sendall(b"x")
+        assert os.read(number, 1) == b"x"
+        os.close(number)
+
+
+def test_a_fork_lets_go_of_sockets_from_the_connect_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(applock_sockets, "_opened", [])
+    monkeypatch.setattr(applock_sockets, "gate", threading.Lock())
+    listener = socket.create_server(("127.0.0.1", 0))
+    raw, sockets = applock_sockets.opening(lambda: socket.create_connection(listener.getsockname()))
+    server_side, _ = listener.accept()
+    with listener, raw, server_side:
+        assert [descriptor for descriptor, _inode in sockets] == [raw.fileno()]
+        applock_sockets.after_fork()
+        server_side.settimeout(5)
+        assert server_side.recv(1) == b""  # nobody has it open any more
+
+
+def test_sessions_that_somebody_waits_on_are_not_waited_for() -> None:
+    pool = LockPool("default")
+    waiting: Any = SimpleNamespace(ended="", unclear={"key": None}, waiting=True)
+    left: Any = SimpleNamespace(ended="", unclear={"key": None}, waiting=False)
+    pool._sessions = [waiting, left]
+    assert pool.unclear("key") == [left]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            Exception("Driver Error: Timeout expired; DDBC Error: [Microsoft]Query timeout expired"),
+            Meaning.SESSION_ENDED,
+        ),
+        (Exception("HYT00", "[HYT00] [Microsoft]Query timeout expired (0) (SQLExecDirectW)"), Meaning.SLOW),
+        (Exception("22012", "[22012] Divide by zero error encountered. (8134)"), Meaning.OTHER),
+    ],
+)
+def test_what_an_error_means_whatever_the_driver(error: Exception, expected: Meaning) -> None:
+    assert meaning(error) is expected
