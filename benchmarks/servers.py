@@ -1,0 +1,207 @@
+"""The databases of a run: found as the tests find theirs, created, watched and dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.proc import family_cpu, parent_of, pids_of
+from benchmarks.server_base import RUN, Server
+from benchmarks.server_mssql import Mssql
+from tests import servers as found_by_tests
+from tests.servers import Missing, url_of
+
+__all__ = ["PORTS", "RUN", "Server", "databases", "find", "mysql_connection"]
+
+PORTS = {"postgres": 5432, "mariadb": 3306, "mssql": 1433}
+
+
+class Postgres(Server):
+    """PostgreSQL, watched from a session in its maintenance database, whose own statements are not counted."""
+
+    name = "postgres"
+
+    def __init__(self, version: str) -> None:
+        super().__init__(version)
+        import psycopg
+
+        self.watch = psycopg.connect(url_of(self.name), autocommit=True, connect_timeout=5)
+        self.watch.execute("SET stats_fetch_consistency = none") if self.watch.info.server_version >= 150000 else None
+
+    def create(self, database: str) -> dict[str, Any]:
+        self.watch.execute(f'CREATE DATABASE "{database}"')
+        return found_by_tests.database_settings(self.name) | {"NAME": database}
+
+    def drop(self, database: str) -> None:
+        self.watch.execute(f'DROP DATABASE IF EXISTS "{database}" WITH (FORCE)')
+
+    def statements(self) -> float | None:
+        return self._one(
+            "SELECT sum(xact_commit + xact_rollback)::float FROM pg_stat_database WHERE datname LIKE %s", f"%{RUN}%"
+        )
+
+    def spare_connections(self) -> int | None:
+        limit = int(self._one("SELECT setting FROM pg_settings WHERE name = 'max_connections'"))
+        return limit - self._one("SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'")
+
+    def cpu(self) -> float | None:
+        backend = self._one("SELECT pg_backend_pid()")
+        with contextlib.suppress(OSError, ValueError):
+            if Path(f"/proc/{backend}/comm").read_text().strip() == "postgres":
+                return family_cpu(parent_of(backend))
+        return None
+
+    def waits_on(self) -> list[str]:
+        query = (
+            "SELECT coalesce(wait_event_type || ':' || wait_event, 'running') FROM pg_stat_activity"
+            " WHERE datname LIKE %s AND state = 'active'"
+        )
+        return [row[0] for row in self.watch.execute(query, [f"%{RUN}%"]).fetchall()]
+
+    def _one(self, query: str, *parameters: Any) -> Any:
+        return self.watch.execute(query, parameters).fetchone()[0]
+
+
+class Mariadb(Server):
+    """MariaDB or MySQL. Its count of statements is the whole server's."""
+
+    name = "mariadb"
+
+    def __init__(self, version: str) -> None:
+        super().__init__(version)
+        self.watch = mysql_connection()
+        self.asked = 0
+
+    def create(self, database: str) -> dict[str, Any]:
+        self._query(f"CREATE DATABASE `{database}` CHARACTER SET utf8mb4")
+        return found_by_tests.database_settings(self.name) | {"NAME": database}
+
+    def drop(self, database: str) -> None:
+        self._query(f"DROP DATABASE IF EXISTS `{database}`")
+
+    def statements(self) -> float | None:
+        return float(self._query("SHOW GLOBAL STATUS LIKE 'Questions'")[0][1]) - self.asked
+
+    def spare_connections(self) -> int | None:
+        limit = int(self._query("SELECT @@max_connections")[0][0])
+        return limit - self._query("SELECT COUNT(*) FROM information_schema.processlist")[0][0]
+
+    def cpu(self) -> float | None:
+        with contextlib.suppress(OSError):
+            pids = pids_of("mariadbd", "mysqld")
+            if len(pids) == 1:
+                return family_cpu(pids[0])
+        return None
+
+    def _query(self, query: str, *parameters: Any) -> Any:
+        self.asked += 1
+        with self.watch.cursor() as cursor:
+            cursor.execute(query, parameters or None)
+            return cursor.fetchall()
+
+
+class Sqlite(Server):
+    """SQLite files in a temporary directory, in WAL mode, flushed at every commit."""
+
+    name = "sqlite"
+
+    def __init__(self, version: str) -> None:
+        super().__init__(version)
+        self.directory = tempfile.mkdtemp(prefix="sqlsem-bench-")
+
+    def create(self, database: str) -> dict[str, Any]:
+        return {
+            "ENGINE": "django.db.backends.sqlite3",
+            "NAME": os.path.join(self.directory, f"{database}.sqlite3"),
+            "OPTIONS": {
+                "transaction_mode": "IMMEDIATE",
+                "init_command": "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL",
+            },
+        }
+
+    def drop(self, database: str) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class Redis(Server):
+    """Redis, for its peers. It keeps nothing on the disk at a release or an acquire."""
+
+    name = "redis"
+
+    def __init__(self, version: str) -> None:
+        super().__init__(version)
+        import redis
+
+        self.watch = redis.Redis.from_url(url_of(self.name))
+
+    def create(self, database: str) -> dict[str, Any]:
+        return {}
+
+    def drop(self, database: str) -> None:
+        for pattern in (f"*{RUN}*",):
+            keys = list(self.watch.scan_iter(match=pattern, count=1000))
+            if keys:
+                self.watch.delete(*keys)
+
+    def statements(self) -> float | None:
+        return float(self.watch.info("stats")["total_commands_processed"])
+
+    def cpu(self) -> float | None:
+        used = self.watch.info("cpu")
+        return float(used["used_cpu_user"] + used["used_cpu_sys"])
+
+
+KINDS: dict[str, type[Server]] = {kind.name: kind for kind in (Sqlite, Postgres, Mariadb, Mssql, Redis)}
+
+
+def find(names: list[str]) -> tuple[dict[str, Server], dict[str, str]]:
+    """Return the servers of these names that answer, and why the others do not."""
+    servers, missing = {}, {}
+    for name in names:
+        result = found_by_tests.find(name)
+        if isinstance(result, Missing):
+            missing[name] = result.reason.partition("\n")[0]
+        else:
+            servers[name] = KINDS[name](result.version)
+    return servers, missing
+
+
+@contextlib.contextmanager
+def databases(servers: dict[str, Server]) -> Iterator[dict[str, Any]]:
+    """Create two databases per server, one of them to be filled; yield ``DATABASES``, and drop them at the end."""
+    entries: dict[str, Any] = {"default": {}}
+    try:
+        for name, server in servers.items():
+            for alias in (name, f"{name}_full"):
+                entry = server.create(f"sqlsem_bench_{RUN}{alias.removeprefix(name)}")
+                if entry:
+                    entries[alias] = entry
+        yield entries
+    finally:
+        for name, server in servers.items():
+            for alias in (name, f"{name}_full"):
+                server.drop(f"sqlsem_bench_{RUN}{alias.removeprefix(name)}")
+
+
+def mysql_connection(database: str | None = None) -> Any:
+    """Open a connection to MariaDB or MySQL with the driver that Django uses, in autocommit."""
+    found_by_tests.install_mysql_driver()
+    import MySQLdb
+
+    settings = found_by_tests.database_settings("mariadb")
+    connection = MySQLdb.connect(
+        host=settings["HOST"],
+        port=int(settings["PORT"] or 3306),
+        user=settings["USER"],
+        password=settings["PASSWORD"],
+        charset="utf8mb4",
+        connect_timeout=5,
+        **({"database": database} if database else {}),
+    )
+    connection.autocommit(True)
+    return connection

@@ -1,0 +1,28 @@
+"""Django's settings of every process of a benchmark: its databases come from the environment of the first one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+
+from benchmarks import ENVIRONMENT, UNRECORDED
+
+DATABASES = json.loads(os.environ.get(ENVIRONMENT, "{}"))
+if any(database.get("ENGINE", "").endswith(".mysql") for database in DATABASES.values()):
+    from tests.servers import install_mysql_driver
+
+    install_mysql_driver()
+_locked = {alias: database for alias, database in DATABASES.items() if database.get("ENGINE") == "mssql"}
+DATABASES |= {f"{alias}{UNRECORDED}": database for alias, database in _locked.items()}
+SQLSEM = {"DATABASES": {f"{alias}{UNRECORDED}": {"RECORD": False} for alias in _locked}}
+DATABASE_CONNECTION_POOLING = False
+
+SECRET_KEY = "for benchmarks only"  # noqa: S105 - it signs nothing
+USE_TZ = True
+TIME_ZONE = None  # the machine's own, for the lines that say when
+DEBUG = False
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+INSTALLED_APPS = ["django_sqlsem"] + [
+    app for app in ("db_mutex", "pgactivity", "pglock") if importlib.util.find_spec(app)
+]
