@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from django_sqlsem import bells
@@ -28,13 +29,13 @@ logger = logging.getLogger("django_sqlsem")
 
 
 @functools.cache
-def hand_over(dialect: Dialect, own: bool, durable: bool) -> str:
+def hand_over(dialect: Dialect, own: bool, durable: bool, patient: bool = True) -> str:
     """Hand one slot to the oldest waiter: the one of a permit (``own``), which is freed if nobody may have it.
 
     Answers with one row: the slot's id, number and token, the waiter's ticket, whether it is of this process, how long
-    the grant lasts, how many slots the oldest waiter wants, whether the semaphore shrinks, and which bell to ring:
-    that is cheaper than ``NOTIFY``, with which commits stand in line. ``own`` passes over a waiter whose row is
-    locked, by its heartbeat or by another hand-over; else it is waited for.
+    the grant lasts, how many slots the oldest waiter wants, whether the semaphore shrinks, which bell to ring, as that
+    is cheaper than ``NOTIFY``, with which commits stand in line, and whether nothing was done: unless it is
+    ``patient``, it does nothing while the oldest waiter's row is locked, by its heartbeat or by another hand-over.
     """
     bound = "COALESCE(m.operator_slots, h.slots, m.declared_slots)"
     may = f"h.take = 1 AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= {bound}"
@@ -58,6 +59,21 @@ def hand_over(dialect: Dialect, own: bool, durable: bool) -> str:
         "(w.process_id = %(process_id)s) AS here, CASE WHEN w.process_id = %(process_id)s THEN w.lease_us"
         " ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us"
     )
+    oldest = (
+        f"FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {dialect.waits_sql('w.')}{dialect.alive('w.')}"
+        " ORDER BY w.queued_us, w.id LIMIT 1"
+    )
+    if patient:
+        heads = f" h AS MATERIALIZED (SELECT w.id, w.take, w.slots {oldest}{dialect.for_update}),"
+        busy = "FALSE"
+    else:
+        # Locked alone: whoever comes next in the queue is not to be served in its place.
+        heads = (
+            f" o AS MATERIALIZED (SELECT w.id {oldest}), h AS MATERIALIZED (SELECT w.id, w.take, w.slots"
+            f" FROM sqlsem_waiter w WHERE w.id = (SELECT id FROM o){dialect.lock_skipping}),"
+        )
+        busy = "EXISTS (SELECT 1 FROM o) AND NOT EXISTS (SELECT 1 FROM h)"
+        slot = slot.replace(" FOR UPDATE", f" AND NOT ({busy}) FOR UPDATE")
     freed = (
         ", f AS (UPDATE sqlsem_slot p SET expires_us = NULL, permit_id = NULL, suspect_us = NULL,"
         f" {sql.HELD} FROM s WHERE p.id = s.id AND NOT EXISTS (SELECT 1 FROM w) RETURNING p.id, p.slot, p.token)"
@@ -73,10 +89,7 @@ def hand_over(dialect: Dialect, own: bool, durable: bool) -> str:
     return (
         "WITH m AS (SELECT operator_slots, declared_slots, paused, shrinking FROM sqlsem_semaphore"
         " WHERE name_key = %(key)s),"
-        " h AS MATERIALIZED (SELECT w.id, w.take, w.slots FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s"
-        f" AND {dialect.waits_sql('w.')}{dialect.alive('w.')} ORDER BY w.queued_us, w.id LIMIT 1"
-        f"{dialect.lock_skipping if own else dialect.for_update}),"
-        f" s AS MATERIALIZED ({slot}),"
+        f"{heads} s AS MATERIALIZED ({slot}),"
         f" w AS (DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.id = h.id AND {may} RETURNING w.*, {lasts}),"
         f" u AS (UPDATE sqlsem_slot p SET {taken} FROM s, w WHERE p.id = s.id"
         f" RETURNING p.id, p.slot, p.token, w.ticket, w.channel, w.here, w.lasts_us){freed}"
@@ -84,7 +97,7 @@ def hand_over(dialect: Dialect, own: bool, durable: bool) -> str:
         " CASE WHEN u.channel LIKE %(bells)s AND NOT u.here THEN u.channel END,"
         " CASE WHEN u.channel <> '' AND NOT u.channel LIKE %(bells)s AND NOT u.here THEN"
         " pg_notify(u.channel, concat_ws(' ', u.ticket, u.id, u.slot, u.token)) END"
-        f"{'' if durable else dialect.unflushed} FROM {joined}"
+        f", {busy}{'' if durable else dialect.unflushed} FROM {joined}"
     )
 
 
@@ -102,7 +115,9 @@ def release(
         return freed, _grant_if_possible(session, dialect, parameters) if freed else ()
     if not dialect.writing_ctes:
         return _release_by_steps(session, dialect, parameters)
-    row = _hand_over(session, dialect, parameters, own=True)
+    row = _hand_over(session, dialect, parameters, own=True, patient=False)
+    if row is not None and row[10]:  # its heartbeat ends at once; what another has handed over by then is in order
+        row = _hand_over(session, dialect, parameters, own=True)
     if row is None or row[0] is None:
         return False, ()
     if row[3] is None:  # somebody waited a moment ago, and could not be had then, or wants several
@@ -134,28 +149,40 @@ def _release_by_steps(
 def grant(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> tuple[Granted, ...]:
     """Hand free slots to the oldest waiters until there are none of either. Return who in this process got one."""
     granted: tuple[Granted, ...] = ()
+    try:
+        for each in _grants(session, dialect, parameters):
+            granted += each
+    except BackendError:
+        if not granted:  # else whoever was served must hear of it: the rest is found by those who wait
+            raise
+    return granted
+
+
+def _grants(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> Iterator[tuple[Granted, ...]]:
     nobody = 0
     while dialect.writing_ctes:
         row = _hand_over(session, dialect, parameters, own=False)
         if row is None:
-            return granted
+            return
         if row[6] is None:
             # Nobody waits, or who did was served by another while this waited for its row: then the next one counts.
             nobody += 1
             if nobody > 1:
-                return granted
+                return
             continue
         if row[0] is None:
             if row[6] == 1 and not row[7]:
-                return granted
+                return
             break  # several slots, or a semaphore that shrinks: those are counted under its row's lock
-        granted += _here(row)
+        yield _here(row)
     served = session.transaction(lambda cursor: serve(dialect, cursor, parameters, own=False))
-    return granted + _woken(served or [])
+    yield _woken(served or [])
 
 
-def _hand_over(session: Session, dialect: Dialect, parameters: dict[str, Any], *, own: bool) -> Any:
-    text = hand_over(dialect, own, parameters["durable"])
+def _hand_over(
+    session: Session, dialect: Dialect, parameters: dict[str, Any], *, own: bool, patient: bool = True
+) -> Any:
+    text = hand_over(dialect, own, parameters["durable"], patient)
     values = {"bells": ""} | parameters | {"lapse_us": LAPSE_US}
 
     def run(cursor: AnyCursor) -> Any:

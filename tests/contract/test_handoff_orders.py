@@ -8,12 +8,13 @@ import threading
 import time
 
 import pytest
+from django.db import connections
 
 from django_sqlsem.models import SlotRow, WaiterRow
 from tests.children import listen, say
 from tests.contract.contenders import SharedCounter, Tally, semaphore
 from tests.contract.queuers import Queuer
-from tests.databases import held_rows, query
+from tests.databases import held_rows, query, raw_connection
 from tests.processes import Child
 from tests.threads import wait_until
 
@@ -226,6 +227,33 @@ def test_one_that_barges_waits_in_line_like_the_others(database, counter):
             released = giver.release()
             assert taker.held()["at"] - released < HEARTBEAT
         rude.release()
+    assert counter.peak == 1
+
+
+@pytest.mark.rows_only("row queue")
+def test_nobody_is_served_in_the_place_of_a_waiter_whose_row_is_locked(database, counter):
+    """As it is for an instant by each of its heartbeats."""
+    if connections[database].vendor == "sqlite":
+        pytest.skip("SQLite locks no rows")
+    with line_of(database, 3) as (holder, first, second), contextlib.closing(raw_connection(database)) as session:
+        holder.takes()
+        join(database, first)
+        (waiter,) = rows(database)
+        join(database, second)
+        cursor = session.cursor()
+        cursor.execute("BEGIN")
+        cursor.execute("SELECT id FROM sqlsem_waiter WHERE ticket = %s FOR UPDATE", (waiter.ticket,))
+        release = threading.Thread(target=holder.release)
+        release.start()
+        release.join(0.3)
+        assert second.is_silent()
+        cursor.execute("ROLLBACK")
+        release.join(20)
+        first.held()
+        assert second.is_silent()
+        first.release()
+        second.held()
+        second.release()
     assert counter.peak == 1
 
 
