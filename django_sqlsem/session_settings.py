@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
 #: A statement of ours that takes longer is given up, in milliseconds: below one heartbeat of the default lease.
 STATEMENT_TIMEOUT_MS: Final = 4000
+#: A transaction of ours in which nothing happens for so long, in seconds, is the server's to end: its process has
+#: stopped, or its host has gone, and others wait for its rows. Less than they wait for a statement.
+IDLE_TRANSACTION: Final = 3
+#: MySQL knows only how long a session may be idle, in seconds: longer than the time after which ours are closed.
+IDLE_SESSION: Final = 600
 #: A server that has not answered for so long, in seconds, does not answer: it has stopped, or something in between has.
 ANSWER_TIMEOUT: Final = STATEMENT_TIMEOUT_MS // 1000 + 2
 
@@ -83,6 +88,7 @@ def prepare(connection: BaseDatabaseWrapper) -> None:
                 connection.sqlsem_pooled = True  # type: ignore[attr-defined]
             else:
                 cursor.execute(f"SET statement_timeout = {STATEMENT_TIMEOUT_MS}")
+                cursor.execute(f"SET idle_in_transaction_session_timeout = {IDLE_TRANSACTION * 1000}")
                 cursor.execute("SET default_transaction_isolation = 'read committed'")
                 # Django turns the driver's prepared statements off.
                 connection.connection.prepare_threshold = 5
@@ -100,7 +106,11 @@ def prepare(connection: BaseDatabaseWrapper) -> None:
             seconds = STATEMENT_TIMEOUT_MS // 1000
             cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {seconds}, SESSION lock_wait_timeout = {seconds}")
             if getattr(connection, "mysql_is_mariadb", False):
-                cursor.execute(f"SET SESSION max_statement_time = {seconds}")
+                cursor.execute(
+                    f"SET SESSION max_statement_time = {seconds}, idle_transaction_timeout = {IDLE_TRANSACTION}"
+                )
+            else:
+                cursor.execute(f"SET SESSION wait_timeout = {IDLE_SESSION}")
 
 
 #: Lost a deadlock or a lock wait, or found the database locked: nothing was done, so it may be done again.

@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import sqlite3
+import threading
 import time
 
 import pytest
 from django.db import connections, transaction
 
-from django_sqlsem import AcquireTimeoutError, PermitLostError, semaphore
+from django_sqlsem import AcquireTimeoutError, BackendError, PermitLostError, semaphore
+from django_sqlsem.sessions import OwnSession
 from tests import applocks, databases
 from tests.contract.sufferers import Sufferer
 from tests.databases import held_rows, kill_sessions, session_ids
@@ -156,6 +158,37 @@ def test_holding_through_an_outage_longer_than_the_lease(server, proxy, sufferer
     child.answer("held", within=BOUND)
     child.does("check", "ours")
     child.does("release", "released")
+
+
+@pytest.mark.rows_only("row statements")
+def test_who_is_cut_off_in_the_middle_of_a_transaction_does_not_keep_its_rows(server):
+    lock = semaphore("rows-kept", using=server)
+    lock.acquire().release()
+    updated, go_on = threading.Event(), threading.Event()
+    ended = []
+
+    def work(cursor):
+        cursor.execute("UPDATE sqlsem_slot SET host = ''")
+        updated.set()
+        go_on.wait(30)
+        cursor.execute("SELECT 1")
+
+    def transaction():
+        session = OwnSession(server)
+        try:
+            session.transaction(work, again=False)
+        except BackendError as error:
+            ended.append(error)
+        finally:
+            session.close()
+
+    thread = threading.Thread(target=transaction)
+    thread.start()
+    assert updated.wait(10)
+    lock.acquire(timeout=20).release()
+    go_on.set()
+    thread.join(20)
+    assert len(ended) == 1
 
 
 @pytest.mark.parametrize("outage", OUTAGES)
