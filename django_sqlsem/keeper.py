@@ -172,7 +172,7 @@ class Keeper(KeeperBase):
             # It gave up, and whoever took it out of the queue gives back what it got; or nobody here knows of it.
             known = any(each.permit_id == granted.permit_id for each in list(self.holds.values()))
             if not known and resource is not None:
-                self.post(lambda: self.backend.discard(self.own, resource, granted.permit_id))
+                self.doubt_permit(resource, granted.permit_id)
             return
         try:
             self.accept(hold, granted.permit_id, granted.grant, hold.proved if sent is None else sent, granted.lasts)

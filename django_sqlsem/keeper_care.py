@@ -19,7 +19,7 @@ from django_sqlsem.sessions import OwnSession
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim, Presence
+    from django_sqlsem.backends.base import BaseSemaphoreBackend, Presence
     from django_sqlsem.naming import Resource
 
 logger = logging.getLogger("django_sqlsem")
@@ -62,10 +62,10 @@ class CaringKeeper(Keeper):
 
         self.post(renew)
 
-    def doubt(self, claim: Claim) -> None:
-        """Free what this claim may have got, now and again until its statement must have ended."""
+    def doubt_permit(self, resource: Resource, permit_id: str) -> None:
+        """Free what the claim with this id may have got, now and again until its statement must have ended."""
         now = boot_now()
-        due = [(now + delay, delay, claim.resource, claim.permit_id) for delay in DOUBTS]
+        due = [(now + delay, delay, resource, permit_id) for delay in DOUBTS]
         self.post(partial(self._doubts.extend, due))
 
     def _scan(self, now: float) -> None:

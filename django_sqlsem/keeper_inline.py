@@ -12,8 +12,9 @@ from django_sqlsem.keeper import Keeper
 
 if TYPE_CHECKING:
     from django_sqlsem.arbiter import Arbiter
-    from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim
+    from django_sqlsem.backends.base import BaseSemaphoreBackend
     from django_sqlsem.holds import Hold
+    from django_sqlsem.naming import Resource
 
 
 class InlineKeeper(Keeper):
@@ -43,9 +44,9 @@ class InlineKeeper(Keeper):
     def reconsider(self, arbiter: Arbiter) -> None:
         """What is known here is always up to date."""
 
-    def doubt(self, claim: Claim) -> None:
+    def doubt_permit(self, resource: Resource, permit_id: str) -> None:
         """In memory, a claim's outcome is known."""
-        self.backend.discard(self.own, claim.resource, claim.permit_id)
+        self.backend.discard(self.own, resource, permit_id)
 
     def _look_again(self) -> None:
         for arbiter in list(self.arbiters.values()):

@@ -61,6 +61,8 @@ def settings_for(url: str) -> dict[str, Any]:
         options |= {"driver": "FreeTDS", "host_is_server": True}
     else:
         options["python_driver"] = "mssql_python"
+    # A stand-in compiles each batch anew, and much slower: many processes at once keep it busy for long.
+    options |= {"query_timeout": 12, "connection_timeout": 20}
     settings["OPTIONS"] = options | given
     settings["PORT"] = str(settings["PORT"] or 1433)
     settings["NAME"] = settings["NAME"] or "master"

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from django_sqlsem import identity
-from django_sqlsem.backends import applock_sockets
+from django_sqlsem.backends import applock_sockets, applock_watch
 from django_sqlsem.backends import applock_sql as sql
+from django_sqlsem.backends.applock_claims import Answer, Stand
 from django_sqlsem.backends.applock_codes import Meaning, meaning
 from django_sqlsem.backends.applock_line import Line
 from django_sqlsem.backends.applock_names import lock_names
 from django_sqlsem.backends.applock_pool import LockPool
+from django_sqlsem.backends.applock_session import Holding, LockSession
 from django_sqlsem.backends.base import Claim, Grant, Granted, Place
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.naming import resource_for
@@ -39,22 +42,25 @@ class Server:
             alias="default", alone=lambda: SimpleNamespace(can_be_cut=False), give_back=self.given_back.append
         )
         self.free = threading.Event()
+        self.patience = 0.3
         self.asked: list[str] = []
         self.delivered: list[str] = []
         self.discarded: list[str] = []
+        self.passed_on: list[tuple[str, str]] = []
 
     @property
     def given_back(self) -> list[Any]:
         return self.__dict__.setdefault("_given_back", [])
 
-    def stand_in_line(self, *args: Any) -> int:
-        return sql.DONE
-
-    def attempt(self, session: Any, asking: Claim, **options: Any) -> tuple[Granted | None, int]:
+    def attempt(self, session: Any, asking: Claim, stand: Stand, *, fair: bool) -> Answer:
         self.asked.append(asking.permit_id)
-        if not self.free.wait(0.3):
-            return None, sql.BUSY
-        return Granted(asking.permit_id, Grant((1,), (), (1,)), 60.0), sql.DONE
+        if not self.free.wait(self.patience):
+            return Answer(None, sql.BUSY, head=True)
+        return Answer(Granted(asking.permit_id, Grant((1,), (), (1,)), 60.0), sql.DONE)
+
+    def pass_on(self, session: Any, asked: Claim, successor: Claim) -> Granted:
+        self.passed_on.append((asked.permit_id, successor.permit_id))
+        return Granted(successor.permit_id, Grant((1,), (), (1,)), 60.0)
 
     def deliver(self, granted: Granted, sent: float, resource: Any) -> None:
         self.delivered.append(granted.permit_id)
@@ -97,13 +103,28 @@ def test_what_was_granted_to_one_that_had_left_is_given_back(server: Server, lin
     assert server.delivered == []
 
 
-def test_the_keeper_may_not_claim_what_the_head_has_got(server: Server, line: Line) -> None:
+def test_what_was_granted_to_one_that_had_left_goes_to_the_next_one_here(server: Server, line: Line) -> None:
+    server.patience = 10.0
     line.enrol(claim("a"), place())
     line.start()
+    wait_until(lambda: server.asked)
+    line.enrol(claim("b"), place())
+    line.leave("a")
     server.free.set()
-    wait_until(lambda: server.asked and line.claiming.acquire(blocking=False))
-    assert not line.waits_for("a")
-    line.claiming.release()
+    wait_until(lambda: server.delivered)
+    assert server.delivered == ["b"]
+    assert server.passed_on == [("a", "b")]
+    assert not server.discarded
+
+
+def test_of_two_sessions_that_were_served_for_one_permit_only_the_first_one_has_it() -> None:
+    pool = LockPool("default")
+    first, second = (cast("LockSession", SimpleNamespace(held={}, ended="")) for _ in range(2))
+    holdings = [Holding("a", lock_names("line"), "key", (slot,)) for slot in (1, 2)]
+    assert [pool.note(session, each) for session, each in zip((first, second), holdings, strict=True)] == [True, False]
+    pool.forget(second, holdings[1])
+    assert pool.holder("a") == (first, holdings[0])
+    assert not second.held
 
 
 def test_a_line_whose_thread_could_not_start_starts_later(
@@ -162,7 +183,7 @@ def test_sessions_that_somebody_waits_on_are_not_waited_for() -> None:
     [
         (
             Exception("Driver Error: Timeout expired; DDBC Error: [Microsoft]Query timeout expired"),
-            Meaning.SESSION_ENDED,
+            Meaning.SILENT,
         ),
         (Exception("HYT00", "[HYT00] [Microsoft]Query timeout expired (0) (SQLExecDirectW)"), Meaning.SLOW),
         (Exception("22012", "[22012] Divide by zero error encountered. (8134)"), Meaning.OTHER),
@@ -170,3 +191,27 @@ def test_sessions_that_somebody_waits_on_are_not_waited_for() -> None:
 )
 def test_what_an_error_means_whatever_the_driver(error: Exception, expected: Meaning) -> None:
     assert meaning(error) is expected
+
+
+class Silent:
+    """A session whose server owes an answer."""
+
+    def __init__(self) -> None:
+        self.asked, self.limit = 0.0, 5
+        self.was_cut = threading.Event()
+
+    def cut(self) -> None:
+        self.was_cut.set()
+
+
+def test_a_statement_that_is_not_answered_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(applock_watch, "LOOK", 0.01)
+    watch, silent, at_rest = applock_watch.Watch(), Silent(), Silent()
+    for each in (silent, at_rest):
+        watch.add(each)
+    silent.asked = time.monotonic() - silent.limit - applock_watch.GRACE - 1
+    assert silent.was_cut.wait(10)
+    assert not at_rest.was_cut.is_set()
+    for each in (silent, at_rest):
+        watch.remove(each)
+    wait_until(lambda: watch._thread is None, what="no thread for nothing")

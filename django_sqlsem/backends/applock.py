@@ -5,22 +5,25 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from django_sqlsem.backends import applock_line_sql as line_sql
 from django_sqlsem.backends import applock_sql as sql
-from django_sqlsem.backends.applock_claims import ApplockClaims, holder_values
+from django_sqlsem.backends.applock_claims import ApplockClaims, Stand
 from django_sqlsem.backends.applock_line import Line
 from django_sqlsem.backends.applock_names import LockNames, lock_names
 from django_sqlsem.backends.applock_session import LockSession
 from django_sqlsem.backends.base import Claim, Granted, Place, Queue, Waited
-from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.applock_pool import LockPool
     from django_sqlsem.naming import Resource
     from django_sqlsem.sessions import Session
+
+
+#: For how long an end of the process waits for each thread that stands in line for nobody, in seconds.
+LEAVING: Final = 2.0
 
 
 class ApplockBackend(ApplockClaims):
@@ -35,6 +38,7 @@ class ApplockBackend(ApplockClaims):
         self._lines: dict[str, Line] = {}
         self._lines_lock = threading.Lock()
         self.deliver: Callable[[Granted, float, Resource], object] = lambda granted, sent, resource: None
+        self.pool.closing = self._end_lines
 
     def session(self) -> LockPool:
         """Return the pool: which session a statement runs on depends on what it is about."""
@@ -56,8 +60,8 @@ class ApplockBackend(ApplockClaims):
 
     def enrol(self, session: Session, claim: Claim, place: Place, *, first: bool) -> Waited:
         """Claim if need be; else have the name's own thread stand in line in the server."""
-        if first:
-            granted, _status = self.try_claim(claim)
+        if first and not (claim.fair and self.is_crowded(claim.resource.key)):
+            granted = self.try_claim(claim).granted
             if granted is not None:
                 return Waited((granted,))
         names = lock_names(claim.resource.name)
@@ -76,6 +80,12 @@ class ApplockBackend(ApplockClaims):
             self._lines = {key: each for key, each in self._lines.items() if each is not line}
             return True
 
+    def _end_lines(self) -> None:
+        with self._lines_lock:
+            lines = list(self._lines.values())
+        for line in lines:
+            line.end(LEAVING)
+
     def wait(self, session: Session, claim: Claim, place: Place) -> Waited:
         """See that the waiting goes on, and whether the first in line has stopped while a slot is free."""
         key = claim.resource.key
@@ -86,23 +96,18 @@ class ApplockBackend(ApplockClaims):
             line.leave(claim.permit_id)
             raise error
         line.enrol_again(claim, place)
-        if not line.is_head:
-            with self.pool.shared(key):
-                pass  # a login, if one is needed, must not keep the head from claiming
-        if line.is_head or not line.claiming.acquire(blocking=False):
-            return Waited((), Queue(ahead=0, told=True))
+        if line.is_head or not line.waits_for(claim.permit_id):
+            # Its grant is on the way, or it is not known there.
+            there = line.is_head or self.pool.holder(claim.permit_id) is not None
+            return Waited((), Queue(ahead=0, told=True) if there else None)
         try:
-            if not line.waits_for(claim.permit_id):  # its grant is on the way, or it is not known there
-                return Waited((), Queue(ahead=0, told=True) if self.pool.holder(claim.permit_id) else None)
-            granted, status = self.try_claim(claim, line.ticket, place.waiting)
-            if granted is not None:
-                line.leave(claim.permit_id)
-                return Waited((granted,))
+            granted, status, _head = self.try_claim(claim, Stand(line.ticket, place.waiting))
         except BaseException:
             line.leave(claim.permit_id)
             raise
-        finally:
-            line.claiming.release()
+        if granted is not None:
+            line.leave(claim.permit_id)
+            return Waited((granted,))
         return Waited((), Queue(ahead=1, suspects=int(status == sql.GATED), told=True))
 
     def granted(self, session: Session, claim: Claim) -> Granted | None:
@@ -122,19 +127,6 @@ class ApplockBackend(ApplockClaims):
         if line is not None:
             line.leave(permit_id)
         return super().discard(session, resource, permit_id)
-
-    def stand_in_line(self, session: LockSession, claim: Claim, ticket: str, place: Place, patience: float) -> int:
-        """Wait for the gate, for so many seconds; returns the batch's status."""
-        values = holder_values(claim) | {
-            "stamp": session.stamp,
-            "gate": lock_names(claim.resource.name).gate,
-            "patience": int(patience * 1000),
-            "ticket": ticket,
-            "waiting": place.waiting,
-            "take": claim.take,
-            "age": max(0, int((boot_now() - place.arrived) * 1e6)),
-        }
-        return int(session.run(line_sql.stand_in_line(record=self.record), values, waits=True)["status"])
 
     def step_out(self, session: LockSession, names: LockNames, ticket: str) -> None:
         """Open the gate if it is held, and take the waiter's row away."""

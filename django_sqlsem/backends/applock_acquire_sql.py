@@ -1,10 +1,11 @@
-"""The T-SQL that takes slots, and that stands in line for them: see ``applock_sql`` for what it is made of."""
+"""The T-SQL that takes slots, at once or after standing in line: see ``applock_sql`` for what it is made of."""
 
 from __future__ import annotations
 
 import functools
 from typing import Final
 
+from django_sqlsem.backends.applock_line_sql import PATIENCE_US, QUEUE_UP, SHOWN
 from django_sqlsem.backends.applock_sql import (
     BUSY,
     CHECK,
@@ -161,11 +162,15 @@ BEGIN
 END;
 """
 
-#: The row beside each lock. Its lock is ours, so that nobody else writes it.
+#: The row beside each lock. Its lock is ours, so that nobody else writes it. An operator may have acted meanwhile.
 _RECORD: Final = f"""
 IF @status = {DONE}
 BEGIN
     BEGIN TRY
+        IF @waited = 1
+            SELECT @status = CASE WHEN paused = 1 THEN {PAUSED}
+                WHEN COALESCE(operator_slots, 0) <> COALESCE(@operator, 0) THEN {BUSY} ELSE @status END
+            FROM sqlsem_semaphore WHERE name_key = @key;
         SELECT @rest = SUBSTRING(@csv, 2, LEN(@csv)), @now = {NOW};
         WHILE LEN(@rest) > 1 AND @status = {DONE}
         BEGIN
@@ -210,9 +215,9 @@ BEGIN
     {give("@gate")}
 END;
 """
-_ANSWER: Final = """
+_ANSWER: Final = f"""
 SELECT @status AS status, @csv AS slots, @tokens AS tokens, @declared AS declared, @n AS bound, @mark AS mark,
-    @waited AS waited, @error AS error, @message AS message;
+    @waited AS waited, CASE WHEN {holds("@gate")} THEN 1 ELSE 0 END AS head, @error AS error, @message AS message;
 """
 
 _WAITING: Final = "DECLARE @waited int = 0;"
@@ -221,25 +226,28 @@ _CLAIM: Final = ("stamp", "base", "gate", "slots", "take", "fair", "start", "bud
 _HOLDER: Final = ("key", "kind", "permit", "lease", "host", "pid", "thread", "label", "user", "process")
 _SESSION: Final = ("session_id", "session_us", "ticket", "waiting")
 
-#: A waiter's row lasts so long, in microseconds, unless its process says that it lives.
-PATIENCE_US: Final = 2_500_000
-
 #: One that waits says that it still does.
-#: A waiter's row is for people to see: whatever is wrong with it must not cost a grant.
-_SHOWN: Final = "BEGIN TRY {text} END TRY BEGIN CATCH SET @done = 0; END CATCH;"
-_ALIVE: Final = _SHOWN.replace(
-    "{text}",
-    f"""
+_LIVES: Final = f"""
     IF @ticket <> N''
         UPDATE sqlsem_waiter SET expires_us = {NOW} + {PATIENCE_US}, waiting = @waiting WHERE ticket = @ticket;
-""",
+"""
+_ALIVE: Final = SHOWN.format(text=_LIVES)
+_SERVED: Final = SHOWN.format(
+    text=f" IF @ticket <> N'' AND @status = {DONE} DELETE FROM sqlsem_waiter WHERE ticket = @ticket; "
 )
-_SERVED: Final = _SHOWN.replace(
-    "{text}",
-    f"""
-    IF @ticket <> N'' AND @status = {DONE} DELETE FROM sqlsem_waiter WHERE ticket = @ticket;
-""",
-)
+
+#: First come, first served: one wait of the server's own. Then the slots are waited for with what patience is left.
+_STAND: Final = f"""
+IF @status = {DONE} AND NOT {holds("@gate")}
+BEGIN
+    {get("@gate", "Exclusive", "@patience")}
+    SET @status = CASE WHEN @rc >= 0 THEN {DONE} WHEN @rc = -1 THEN {BUSY} ELSE @rc END;
+    SET @waited = CASE WHEN @rc = 0 THEN 0 ELSE 1 END;
+    SET @left = @patience - DATEDIFF(MILLISECOND, @began, SYSUTCDATETIME());
+    SET @budget = CASE WHEN @left > @budget THEN @budget WHEN @left > 0 THEN @left ELSE 0 END;
+    SET @began = SYSUTCDATETIME();
+END;
+"""
 
 
 #: The steps of a claim that is recorded, which the stored procedures share.
@@ -253,15 +261,19 @@ STEPS: Final = {
 
 
 @functools.cache
-def acquire(*, record: bool) -> Batch:
+def acquire(*, record: bool, in_line: bool = False) -> Batch:
     """Take ``take`` slots, all or nothing.
 
     ``fair``: not while the gate is taken. ``budget``: for how many milliseconds the batch may wait; only for a
-    session that holds the gate and nothing else.
+    session that holds the gate and nothing else. ``in_line``: wait for the gate first, for ``patience`` milliseconds.
     """
+    more = ("patience", *(("age",) if record else ())) if in_line else ()
     if not record:
         sweep, queue = _SWEEP.replace("-- shrink", ""), _QUEUE.replace("-- mark", "")
-        return batch(_CLAIM, _VARIABLES + _WAITING + CHECK + _READ_NOTHING + queue + sweep + _END + _ANSWER)
+        stand = _STAND if in_line else ""
+        body = _VARIABLES + _WAITING + CHECK + stand + _READ_NOTHING + queue + sweep + _END
+        return batch((*_CLAIM, *more), body + _ANSWER)
     step = STEPS
-    body = step["variables"] + CHECK + _ALIVE + step["read"] + step["take"] + step["record"] + _SERVED + step["end"]
-    return batch((*_CLAIM, *_HOLDER, *_SESSION), body + _ANSWER)
+    stand = QUEUE_UP + _STAND if in_line else _ALIVE
+    body = step["variables"] + CHECK + stand + step["read"] + step["take"] + step["record"] + _SERVED + step["end"]
+    return batch((*_CLAIM, *_HOLDER, *_SESSION, *more), body + _ANSWER)

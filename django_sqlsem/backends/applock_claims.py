@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from django_sqlsem.backends import applock_acquire_sql as acquiring
 from django_sqlsem.backends import applock_quick_sql as quick
@@ -36,6 +37,33 @@ NOT_PLAIN_FOR: Final = 1.0
 REMEMBERED: Final = 10_000
 #: Looks further apart than this prove nothing.
 STUCK_WITHIN: Final = 5.0
+#: So long after a claim found others waiting, in seconds, the next one goes to the end of the line without a look.
+CROWDED_FOR: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """How a claim waits in the server."""
+
+    #: The name of its process's place in the line; empty: it has none.
+    ticket: str = ""
+    #: How many threads and tasks wait in the process.
+    waiting: int = 0
+    #: For how many seconds it stands in line, if it is not at the head already; ``None``: it does not.
+    patience: float | None = None
+    #: When its process came, by the boot clock.
+    arrived: float = 0.0
+    #: For how many milliseconds it waits for slots, at the head.
+    budget: int = 0
+
+
+class Answer(NamedTuple):
+    """What a claim was told."""
+
+    granted: Granted | None
+    status: int
+    #: Whether its session is the head of the line now.
+    head: bool = False
 
 
 class ApplockClaims(ApplockHolding):
@@ -46,25 +74,27 @@ class ApplockClaims(ApplockHolding):
         self._declared: dict[str, float] = {}
         #: Names of which the short batch found something in the way: until when it is not tried again.
         self._not_plain: dict[str, float] = {}
+        #: Names of which others wait: until when that is taken for granted.
+        self._crowded: dict[str, float] = {}
         #: By name: the looks that found a free slot behind the gate, the time of the last one, and its mark.
         self._stuck: dict[str, tuple[int, float, int]] = {}
 
     def claim(self, session: Session, claim: Claim) -> Grant | None:
         """Take slots on a session that has none of this name, in one batch that does not wait."""
-        granted, _status = self.try_claim(claim)
+        granted = self.try_claim(claim).granted
         return None if granted is None else granted.grant
 
-    def try_claim(self, claim: Claim, ticket: str = "", waiting: int = 0) -> tuple[Granted | None, int]:
-        """Claim on a session that has none of this name. Returns what was granted, and the batch's status."""
+    def try_claim(self, claim: Claim, stand: Stand = Stand()) -> Answer:
+        """Claim without waiting, on a session that has none of this name."""
         key = claim.resource.key
         again = True
         while True:
             with self.pool.shared(key) as session:
                 try:
-                    granted, status = self.attempt(session, claim, fair=claim.fair, ticket=ticket, waiting=waiting)
-                    if status == sql.GATED and self._head_is_stuck(key):
-                        granted, status = self.attempt(session, claim, fair=False, ticket=ticket, waiting=waiting)
-                    return granted, status
+                    answer = self.attempt(session, claim, stand, fair=claim.fair)
+                    if answer.status == sql.GATED and self._head_is_stuck(key):
+                        answer = self.attempt(session, claim, stand, fair=False)
+                    return answer
                 except BackendError:
                     # One that was opened long ago may have died unnoticed; whatever it got is free.
                     if not session.ended:
@@ -74,12 +104,10 @@ class ApplockClaims(ApplockHolding):
                         raise
                     again = False
 
-    def attempt(
-        self, session: LockSession, claim: Claim, *, fair: bool, budget: int = 0, ticket: str = "", waiting: int = 0
-    ) -> tuple[Granted | None, int]:
-        """Claim on this session. Returns what was granted, and the batch's status."""
+    def attempt(self, session: LockSession, claim: Claim, stand: Stand, *, fair: bool) -> Answer:
+        """Claim on this session."""
         names, record, key = lock_names(claim.resource.name), self.record, claim.resource.key
-        batch = acquiring.acquire(record=record)
+        in_line = stand.patience is not None
         values: dict[str, Any] = {
             "stamp": session.stamp,
             "base": names.base,
@@ -88,41 +116,34 @@ class ApplockClaims(ApplockHolding):
             "take": claim.take,
             "fair": int(fair),
             "start": random.randrange(MAX_SLOTS),  # noqa: S311
-            "budget": budget,
+            "budget": stand.budget,
             "step": acquiring.FIRST_STEP_MS,
-            "ticket": ticket,
-            "waiting": waiting,
+            "ticket": stand.ticket,
+            "waiting": stand.waiting,
+            "patience": int((stand.patience or 0) * 1000),
+            "age": max(0, int((boot_now() - stand.arrived) * 1e6)),
             "session_id": session.session_id,
             "session_us": session.session_us,
         } | holder_values(claim)
-        plain = fair and claim.take == 1 and not budget and not ticket
-        if plain and (granted := self._attempt_quickly(session, claim, values)) is not None:
-            return granted, sql.DONE
+        if fair and claim.take == 1 and not in_line and not stand.ticket:
+            granted = self._attempt_quickly(session, claim, values)
+            if granted is not None:
+                return Answer(granted, sql.DONE)
+        batch = acquiring.acquire(record=record, in_line=in_line)
         give_up = time.monotonic() + PATIENCE
         while True:
-            # If this is cut short, what it may have got is freed before anything else of the name is done here.
-            session.unclear[key] = (names, self._most(claim))
-            row = session.run(batch, values)
+            row, granted = self._ask(session, claim, batch, values, waits=in_line)
             status = int(row["status"])
-            granted = None
-            if status == sql.DONE:
-                holding = Holding(claim.permit_id, names, key, numbers(row["slots"]), numbers(row["tokens"]))
-                self.pool.note(session, holding)
-                grant = holding.grant()
-                granted = Granted(claim.permit_id, grant, claim.lease)
-            session.unclear.pop(key, None)
             if status != sql.GATED:
                 self._stuck.pop(key, None)
             if status == sql.NEW:
                 slots = max(int(row["bound"] or 0), claim.slots or 1)
                 kind = {"key": key, "name": claim.resource.name, "kind": claim.resource.kind, "slots": slots}
                 session.run(sql.CREATE, kind, waits=True)  # thousands of rows take a while
-                continue
-            if status == sql.ROW_FAILED:
-                if ERRORS.get(int(row["error"])) is Meaning.AGAIN and time.monotonic() < give_up:
-                    continue
+            elif status != sql.ROW_FAILED:
+                break
+            elif ERRORS.get(int(row["error"])) is not Meaning.AGAIN or time.monotonic() >= give_up:
                 raise BackendError(f"The database {self.alias!r} failed: {row['message']} ({row['error']})")
-            break
         if status == sql.KIND:
             raise wrong_kind(claim.resource.name, str(row["message"]), claim.resource.kind)
         if status == sql.NEVER:
@@ -131,36 +152,57 @@ class ApplockClaims(ApplockHolding):
             session.unclear[key] = (names, self._most(claim))
             session.clean(key)
             raise failure(self.alias, status)
-        if granted is not None:
-            self._declare(session, claim, int(row["declared"] or 0))
-        elif status == sql.GATED:
+        if status == sql.GATED:
             self._note_gated(key, int(row["mark"] or 0))
-        return granted, status
+        if status in (sql.GATED, sql.BUSY):
+            _remember(self._crowded, key, CROWDED_FOR)
+        elif granted is None and status == sql.DONE:
+            status = sql.BUSY  # the claim has been served elsewhere
+        return Answer(granted, status, bool(row["head"]))
 
     def _attempt_quickly(self, session: LockSession, claim: Claim, values: dict[str, Any]) -> Granted | None:
         """Take the lowest slot that this process has not, if all is plain: then the batch is a short one."""
         key, names = claim.resource.key, lock_names(claim.resource.name)
         slot, bound = self.pool.lowest_slot(key), claim.slots or (MAX_SLOTS if self.record else 1)
-        if time.monotonic() < self._not_plain.get(key, 0.0) or slot > bound:
+        if _is_remembered(self._not_plain, key) or slot > bound:
             return None
-        session.unclear[key] = (names, self._most(claim))
         batch = quick.acquire(record=self.record)
-        row = session.run(batch, values | {"slot": slot, "resource": names.slot(slot)})
+        _row, granted = self._ask(session, claim, batch, values | {"slot": slot, "resource": names.slot(slot)})
+        if granted is None:
+            _remember(self._not_plain, key, NOT_PLAIN_FOR)
+        else:
+            self._stuck.pop(key, None)
+        return granted
+
+    def _ask(
+        self, session: LockSession, claim: Claim, batch: sql.Batch, values: dict[str, Any], *, waits: bool = False
+    ) -> tuple[dict[str, Any], Granted | None]:
+        """Run a batch that may take slots, and note what it took."""
+        names, key = lock_names(claim.resource.name), claim.resource.key
+        # If this is cut short, what it may have got is freed before anything else of the name is done here.
+        session.unclear[key] = (names, self._most(claim))
+        row = session.run(batch, values, waits=waits)
         granted = None
         if row["status"] == sql.DONE:
-            tokens = (int(row["token"]),) if self.record else ()
-            holding = Holding(claim.permit_id, names, key, (slot,), tokens)
-            self.pool.note(session, holding)
-            granted = Granted(claim.permit_id, holding.grant(), claim.lease)
+            holding = Holding(claim.permit_id, names, key, numbers(row["slots"]), numbers(row["tokens"]))
+            if self.pool.note(session, holding):
+                granted = Granted(claim.permit_id, holding.grant(), claim.lease)
+            else:  # another session was served for it at the same moment
+                self.let_go(session, holding)
         session.unclear.pop(key, None)
         if granted is not None:
-            self._stuck.pop(key, None)
             self._declare(session, claim, int(row["declared"] or 0))
-        else:
-            if len(self._not_plain) > REMEMBERED:
-                self._not_plain.clear()
-            self._not_plain[key] = time.monotonic() + NOT_PLAIN_FOR
-        return granted
+        return row, granted
+
+    def pass_on(self, session: LockSession, claim: Claim, successor: Claim) -> Granted:
+        """Make what this session has got for a claim that was given up another one's, of the same process and name."""
+        holding = session.held[claim.resource.key]
+        if self.record:
+            session.run(sql.RENAME, holder_values(successor) | {"before": claim.permit_id})
+        renamed = replace(holding, permit_id=successor.permit_id)
+        self.pool.forget(session, holding)
+        self.pool.note(session, renamed)
+        return Granted(successor.permit_id, renamed.grant(), successor.lease)
 
     def _most(self, claim: Claim) -> int:
         """Return the highest slot that a claim may get; 0 if that is for the rows to say, as an operator may know."""
@@ -169,11 +211,9 @@ class ApplockClaims(ApplockHolding):
     def _declare(self, session: LockSession, claim: Claim, declared: int) -> None:
         """Say if this process's number of slots differs; two processes that disagree say so once a minute."""
         key = claim.resource.key
-        if claim.slots in (None, declared) or not self.record or time.monotonic() < self._declared.get(key, 0.0):
+        if claim.slots in (None, declared) or not self.record or _is_remembered(self._declared, key):
             return
-        if len(self._declared) > REMEMBERED:
-            self._declared.clear()
-        self._declared[key] = time.monotonic() + DECLARE_EVERY
+        _remember(self._declared, key, DECLARE_EVERY)
         with contextlib.suppress(BackendError):
             session.run(sql.DECLARE, {"key": key, "slots": claim.slots})
 
@@ -187,6 +227,20 @@ class ApplockClaims(ApplockHolding):
 
     def _head_is_stuck(self, key: str) -> bool:
         return self._stuck.get(key, (0, 0.0, 0))[0] >= STUCK_LOOKS[self.record]
+
+    def is_crowded(self, key: str) -> bool:
+        """Whether a claim found others waiting a moment ago."""
+        return _is_remembered(self._crowded, key)
+
+
+def _remember(memory: dict[str, float], key: str, seconds: float) -> None:
+    if len(memory) > REMEMBERED:
+        memory.clear()
+    memory[key] = time.monotonic() + seconds
+
+
+def _is_remembered(memory: dict[str, float], key: str) -> bool:
+    return time.monotonic() < memory.get(key, 0.0)
 
 
 def holder_values(claim: Claim) -> dict[str, Any]:
@@ -206,6 +260,6 @@ def holder_values(claim: Claim) -> dict[str, Any]:
     }
 
 
-def numbers(csv: str) -> tuple[int, ...]:
-    """Return the numbers of a list such as ``,1,2,``."""
-    return tuple(int(each) for each in csv.split(",") if each)
+def numbers(csv: str | int) -> tuple[int, ...]:
+    """Return the numbers of a list such as ``,1,2,``, or the only one."""
+    return tuple(int(each) for each in str(csv).split(",") if each)

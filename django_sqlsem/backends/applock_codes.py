@@ -21,6 +21,8 @@ class Meaning(enum.Enum):
     AGAIN = "again"
     #: The session is gone, and with it all its locks.
     SESSION_ENDED = "session ended"
+    #: The connection was given up, as nothing came: whether the session still stands is for the server to say.
+    SILENT = "silent"
     #: No answer in time. A server that took the driver's word for it has ended the batch, at an unknown point.
     SLOW = "slow"
     #: The login or its rights are not enough.
@@ -59,7 +61,7 @@ ERRORS: Final[dict[int, Meaning]] = {
     6005: Meaning.SESSION_ENDED,  # the server is shutting down
     10053: Meaning.SESSION_ENDED,
     10054: Meaning.SESSION_ENDED,
-    10060: Meaning.SESSION_ENDED,
+    10060: Meaning.SILENT,
 }
 
 #: Classes of SQLSTATEs, longest first.
@@ -67,7 +69,7 @@ SQLSTATES: Final[dict[str, Meaning]] = {
     "40001": Meaning.AGAIN,
     "28": Meaning.FORBIDDEN,
     "08": Meaning.SESSION_ENDED,
-    "HYT01": Meaning.SESSION_ENDED,
+    "HYT01": Meaning.SILENT,
     "HYT": Meaning.SLOW,
     "HY008": Meaning.SLOW,
     "IMC": Meaning.SESSION_ENDED,
@@ -90,7 +92,7 @@ def meaning(error: Exception) -> Meaning:
     if "was deadlocked" in text or "could not obtain lock" in text:
         return Meaning.AGAIN
     if "imeout expired" in text:  # of drivers that tell no SQLSTATE
-        return Meaning.SESSION_ENDED
+        return Meaning.SILENT
     return Meaning.OTHER
 
 

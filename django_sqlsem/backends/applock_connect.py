@@ -24,6 +24,18 @@ _UNWANTED: Final = re.compile(
 )
 
 
+#: A batch that does not wait takes no longer than this, in seconds, or the server does not answer.
+ANSWER_TIMEOUT: Final = 5
+#: An alias may have longer ones for its own queries, but a silent server is to be found out.
+LONGEST_ANSWER: Final = 30
+
+
+def answer_timeout(alias: str) -> int:
+    """Return for how many seconds a batch that does not wait may take: as the alias's ``query_timeout`` says."""
+    options = connections[alias].settings_dict.get("OPTIONS") or {}
+    return min(max(int(options.get("query_timeout") or 0), ANSWER_TIMEOUT), LONGEST_ANSWER)
+
+
 def connect(alias: str, in_turn: Callable[[], object]) -> tuple[Any, BaseDatabaseWrapper, list[applock_sockets.Socket]]:
     """Open a connection in autocommit to the database that an alias means now.
 

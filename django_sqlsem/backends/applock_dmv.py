@@ -175,7 +175,7 @@ def refusal(error: Exception) -> str:
     """Return a line for operators about why the views could not be read; empty if the session has ended."""
     said = (error.__cause__ or error).args
     what, text = meaning(error), str(said[-1] if said else error)
-    if what is Meaning.SESSION_ENDED:
+    if what in (Meaning.SESSION_ENDED, Meaning.SILENT):
         return ""
     # One driver's errors carry no number.
     if what is Meaning.NO_TABLES or "Invalid object name" in text or "does not exist" in text:

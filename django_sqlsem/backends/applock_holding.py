@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends import applock_quick_sql as quick
@@ -27,6 +28,8 @@ logger = logging.getLogger("django_sqlsem")
 STALE_PROOF: Final = 10.0
 #: For how many seconds a session is asked for whose turn it may not be.
 BUSY_FOR: Final = 1.0
+#: How many sessions are asked at once where the first one did not answer.
+CROWD: Final = 32
 #: How many permits' losses are remembered for those who ask later.
 REMEMBERED: Final = 1000
 
@@ -56,27 +59,33 @@ class ApplockHolding(ApplockOperator):
         with self.pool.own(session):
             if session.held.get(holding.key) is not holding:
                 return False
-            values = {
-                "stamp": session.stamp,
-                "base": holding.names.base,
-                "csv": holding.csv,
-                "key": holding.key,
-                "permit": holding.permit_id,
-                "slot": holding.slots[0],
-                "resource": holding.names.slot(holding.slots[0]),
-            }
-            try:
-                row = self._free_on(session, values, len(holding.slots))
-            except BackendError:
-                if session.ended:  # the server frees the locks; the row is seen to when it can be
-                    self.bury(session)
-                raise
-            self.pool.forget(session, holding)
+            return self.let_go(session, holding) >= slots
+
+    def let_go(self, session: LockSession, holding: Holding) -> int:
+        """Free a permit's locks on this session, whose turn it is. Returns how many there were."""
+        values = {
+            "stamp": session.stamp,
+            "base": holding.names.base,
+            "csv": holding.csv,
+            "key": holding.key,
+            "permit": holding.permit_id,
+            "slot": holding.slots[0],
+            "resource": holding.names.slot(holding.slots[0]),
+        }
+        try:
+            row = self._free_on(session, values, len(holding.slots))
+        except BackendError:
+            if session.ended:  # the server frees the locks; the row is seen to when it can be
+                self.bury(session)
+            if session.surely_ended:
+                return 0
+            raise
+        self.pool.forget(session, holding)
         if row["error"]:
             logger.warning("A row of %r could not be freed with its lock: %s", self.alias, row["message"])
             with contextlib.suppress(BackendError):
                 self._unrecord(holding)
-        return int(row["freed"]) >= slots
+        return int(row["freed"])
 
     def _free_on(self, session: LockSession, values: dict[str, Any], slots: int) -> dict[str, Any]:
         if slots == 1:
@@ -110,14 +119,11 @@ class ApplockHolding(ApplockOperator):
     def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
         """Have each session prove that it stands and has its locks."""
         wanted = {each.permit_id for each in held}
-        renewed: set[str] = set()
-        for each in self.pool.sessions():
-            ids = {holding.permit_id for holding in list(each.held.values())} & wanted
-            if not ids:
-                continue
-            with self.pool.own(each, timeout=BUSY_FOR) as had:
-                if had and self._stands(each):
-                    renewed |= ids
+        asked = {}
+        for session_ in self.pool.sessions():
+            if ids := {holding.permit_id for holding in list(session_.held.values())} & wanted:
+                asked[session_] = ids
+        renewed = {permit_id for each in self._standing(list(asked)) for permit_id in asked[each]}
         self.pool.trim(config(self.alias).idle)
         lost = {each.permit_id: loss for each in held if (loss := self.taken_away(each)) is not None}
         return Renewal(frozenset(renewed), lost)
@@ -136,6 +142,24 @@ class ApplockHolding(ApplockOperator):
             with self.pool.own(found[0], timeout=BUSY_FOR):
                 pass  # whoever has found that out is asking who did it
         return self._lost.get(held.permit_id) or Loss(LossReason.SESSION_ENDED, "its database session has ended")
+
+    def _standing(self, sessions: list[LockSession]) -> list[LockSession]:
+        """Return those that have proved that they stand."""
+        standing = []
+        for number, session in enumerate(sessions, 1):
+            if self._stands_in_turn(session):
+                standing.append(session)
+            elif session.ended and not session.surely_ended:
+                # A silent server: nobody waits for one answer after the other that does not come.
+                rest = sessions[number:]
+                with ThreadPoolExecutor(max_workers=CROWD) as crowd:
+                    stands = list(crowd.map(self._stands_in_turn, rest))
+                return standing + [each for each, stood in zip(rest, stands, strict=True) if stood]
+        return standing
+
+    def _stands_in_turn(self, session: LockSession) -> bool:
+        with self.pool.own(session, timeout=BUSY_FOR) as had:
+            return had and self._stands(session)
 
     def _stands(self, session: LockSession) -> bool:
         """Have a session prove that it stands and has its locks; bury it if it does not."""

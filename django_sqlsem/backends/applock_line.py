@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
 from django_sqlsem.backends import applock_sql as sql
+from django_sqlsem.backends.applock_claims import Stand
 from django_sqlsem.backends.applock_codes import failure
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
+    from django_sqlsem.backends.applock_claims import Answer
     from django_sqlsem.backends.applock_names import LockNames
     from django_sqlsem.backends.applock_pool import LockPool
     from django_sqlsem.backends.applock_session import LockSession
@@ -26,6 +29,8 @@ BUDGET_MS: Final = 500
 LINGER: Final = 1.0
 #: One that gave up may have a successor in the same process: so long the place is kept for it, in seconds.
 SUCCESSION: Final = 0.05
+#: So long after the last one gave up, in seconds, the wait is cut: by then, most of them have ended by themselves.
+CUT_AFTER: Final = 3 * SUCCESSION
 #: The longest wait for the gate in one batch, in seconds: where it can be cut short from here, and where it can't.
 LONGEST: Final = 86_400.0
 LONGEST_UNCUT: Final = 5.0
@@ -40,13 +45,11 @@ class Claimant(Protocol):
     #: To be called with what was granted, when it was asked for, and its name.
     deliver: Callable[[Granted, float, Resource], object]
 
-    def attempt(
-        self, session: LockSession, claim: Claim, *, fair: bool, budget: int = 0, ticket: str = "", waiting: int = 0
-    ) -> tuple[Granted | None, int]:
-        """Claim on this session, waiting for ``budget`` milliseconds at the most."""
+    def attempt(self, session: LockSession, claim: Claim, stand: Stand, *, fair: bool) -> Answer:
+        """Claim on this session, after standing in line if need be."""
 
-    def stand_in_line(self, session: LockSession, claim: Claim, ticket: str, place: Place, patience: float) -> int:
-        """Wait for the gate."""
+    def pass_on(self, session: LockSession, claim: Claim, successor: Claim) -> Granted:
+        """Make what this session has got for a claim another one's."""
 
     def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
         """Free what a claim may have got."""
@@ -73,12 +76,11 @@ class Line:
         self._thread: threading.Thread | None = None
         self._blocked: LockSession | None = None
         self._cut = False
+        self._ending = False
         #: Whether it may have the gate, and a waiter's row.
         self._in_line = False
         #: What was granted when nobody wanted it any more.
         self._unwanted: Claim | None = None
-        #: Held by whoever claims for this place: the thread as the head, or the keeper if the head has stopped.
-        self.claiming = threading.Lock()
 
     # What the keeper's thread calls.
 
@@ -101,7 +103,7 @@ class Line:
         return bool(self._claims)
 
     def waits_for(self, permit_id: str) -> bool:
-        """Whether this claim has neither been served nor left; ``claiming`` is held."""
+        """Whether this claim has neither been served nor left."""
         return permit_id in self._claims
 
     def leave(self, permit_id: str) -> None:
@@ -111,7 +113,7 @@ class Line:
                 return
             self._changed.notify()
             if self._blocked is not None:
-                timer = threading.Timer(SUCCESSION, self._give_up)
+                timer = threading.Timer(CUT_AFTER, self._give_up)
                 timer.daemon = True
                 try:
                     timer.start()
@@ -123,6 +125,17 @@ class Line:
             if not self._claims and self._blocked is not None:
                 self._cut = True
                 self._blocked.cut()
+
+    def end(self, timeout: float) -> None:
+        """Wait for the thread to step out of line, for so many seconds at the most, unless it is wanted."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread() and not self._claims:
+            self._ending = True
+            with self._changed:
+                self._changed.notify()
+            self._give_up()
+            thread.join(timeout)
+            self._ending = False
 
     # The thread.
 
@@ -136,8 +149,8 @@ class Line:
         failures = 0
         while self._thread is threading.current_thread():  # one whose start was interrupted gives way to the next
             with self._changed:
-                if not self._claims or self.error is not None:  # the keeper has yet to read the error
-                    self._changed.wait(LINGER)
+                if not self._ending and (not self._claims or self.error is not None):
+                    self._changed.wait(LINGER)  # the keeper has yet to read the error
                 wanted = bool(self._claims) and self.error is None
             if not wanted:
                 if self._ended(self):
@@ -151,12 +164,13 @@ class Line:
                     self.is_head = False
                     self.claimant.pool.give_back(session)
                 failures = 0
-                if (claim := self._unwanted) is not None:
-                    self._unwanted = None
-                    self.claimant.discard(self.claimant.pool, claim.resource, claim.permit_id)
             except Exception as error:  # noqa: BLE001 - it belongs to those who wait
                 failures += 1
                 self._fail(error, again=failures == 1)
+            if (claim := self._unwanted) is not None:
+                self._unwanted = None
+                with contextlib.suppress(BackendError):  # then its session has ended, and the server has freed it
+                    self.claimant.discard(self.claimant.pool, claim.resource, claim.permit_id)
 
     def _fail(self, error: Exception, *, again: bool) -> None:
         """Leave an error for the keeper to find, unless it is our own doing, or a new session may do better."""
@@ -167,12 +181,10 @@ class Line:
                 self.error = error
 
     def _wait_on(self, session: LockSession) -> None:
-        """Stand in line, then be the head until there is a grant, or nobody wants one."""
+        """Stand in line, then be the head, until there is a grant or nobody wants one."""
         try:
             while (claim := self._wanted()) is not None:
-                if not self.is_head:
-                    self._stand(session, claim)
-                elif self._try(session, claim):
+                if self._ask(session, claim):
                     return
         finally:
             if self._in_line:
@@ -181,52 +193,53 @@ class Line:
 
     def _wanted(self) -> Claim | None:
         with self._changed:
-            if not self._claims:
+            if not self._claims and not self._ending:
                 self._changed.wait(SUCCESSION)
             return next((claim for claim, _place in self._claims.values()), None)
 
-    def _stand(self, session: LockSession, claim: Claim) -> None:
+    def _ask(self, session: LockSession, claim: Claim) -> bool:
+        """Wait in one batch: for the gate, then for slots. Return whether there was a grant."""
         with self._changed:
             if claim.permit_id not in self._claims:
-                return
+                return False
             _claim, place = self._claims[claim.permit_id]
             self._blocked, self._cut = session, False
         longest = LONGEST if session.can_be_cut else LONGEST_UNCUT
         patience = longest if place.patience is None else min(place.patience + SUCCESSION, longest)
+        stand = Stand(self.ticket, place.waiting, patience, place.arrived, BUDGET_MS)
+        began = boot_now()
         self._in_line = True
         try:
-            status = self.claimant.stand_in_line(session, claim, self.ticket, place, patience)
+            granted, status, self.is_head = self.claimant.attempt(session, claim, stand, fair=False)
         finally:
             with self._changed:
                 self._blocked = None
-        if status == sql.DONE:
-            self.is_head = True
-        elif status != sql.BUSY:
-            raise failure(self.claimant.pool.alias, status)
-        elif patience < longest:
-            with self._changed:  # whoever waits gives up at this moment
-                self._changed.wait(SUCCESSION)
-
-    def _try(self, session: LockSession, claim: Claim) -> bool:
-        with self.claiming:
-            found = self._claims.get(claim.permit_id)
-            if found is None:
-                return False
-            began = boot_now()
-            granted, status = self.claimant.attempt(
-                session, claim, fair=False, budget=BUDGET_MS, ticket=self.ticket, waiting=found[1].waiting
-            )
-            if granted is not None:
-                self._in_line = False  # the batch has opened it
-                with self._changed:
-                    wanted = self._claims.pop(claim.permit_id, None) is not None
         if granted is not None:
-            if wanted:
-                self.claimant.deliver(granted, began, claim.resource)
-            else:  # who left has looked already for what it might have got
-                self._unwanted = claim
+            self._in_line = False  # the batch has opened the gate
+            self._hand_over(session, claim, granted)
             return True
-        if status in (sql.BUSY, sql.PAUSED) and boot_now() - began < BUDGET_MS / 2000:
+        if status not in (sql.BUSY, sql.PAUSED):
+            raise failure(self.claimant.pool.alias, status)
+        if self.is_head and boot_now() - began < BUDGET_MS / 2000:
             with self._changed:
                 self._changed.wait(PAUSE)
+        elif not self.is_head and patience < longest:
+            with self._changed:  # whoever waits gives up at this moment
+                self._changed.wait(SUCCESSION)
         return False
+
+    def _hand_over(self, session: LockSession, claim: Claim, granted: Granted) -> None:
+        with self._changed:
+            wanted = self._claims.pop(claim.permit_id, None) is not None
+        if not wanted:  # who left has looked already for what it might have got
+            self._unwanted = claim
+            successor = self._wanted()
+            if successor is None or (successor.take, successor.slots) != (claim.take, claim.slots):
+                return
+            granted, claim = self.claimant.pass_on(session, claim, successor), successor
+            with self._changed:
+                wanted = self._claims.pop(claim.permit_id, None) is not None
+            self._unwanted = claim
+        if wanted:
+            self._unwanted = None
+            self.claimant.deliver(granted, boot_now(), claim.resource)

@@ -1,17 +1,19 @@
-"""The T-SQL of standing in line, and of stepping out of it: see ``applock_sql`` for what it is made of."""
+"""The T-SQL of a place in line: its row, and stepping out of it. See ``applock_sql`` for what it is made of."""
 
 from __future__ import annotations
 
 import functools
 from typing import Final
 
-from django_sqlsem.backends.applock_acquire_sql import PATIENCE_US
-from django_sqlsem.backends.applock_sql import BUSY, CHECK, DONE, NOW, Batch, batch, get, give, holds
+from django_sqlsem.backends.applock_sql import CHECK, DONE, NOW, Batch, batch, give, holds
 
-_QUEUE_UP: Final = f"""
-IF @status = {DONE}
-BEGIN
-BEGIN TRY
+#: A waiter's row lasts so long, in microseconds, unless its process says that it lives.
+PATIENCE_US: Final = 2_500_000
+
+#: A waiter's row is for people to see: whatever is wrong with it must not cost a grant.
+SHOWN: Final = "BEGIN TRY {text} END TRY BEGIN CATCH SET @done = 0; END CATCH;"
+
+_ROW: Final = f"""
     DELETE FROM sqlsem_waiter WHERE semaphore_key = @key AND expires_us < {NOW} - 60000000;
     UPDATE sqlsem_waiter SET expires_us = {NOW} + {PATIENCE_US}, waiting = @waiting WHERE ticket = @ticket;
     IF @@ROWCOUNT = 0
@@ -19,30 +21,10 @@ BEGIN TRY
             pid, thread, label, user_name, process_id, boot_id, channel, beacon)
         VALUES (@ticket, @key, {NOW} - @age, {NOW} + {PATIENCE_US}, @take, @lease, 0, @waiting, @host,
             @pid, @thread, @label, @user, @process, N'', N'', 0);
-END TRY
-BEGIN CATCH SET @done = 0; END CATCH;
-END;
 """
 
-
-@functools.cache
-def stand_in_line(*, record: bool) -> Batch:
-    """Wait for the gate for ``patience`` milliseconds, in a wait of the server's own, first come first served."""
-    names = ("key", "ticket", "waiting", "take", "lease", "age", "host", "pid", "thread", "label", "user", "process")
-    return batch(
-        ("stamp", "gate", "patience", *(names if record else ())),
-        f"""
-DECLARE @status int = {DONE}, @rc int = 0, @done int;
-{CHECK}
-{_QUEUE_UP if record else ""}
-IF @status = {DONE} AND NOT {holds("@gate")}
-BEGIN
-    {get("@gate", "Exclusive", "@patience")}
-    SET @status = CASE WHEN @rc >= 0 THEN {DONE} WHEN @rc = -1 THEN {BUSY} ELSE @rc END;
-END;
-SELECT @status AS status;
-""",
-    )
+#: The row of one that stands in line.
+QUEUE_UP: Final = f"IF @status = {DONE}\nBEGIN\n{SHOWN.format(text=_ROW)}\nEND;\n"
 
 
 @functools.cache

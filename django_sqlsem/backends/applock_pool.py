@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from django.db import Error as DjangoDatabaseError
 
-from django_sqlsem.backends import applock_sockets, applock_turns
+from django_sqlsem.backends import applock_sockets, applock_turns, applock_watch
 from django_sqlsem.backends.applock_session import Holding, LockSession
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.sessions import FORK_PATIENCE, backend_error
@@ -44,6 +44,8 @@ class LockPool:
         self._by_permit: dict[str, LockSession] = {}
         self._opening: list[applock_turns.User] = []
         self._failed: tuple[float, BackendError] | None = None
+        #: Called before the sessions are closed: who waits on one that nobody needs any more leaves it.
+        self.closing: Callable[[], object] = lambda: None
 
     # What is held.
 
@@ -55,10 +57,10 @@ class LockPool:
         found = next((each for each in list(session.held.values()) if each.permit_id == permit_id), None)
         return None if found is None else (session, found)
 
-    def note(self, session: LockSession, holding: Holding) -> None:
-        """Know that a session has a permit's locks; its lock is held."""
+    def note(self, session: LockSession, holding: Holding) -> bool:
+        """Know that a session has a permit's locks; its lock is held. Return whether it is the first one that has."""
         session.held[holding.key] = holding
-        self._by_permit[holding.permit_id] = session
+        return self._by_permit.setdefault(holding.permit_id, session) is session
 
     def forget(self, session: LockSession, holding: Holding) -> None:
         """Know that it has them no longer."""
@@ -206,6 +208,7 @@ class LockPool:
 
     def close(self) -> None:
         """Close the sessions that nobody uses and that hold nothing."""
+        self.closing()
         for session in self.sessions():
             if session.lock.acquire(blocking=False):
                 if not session.held:
@@ -234,5 +237,6 @@ class LockPool:
         """In a forked child: leave the parent's sessions alone."""
         applock_sockets.after_fork()
         applock_turns.after_fork()
+        applock_watch.after_fork()
         for session in self._sessions:
             session.after_fork()

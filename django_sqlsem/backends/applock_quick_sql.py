@@ -56,7 +56,7 @@ def acquire(*, record: bool) -> Batch:
     row = _WRITE if record else ""
     undo = f"IF @rc >= 0 {give('@resource')}" if record else ""
     declared = ", @token bigint = 0, @declared int = 0, @now bigint = 0" if record else ""
-    result = "@token AS token, @declared AS declared" if record else "0 AS token, @slots AS declared"
+    result = "@token AS tokens, @declared AS declared" if record else "N'' AS tokens, @slots AS declared"
     return batch(
         ("stamp", "base", "gate", "resource", "slot", "slots", *more),
         f"""
@@ -79,7 +79,7 @@ BEGIN
         END;
     END;
 END;
-SELECT @status AS status, {result};
+SELECT @status AS status, @slot AS slots, {result};
 """,
         patient=record,
     )

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error as DjangoDatabaseError
 
-from django_sqlsem.backends import applock_sockets
+from django_sqlsem.backends import applock_sockets, applock_watch
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_codes import Meaning, failure, meaning
-from django_sqlsem.backends.applock_connect import connect
+from django_sqlsem.backends.applock_connect import answer_timeout, connect
 from django_sqlsem.backends.applock_turns import Turn
 from django_sqlsem.backends.base import Grant
 from django_sqlsem.clocks import boot_now
@@ -26,10 +26,8 @@ from django_sqlsem.sessions import backend_error
 if TYPE_CHECKING:
     from django_sqlsem.backends.applock_names import LockNames
 
-#: A batch that does not wait takes no longer than this, in seconds, or the server does not answer.
-ANSWER_TIMEOUT: Final = 5
-#: After so many seconds without a word the server is not asked once more whether it is there.
-SILENT: Final = 8.0
+#: So many seconds after the answer was due the server is not asked once more whether it is there.
+SILENT: Final = 3.0
 #: ODBC's number of that attribute.
 SQL_ATTR_CONNECTION_TIMEOUT: Final = 113
 
@@ -68,9 +66,17 @@ class LockSession:
         self.unclear: dict[str, tuple[LockNames, int]] = {}
         #: Why it is gone; empty while it stands.
         self.ended = ""
+        #: Whether that is certain: the server, or the network on its behalf, has said so.
+        self.surely_ended = False
+        #: Whether it was ended from here, in the middle of a statement.
+        self.was_cut = False
         #: The boot clock when the last statement was sent that proved that it stands.
         self.proved_at = boot_now()
         self.last_used = time.monotonic()
+        #: Since when the server owes an answer, by ``time.monotonic()``; 0: it does not, or there is time.
+        self.asked = 0.0
+        #: For how many seconds it may owe one.
+        self.limit = answer_timeout(alias)
         #: Whether somebody waits on it.
         self.waiting = False
         #: Kept while descriptors are used: once the connection is closed, their numbers are others'.
@@ -80,6 +86,7 @@ class LockSession:
         self.stamp = f"sqlsem:{process_id()}:{secrets.token_hex(8)}"
         self._raw, self._wrapper, self._descriptors = connect(alias, in_turn)
         self._limit_reads()
+        applock_watch.watch.add(self)
         self._cursors: dict[str, Any] = {}
         self.session_id, self.session_us = 0, 0
         try:
@@ -114,7 +121,9 @@ class LockSession:
                 row = self._execute(batch.text, parameters, waits=waits)
         except DjangoDatabaseError as error:
             # Whatever else the server said of this batch, the other locks here are not to be lost for it.
-            gone = meaning(error) is Meaning.SESSION_ENDED or boot_now() - sent > SILENT
+            known = meaning(error)
+            self.surely_ended = known is Meaning.SESSION_ENDED and not self.was_cut
+            gone = known in (Meaning.SESSION_ENDED, Meaning.SILENT) or boot_now() - sent > self.limit + SILENT
             if gone or not self._answers():
                 self.end(str(error.__cause__ or error).strip())
             raise backend_error(self.alias, error, stale=bool(self.ended) and not self.fresh) from error
@@ -145,11 +154,12 @@ class LockSession:
         cursor = self._cursors.get(text)
         if cursor is None:
             try:
-                self._raw.timeout = 0 if waits else ANSWER_TIMEOUT  # of a cursor, read when it is made
+                self._raw.timeout = 0 if waits else self.limit  # of a cursor, read when it is made
                 cursor = self._cursors[text] = self._raw.cursor()
             finally:
-                self._raw.timeout = ANSWER_TIMEOUT
+                self._raw.timeout = self.limit
         try:
+            self.asked = 0.0 if waits else time.monotonic()
             cursor.execute(text, parameters)
             while cursor.description is None:  # some servers send a word about each refused lock
                 if not cursor.nextset():
@@ -164,6 +174,8 @@ class LockSession:
                 cursor.close()
             self._cursors.pop(text, None)
             raise
+        finally:
+            self.asked = 0.0
 
     def _mend(self) -> None:
         """Let go of results that a struck thread has not read: they would be in the way of the next statement."""
@@ -174,9 +186,9 @@ class LockSession:
 
     def _limit_reads(self) -> None:
         """Limit the connection besides its cursors: else Microsoft's driver waits for ever for a silent server."""
-        self._raw.timeout = ANSWER_TIMEOUT
+        self._raw.timeout = self.limit
         if type(self._raw).__module__.startswith("mssql_python"):  # whose timeout is its cursors' alone
-            self._raw.set_attr(SQL_ATTR_CONNECTION_TIMEOUT, ANSWER_TIMEOUT)
+            self._raw.set_attr(SQL_ATTR_CONNECTION_TIMEOUT, self.limit)
 
     def _answers(self) -> bool:
         try:
@@ -206,6 +218,7 @@ class LockSession:
 
     def cut(self) -> None:
         """End it from another thread, also in the middle of a wait: the server frees all its locks."""
+        self.was_cut = True
         with self._sockets:
             applock_sockets.cut(self._descriptors)
 
@@ -219,6 +232,7 @@ class LockSession:
         with contextlib.suppress(Exception):
             self._raw.close()
         applock_sockets.forget(closed)
+        applock_watch.watch.remove(self)
         # Last: one that was struck on the way here is ended by its next user.
         self.ended = self.ended or why or "closed"
 

@@ -78,6 +78,7 @@ TYPES: Final = {
     "kind": "nvarchar(16)",
     "name": "nvarchar(400)",
     "permit": "nvarchar(32)",
+    "before": "nvarchar(32)",
     "host": "nvarchar(510)",
     "thread": "nvarchar(200)",
     "label": "nvarchar(400)",
@@ -204,6 +205,16 @@ UPDATE sqlsem_slot SET permit_id = NULL, expires_us = NULL WHERE semaphore_key =
 SELECT @revoked = COALESCE(revoked_token, 0), @by = revoked_by FROM sqlsem_slot
 WHERE semaphore_key = @key AND slot = @slot;
 SELECT @revoked AS revoked_token, @by AS revoked_by;
+""",
+)
+
+#: Whoever waits next in the same process gets what was granted to one that has given up meanwhile.
+RENAME: Final = batch(
+    ("key", "before", "permit", "lease", "thread", "label", "user"),
+    """
+UPDATE sqlsem_slot SET permit_id = @permit, lease_us = @lease, thread = @thread, label = @label, user_name = @user
+WHERE semaphore_key = @key AND permit_id = @before;
+SELECT @@ROWCOUNT AS renamed;
 """,
 )
 

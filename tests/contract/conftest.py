@@ -19,6 +19,7 @@ STAND_IN: Final = {
     "PATIENT": 5,
     "FIGHT": 30.0,
     "MIXED": 30.0,
+    "PURGED": 8.0,
 }
 #: What Microsoft's driver takes longer to give up a query whose answer does not come than it was told, in seconds.
 DRIVER: Final = {"BOUND": 15.0}

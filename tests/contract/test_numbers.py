@@ -145,6 +145,10 @@ def test_pause_and_resume(database):
         waiter.release()
 
 
+#: For how long a name is purged while others use it, in seconds.
+PURGED = 1.5
+
+
 def take_now_and_then(alias: str, name: str, seconds: float) -> None:
     """Take a mutex with pauses; tell the tokens, each with the clock that all processes of a host share."""
     tally = Tally()
@@ -173,11 +177,11 @@ def test_tokens_grow_while_the_idle_name_is_purged_between_grants(database, coun
 
     with contextlib.ExitStack() as stack:
         where = "tests.contract.test_numbers:take_now_and_then"
-        children = [stack.enter_context(Child(where, database, "between", 1.5)) for _ in range(2)]
+        children = [stack.enter_context(Child(where, database, "between", PURGED)) for _ in range(2)]
         for child in children:
             child.expect("ready", timeout=60)
         purged = 0
-        deadline = time.monotonic() + 1.5
+        deadline = time.monotonic() + PURGED
         while time.monotonic() < deadline:
             plan = control.plan_purge(idle=0, name_glob="between", using=database)
             purged += len(control.execute_purge(plan, by="test").deleted)

@@ -14,12 +14,12 @@ from django_sqlsem import BackendError, semaphore
 from django_sqlsem.backends import applock_claims, applock_sql, get_backend
 from django_sqlsem.backends.applock_names import lock_names
 from django_sqlsem.backends.applock_session import LockSession
-from tests.mssql.plain import ALIAS, Session, covered
+from tests.mssql.plain import ALIAS, Session, skip_unless_covered
 from tests.proxy import proxy_for
 from tests.threads import wait_until
 
+skip_unless_covered()
 pytestmark = [
-    pytest.mark.skipif(not covered(), reason="no mssql: SQLSEM_TEST_MSSQL_URL names no server that answers"),
     pytest.mark.usefixtures("committed"),
 ]
 
@@ -69,7 +69,7 @@ def test_an_error_about_one_name_is_raised_and_costs_no_other_permit(monkeypatch
         failing = applock_sql.Batch(
             made.text.replace("@status int", "@zero int = 1 / (@take - 2), @status int", 1), made.parameters
         )
-        monkeypatch.setattr(applock_claims.acquiring, "acquire", lambda record: failing)
+        monkeypatch.setattr(applock_claims.acquiring, "acquire", lambda **options: failing)
         began = time.monotonic()
         with pytest.raises(BackendError):
             semaphore("bad", slots=2, take=2, using=ALIAS).acquire(timeout=0)

@@ -13,10 +13,10 @@ from django_sqlsem.snapshots import SlotState
 from tests import tds
 from tests.contract.actors import Actor
 from tests.databases import held_rows
-from tests.mssql.plain import ALIAS, covered
+from tests.mssql.plain import ALIAS, skip_unless_covered
 from tests.threads import wait_until
 
-pytestmark = pytest.mark.skipif(not covered(), reason="no mssql: SQLSEM_TEST_MSSQL_URL names no server that answers")
+skip_unless_covered()
 
 #: A process proves every 2 s that its sessions stand; the rest is for a busy machine.
 HEARTBEAT = 3.0

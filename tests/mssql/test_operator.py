@@ -23,13 +23,13 @@ from django_sqlsem.snapshots import SlotState
 from tests import tds
 from tests.contract.actors import Actor
 from tests.databases import OutsideCounter, held_rows, session_ids
-from tests.mssql.plain import ALIAS, Session, covered
+from tests.mssql.plain import ALIAS, Session, skip_unless_covered
 from tests.operators import locks, locks_command
 from tests.processes import Child
 from tests.test_admin import SEMAPHORES, SLOTS, ask, confirm, key, login, said, text
 from tests.threads import wait_until
 
-pytestmark = pytest.mark.skipif(not covered(), reason="no mssql: SQLSEM_TEST_MSSQL_URL names no server that answers")
+skip_unless_covered()
 
 #: A process proves every 2 s that its sessions stand, and then asks by whom one was ended, on another one, which it may
 #: have to open; the rest is for a busy machine.

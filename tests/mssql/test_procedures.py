@@ -19,13 +19,13 @@ from django_sqlsem.snapshots import SlotState
 from tests.contract.actors import Actor
 from tests.databases import OutsideCounter, held_rows
 from tests.mssql import counting_semaphore, procedures
-from tests.mssql.plain import ALIAS, Request, Session, covered
+from tests.mssql.plain import ALIAS, Request, Session, skip_unless_covered
 from tests.mssql.procedures import Program
 from tests.operators import locks, make_semaphore
 from tests.processes import Child
 from tests.threads import wait_until
 
-pytestmark = pytest.mark.skipif(not covered(), reason="no mssql: SQLSEM_TEST_MSSQL_URL names no server that answers")
+skip_unless_covered()
 
 NAME = "nightly"
 #: Each has something that goes wrong if resources or keys are computed otherwise than in Python.

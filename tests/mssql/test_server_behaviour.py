@@ -15,18 +15,15 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests import tds
-from tests.mssql.plain import ALIAS, LONG, Request, Session, covered, free, is_there, works
+from tests.mssql.plain import ALIAS, LONG, Request, Session, free, is_there, skip_unless_covered, works
 from tests.processes import Child
 from tests.threads import wait_until
 
-pytestmark = pytest.mark.skipif(not covered(), reason="no mssql: SQLSEM_TEST_MSSQL_URL names no server that answers")
+skip_unless_covered()
 
 #: What the stand-in lacks, or does otherwise, by the names of the tests.
 LACKS: dict[str, str] = {
-    "test_a_row_that_stays_locked_is_1222_and_costs_no_application_lock": "a lock timeout has no number, and ends the"
-    " batch although it is inside TRY",
     "test_a_lock_timeout_ends_with_the_batch_that_has_parameters": "SET in a batch with parameters outlives it",
-    "test_names_are_cut_after_255_units[two-units]": "a longer name with such characters is refused with an error",
     "test_the_digest_of_a_name_is_that_of_its_utf_16": "HASHBYTES takes nvarchar in UTF-8, and CONVERT has no style 2",
     "test_dm_tran_locks_shows_who_has_and_who_waits": "it has no sys.dm_tran_locks",
     "test_dm_tran_locks_needs_a_right": "it has no sys.dm_tran_locks",

@@ -12,20 +12,20 @@ import pytest
 
 from benchmarks.stats import Turn, jain, longest_wait, most_overtaken
 from django_sqlsem import queries, semaphore
-from django_sqlsem.backends import applock_line_sql as line_sql
+from django_sqlsem.backends import applock_acquire_sql as acquiring
 from django_sqlsem.backends.applock_names import lock_names
 from tests.applocks import note_statements
 from tests.children import listen, say
 from tests.contract.actors import Actor
 from tests.databases import OutsideCounter, held_rows, kill_sessions, session_ids
 from tests.mssql import counting_semaphore
-from tests.mssql.plain import ALIAS, Session, covered, free
+from tests.mssql.plain import ALIAS, Session, free, skip_unless_covered
 from tests.processes import Child
 from tests.threads import wait_until
 
+skip_unless_covered()
 pytestmark = [
     pytest.mark.soak,
-    pytest.mark.skipif(not covered(), reason="no mssql: SQLSEM_TEST_MSSQL_URL names no server that answers"),
 ]
 
 PROCESSES, SLOTS = 8, 3
@@ -76,7 +76,7 @@ def run(use, name, hold):
 def ours(name, slots, hold):
     """Use it through the library."""
     shared = semaphore(name, slots=slots, timeout=None, using=ALIAS)
-    places = {line_sql.stand_in_line(record=record).text for record in (True, False)}
+    places = {acquiring.acquire(record=record, in_line=True).text for record in (True, False)}
     lined_up = []
     note_statements(lambda text: lined_up.append(time.monotonic()) if text in places else None)
 
