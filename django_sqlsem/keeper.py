@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import logging
 from typing import TYPE_CHECKING, TypeVar
@@ -179,6 +180,14 @@ class Keeper(KeeperBase):
         finally:  # if this thread is struck, the one that waits is told all the same
             if hold.state is State.HELD and hold.queued and not hold.told:
                 hold.answer()
+
+    def doubt(self, claim: Claim) -> None:
+        """Free what this claim may have got, now and again until its statement must have ended."""
+        self.doubt_permit(claim.resource, claim.permit_id)
+
+    @abc.abstractmethod
+    def doubt_permit(self, resource: Resource, permit_id: str) -> None:
+        """Free what the claim with this id may have got."""
 
     def answer_again(self, hold: Hold) -> None:
         """Tell a waiter of its grant, whose messenger was struck on the way."""

@@ -80,13 +80,9 @@ class KeeperBase(abc.ABC):
         """Have the arbiter take its next step when it is due: something in it has changed."""
         self.poke(arbiter)
 
+    @abc.abstractmethod
     def doubt(self, claim: Claim) -> None:
         """Free what this claim may have got, now and again until its statement must have ended."""
-        self.doubt_permit(claim.resource, claim.permit_id)
-
-    @abc.abstractmethod
-    def doubt_permit(self, resource: Resource, permit_id: str) -> None:
-        """Free what the claim with this id may have got."""
 
     @abc.abstractmethod
     def renew_now(self, hold: Hold) -> None:

@@ -37,6 +37,8 @@ _EXTRA = {
     "freetds": "TDS_Version=7.4;ClientCharset=UTF-8",
     "mssql-python": "TrustServerCertificate=yes",
 }
+#: A stand-in compiles each batch anew, and slowly: many processes at once keep it busy for long. In seconds.
+PATIENCE = {"query_timeout": 12, "connection_timeout": 20}
 _SLOT_LIKE = re.compile(r"[0-9]+-")
 _PATIENCE = 20.0
 
@@ -61,8 +63,7 @@ def settings_for(url: str) -> dict[str, Any]:
         options |= {"driver": "FreeTDS", "host_is_server": True}
     else:
         options["python_driver"] = "mssql_python"
-    # A stand-in compiles each batch anew, and much slower: many processes at once keep it busy for long.
-    options |= {"query_timeout": 12, "connection_timeout": 20}
+    options |= PATIENCE
     settings["OPTIONS"] = options | given
     settings["PORT"] = str(settings["PORT"] or 1433)
     settings["NAME"] = settings["NAME"] or "master"
