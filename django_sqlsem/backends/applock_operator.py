@@ -61,9 +61,15 @@ class ApplockOperator(BaseSemaphoreBackend):
 
     def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
         """Read one name on a lock session, whatever the caller's transaction is up to."""
-        with self.pool.shared("") as own:
-            found = applock_view.read(own.rows, names=[resource.name])
-        return found[0] if found else None
+        while True:
+            with self.pool.shared("") as own:
+                try:
+                    found = applock_view.read(own.rows, names=[resource.name])
+                except BackendError as error:
+                    if not error.stale_connection:  # else it had died unnoticed, and another one may do better
+                        raise
+                    continue
+            return found[0] if found else None
 
     def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
         """Return snapshots ordered by name."""

@@ -20,6 +20,8 @@ STAND_IN: Final = {
     "FIGHT": 30.0,
     "MIXED": 30.0,
     "PURGED": 8.0,
+    "THRONG": 16,
+    "STARVED": 15,
 }
 #: What Microsoft's driver takes longer to give up a query whose answer does not come than it was told, in seconds.
 DRIVER: Final = {"BOUND": 15.0}

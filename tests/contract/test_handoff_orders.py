@@ -157,6 +157,11 @@ def throng(alias, name, slots, takes, seconds):
     say(f"waits {json.dumps([waits, tally.errors])}")
 
 
+#: For how long many ask over and over, and how long one of them may wait at the most, in seconds.
+THRONG = 4
+STARVED = 5
+
+
 def test_nobody_starves_who_wants_several(database, counter):
     """Ten ask for one slot over and over, in processes of their own with those who ask for two and for three."""
     seen = set()
@@ -170,7 +175,7 @@ def test_nobody_starves_who_wants_several(database, counter):
     with contextlib.ExitStack() as stack:
         where = "tests.contract.test_handoff_orders:throng"
         takes = [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 2], [3]]
-        children = [stack.enter_context(Child(where, database, "throng", 3, each, 4)) for each in takes]
+        children = [stack.enter_context(Child(where, database, "throng", 3, each, THRONG)) for each in takes]
         for child in children:
             child.expect("ready", timeout=60)
         watcher = threading.Thread(target=watch)
@@ -188,7 +193,7 @@ def test_nobody_starves_who_wants_several(database, counter):
     waits = {take: sorted(told[child][0][take]) for take, child in (("1", 0), ("2", 2), ("3", 3))}
     print({take: (len(found), round(found[len(found) // 2], 3), round(found[-1], 3)) for take, found in waits.items()})
     assert all(len(found) >= 3 for found in waits.values())
-    assert all(found[-1] < 5 for found in waits.values())
+    assert all(found[-1] < STARVED for found in waits.values())
 
 
 # Barging, and those who will not wait.
