@@ -24,6 +24,8 @@ _UNWANTED: Final = re.compile(
 )
 
 
+#: Where SQL Server listens unless an alias says otherwise.
+DEFAULT_PORT: Final = 1433
 #: A batch that does not wait takes no longer than this, in seconds, or the server does not answer.
 ANSWER_TIMEOUT: Final = 5
 #: An alias may have longer ones for its own queries, but a silent server is to be found out.
@@ -56,7 +58,8 @@ def connect(alias: str, in_turn: Callable[[], object]) -> tuple[Any, BaseDatabas
         return wrapper.get_new_connection(parameters)
 
     with wrapper.wrap_database_errors:
-        raw, sockets = applock_sockets.opening(connect_now)
+        port = str(wrapper.settings_dict.get("PORT") or DEFAULT_PORT)
+        raw, sockets = applock_sockets.opening(connect_now, int(port) if port.isdecimal() else None)
         raw.autocommit = True
     return raw, wrapper, sockets
 

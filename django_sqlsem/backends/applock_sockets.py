@@ -22,15 +22,18 @@ _opened: list[Socket] = []
 _ASK_AFTER, _ASK_EVERY, _ASK_TIMES = 30, 5, 3
 
 
-def opening(connect: Callable[[], T]) -> tuple[T, list[Socket]]:
-    """Call ``connect`` in its turn; return what it returns, and the TCP sockets that it opened.
+def opening(connect: Callable[[], T], port: int | None = None) -> tuple[T, list[Socket]]:
+    """Call ``connect`` in its turn; return what it returns, and the TCP socket that it opened.
 
-    None are known where the system does not list a process's files, or if others were opened at the same moment.
+    None is known where the system does not list a process's files, or if others were opened at the same moment; those
+    that lead to another ``port`` do not count.
     """
     with gate:
         before = _sockets()
         connection = connect()
         new = [fd for fd, inode in _sockets().items() if before.get(fd) != inode and _is_tcp(fd)]
+        if len(new) > 1:
+            new = [fd for fd in new if _port_of(fd) == port]
         found = [(fd, os.fstat(fd).st_ino) for fd in new] if len(new) == 1 else []
         _opened.extend(found)
     for fd, _inode in found:
@@ -87,6 +90,12 @@ def _is_tcp(descriptor: int) -> bool:
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
         return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
     return False
+
+
+def _port_of(descriptor: int) -> int | None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
+        return int(sock.getpeername()[1])
+    return None
 
 
 def _keep_alive(descriptor: int) -> None:

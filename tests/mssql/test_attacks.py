@@ -114,6 +114,7 @@ def test_a_silent_server_is_found_out_also_after_a_wait(monkeypatch):
             for key, value in (("HOST", "127.0.0.1"), ("PORT", str(proxy.port))):
                 patched.setitem(connections[ALIAS].settings_dict, key, value)
             session = LockSession(ALIAS)
+        assert session.can_be_cut, "the proxy opens sockets of its own at the same moment"
         session.run(applock_sql.Batch("SELECT 1 AS waited", ()), {}, waits=True)
         session.prove()
         proxy.silence()
