@@ -22,11 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LABELS = {"default": "sqlite"}
 #: How long a release that the keeper is still busy with may take after a test, in seconds.
 GRACE = 2.0
-#: The tables that tests write, in the order in which they can be emptied.
+#: The tables that tests write besides the library's own, in the order in which they can be emptied.
 WRITTEN = (
-    "sqlsem_waiter",
-    "sqlsem_slot",
-    "sqlsem_semaphore",
     "testapp_probe",
     "django_admin_log",
     "django_session",
@@ -174,7 +171,9 @@ def delete_rows(alias: str) -> None:
     """Delete all that tests write to an alias."""
     connections[alias].close()  # whatever a test did to it
     with connections[alias].cursor() as cursor:
-        for table in WRITTEN:
+        models = [model for model in apps.get_app_config("sqlsem").get_models() if model.__name__ != "ServerRow"]
+        own = [model._meta.db_table for model in reversed(models)]
+        for table in (*own, *WRITTEN):
             cursor.execute(f"DELETE FROM {table}")
 
 
