@@ -119,8 +119,9 @@ _SHRINK: Final = f"""
 _SWEEP: Final = f"""
 IF @status = {DONE}
 BEGIN
-    {get("@base", "IntentExclusive", "0")}
+    {get("@base", "@mode", "@budget")}
     IF @rc >= 0 SET @intent = 1; ELSE SET @status = CASE WHEN @rc = -1 THEN {BUSY} ELSE @rc END;
+    IF @rc = 1 SET @waited = 1;
     IF @n <= {FEW} SET @start = 0;
     -- shrink
     WHILE @status = {DONE} AND @count < @take
@@ -222,7 +223,7 @@ SELECT @status AS status, @csv AS slots, @tokens AS tokens, @declared AS declare
 
 _WAITING: Final = "DECLARE @waited int = 0;"
 
-_CLAIM: Final = ("stamp", "base", "gate", "slots", "take", "fair", "start", "budget", "step")
+_CLAIM: Final = ("stamp", "base", "gate", "mode", "slots", "take", "fair", "start", "budget", "step")
 _HOLDER: Final = ("key", "kind", "permit", "lease", "host", "pid", "thread", "label", "user", "process")
 _SESSION: Final = ("session_id", "session_us", "ticket", "waiting")
 

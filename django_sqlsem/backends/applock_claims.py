@@ -13,7 +13,7 @@ from django_sqlsem.backends import applock_quick_sql as quick
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_codes import ERRORS, Meaning, failure
 from django_sqlsem.backends.applock_holding import ApplockHolding
-from django_sqlsem.backends.applock_names import lock_names
+from django_sqlsem.backends.applock_names import lock_names, mode_of
 from django_sqlsem.backends.applock_session import Holding, LockSession
 from django_sqlsem.backends.base import Claim, Grant, Granted
 from django_sqlsem.clocks import boot_now
@@ -112,6 +112,7 @@ class ApplockClaims(ApplockHolding):
             "stamp": session.stamp,
             "base": names.base,
             "gate": names.gate,
+            "mode": mode_of(claim.resource.kind),
             "slots": claim.slots or 0,
             "take": claim.take,
             "fair": int(fair),

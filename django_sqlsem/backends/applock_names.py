@@ -22,7 +22,7 @@ _LIKE_A_SLOT: Final = re.compile(r"[0-9]+-")
 class LockNames:
     """The resources of one semaphore."""
 
-    #: Slots are ``<slot>-<base>``; every holder has the base itself too, in mode IntentExclusive.
+    #: Slots are ``<slot>-<base>``; every holder has the base itself too, in a mode that its kind of lock says.
     base: str
     #: Whoever holds it is the first in line.
     gate: str
@@ -30,6 +30,15 @@ class LockNames:
     def slot(self, number: int) -> str:
         """Return the resource of a slot, counted from 1."""
         return f"{number}-{self.base}"
+
+
+#: The mode in which holders have the name itself, by the kind of lock. Those of semaphores do not exclude one another.
+MODES: Final = {"monitor": "Exclusive"}
+
+
+def mode_of(kind: str) -> str:
+    """Return the mode in which a holder has the name itself."""
+    return MODES.get(kind, "IntentExclusive")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -100,6 +100,7 @@ END;
 """
 _STEPS: Final = acquiring.STEPS
 _CLAIM: Final = f"""
+DECLARE @mode varchar(32) = 'IntentExclusive';
 {_STEPS["variables"]}{_STEPS["read"]}{_UNRECORDED}{_STEPS["take"]}
 IF @record = 1
 BEGIN

@@ -58,12 +58,12 @@ def acquire(*, record: bool) -> Batch:
     declared = ", @token bigint = 0, @declared int = 0, @now bigint = 0" if record else ""
     result = "@token AS tokens, @declared AS declared" if record else "N'' AS tokens, @slots AS declared"
     return batch(
-        ("stamp", "base", "gate", "resource", "slot", "slots", *more),
+        ("stamp", "base", "gate", "mode", "resource", "slot", "slots", *more),
         f"""
 DECLARE @status int = {BUSY}, @rc int = -1, @done int{declared};
 IF {_OURS} AND NOT {taken("@gate")}
 BEGIN
-    {get("@base", "IntentExclusive", "0")}
+    {get("@base", "@mode", "0")}
     IF @rc >= 0
     BEGIN
         {get("@resource", "Exclusive", "0")}

@@ -46,8 +46,10 @@ class Batch:
 
 
 def get(resource: str, mode: str, timeout: str) -> str:
+    """Return the statement; ``mode`` is a mode's name, or a variable."""
+    text = mode if mode.startswith("@") else f"'{mode}'"
     return (
-        f"EXEC @rc = sys.sp_getapplock @Resource = {resource}, @LockMode = '{mode}', @LockOwner = 'Session',"
+        f"EXEC @rc = sys.sp_getapplock @Resource = {resource}, @LockMode = {text}, @LockOwner = 'Session',"
         f" @LockTimeout = {timeout}, @DbPrincipal = 'public';"
     )
 
@@ -72,6 +74,7 @@ TYPES: Final = {
     "stamp": "varchar(60)",
     "base": "nvarchar(255)",
     "gate": "nvarchar(255)",
+    "mode": "varchar(32)",
     "resource": "nvarchar(255)",
     "csv": "nvarchar(max)",
     "key": "nvarchar(32)",
