@@ -225,7 +225,7 @@ def refresh_every(
     seconds = to_seconds(length, what="period", minimum=SHORTEST) or SHORTEST
     if using is not None and not isinstance(using, str):
         raise TypeError(f"using must be the alias of a database or None, not {shown(using)}.")
-    values = _values(cache, field, seconds)
+    values = _values(cache, field)
     lock = Semaphore(
         given,
         1,
@@ -252,12 +252,12 @@ def refresh_every(
     return decorate if build is None else decorate(build)
 
 
-def _values(cache: object, field: object, period: float) -> Values:
+def _values(cache: object, field: object) -> Values:
     if field is not None:
         return FieldValues.of(field)
     if not isinstance(cache, str):
         raise TypeError(f"cache must be the alias of a cache, not {shown(cache)}; without one, give field=.")
-    return CacheValues(cache, period)
+    return CacheValues(cache)
 
 
 def _name_of(func: Build) -> str:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from asgiref.sync import sync_to_async
 from django.conf import settings
-from django.core.cache import caches
+from django.core.cache import InvalidCacheBackendError, caches
 from django.core.cache.backends.dummy import DummyCache
 from django.core.cache.backends.locmem import LocMemCache
 from django.core.exceptions import FieldDoesNotExist, ImproperlyConfigured
 from django.db import connections, router, transaction
 from django.db.models import Model, QuerySet
-from django.utils.connection import ConnectionDoesNotExist
 
 from django_sqlsem import testmode
 from django_sqlsem.caller_sessions import OrdinarySession
@@ -37,8 +36,6 @@ class Missing:
 
 
 MISSING: Final = Missing()
-#: A value may be wanted for a while after its period: the first who comes then gets it built, the others get it.
-_EXTRA: Final = 86400.0
 
 
 class Values(Protocol):
@@ -69,14 +66,13 @@ class CacheValues:
     """Values in Django's cache. An entry is never overwritten: its key has the token under which it was built."""
 
     cache: str
-    period: float
     release_policy: str = "on_exit"
 
     def check(self, alias: str) -> None:
         """Raise ``ImproperlyConfigured`` for a cache that is not there, or that each process has for itself."""
         try:
             cache = caches[self.cache]
-        except ConnectionDoesNotExist:
+        except InvalidCacheBackendError:
             raise ImproperlyConfigured(
                 f"cache is {self.cache!r}, which is not in CACHES: {', '.join(sorted(caches.settings))}."
             ) from None
@@ -84,8 +80,8 @@ class CacheValues:
         if type(cache) in (LocMemCache, DummyCache) and not (settings.DEBUG or testmode.active()):
             raise ImproperlyConfigured(
                 f"refresh_every() can't keep values in CACHES[{self.cache!r}]: with {type(cache).__name__} each "
-                "process would have its own. Use a cache that all processes share, such as DatabaseCache or RedisCache, "
-                "or field=(Model.objects.filter(...), 'field')."
+                "process would have its own. Use a cache that processes share, such as DatabaseCache or RedisCache, or "
+                "field=(Model.objects.filter(...), 'field')."
             )
 
     def get(self, resource: Resource, token: int) -> Any:
@@ -101,7 +97,7 @@ class CacheValues:
     def put(self, session: Session, resource: Resource, token: int, value: Any, stamp: Stamp) -> bool:
         """First the entry, which nobody knows of, and then the row that names its token."""
         cache, entry = caches[self.cache], _entry(resource, token)
-        cache.set(entry, (value,), timeout=3 * self.period + _EXTRA)
+        cache.set(entry, (value,), timeout=None)  # many caches go by the clocks of hosts, which may be wrong
         counts = False
         try:
             counts = stamp(session)

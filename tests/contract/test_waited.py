@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import threading
 
 import pytest
 
-from django_sqlsem import AcquireTimeoutError, keeper, mutex, queries, semaphore
+from django_sqlsem import AcquireTimeoutError, keeper, mutex, semaphore
 from django_sqlsem.arbiter import Arbiter
 from django_sqlsem.backends import get_backend
 from django_sqlsem.backends.rows_claims import RowsClaims
@@ -102,19 +103,19 @@ def test_a_new_name_is_never_seen_free_by_others(database, monkeypatch, way):
     seen = []
     create = RowsClaims._create
 
+    def watch(name):
+        return [row.slot for row in held_rows(database)], mutex(name, using=database).try_acquire()
+
     def create_and_be_watched(claims, session, dialect, claim, *args):
         grant = create(claims, session, dialect, claim, *args)
-        if claim.resource.name != "warm":
-            seen.append(len([row for row in held_rows(database) if row.semaphore.name == claim.resource.name]))
-            with contextlib.suppress(AcquireTimeoutError):
-                watcher.append(run_in_threads(1, lambda _: mutex(claim.resource.name, using=database).try_acquire()))
+        if not seen:
+            seen.append(run_in_threads(1, lambda _: watch(claim.resource.name)))  # apart from the keeper's thread
         return grant
 
     monkeypatch.setattr(RowsClaims, "_create", create_and_be_watched)
     for number in range(3):
-        watcher = []
         permit = acquire(mutex(f"new-{number}", using=database), way)
-        assert (permit.waited, seen.pop(), watcher) == (0, 1, [[None]])
+        assert (permit.waited, seen.pop()) == (0, [([1], None)])
         permit.release()
         assert seen == []
 
@@ -180,8 +181,11 @@ def test_a_try_when_the_last_waiter_of_its_process_has_just_given_up(database, m
 
 
 def requests(alias: str, threads: int) -> None:
-    """Have so many threads ask for the parent's names at once; each says what it did."""
+    """Have so many threads or tasks ask for each of the parent's names at once; each says what it did."""
     counter = OutsideCounter(alias)
+
+    def all_wait(name: str) -> bool:
+        return mutex(name, using=alias).status().waiting == REQUESTS - 1
 
     def ask(name: str) -> str:
         with mutex(name, timeout=60, using=alias) as permit:
@@ -189,8 +193,8 @@ def requests(alias: str, threads: int) -> None:
                 return "left"  # somebody else has just done the work
             with counter.inside():
                 say("working")
-                wait_until(lambda: queries.semaphore(name, using=alias).waiting == REQUESTS - 1, timeout=60)
-            return "worked"
+                wait_until(functools.partial(all_wait, name), timeout=60)
+            return f"worked {name}"
 
     async def aask(name: str) -> str:
         async with mutex(name, timeout=60, using=alias) as permit:
@@ -198,17 +202,21 @@ def requests(alias: str, threads: int) -> None:
                 return "left"
             with counter.inside():
                 say("working")
-                while (await mutex(name, using=alias).astatus()).waiting != REQUESTS - 1:
-                    await asyncio.sleep(0.01)
-            return "worked"
+                everybody = functools.partial(wait_until, functools.partial(all_wait, name), timeout=60)
+                await asyncio.to_thread(everybody)
+            return f"worked {name}"
 
-    async def tasks(name: str) -> list[str]:
-        return list(await asyncio.gather(*(aask(name) for _ in range(threads))))
+    async def tasks(names: list[str]) -> list[str]:
+        return list(await asyncio.gather(*(aask(name) for name in names)))
 
     say("ready")
     while (line := listen()) != "end":
-        way, _, name = line.partition(" ")
-        done = asyncio.run(tasks(name)) if way == "async" else run_in_threads(threads, lambda _, n=name: ask(n))
+        way, *names = line.split()
+        names *= threads
+        if way == "async":
+            done = asyncio.run(tasks(names))
+        else:
+            done = run_in_threads(len(names), lambda index, names=names: ask(names[index]), timeout=120)
         say(f"done {json.dumps(done)}")
 
 
@@ -222,18 +230,21 @@ def test_of_ten_identical_requests_one_does_the_work(database, counter):
         ]
         for child in children:
             child.expect("ready", timeout=90)
-        for number in range(ROUNDS):
+        for number in range(0, ROUNDS, 2):  # two names at a time
             for index, child in enumerate(children):
-                child.send(f"{'async' if (index + number) % 2 else 'sync'} work-{number}")
+                way = "async" if (index + number // 2) % 2 else "sync"
+                child.send(f"{way} work-{number} work-{number + 1}")
             done = []
             for child in children:
-                line = child.expect(timeout=90)
-                if line == "working":
-                    line = child.expect(timeout=90)
+                while (line := child.expect(timeout=120)) == "working":
+                    pass
                 assert line.startswith("done "), (line, child.stderr)
                 done += json.loads(line[5:])
-            assert sorted(done) == ["left"] * (REQUESTS - 1) + ["worked"], number
-            assert counter.entered == number + 1
+            assert sorted(done) == ["left"] * 2 * (REQUESTS - 1) + [
+                f"worked work-{number}",
+                f"worked work-{number + 1}",
+            ], number
+            assert counter.entered == number + 2
         for child in children:
             child.send("end")
         for child in children:
