@@ -13,6 +13,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
+import django_sqlsem.admin_refresh  # noqa: F401 - it registers a list of its own
 from django_sqlsem import admin_actions, queries
 from django_sqlsem.admin_confirm import DamagedFormError
 from django_sqlsem.admin_display import (

@@ -127,12 +127,15 @@ class Hold:
         self.claim = dataclasses.replace(self.claim, permit_id=uuid.uuid4().hex, presence=self.keeper.presence)
         self.asked = False
 
-    def granted(self, grant: Grant, sent: float, lasts: float) -> None:
-        """Note the grant; ``sent`` is the boot clock from which its ``lasts`` seconds count here."""
+    def granted(self, grant: Grant, sent: float, lasts: float, *, at_once: bool) -> None:
+        """Note the grant; ``sent`` is the boot clock from which its ``lasts`` seconds count here.
+
+        ``at_once``: the claim's own statement was granted, as nobody held all slots or stood before it.
+        """
         self.grant = grant
         self.granted_at = boot_now()
-        if self.state is State.QUEUED:
-            self.waited = self.granted_at - self.arrived
+        if not at_once or self.waited:  # once it has waited, it has waited, whatever became of that grant
+            self.waited = max(self.granted_at - self.arrived, 1e-9)
         self.renewed(sent, lasts)
         self.state = State.HELD
 

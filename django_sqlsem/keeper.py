@@ -5,7 +5,9 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
-from typing import TYPE_CHECKING, TypeVar
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from django_sqlsem import transactions
 from django_sqlsem.arbiter import Arbiter
@@ -25,6 +27,9 @@ logger = logging.getLogger("django_sqlsem")
 
 T = TypeVar("T")
 
+#: For how long one that does not wait lets the process give up a place in which nobody waits any more, in seconds.
+CLEARED: Final = 1.0
+
 
 class Keeper(KeeperBase):
     """What every keeper does; ``ThreadKeeper`` runs its steps in a thread of its own, ``InlineKeeper`` at once.
@@ -42,6 +47,11 @@ class Keeper(KeeperBase):
         self.register(hold)
         session = self.session_here()
         mine = not isinstance(session, CallerSession)
+        if timeout == 0 and mine and (line := self._left(hold)) is not None:
+            cleared = threading.Event()
+            self.post(partial(line.step, self.own))
+            self.post(cleared.set)
+            cleared.wait(CLEARED)
         while self.may_go_first(hold) and self.try_now(hold, session, enrol=mine and self._may_wait(hold, timeout)):
             if isinstance(session, CallerSession):
                 # If that transaction is rolled back, so is this grant: have the keeper look at once.
@@ -80,6 +90,11 @@ class Keeper(KeeperBase):
             remaining = None if timeout is None else max(0.0, hold.arrived + timeout - boot_now())
             self.enqueue(hold)
 
+    def _left(self, hold: Hold) -> Arbiter | None:
+        """Return the queue of the name if nobody of this process waits in it, and its place is just being given up."""
+        arbiter = self.arbiters.get(hold.claim.resource.key)
+        return arbiter if arbiter is not None and not arbiter.queue else None
+
     def may_go_first(self, hold: Hold) -> bool:
         """Whether nobody waits for this name in this process, or the claim barges, or has a place of its own."""
         claim = hold.claim
@@ -99,7 +114,9 @@ class Keeper(KeeperBase):
                 if not enrol:
                     grant = self.backend.claim(session, hold.claim)
                     claim = hold.claim
-                    return grant is not None and self.accept(hold, claim.permit_id, grant, sent, claim.lease)
+                    if grant is None:
+                        return False
+                    return self.accept(hold, claim.permit_id, grant, sent, claim.lease, at_once=True)
                 self.waiting[hold.permit_id] = hold
                 place = Place(hold.arrived, waiting=1, patience=hold.patience(sent))
                 waited = self.backend.enrol(session, hold.claim, place, first=True)
@@ -111,7 +128,7 @@ class Keeper(KeeperBase):
                     continue
                 raise
             for granted in waited.granted:
-                self.deliver(granted, sent, hold.claim.resource)
+                self.deliver(granted, sent, hold.claim.resource, at_once=waited.at_once)
             if waited.queue is not None:
                 self._join(hold, waited.queue, sent, session)
             return hold.state is State.HELD
@@ -141,14 +158,16 @@ class Keeper(KeeperBase):
             except BackendError:  # the hold waits all the same, or is over
                 self.doubt(claim)
 
-    def accept(self, hold: Hold, permit_id: str, grant: Grant, sent: float, lasts: float) -> bool:
+    def accept(
+        self, hold: Hold, permit_id: str, grant: Grant, sent: float, lasts: float, *, at_once: bool = False
+    ) -> bool:
         """Give a grant to its hold, unless that has given up meanwhile: then the slots go back."""
         with self.queue_lock:
             if hold.permit_id != permit_id or (hold.state is State.HELD and not hold.abandoned):
                 return False  # it asks anew by now, and the old claim is in doubt already; or the same news by two ways
             wanted = not hold.abandoned and hold.state in (State.NEW, State.QUEUED)
             if wanted:
-                hold.granted(grant, sent, min(lasts, hold.claim.lease))
+                hold.granted(grant, sent, min(lasts, hold.claim.lease), at_once=at_once)
             self.waiting.pop(hold.permit_id, None)
             arbiter = self.arbiters.get(hold.claim.resource.key)
             if arbiter is not None and hold in arbiter.queue:
@@ -162,11 +181,19 @@ class Keeper(KeeperBase):
             self.reconsider(arbiter)
         return wanted
 
-    def deliver(self, granted: Granted, sent: float | None = None, resource: Resource | None = None) -> None:
+    def deliver(
+        self,
+        granted: Granted,
+        sent: float | None = None,
+        resource: Resource | None = None,
+        *,
+        at_once: bool = False,
+    ) -> None:
         """Give what was handed over to the hold that waits for it.
 
         ``sent``: the boot clock when the statement was sent that told of it; ``None``: somebody else's statement did,
-        after the last one that found the hold waiting. ``resource``: the name, where it is known.
+        after the last one that found the hold waiting. ``resource``: the name, where it is known. ``at_once``: its
+        first claim was granted.
         """
         hold = self.waiting.get(granted.permit_id)
         if hold is None:
@@ -176,7 +203,8 @@ class Keeper(KeeperBase):
                 self.doubt_permit(resource, granted.permit_id)
             return
         try:
-            self.accept(hold, granted.permit_id, granted.grant, hold.proved if sent is None else sent, granted.lasts)
+            proved = hold.proved if sent is None else sent
+            self.accept(hold, granted.permit_id, granted.grant, proved, granted.lasts, at_once=at_once)
         finally:  # if this thread is struck, the one that waits is told all the same
             if hold.state is State.HELD and hold.queued and not hold.told:
                 hold.answer()
@@ -206,6 +234,8 @@ class Keeper(KeeperBase):
         if hold.abandoned or hold.state is not State.NEW:
             return
         try:
+            if once and (line := self._left(hold)) is not None:
+                line.step(self.own)
             enrol = self._may_wait(hold, 0 if once else None)
             granted = self.may_go_first(hold) and self.try_now(hold, self.own, enrol=enrol)
             if granted or once:

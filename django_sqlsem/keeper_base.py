@@ -213,7 +213,14 @@ class KeeperBase(abc.ABC):
         self.released(hold, released.freed)
 
     @abc.abstractmethod
-    def deliver(self, granted: Granted, sent: float | None = None, resource: Resource | None = None) -> None:
+    def deliver(
+        self,
+        granted: Granted,
+        sent: float | None = None,
+        resource: Resource | None = None,
+        *,
+        at_once: bool = False,
+    ) -> None:
         """Give what was handed over to the hold that waits for it."""
 
     def released(self, hold: Hold, freed: bool) -> None:

@@ -66,9 +66,11 @@ class ThreadKeeper(CaringKeeper):
         if alarm is not None:
             alarm.ring()
 
-    def accept(self, hold: Hold, permit_id: str, grant: Grant, sent: float, lasts: float) -> bool:
+    def accept(
+        self, hold: Hold, permit_id: str, grant: Grant, sent: float, lasts: float, *, at_once: bool = False
+    ) -> bool:
         """Give a grant to its hold; one that ends soon is looked after sooner than at the next look around."""
-        accepted = super().accept(hold, permit_id, grant, sent, lasts)
+        accepted = super().accept(hold, permit_id, grant, sent, lasts, at_once=at_once)
         if accepted and self._dark_since is not None and hold.claim.presence.beacon:
             hold.darkened(self._dark_since + DARK)
         if accepted and self.presence.beacon and not hold.claim.presence.beacon:

@@ -66,7 +66,11 @@ class Permit:
 
     @property
     def waited(self) -> float:
-        """Seconds that the acquire waited for it; exactly 0 if it was granted at once."""
+        """Seconds that the acquire waited for it.
+
+        Exactly 0 if its own claim was granted at once; more if it was granted after somebody else had held or stood
+        before it.
+        """
         return self._hold.waited
 
     @property

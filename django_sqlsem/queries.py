@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from django_sqlsem.backends import database_for, get_backend
+from django_sqlsem.backends import database_for, get_backend, refresh_view
 from django_sqlsem.globs import literal_prefix, matcher
 from django_sqlsem.naming import validate_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
+    from django_sqlsem.snapshots import HolderSnapshot, RefreshSnapshot, SemaphoreSnapshot
 
 State: TypeAlias = Literal["held", "stale", "waiting", "free", "paused"]
 
@@ -70,6 +70,18 @@ def holders(
     """Return who holds, by name and slot: all, or those in a state."""
     found = semaphores(name_glob, using=using)
     return [holder for snapshot in found for holder in snapshot.holders if state in (None, holder.state.value)]
+
+
+def refreshes(name_glob: str | None = None, *, using: str | None = None) -> list[RefreshSnapshot]:
+    """Return the values of ``refresh_every()`` by name: when each was built, by whom, and when it is due.
+
+    Raises ``BackendError`` if the database fails.
+    """
+    prefix = literal_prefix(name_glob)
+    if prefix is None:
+        return []
+    matches = matcher(name_glob)
+    return [each for each in refresh_view.refreshes(database_for(using), prefix) if matches(each.name)]
 
 
 def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) -> list[HolderSnapshot]:

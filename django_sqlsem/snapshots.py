@@ -106,6 +106,29 @@ class WaiterSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class RefreshSnapshot:
+    """One value of ``refresh_every()`` at one instant. Lengths are seconds by the database's clock."""
+
+    name: str
+    period: float
+    #: Who built it last: empty before the first build.
+    host: str
+    pid: int
+    thread: str
+    label: str
+    user: str
+    #: When that was, for people to read, and how long ago; ``None`` before the first build.
+    built_at: datetime.datetime | None
+    age: float | None
+    #: How long the last build took.
+    took: float | None
+    #: Seconds until the next caller rebuilds it: 0 if it is due.
+    due_in: float
+    #: Seconds since a build failed, if none has gone well since.
+    failed: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class SemaphoreSnapshot:
     """One semaphore at one instant. ``waiting`` counts the waiting threads and tasks of all processes."""
 

@@ -63,7 +63,7 @@ class ApplockBackend(ApplockClaims):
         if first and not (claim.fair and self.is_crowded(claim.resource.key)):
             granted = self.try_claim(claim).granted
             if granted is not None:
-                return Waited((granted,))
+                return Waited((granted,), at_once=True)
         names = lock_names(claim.resource.name)
         with self._lines_lock:
             line = self._lines.get(claim.resource.key)

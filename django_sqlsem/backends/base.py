@@ -118,8 +118,8 @@ class Waited:
     """The outcome of one step of waiting: grants to this process, or what is known of the queue."""
 
     granted: tuple[Granted, ...] = ()
-    #: ``None``: it has no place in the queue (any more).
-    queue: Queue | None = None
+    queue: Queue | None = None  #: ``None``: it has no place in the queue (any more).
+    at_once: bool = False  #: Whether the claim itself was granted, and never had a place.
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,8 @@ class LocalBackend(BaseSemaphoreBackend):
     def enrol(self, session: Session, claim: Claim, place: Place, *, first: bool) -> Waited:
         """Claim; the queue inside the process is the whole queue."""
         grant = self.claim(session, claim)
-        return Waited((Granted(claim.permit_id, grant, claim.lease),) if grant else (), Queue(ahead=0))
+        granted = (Granted(claim.permit_id, grant, claim.lease),) if grant else ()
+        return Waited(granted, Queue(ahead=0), at_once=first and bool(granted))
 
     def wait(self, session: Session, claim: Claim, place: Place) -> Waited:
         """Claim once more."""

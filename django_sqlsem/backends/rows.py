@@ -42,13 +42,13 @@ class RowsBackend(RowsClaims):
                 waited = self._claim_or_enrol(session, dialect, claim, parameters)
                 if waited is not None:
                     return waited
-                grant = self._look_and_claim(session, dialect, claim, parameters)
+                grant = self._look_and_claim(session, dialect, claim, parameters, unseen=True)
             else:
                 grant = self._take_one(session, dialect, claim, parameters)
         elif first:
             grant = self.claim(session, claim)
         if grant is not None:
-            return Waited((Granted(claim.permit_id, grant, claim.lease),))
+            return Waited((Granted(claim.permit_id, grant, claim.lease),), at_once=True)
         text = rows_queue.enrol(dialect, bool(claim.rank))
 
         def enrol(cursor: AnyCursor) -> int:
@@ -59,9 +59,9 @@ class RowsBackend(RowsClaims):
             return enrolled
 
         while session.run(enrol, again=False) <= 0:  # the name is new, or has fewer slots than it should
-            grant = self._look_and_claim(session, dialect, claim, parameters)
+            grant = self._look_and_claim(session, dialect, claim, parameters, unseen=True)
             if grant is not None:
-                return Waited((Granted(claim.permit_id, grant, claim.lease),))
+                return Waited((Granted(claim.permit_id, grant, claim.lease),), at_once=first)
         # A slot may have been freed between the claim and this, by someone who saw nobody waiting.
         return self._look_around(session, dialect, claim, parameters, new=True)
 
@@ -168,7 +168,8 @@ class RowsBackend(RowsClaims):
         if row[0] is None:
             return Waited((), Queue(ahead=int(row[4])))
         self._declare(session, dialect, claim, parameters, row[3])
-        return Waited((Granted(claim.permit_id, Grant((row[1],), (row[2],), (row[0],)), claim.lease),))
+        granted = Granted(claim.permit_id, Grant((row[1],), (row[2],), (row[0],)), claim.lease)
+        return Waited((granted,), at_once=True)
 
 
 def _place(place: Place) -> dict[str, Any]:

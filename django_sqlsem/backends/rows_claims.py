@@ -89,23 +89,32 @@ class RowsClaims(RowsOperator):
         return take_from_the_dead(session, dialect, {"key": claim.resource.key, "process_id": claim.holder.process})
 
     def _look_and_claim(
-        self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any]
+        self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any], *, unseen: bool = False
     ) -> Grant | None:
-        created, shrinking = self._look(session, dialect, claim, parameters)
+        """``unseen``: when it claimed, the name was not there, and by now may be, with slots that are free."""
+        looked = self._look(session, dialect, claim, parameters)
+        if isinstance(looked, Grant):
+            return looked
+        created, shrinking = looked
         if claim.take > 1 or shrinking:
             return self._take_locked(session, dialect, claim, parameters)
-        return self._take_one(session, dialect, claim, parameters) if created else None
+        return self._take_one(session, dialect, claim, parameters) if created or unseen else None
 
-    def _look(self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any]) -> tuple[bool, bool]:
+    def _look(
+        self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any]
+    ) -> Grant | tuple[bool, bool]:
         """Check the name and create what is missing.
 
-        Return whether there may be free slots by now, and whether the semaphore shrinks.
+        Return what was taken of a new name; else whether there may be free slots by now, and whether the semaphore
+        shrinks.
         """
         found, created = None, False
         while found is None:
             found = session.run(lambda cursor: fetch(cursor, dialect, sql.look(dialect), parameters))
             if found is None:
-                self._create(session, dialect, claim, parameters, claim.slots or 1)
+                grant = self._create(session, dialect, claim, parameters, claim.slots or 1)
+                if grant is not None:
+                    return grant
                 created = True
         kind, declared_slots, operator_slots, shrinking, rows, suspects = found
         if kind != claim.resource.kind:
@@ -121,28 +130,39 @@ class RowsClaims(RowsOperator):
             created = self._take_from_the_dead(session, dialect, claim, suspects)
         return created, bool(shrinking)
 
-    def _create(self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any], slots: int) -> None:
+    def _create(
+        self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any], slots: int
+    ) -> Grant | None:
+        """Create what is missing. A new name is born with what is claimed taken: others never see it all free."""
         begin, end = dialect.insert_ignore or ("INSERT INTO", "")
 
-        def insert(cursor: AnyCursor, text: str, values: dict[str, Any] | tuple[Any, ...]) -> None:
+        def insert(cursor: AnyCursor, text: str, values: dict[str, Any] | tuple[Any, ...]) -> bool:
             try:
                 if isinstance(values, dict):
                     dialect.execute(cursor, f"{begin} {text}{end}", values)
                 else:
                     cursor.execute(f"{begin} {text}{end}", values)
+                return dialect.insert_ignore is None or cursor.rowcount > 0
             except (IntegrityError, _driver(cursor).IntegrityError):
                 if dialect.insert_ignore:
                     raise
+                return False
 
-        def create(cursor: AnyCursor) -> bool:
-            insert(cursor, sql.INSERT_SEMAPHORE, parameters | {"name": claim.resource.name, "slots": slots})
+        def create(cursor: AnyCursor) -> list[Grant]:
+            new = insert(cursor, sql.INSERT_SEMAPHORE, parameters | {"name": claim.resource.name, "slots": slots})
             there = {row[0] for row in fetch_all(cursor, dialect, sql.SLOTS, parameters)}
             for slot in range(1, slots + 1):
                 if slot not in there:
                     insert(cursor, sql.INSERT_SLOT, (claim.resource.key, slot, False, False))
-            return True
+            if not new or there or claim.take > slots:
+                return []
+            dialect.execute(cursor, sql.take_new(dialect), parameters)
+            ids, numbers, tokens, _ = zip(*fetch_all(cursor, dialect, sql.GRANTED, parameters), strict=True)
+            return [Grant(numbers, tokens, ids)]
 
-        session.transaction(create)
+        # It may have been granted although the answer got lost: like a claim, it is not repeated as it is.
+        grants = session.transaction(create, again=False)
+        return grants[0] if grants else None
 
     def _declare(
         self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any], declared_slots: int

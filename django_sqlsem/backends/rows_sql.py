@@ -128,6 +128,15 @@ INSERT_SLOT: Final = (
     "sqlsem_slot (semaphore_key, slot, closed, beacon, token, lease_us, held_us, host, pid, thread, label, user_name,"
     " process_id, boot_id, channel, revoked_by) VALUES (%s, %s, %s, %s, 0, 0, 0, '', 0, '', '', '', '', '', '', '')"
 )
+
+
+@functools.cache
+def take_new(dialect: Dialect) -> str:
+    """Take the first slots of a name that only this transaction can see."""
+    taken = _SET.format(token_now=dialect.token_now.format(now="{now}"))
+    return f"UPDATE sqlsem_slot SET {taken} WHERE semaphore_key = %(key)s AND slot <= %(take)s"
+
+
 SLOTS: Final = "SELECT slot FROM sqlsem_slot WHERE semaphore_key = %(key)s"
 
 HELD: Final = (

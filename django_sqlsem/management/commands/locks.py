@@ -19,7 +19,7 @@ from django.db import close_old_connections
 
 from django_sqlsem import control, identity, mutex, queries, semaphore
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, SemaphoreError, kill_needed
-from django_sqlsem.management import arguments, output, run
+from django_sqlsem.management import arguments, output, refreshes, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,13 +103,16 @@ class Command(BaseCommand):
         found = queries.semaphores(name_glob, state="stale" if stale else None, using=database)
         shown = [output.only_stale(snapshot) for snapshot in found] if stale else found
         if form == "json":
-            self._print(output.as_json([output.as_dict(snapshot) for snapshot in shown], indent=indent))
+            values = queries.refreshes(name_glob, using=database)
+            self._print(output.as_json(refreshes.as_dicts(shown, values, whole=not stale), indent=indent))
         elif form == "csv":
             text = output.as_csv(shown, header=header)
             if text:
                 self._print(text)
         else:
             self._print_table(shown, found, stale=stale, glob=name_glob)
+            for line in [] if stale else refreshes.table(queries.refreshes(name_glob, using=database)):
+                self._print(line)
             for note in queries.notes(using=database):
                 self._print(output.clean(note))
 
@@ -136,11 +139,14 @@ class Command(BaseCommand):
     def handle_show(self, *, name: str, format: str, database: str | None, **_: Any) -> None:  # noqa: A002
         """Print all about one name."""
         snapshot = self._known(name, database)
+        values = [each for each in queries.refreshes(using=database) if each.name == snapshot.name]
         if format == "json":
-            self._print(output.as_json(output.as_dict(snapshot)))
+            self._print(output.as_json(refreshes.as_dicts([snapshot], values, whole=False)[0]))
             return
         self._print(self.style.MIGRATE_HEADING(output.summary(snapshot)))
         for line in output.details(snapshot):
+            self._print(line)
+        for line in refreshes.table(values):
             self._print(line)
 
     # Acting.

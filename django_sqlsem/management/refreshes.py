@@ -1,0 +1,60 @@
+"""How ``manage.py locks`` shows the values of ``refresh_every()``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from django_sqlsem.durations import duration
+from django_sqlsem.management import output
+from django_sqlsem.snapshots import SemaphoreSnapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from django_sqlsem.snapshots import RefreshSnapshot
+
+HEADERS = ("REFRESHED VALUE", "BUILT", "BY", "WORK", "TOOK", "EVERY", "DUE")
+
+
+def table(refreshes: Iterable[RefreshSnapshot]) -> list[str]:
+    """Return a table of when each value was built last, by whom, how long that took, and when it is due."""
+    body = [
+        (
+            each.name,
+            "never" if each.age is None else f"{duration(each.age)} ago",
+            f"{each.host} pid {each.pid} {each.thread}".strip() if each.age is not None else "",
+            each.label,
+            "" if each.took is None else duration(each.took),
+            duration(each.period),
+            due(each),
+        )
+        for each in refreshes
+    ]
+    if not body:
+        return []
+    return ["", *output.table([tuple(output.clean(cell) or "-" for cell in row) for row in body], HEADERS, fit=False)]
+
+
+def due(refresh: RefreshSnapshot) -> str:
+    """Return when the next caller rebuilds it."""
+    when = f"in {duration(refresh.due_in)}" if refresh.due_in else "now"
+    return when if refresh.failed is None else f"{when}, failed {duration(refresh.failed)} ago"
+
+
+def as_dicts(
+    snapshots: Sequence[SemaphoreSnapshot], refreshes: Iterable[RefreshSnapshot], *, whole: bool
+) -> list[dict[str, Any]]:
+    """Return the semaphores as plain data, those of refreshed values with ``refresh``.
+
+    ``whole``: also the values of which nothing is known as a semaphore, since that was purged.
+    """
+    values = {each.name: each for each in refreshes}
+    known = {snapshot.name for snapshot in snapshots}
+    purged = [SemaphoreSnapshot(name, "refresh", 1, 1, None, False) for name in values if name not in known]
+    shown = sorted([*snapshots, *purged], key=lambda snapshot: snapshot.name) if whole else snapshots
+    return [
+        output.as_dict(snapshot)
+        | ({"refresh": dataclasses.asdict(values[snapshot.name])} if snapshot.name in values else {})
+        for snapshot in shown
+    ]
