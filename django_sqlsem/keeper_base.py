@@ -107,7 +107,7 @@ class KeeperBase(abc.ABC):
             if hold.state is not State.HELD:
                 hold.state = State.OVER
             known = self.waiting.pop(hold.permit_id, None) is not None and hold.state is not State.HELD
-            arbiter = self.arbiters.get(hold.claim.resource.key)
+            arbiter = self.arbiters.get(hold.claim.line)
             if arbiter is not None and hold in arbiter.queue:
                 if arbiter.enrolled is hold:
                     arbiter.unwanted.append(hold.claim)
@@ -222,8 +222,11 @@ class KeeperBase(abc.ABC):
         self.holds.pop(id(hold), None)
         if not freed and hold.loss is None and not hold.release_retried:
             hold.lose(self.backend.taken_away(hold.held) or NO_LONGER_ITS_OWN)
-        if self.backend.process_local and (arbiter := self.arbiters.get(hold.claim.resource.key)) is not None:
-            self.poke(arbiter)
+        if self.backend.process_local:
+            key = hold.claim.resource.key
+            for line in sorted((line for line in list(self.arbiters) if line.startswith(key)), reverse=True):
+                if (arbiter := self.arbiters.get(line)) is not None:
+                    self.poke(arbiter)
 
     def release_again(self, hold: Hold) -> None:
         """Try a release that failed once more, on the keeper's side."""
