@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
+from django_sqlsem.backends.claiming import UNREACHED
 from django_sqlsem.backends.claiming import Claim as Claim
 from django_sqlsem.backends.claiming import Presence as Presence
 from django_sqlsem.bells import MAX_NOTE
@@ -96,7 +97,7 @@ class Held:
     permit_id: str
     resource: Resource
     grant: Grant
-    presence: Presence = Presence()
+    presence: Presence = UNREACHED
     durable: bool = True
     mode: str = SHARED
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from django_sqlsem.modes import SHARED, UPGRADE, WHOLE
 
@@ -26,6 +26,10 @@ class Presence:
     beacon: bool = False
 
 
+#: Of a process that nobody can reach.
+UNREACHED: Final = Presence()
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """What one acquisition asks for. ``permit_id`` is random, and known before anything is sent."""
@@ -40,7 +44,7 @@ class Claim:
     #: Whether the claim stands behind those that already wait.
     fair: bool
     holder: HolderIdentity
-    presence: Presence = Presence()
+    presence: Presence = UNREACHED
     #: Whether the grant must survive a crash of the database's server.
     durable: bool = True
     #: The name under which a task keeps its place while it is away; empty for anybody else.

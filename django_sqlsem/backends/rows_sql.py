@@ -26,8 +26,8 @@ _SET: Final = (
     "token = CASE WHEN token + 1 > {token_now} THEN token + 1 ELSE {token_now} END,"
     " permit_id = %(permit_id)s, acquired_us = {{now}}, expires_us = {{now}} + %(lease_us)s, lease_us = %(lease_us)s,"
     " host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user)s,"
-    " process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s, suspect_us = NULL,"
-    " lock_mode = ''"
+    " process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s,"
+    " suspect_us = NULL, lock_mode = ''"
 )
 
 
