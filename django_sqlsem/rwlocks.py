@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from django_sqlsem.factories import semaphore
 from django_sqlsem.modes import RWLOCK, SHARED, UPDATE, WHOLE
@@ -18,6 +18,18 @@ from django_sqlsem.wording import shown
 
 if TYPE_CHECKING:
     from django_sqlsem.busy import OnBusy
+    from django_sqlsem.upgrades import UpgradablePermit
+
+    class Upgradable(Semaphore):
+        """What ``upgradable()`` returns, for type checkers: a ``Semaphore`` whose permits can be upgraded."""
+
+        def acquire(self, timeout: Seconds | Unset | None = UNSET) -> UpgradablePermit: ...
+        def try_acquire(self) -> UpgradablePermit | None: ...
+        async def aacquire(self, timeout: Seconds | Unset | None = UNSET) -> UpgradablePermit: ...
+        async def atry_acquire(self) -> UpgradablePermit | None: ...
+        def __enter__(self) -> UpgradablePermit: ...
+        async def __aenter__(self) -> UpgradablePermit: ...
+
 
 _NOT_FOR_IT = {
     "slots": "readers= says how many may read at once",
@@ -46,9 +58,9 @@ class RwLock:
         """Return what lets in one writer, and nobody else. It comes before readers that come later."""
         return self._in(WHOLE, timeout)
 
-    def upgradable(self, timeout: Seconds | Unset | None = UNSET) -> Semaphore:
+    def upgradable(self, timeout: Seconds | Unset | None = UNSET) -> Upgradable:
         """Return what lets in one reader beside others that may become the writer: see ``UpgradablePermit``."""
-        return self._in(UPDATE, timeout)
+        return cast("Upgradable", self._in(UPDATE, timeout))
 
     def status(self) -> SemaphoreSnapshot:
         """Return a frozen snapshot: see ``Semaphore.status()``. Its ``exclusive`` is the writer, if there is one."""

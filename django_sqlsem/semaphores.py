@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
 
-from django_sqlsem import entries, identity, refusals, scopes, testmode
+from django_sqlsem import drains, entries, identity, refusals, scopes, testmode
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.base import Claim
 from django_sqlsem.conf import config
@@ -97,15 +97,11 @@ class Semaphore:
         until the permit is released, or its ``with`` block or its process ends. Takes the timeouts of ``acquire()``,
         and raises what that does; who is kept out then goes on.
         """
-        backend = get_backend(database_for(self.using))
-        slots = 1 if WHOLE in backend.modes else self.status().slots
-        return self._drained(slots).acquire(timeout)
+        return drains.of(self, self.status).acquire(timeout)
 
     async def adrain(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
         """Do what ``drain()`` does, from a coroutine."""
-        backend = get_backend(database_for(self.using))
-        slots = 1 if WHOLE in backend.modes else (await self.astatus()).slots
-        return await self._drained(slots).aacquire(timeout)
+        return await (await drains.aof(self, self.astatus)).aacquire(timeout)
 
     def status(self) -> SemaphoreSnapshot:
         """Return a frozen snapshot: slots, holders, waiters. A name never used has its declared slots, all free."""
@@ -183,20 +179,6 @@ class Semaphore:
     def _as(self, kind: str, mode: str = SHARED) -> Semaphore:
         """Return this semaphore as another kind of lock."""
         return dataclasses.replace(self, kind=kind, mode=mode)
-
-    def _drained(self, slots: int) -> Semaphore:
-        """Return the semaphore whose permits drain this one; ``slots``: how many it has where no mode says all."""
-        modes = get_backend(database_for(self.using)).modes
-        return dataclasses.replace(
-            self,
-            take=1 if WHOLE in modes else slots,
-            mode=WHOLE if WHOLE in modes else SHARED,
-            fair=True,
-            release_policy="on_exit",
-            max_hold=None,
-            on_lost=None,
-            rank="",
-        )
 
     def _step_aside(self, estimate: Callable[[int], float]) -> float:
         """Keep the rank of a task that was refused; ``estimate`` says when to come back if so many are before it."""

@@ -171,8 +171,8 @@ class RowsOperator(BaseSemaphoreBackend):
             if semaphore.kind == "mutex" and slots not in (None, 1):
                 raise ValueError(f"{name!r} is a mutex: it has one slot, not {slots}.")
             rows = self._rows(SlotRow).filter(semaphore=key).exclude(slot=WRITER)
-            # While somebody has all slots, no more of them are opened: that is done after it.
-            whole = shrinking = rows.filter(clock.live(), mode=WHOLE).exists()
+            # While somebody has all slots, or may prove them again, no more of them are opened: that is done after it.
+            whole = shrinking = rows.filter(mode=WHOLE, expires_us__isnull=False).exists()
             if slots is not None:
                 self._create_slots(key, slots, closed=whole)
                 rows.filter(slot__gt=slots, closed=False).update(closed=True)
