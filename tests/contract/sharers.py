@@ -78,7 +78,7 @@ class Sharer:
         threading.Thread(target=self._run, args=(who, verb, options), name=who, daemon=True).start()
 
     def _run(self, who: str, verb: str, options: dict[str, Any]) -> None:
-        timeout = options.pop("timeout", 60)
+        timeout = options.pop("timeout", 120)
         alone = verb in ("write", "drain")
         try:
             wanted = target(self.alias, self.name, verb, self.options | options)
@@ -165,16 +165,6 @@ class Sharing(Queuer):
         """Tell a thread, and wait for its answer."""
         self.orders(who, order, *args)
         return self.word(who, says, timeout=40)
-
-    def first(self, *whos: str, timeout: float = 40.0) -> str:
-        """Wait until one of its threads holds; return which."""
-        deadline = time.monotonic() + timeout
-        while not any(self._said[who] for who in whos):
-            speaker, _, rest = self.expect(timeout=max(0.01, deadline - time.monotonic())).partition(" ")
-            self._said[speaker].append(rest)
-        found = next(who for who in whos if self._said[who])
-        self.held(found)
-        return found
 
     def release(self, who: str = "a") -> float:
         """Have it release."""

@@ -102,7 +102,7 @@ def test_a_drain_that_gives_up_leaves_nothing(database):
                 shared.drain(timeout=0.3)
 
         run_in_threads(1, drain)
-        assert not WaiterRow.objects.using(database).exists()
+        wait_until(lambda: not WaiterRow.objects.using(database).exists(), timeout=30)
         run_in_threads(1, lambda _: shared.acquire().release())
         permit.check()
     with shared.drain() as permit:
