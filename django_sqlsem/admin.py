@@ -177,7 +177,8 @@ class SemaphoreAdmin(OperatorAdmin):
             return _("Nobody holds it.")
         return _lines(
             [
-                _("Slot %(slot)d") % {"slot": holder.slot},
+                _("Slot %(slot)s") % {"slot": holder.place},
+                snapshot.role(holder),
                 STATES[holder.state],
                 program_of(holder),
                 holder.label,
@@ -197,6 +198,7 @@ class SemaphoreAdmin(OperatorAdmin):
         return _lines(
             [
                 program(waiter.host, waiter.pid, waiter.thread),
+                snapshot.role(waiter),
                 waiter.label,
                 waiter.user,
                 _("%(count)d waiting") % {"count": waiter.waiting},

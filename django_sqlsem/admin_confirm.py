@@ -15,6 +15,7 @@ from django.utils.translation import ngettext
 from django_sqlsem import queries
 from django_sqlsem.admin_display import STATES, held_since, lease_left, program_of
 from django_sqlsem.models import SemaphoreRow
+from django_sqlsem.modes import WRITER
 from django_sqlsem.naming import MAX_SLOTS, resource_for, validate_name
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def confirmation(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]
 def _cells(holder: HolderSnapshot) -> list[Any]:
     return [
         holder.name,
-        holder.slot,
+        holder.place,
         STATES[holder.state],
         program_of(holder),
         holder.label,
@@ -103,7 +104,7 @@ def slot_targets(request: HttpRequest) -> list[tuple[str, int, int]] | None:
     found = []
     for target in targets:
         match target:
-            case [str() as name, int() as slot, int() as token] if 1 <= slot <= MAX_SLOTS and 0 <= token < 2**63:
+            case [str() as name, int() as slot, int() as token] if WRITER <= slot <= MAX_SLOTS and 0 <= token < 2**63:
                 found.append((_name(name), slot, token))
             case _:
                 raise DamagedFormError
@@ -133,7 +134,7 @@ def shown(queryset: QuerySet[Any]) -> tuple[list[SemaphoreSnapshot], list[Holder
             holder
             for snapshot in snapshots.values()
             for holder in snapshot.holders
-            if (holder.name, holder.slot) in rows
+            if any((holder.name, slot) in rows for slot in holder.numbers)
         ]
     return list(snapshots.values()), holders
 

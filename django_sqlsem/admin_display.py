@@ -104,7 +104,7 @@ def holder_of(row: SlotRow) -> HolderSnapshot | None:
     """Return who holds a slot."""
     snapshot = snapshot_of(row)
     holders = snapshot.holders if snapshot else ()
-    return next((holder for holder in holders if holder.slot == row.slot), None)
+    return next((holder for holder in holders if row.slot in holder.numbers), None)
 
 
 def _semaphore(row: SemaphoreRow | SlotRow) -> SemaphoreRow:
@@ -145,9 +145,10 @@ class StateFilter(admin.SimpleListFilter):
         if state == "waiting":
             return slots
         wanted = {
-            (keys[snapshot.name], holder.slot)
+            (keys[snapshot.name], slot)
             for snapshot in found
             for holder in snapshot.holders
+            for slot in holder.numbers
             if (holder.state is SlotState.STALE if state == "stale" else not holder.expired)
         }
         taken = slots.values_list("pk", "semaphore", "slot")  # a lock that other programs took has no holder there

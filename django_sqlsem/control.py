@@ -75,7 +75,7 @@ def revoke(
         meant = [(slot, token)]
     else:
         holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
-        meant = [(holder.slot, holder.token) for holder in holders if slot in (None, holder.slot)]
+        meant = [(holder.slot, holder.token) for holder in holders if slot is None or slot in holder.numbers]
     revoked = []
     for number, shown in meant:
         holder = backend.revoke(name, number, shown, by=by, kill=kill)

@@ -22,7 +22,7 @@ def retry_after(snapshot: SemaphoreSnapshot, before: int | None = None) -> float
     some eight holds), and the holders of now to be through after what is left of that, or a tenth of it if they are
     over time. Then the queue is played through: each of those before takes the slot that is free first.
     """
-    holders = [holder for holder in snapshot.holders if not holder.expired]
+    holders = [holder for holder in snapshot.holders if not holder.expired for _ in holder.numbers]
     hold = snapshot.usual_hold
     if hold is None:
         # Nothing was released yet: holders are about half done.

@@ -111,7 +111,7 @@ class Hold:
         """What to tell the backend of it."""
         assert self.grant is not None  # noqa: S101
         claim = self.claim
-        return Held(claim.permit_id, claim.resource, self.grant, self.keeper.presence, claim.durable)
+        return Held(claim.permit_id, claim.resource, self.grant, self.keeper.presence, claim.durable, claim.mode)
 
     def patience(self, now: float) -> float | None:
         """For how many more seconds its caller waits; ``None``: for ever."""

@@ -98,11 +98,11 @@ class Keeper(KeeperBase):
     def may_go_first(self, hold: Hold) -> bool:
         """Whether nobody waits for this name in this process, or the claim barges, or has a place of its own."""
         claim = hold.claim
-        return not claim.fair or bool(claim.rank) or claim.resource.key not in self.arbiters
+        return not claim.fair or bool(claim.rank) or claim.line not in self.arbiters
 
     def _may_wait(self, hold: Hold, timeout: float | None) -> bool:
         # Where others of this process wait already, one that barges joins them after its try.
-        return timeout != 0 and hold.claim.resource.key not in self.arbiters
+        return timeout != 0 and hold.claim.line not in self.arbiters
 
     def try_now(self, hold: Hold, session: Session, *, enrol: bool) -> bool:
         """Claim once, without waiting; ``enrol``: or else take a place in the queue. Return whether it is granted."""
@@ -169,7 +169,7 @@ class Keeper(KeeperBase):
             if wanted:
                 hold.granted(grant, sent, min(lasts, hold.claim.lease), at_once=at_once)
             self.waiting.pop(hold.permit_id, None)
-            arbiter = self.arbiters.get(hold.claim.resource.key)
+            arbiter = self.arbiters.get(hold.claim.line)
             if arbiter is not None and hold in arbiter.queue:
                 arbiter.remove(hold)
                 if arbiter.idle:
@@ -220,7 +220,7 @@ class Keeper(KeeperBase):
     def answer_again(self, hold: Hold) -> None:
         """Tell a waiter of its grant, whose messenger was struck on the way."""
         with self.queue_lock:
-            arbiter = self.arbiters.get(hold.claim.resource.key)
+            arbiter = self.arbiters.get(hold.claim.line)
             if arbiter is not None and hold in arbiter.queue:
                 arbiter.remove(hold)
             self.waiting.pop(hold.permit_id, None)
@@ -257,7 +257,7 @@ class Keeper(KeeperBase):
             self.poke(arbiter)
 
     def _arbiter(self, hold: Hold) -> Arbiter:
-        key = hold.claim.resource.key
+        key = hold.claim.line
         arbiter = self.arbiters.get(key)
         if arbiter is None:
             arbiter = self.arbiters[key] = Arbiter(self, key)

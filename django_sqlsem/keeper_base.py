@@ -24,6 +24,7 @@ from django_sqlsem.exceptions import BackendError
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.sessions import OwnSession, Session
 from django_sqlsem.snapshots import Loss, LossReason
+from django_sqlsem.wording import numbers
 
 if TYPE_CHECKING:
     from django_sqlsem.arbiter import Arbiter
@@ -107,7 +108,7 @@ class KeeperBase(abc.ABC):
             if hold.state is not State.HELD:
                 hold.state = State.OVER
             known = self.waiting.pop(hold.permit_id, None) is not None and hold.state is not State.HELD
-            arbiter = self.arbiters.get(hold.claim.resource.key)
+            arbiter = self.arbiters.get(hold.claim.line)
             if arbiter is not None and hold in arbiter.queue:
                 if arbiter.enrolled is hold:
                     arbiter.unwanted.append(hold.claim)
@@ -229,8 +230,6 @@ class KeeperBase(abc.ABC):
         self.holds.pop(id(hold), None)
         if not freed and hold.loss is None and not hold.release_retried:
             hold.lose(self.backend.taken_away(hold.held) or NO_LONGER_ITS_OWN)
-        if self.backend.process_local and (arbiter := self.arbiters.get(hold.claim.resource.key)) is not None:
-            self.poke(arbiter)
 
     def release_again(self, hold: Hold) -> None:
         """Try a release that failed once more, on the keeper's side."""
@@ -281,7 +280,7 @@ class KeeperBase(abc.ABC):
         """The program forgot a permit: say so, and give it back."""
         if hold.foreign or hold.released or hold.grant is None or hold.releasing.locked():
             return
-        who = f"{hold.claim.resource.name!r} slot {', '.join(map(str, hold.grant.slots))}"
+        who = f"{hold.claim.resource.name!r} slot {numbers(hold.grant.slots)}"
         logger.error("A permit of %s was forgotten (%s) and is given back; use a with block.", who, why)
         hold.lose(Loss(LossReason.FORGOTTEN, f"it was forgotten: {why}"))
         self.give_back(hold, self.own)

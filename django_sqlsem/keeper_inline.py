@@ -44,6 +44,14 @@ class InlineKeeper(Keeper):
     def reconsider(self, arbiter: Arbiter) -> None:
         """What is known here is always up to date."""
 
+    def released(self, hold: Hold, freed: bool) -> None:
+        """Note that the slots are back, and let whoever waits look: an upgrade first."""
+        super().released(hold, freed)
+        key = hold.claim.resource.key
+        for line in sorted((line for line in list(self.arbiters) if line.startswith(key)), reverse=True):
+            if (arbiter := self.arbiters.get(line)) is not None:
+                self.poke(arbiter)
+
     def doubt_permit(self, resource: Resource, permit_id: str) -> None:
         """In memory, a claim's outcome is known."""
         self.backend.discard(self.own, resource, permit_id)

@@ -15,7 +15,7 @@ from django_sqlsem.exceptions import BackendError, PermitLostError
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.signals import permit_released
 from django_sqlsem.snapshots import Loss
-from django_sqlsem.wording import shown
+from django_sqlsem.wording import numbers, shown
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.base import Grant
@@ -199,7 +199,7 @@ class Permit:
     def __repr__(self) -> str:
         hold = self._hold
         state = "released" if self.released else "lost" if hold.loss else hold.state.value
-        slots = ", ".join(map(str, hold.grant.slots)) if hold.grant else "-"
+        slots = numbers(hold.grant.slots) if hold.grant else "-"
         return f"<Permit of {self.name!r}: slot {slots}, {state}>"
 
     def __del__(self) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from django_sqlsem.estimates import retry_after
 from django_sqlsem.exceptions import AcquireTimeoutError, never_met, wrong_kind
+from django_sqlsem.modes import refused
 
 if TYPE_CHECKING:
     from django_sqlsem.snapshots import Loss, SemaphoreSnapshot
@@ -23,7 +24,9 @@ def forced_refusal(name: str) -> bool:
     return bool(forced) and name in forced
 
 
-def refusal(snapshot: SemaphoreSnapshot, timeout: float | None, kind: str, take: int) -> AcquireTimeoutError:
+def refusal(
+    snapshot: SemaphoreSnapshot, timeout: float | None, kind: str, take: int, mode: str = ""
+) -> AcquireTimeoutError:
     """Return the error for an acquire that timed out: its message names the holders.
 
     Raises ``ImproperlyConfigured`` or ``SemaphoreError`` if it could never have been met.
@@ -34,7 +37,10 @@ def refusal(snapshot: SemaphoreSnapshot, timeout: float | None, kind: str, take:
         raise never_met(snapshot.name, snapshot.slots, take)
     wanted = "No slot" if take == 1 else f"No {take} slots"
     when = "is free" if timeout == 0 else f"became free within {timeout:g} s" if timeout else "became free"
-    message = f"{wanted} of {snapshot.name!r} {when} ({snapshot.held} of {snapshot.slots} held"
+    told = f"{wanted} of {snapshot.name!r} {when}"
+    if mode:
+        told = refused(snapshot.name, kind, mode, f"within {timeout:g} s" if timeout else "")
+    message = f"{told} ({snapshot.held} of {snapshot.slots} held"
     message += f", {snapshot.waiting} waiting)" if snapshot.waiting else ")"
     if snapshot.paused:
         message += "; it is paused by an operator"

@@ -10,6 +10,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from django_sqlsem.exceptions import AlreadyHeldError
+from django_sqlsem.wording import numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +82,7 @@ def enter(owner: Any, alias: str, hold: Hold) -> None:
             slots = other.grant.slots if other.grant else ()
             raise AlreadyHeldError(
                 f"You have acquired {hold.claim.resource.name!r} already, in this very "
-                f"{'task' if isinstance(owner, asyncio.Task) else 'thread'} (slot {', '.join(map(str, slots))})."
+                f"{'task' if isinstance(owner, asyncio.Task) else 'thread'} (slot {numbers(slots)})."
             )
     if isinstance(owner, asyncio.Task):
         if _running_task() is not owner:

@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
 
-from django_sqlsem import entries, identity, refusals, scopes, testmode
+from django_sqlsem import drains, entries, identity, refusals, scopes, testmode
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.base import Claim
 from django_sqlsem.conf import config
+from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.holds import Hold
 from django_sqlsem.keepers import keeper_for
+from django_sqlsem.modes import EXCLUSIVE, SHARED, UPDATE, WHOLE
 from django_sqlsem.naming import resource_for, validate_name
 from django_sqlsem.permits import Permit
 from django_sqlsem.signals import acquire_timed_out, permit_acquired
 from django_sqlsem.snapshots import SemaphoreSnapshot
 from django_sqlsem.timeouts import UNSET, Seconds, Unset, to_seconds
+from django_sqlsem.upgrades import UpgradablePermit
 
 if TYPE_CHECKING:
     from django_sqlsem.busy import OnBusy
@@ -49,6 +52,8 @@ class Semaphore:
     _: dataclasses.KW_ONLY
     kind: str = "semaphore"
     take: int = 1
+    #: How its permits share the name with others: see ``modes``.
+    mode: str = SHARED
     timeout: float | Unset | None = UNSET
     lease: float | None = None
     on_busy: OnBusy | None = None
@@ -84,6 +89,19 @@ class Semaphore:
     async def atry_acquire(self) -> Permit | None:
         """Take a permit if one is free; else return ``None``."""
         return await self._aacquire(0.0)
+
+    def drain(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
+        """Keep newcomers out, wait for the holders to leave, and return the permit of the drained semaphore.
+
+        From the moment that it waits, nobody who comes later is let in, not even who barges. The semaphore stays empty
+        until the permit is released, or its ``with`` block or its process ends. Takes the timeouts of ``acquire()``,
+        and raises what that does; who is kept out then goes on.
+        """
+        return drains.of(self, self.status).acquire(timeout)
+
+    async def adrain(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
+        """Do what ``drain()`` does, from a coroutine."""
+        return await (await drains.aof(self, self.astatus)).aacquire(timeout)
 
     def status(self) -> SemaphoreSnapshot:
         """Return a frozen snapshot: slots, holders, waiters. A name never used has its declared slots, all free."""
@@ -158,9 +176,9 @@ class Semaphore:
         """Return this semaphore under another name: a decorator's template, filled in."""
         return dataclasses.replace(self, name=validate_name(name), key=None)
 
-    def _as(self, kind: str) -> Semaphore:
+    def _as(self, kind: str, mode: str = SHARED) -> Semaphore:
         """Return this semaphore as another kind of lock."""
-        return dataclasses.replace(self, kind=kind)
+        return dataclasses.replace(self, kind=kind, mode=mode)
 
     def _step_aside(self, estimate: Callable[[int], float]) -> float:
         """Keep the rank of a task that was refused; ``estimate`` says when to come back if so many are before it."""
@@ -186,15 +204,21 @@ class Semaphore:
             hold.callbacks.append(self.on_lost)
         scopes.enter(scopes.current_owner(), keeper.alias, hold)
         # From here on the end of the permit, however it comes, gives back what was granted.
-        return keeper, hold, Permit(self, hold)
+        return keeper, hold, (UpgradablePermit if self.mode == UPDATE else Permit)(self, hold)
 
     def _claim(self, keeper: Keeper) -> Claim:
         alias = keeper.alias
+        mode, take = self.mode, 0 if self.mode in EXCLUSIVE else self.take
+        if mode and mode not in keeper.backend.modes:
+            if mode != WHOLE:
+                raise SemaphoreError(f"The locks of {alias!r} have no readers that may become the writer.")
+            mode, take = SHARED, self.slots or 1
         return Claim(
             resource=resource_for(self.name, self.kind),
             permit_id=uuid.uuid4().hex,
             slots=self.slots,
-            take=self.take,
+            take=take,
+            mode=mode,
             lease=config(alias).lease if self.lease is None else self.lease,
             fair=self.fair,
             holder=identity.current(),
@@ -249,13 +273,13 @@ class Semaphore:
             logger.debug("Granted %r, slot %s, after %.3f s.", self.name, permit.slots, permit.waited)
 
     def _refuse(self, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
-        error = refusals.refusal(snapshot, timeout, self.kind, self.take)
+        error = refusals.refusal(snapshot, timeout, self.kind, self.take, self.mode)
         if acquire_timed_out.receivers:
             acquire_timed_out.send_robust(type(self), semaphore=self, error=error)
         raise error
 
     async def _arefuse(self, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
-        error = refusals.refusal(snapshot, timeout, self.kind, self.take)
+        error = refusals.refusal(snapshot, timeout, self.kind, self.take, self.mode)
         if acquire_timed_out.receivers:
             await acquire_timed_out.asend_robust(type(self), semaphore=self, error=error)
         raise error

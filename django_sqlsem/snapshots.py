@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import datetime
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from django_sqlsem.modes import UPDATE, WHOLE, WRITER, word
 
 
 class LossReason(enum.StrEnum):
@@ -69,6 +72,27 @@ class HolderSnapshot:
     program: str = ""
     #: Whether a row says since when it is held, and for what. Else the token is when the session began, or 0.
     recorded: bool = True
+    #: How it shares the name with others, and all its slots, if that is by more than one slot: see ``modes``.
+    mode: str = ""
+    slots: tuple[int, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of all its slots."""
+        return self.slots or (self.slot,)
+
+    @property
+    def place(self) -> str:
+        """The slots in a word: ``3``, ``1-100``; or ``upgradable``, which is the writer's place and none of them."""
+        if self.mode == UPDATE:
+            return "upgradable"
+        slots = [slot for slot in self.numbers if slot != WRITER] or [self.slot]
+        return f"{slots[0]}-{slots[-1]}" if len(slots) > 1 else str(slots[0])
+
+    @property
+    def where(self) -> str:
+        """The same in a sentence."""
+        return self.place if self.mode == UPDATE else f"slot{'s' if '-' in self.place else ''} {self.place}"
 
     @property
     def expired(self) -> bool:
@@ -84,7 +108,7 @@ class HolderSnapshot:
         who = f"{self.host} pid {self.pid}" if self.host or self.pid else ""
         work = self.label or self.thread or self.program
         age = f"for {self.age:.1f} s" if self.recorded else ""
-        return f"slot {self.slot}: {', '.join(filter(None, (who, work, age)))}"
+        return f"{self.where}: {', '.join(filter(None, (who, work, age)))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +124,11 @@ class WaiterSnapshot:
     waiting_since: datetime.datetime
     age: float
     waiting: int
+    #: 0: all of them.
     take: int
     #: The database session that waits, where only the server knows of it.
     session_id: int | None = None
+    mode: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,20 +177,54 @@ class SemaphoreSnapshot:
 
     @property
     def held(self) -> int:
-        """How many slots are taken by live permits."""
-        return sum(not holder.expired for holder in self.holders)
+        """How many slots are taken by live permits; an upgradable reader counts as one."""
+        return sum(len(set(holder.numbers) - {WRITER}) or 1 for holder in self.holders if not holder.expired)
 
     @property
     def free(self) -> int:
         """How many slots could be granted now."""
-        return 0 if self.paused else max(0, self.slots - self.held)
+        beside = self.upgradable is not None
+        return 0 if self.paused or self.exclusive else max(0, self.slots - self.held + beside)
+
+    @property
+    def exclusive(self) -> HolderSnapshot | None:
+        """Who has all slots at once: the writer, or whoever drains it."""
+        return next((holder for holder in self.holders if holder.mode == WHOLE and not holder.expired), None)
+
+    @property
+    def upgradable(self) -> HolderSnapshot | None:
+        """The reader that may become the writer."""
+        return next((holder for holder in self.holders if holder.mode == UPDATE and not holder.expired), None)
+
+    def role(self, someone: HolderSnapshot | WaiterSnapshot) -> str:
+        """Return ``reader``, ``writer``, ``upgradable``, ``upgrades`` or ``drains``; nothing for a plain slot."""
+        return word(self.kind, someone.mode)
 
     @property
     def stale(self) -> int:
         """How many slots belong to holders that we judge gone."""
-        return sum(holder.state is SlotState.STALE for holder in self.holders)
+        return sum(len(holder.numbers) for holder in self.holders if holder.state is SlotState.STALE)
 
     @property
     def waiting(self) -> int:
         """How many threads and tasks wait, over all processes."""
         return sum(waiter.waiting for waiter in self.waiters)
+
+
+def grouped(holders: Iterable[HolderSnapshot]) -> tuple[HolderSnapshot, ...]:
+    """Return one snapshot for all slots of who has all of them, instead of one for each."""
+    found: list[HolderSnapshot] = []
+    wholes: dict[int, list[HolderSnapshot]] = {}
+    for holder in holders:
+        if holder.mode == WHOLE:
+            wholes.setdefault(holder.token, []).append(holder)
+        else:
+            found.append(holder)
+    for parts in wholes.values():
+        first, slots = parts[0], tuple(part.slot for part in parts)
+        place = next((each for each in found if each.mode == UPDATE and not each.expired), None)
+        if place is not None and WRITER not in slots and not first.expired:  # an upgrade, which came beside it
+            found.remove(place)
+            first, slots = replace(first, slot=WRITER, token=place.token), (WRITER, *slots)
+        found.append(replace(first, slots=slots))
+    return tuple(sorted(found, key=lambda holder: holder.slot))

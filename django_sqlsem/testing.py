@@ -57,11 +57,11 @@ def held(target: str | Semaphore, slots: int | None = None, *, total: int | None
     ``AcquireTimeoutError`` if so many are not free.
     """
     found = target if isinstance(target, Semaphore) else semaphore(validate_name(target), total)
-    wanted = _blocking(found.status).slots if slots is None else validate_slots(slots)
+    wanted = validate_slots(slots) if slots is not None else 1 if found.mode else _blocking(found.status).slots
 
     def take() -> Permit:
         with scopes.as_stranger():
-            permit = holder._as(found.kind).acquire()
+            permit = holder._as(found.kind, found.mode).acquire()
             permit.detach()
             return permit
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 MAX_SHOWN: Final = 100
+#: So many numbers in a row are told by the first and the last.
+MANY: Final = 8
 
 
 def shown(value: object) -> str:
@@ -15,3 +18,10 @@ def shown(value: object) -> str:
         bits = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
         return f"<{type(value).__name__}{bits}>"
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def numbers(slots: Sequence[int]) -> str:
+    """Return the numbers of slots: ``1, 2, 3``, and of many in a row ``1-100``."""
+    if len(slots) > MANY and slots[-1] - slots[0] == len(slots) - 1:
+        return f"{slots[0]}-{slots[-1]}"
+    return ", ".join(map(str, slots))

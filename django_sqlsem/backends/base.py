@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
+from django_sqlsem.backends.claiming import UNREACHED
+from django_sqlsem.backends.claiming import Claim as Claim
+from django_sqlsem.backends.claiming import Presence as Presence
 from django_sqlsem.bells import MAX_NOTE
+from django_sqlsem.modes import SHARED
 from django_sqlsem.sessions import OwnSession
 
 if TYPE_CHECKING:
@@ -17,45 +21,9 @@ if TYPE_CHECKING:
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from django_sqlsem.identity import HolderIdentity
     from django_sqlsem.naming import Resource
     from django_sqlsem.sessions import KeeperSession, Session
     from django_sqlsem.snapshots import HolderSnapshot, Loss, SemaphoreSnapshot
-
-
-@dataclass(frozen=True, slots=True)
-class Presence:
-    """How others reach a process, and how they tell that it lives. Both may change while it runs."""
-
-    #: Where a grant is announced to it; empty: nowhere, it has to look.
-    channel: str = ""
-    #: A LIKE pattern of the channels whose processes can reach it.
-    near: str = ""
-    #: A LIKE pattern of the channels whose bells can be rung from here.
-    bells: str = ""
-    #: Whether its beacon is lit.
-    beacon: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What one acquisition asks for. ``permit_id`` is random, and known before anything is sent."""
-
-    resource: Resource
-    permit_id: str
-    #: The caller's own number of slots; ``None``: as declared elsewhere.
-    slots: int | None
-    take: int
-    #: Seconds that the grant lasts unless it is renewed.
-    lease: float
-    #: Whether the claim stands behind those that already wait.
-    fair: bool
-    holder: HolderIdentity
-    presence: Presence = Presence()
-    #: Whether the grant must survive a crash of the database's server.
-    durable: bool = True
-    #: The name under which a task keeps its place while it is away; empty for anybody else.
-    rank: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +97,9 @@ class Held:
     permit_id: str
     resource: Resource
     grant: Grant
-    presence: Presence = Presence()
+    presence: Presence = UNREACHED
     durable: bool = True
+    mode: str = SHARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +136,8 @@ class BaseSemaphoreBackend(abc.ABC):
     supports_renewal: ClassVar[bool] = True
     #: Can it say who waits?
     reports_waiters: ClassVar[bool] = True
+    #: The modes of claims besides the shared one that it knows by itself: see ``modes``.
+    modes: ClassVar[frozenset[str]] = frozenset()
     #: The longest time between two proofs of possession, in seconds, whatever the lease.
     heartbeat: ClassVar[float] = math.inf
 

@@ -24,7 +24,8 @@ from django_sqlsem.backends.base import (
     Waited,
 )
 from django_sqlsem.exceptions import never_met, wrong_kind
-from django_sqlsem.snapshots import HolderSnapshot, Loss, LossReason, SemaphoreSnapshot, SlotState
+from django_sqlsem.modes import EXCLUSIVE, RWLOCK, UPDATE, UPGRADE, WHOLE, WRITER
+from django_sqlsem.snapshots import HolderSnapshot, Loss, LossReason, SemaphoreSnapshot, SlotState, grouped
 
 if TYPE_CHECKING:
     from django_sqlsem.naming import Resource
@@ -43,13 +44,31 @@ class _Semaphore:
     held: dict[int, tuple[Claim, int, float]] = field(default_factory=dict)
     #: By whom permits were revoked, by token.
     revoked: dict[int, str] = field(default_factory=dict)
+    #: Who waits for everybody else to leave, by permit id.
+    keeping_out: set[str] = field(default_factory=set)
 
     @property
     def slots(self) -> int:
         return self.declared if self.operator_slots is None else self.operator_slots
 
     def copy(self) -> _Semaphore:
-        return replace(self, held=dict(self.held), revoked=dict(self.revoked))
+        return replace(self, held=dict(self.held), revoked=dict(self.revoked), keeping_out=set(self.keeping_out))
+
+    def wanted(self, claim: Claim) -> list[int]:
+        """Return the slots that the claim would get now; none if it has to wait."""
+        others, whole = self.keeping_out - {claim.permit_id}, any(each[0].got == WHOLE for each in self.held.values())
+        if self.paused or whole:
+            return []
+        if claim.mode in EXCLUSIVE:
+            slots = list(range(WRITER if self.kind == RWLOCK and claim.mode == WHOLE else 1, self.slots + 1))
+            return slots if self.held.keys() <= ({WRITER} if claim.mode == UPGRADE else set()) else []
+        if others:
+            return []
+        if claim.mode == UPDATE:
+            return [] if WRITER in self.held else [WRITER]
+        taken = self.held.keys() - {WRITER}
+        free = [slot for slot in range(1, self.slots + 1) if slot not in taken][: claim.take]
+        return free if len(free) == claim.take and len(taken) + claim.take <= self.slots else []
 
 
 class LocalBackend(BaseSemaphoreBackend):
@@ -63,6 +82,7 @@ class LocalBackend(BaseSemaphoreBackend):
     released_on_disconnect = True
     supports_renewal = False
     reports_waiters = False
+    modes = frozenset({WHOLE, UPDATE, UPGRADE})
 
     def __init__(self, alias: str) -> None:
         super().__init__(alias)
@@ -89,10 +109,11 @@ class LocalBackend(BaseSemaphoreBackend):
                 known.declared = claim.slots
             if claim.take > known.slots:
                 raise never_met(name, known.slots, claim.take)
-            free = [slot for slot in range(1, known.slots + 1) if slot not in known.held][: claim.take]
-            if known.paused or len(free) < claim.take or len(known.held) + claim.take > known.slots:
+            free = known.wanted(claim)
+            if not free:
                 return None
-            tokens = tuple(next(_tokens) for _ in free)
+            known.keeping_out.discard(claim.permit_id)
+            tokens = (next(_tokens),) * len(free) if claim.mode else tuple(next(_tokens) for _ in free)
             for slot, token in zip(free, tokens, strict=True):
                 known.held[slot] = (claim, token, time.monotonic())
             return Grant(tuple(free), tokens, tuple(free))
@@ -100,6 +121,9 @@ class LocalBackend(BaseSemaphoreBackend):
     def enrol(self, session: Session, claim: Claim, place: Place, *, first: bool) -> Waited:
         """Claim; the queue inside the process is the whole queue."""
         grant = self.claim(session, claim)
+        if grant is None and claim.mode in EXCLUSIVE:
+            with self._lock:
+                self._world()[claim.resource.name].keeping_out.add(claim.permit_id)
         granted = (Granted(claim.permit_id, grant, claim.lease),) if grant else ()
         return Waited(granted, Queue(ahead=0), at_once=first and bool(granted))
 
@@ -112,7 +136,14 @@ class LocalBackend(BaseSemaphoreBackend):
         return None
 
     def leave(self, session: Session, claim: Claim) -> None:
-        """There is no place to give up."""
+        """Let others in again."""
+        with self._lock:
+            known = self._world().get(claim.resource.name)
+            waited = known is not None and claim.permit_id in known.keeping_out
+            if known is not None:
+                known.keeping_out.discard(claim.permit_id)
+        if waited:
+            self._changed()
 
     def release(self, session: Session, held: Held, *, wanted: bool = False, hand_on: bool = True) -> Released:
         """Free the permit's slots."""
@@ -129,6 +160,8 @@ class LocalBackend(BaseSemaphoreBackend):
             for slot in mine:
                 assert known is not None  # noqa: S101
                 del known.held[slot]
+            if known is not None:
+                known.keeping_out.discard(permit_id)
             return bool(mine)
 
     def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
@@ -176,7 +209,7 @@ class LocalBackend(BaseSemaphoreBackend):
                     known.declared,
                     known.operator_slots,
                     known.paused,
-                    tuple(self._holder(known, slot) for slot in sorted(known.held)),
+                    grouped(self._holder(known, slot) for slot in sorted(known.held)),
                 )
                 for name, known in sorted(self._world().items())
                 if name.startswith(prefix) and (names is None or name in names)
@@ -201,6 +234,7 @@ class LocalBackend(BaseSemaphoreBackend):
             expires_at=now + datetime.timedelta(seconds=claim.lease),
             age=age,
             lease_left=claim.lease,
+            mode=claim.got,
         )
 
     def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
@@ -212,6 +246,9 @@ class LocalBackend(BaseSemaphoreBackend):
             snapshot = self._holder(known, slot)
             del known.held[slot]
             known.revoked[token] = by
+            if snapshot.mode:  # a part of it is nothing
+                for each in [number for number, (claim, *_) in known.held.items() if claim.got]:
+                    known.revoked[known.held.pop(each)[1]] = by
         self._changed()
         return snapshot
 

@@ -10,7 +10,7 @@ from django.db.models import BigIntegerField, Case, F, Q, Value, When
 
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
-from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot
+from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot, grouped
 
 #: For how long another number of slots counts as declared lately.
 DISAGREEMENT_US: Final = 3_600_000_000
@@ -91,6 +91,7 @@ class RowClock:
             expires_at=self.at(-left),
             age=age,
             lease_left=left,
+            mode=row.mode,
         )
 
     def waiter(self, name: str, row: WaiterRow) -> WaiterSnapshot:
@@ -107,6 +108,7 @@ class RowClock:
             age=age,
             waiting=row.waiting,
             take=row.take,
+            mode=row.mode,
         )
 
     def semaphore(
@@ -128,7 +130,7 @@ class RowClock:
             declared_slots=row.declared_slots,
             operator_slots=row.operator_slots,
             paused=row.paused,
-            holders=holders,
+            holders=grouped(holders),
             waiters=waiters,
             other_declared_slots=row.other_slots if lately and row.other_slots != row.declared_slots else None,
             idle=None if last_grant is None else max(0.0, (self.now - last_grant) / 1e6),

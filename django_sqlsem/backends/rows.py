@@ -14,6 +14,7 @@ from django_sqlsem.backends.rows_renewal import renew
 from django_sqlsem.backends.rows_server import note_server
 from django_sqlsem.backends.rows_snapshot import read_snapshot
 from django_sqlsem.identity import process_id
+from django_sqlsem.modes import RWLOCK, UPDATE, UPGRADE, WHOLE
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 class RowsBackend(RowsClaims):
     """The portable backend. The database's row locks keep the invariant; no counter can leak or over-admit."""
 
+    modes = frozenset({WHOLE, UPDATE, UPGRADE})
+
     def opened(self, connection: BaseDatabaseWrapper) -> None:
         """Note which life of the server this is."""
         note_server(connection)
@@ -36,7 +39,7 @@ class RowsBackend(RowsClaims):
         dialect = dialect_for(session.connection)
         parameters = claim_parameters(claim) | _place(place)
         grant = None
-        if first and claim.take == 1 and not claim.rank:
+        if first and claim.take == 1 and not claim.rank and not claim.mode:
             # The place is only taken if the name is in order, so that no look is needed first.
             if dialect.writing_ctes and claim.fair:
                 waited = self._claim_or_enrol(session, dialect, claim, parameters)
@@ -75,7 +78,12 @@ class RowsBackend(RowsClaims):
     ) -> Waited:
         queue = session.run(lambda cursor: rows_queue.view(dialect, cursor, parameters, keep=not new))
         granted: tuple[Granted, ...] = ()
-        if queue is not None and (queue.free or self._take_from_the_dead(session, dialect, claim, queue.suspects)):
+        # What a mode waits for is not told by how many slots are free.
+        if queue is not None and (
+            (queue.free and not claim.mode)
+            or self._take_from_the_dead(session, dialect, claim, queue.suspects)
+            or claim.mode
+        ):
             granted = rows_grants.grant(session, dialect, parameters)
         if queue is None:
             mine = self.granted(session, claim)
@@ -100,7 +108,7 @@ class RowsBackend(RowsClaims):
             return cursor.rowcount
 
         if session.run(leave) > 0:
-            if claim.take > 1:  # those behind it may be content with less
+            if claim.take != 1:  # those behind it may be content with less
                 self.hand_out(session, claim.resource)
         else:
             self.discard(session, claim.resource, claim.permit_id)
@@ -122,10 +130,17 @@ class RowsBackend(RowsClaims):
             "witness": held.presence.beacon,
             "bells": held.presence.bells,
         }
-        for number, row_id in enumerate(held.grant.row_ids):
-            parameters[f"row{number}"] = row_id
+        if not held.mode:  # else they may be thousands, and are known by the permit's id
+            parameters |= {f"row{number}": row_id for number, row_id in enumerate(held.grant.row_ids)}
         parameters |= {"slot0": held.grant.slots[0], "token0": held.grant.tokens[0]}
         rows = len(held.grant.row_ids)
+        if held.mode and not hand_on:
+            return Released(session.run(lambda cursor: _free_all(dialect, cursor, parameters)))
+        if (held.mode or held.resource.kind == RWLOCK) and hand_on:
+            released = rows_grants.release_by_steps(
+                session, dialect, parameters, alone=bool(held.mode) or rows > 1, wanted=wanted
+            )
+            return Released(*released)
         if not hand_on:
             return Released(rows_pass.free(session, dialect, parameters, rows))
         return Released(*rows_grants.release(session, dialect, parameters, rows, wanted=wanted))
@@ -137,8 +152,7 @@ class RowsBackend(RowsClaims):
 
         def discard(cursor: AnyCursor) -> bool:
             dialect.execute(cursor, rows_queue.LEAVE, parameters)
-            dialect.execute(cursor, sql.DISCARD, parameters)
-            return cursor.rowcount > 0
+            return _free_all(dialect, cursor, parameters)
 
         freed = session.run(discard)
         if freed:
@@ -147,7 +161,7 @@ class RowsBackend(RowsClaims):
 
     def hand_out(self, session: Session, resource: Resource) -> None:
         """Hand out what is free as if from elsewhere: this process's own waiters are woken like any others."""
-        parameters = {"key": resource.key, "process_id": "", "durable": True}
+        parameters = {"key": resource.key, "process_id": "", "durable": True, "by_steps": resource.kind == RWLOCK}
         rows_grants.grant(session, dialect_for(session.connection), parameters)
 
     def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
@@ -170,6 +184,11 @@ class RowsBackend(RowsClaims):
         self._declare(session, dialect, claim, parameters, row[3])
         granted = Granted(claim.permit_id, Grant((row[1],), (row[2],), (row[0],)), claim.lease)
         return Waited((granted,), at_once=True)
+
+
+def _free_all(dialect: Dialect, cursor: AnyCursor, parameters: dict[str, Any]) -> bool:
+    dialect.execute(cursor, sql.DISCARD, parameters)
+    return cursor.rowcount > 0
 
 
 def _place(place: Place) -> dict[str, Any]:

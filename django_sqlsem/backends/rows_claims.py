@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.db import IntegrityError
 
-from django_sqlsem.backends import rows_queue
+from django_sqlsem.backends import rows_queue, rows_whole
 from django_sqlsem.backends import rows_sql as sql
 from django_sqlsem.backends.base import Claim, Grant
 from django_sqlsem.backends.dialects import Dialect, dialect_for
 from django_sqlsem.backends.rows_beacons import take_from_the_dead
 from django_sqlsem.backends.rows_operator import RowsOperator
 from django_sqlsem.exceptions import never_met, wrong_kind
+from django_sqlsem.modes import RWLOCK, WRITER
 
 if TYPE_CHECKING:
     from django_sqlsem.cursors import AnyCursor
@@ -35,7 +36,8 @@ class RowsClaims(RowsOperator):
         """Take slots by one statement, or create what is missing and try again."""
         dialect = dialect_for(session.connection)
         parameters = claim_parameters(claim)
-        grant = self._take_one(session, dialect, claim, parameters) if claim.take == 1 else None
+        quick = claim.take == 1 and not claim.mode
+        grant = self._take_one(session, dialect, claim, parameters) if quick else None
         grant = grant or self._look_and_claim(session, dialect, claim, parameters)
         if grant and claim.rank:
             session.run(lambda cursor: dialect.execute(cursor, rows_queue.BACK, parameters))
@@ -61,11 +63,16 @@ class RowsClaims(RowsOperator):
             if found is None:
                 return None
             operator_slots, declared_slots, _paused, shrinking, _now = found
+            above = whole = False
+            if shrinking:
+                above, whole = rows_whole.settle(dialect, cursor, parameters, operator_slots)
+            if whole:
+                return None
             bound = sql.bound(operator_slots, claim.slots, declared_slots)
-            dialect.execute(cursor, sql.count(dialect), parameters | {"bound": bound})
-            live, above = cursor.fetchone()
-            if shrinking and not above:
-                dialect.execute(cursor, sql.SHRUNK, parameters)
+            live = 0
+            if above or claim.take > 1:
+                dialect.execute(cursor, sql.count(dialect), parameters | {"bound": bound})
+                live = cursor.fetchone()[0]
             rows: list[tuple[Any, ...]] = []
             if live + claim.take <= bound:
                 text = sql.claim(dialect, _queue(claim), True, claim.durable)
@@ -96,6 +103,8 @@ class RowsClaims(RowsOperator):
         if isinstance(looked, Grant):
             return looked
         created, shrinking = looked
+        if claim.mode:
+            return rows_whole.claim(session, dialect, claim, parameters)
         if claim.take > 1 or shrinking:
             return self._take_locked(session, dialect, claim, parameters)
         return self._take_one(session, dialect, claim, parameters) if created or unseen else None
@@ -150,11 +159,14 @@ class RowsClaims(RowsOperator):
 
         def create(cursor: AnyCursor) -> list[Grant]:
             new = insert(cursor, sql.INSERT_SEMAPHORE, parameters | {"name": claim.resource.name, "slots": slots})
+            # Locked: while somebody has all slots, no more of them may be open.
+            found = fetch(cursor, dialect, sql.lock(dialect), parameters)
+            shrinking = found is not None and bool(found[3])
             there = {row[0] for row in fetch_all(cursor, dialect, sql.SLOTS, parameters)}
-            for slot in range(1, slots + 1):
+            for slot in range(WRITER if claim.resource.kind == RWLOCK else 1, slots + 1):
                 if slot not in there:
-                    insert(cursor, sql.INSERT_SLOT, (claim.resource.key, slot, False, False))
-            if not new or there or claim.take > slots:
+                    insert(cursor, sql.INSERT_SLOT, (claim.resource.key, slot, shrinking or slot == WRITER, False))
+            if not new or there or claim.mode or claim.take > slots:
                 return []
             dialect.execute(cursor, sql.take_new(dialect), parameters)
             ids, numbers, tokens, _ = zip(*fetch_all(cursor, dialect, sql.GRANTED, parameters), strict=True)
@@ -242,6 +254,8 @@ def claim_parameters(claim: Claim) -> dict[str, Any]:
         "witness": claim.presence.beacon,
         "durable": claim.durable,
         "rank": claim.rank,
+        "mode": claim.mode,
+        "by_steps": claim.resource.kind == RWLOCK,
     }
 
 

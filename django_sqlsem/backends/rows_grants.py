@@ -50,7 +50,8 @@ def hand_over(dialect: Dialect, own: bool, durable: bool, patient: bool = True) 
         "permit_id = w.ticket, acquired_us = {now}, expires_us = {now} + w.lasts_us, lease_us = w.lease_us,"
         f" token = CASE WHEN p.token + 1 > {dialect.token_now} THEN p.token + 1 ELSE {dialect.token_now} END,"
         " host = w.host, pid = w.pid, thread = w.thread, label = w.label, user_name = w.user_name,"
-        " process_id = w.process_id, boot_id = w.boot_id, channel = w.channel, beacon = w.beacon, suspect_us = NULL"
+        " process_id = w.process_id, boot_id = w.boot_id, channel = w.channel, beacon = w.beacon, suspect_us = NULL,"
+        " lock_mode = ''"
     )
     if own:
         taken += f", {sql.HELD}"
@@ -125,6 +126,19 @@ def release(
     return True, _here(row)
 
 
+def release_by_steps(
+    session: Session, dialect: Dialect, parameters: dict[str, Any], *, alone: bool, wanted: bool
+) -> tuple[bool, tuple[Granted, ...]]:
+    """Free what a permit has of a name with modes, and hand on what it may make possible.
+
+    ``alone``: it kept others out by its mode, whether they wait or not.
+    """
+    if not (alone or wanted) and free(session, dialect, parameters, 1, unwanted=True):
+        return True, ()
+    served = session.transaction(lambda cursor: serve(dialect, cursor, parameters, own=True))
+    return (False, ()) if served is None else (True, _woken(served))
+
+
 def _grant_if_possible(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> tuple[Granted, ...]:
     """What is released is released, even if it cannot be handed on: then those who wait find it."""
     try:
@@ -160,7 +174,7 @@ def grant(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> tup
 
 def _grants(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> Iterator[tuple[Granted, ...]]:
     nobody = 0
-    while dialect.writing_ctes:
+    while dialect.writing_ctes and not parameters.get("by_steps"):
         row = _hand_over(session, dialect, parameters, own=False)
         if row is None:
             return

@@ -24,7 +24,8 @@ from django_sqlsem.caller_sessions import OrdinarySession
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
-from django_sqlsem.naming import resource_for, validate_slots
+from django_sqlsem.modes import WHOLE, WRITER
+from django_sqlsem.naming import MAX_SLOTS, resource_for, validate_slots
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSnapshot
 
 if TYPE_CHECKING:
@@ -117,10 +118,11 @@ class RowsOperator(BaseSemaphoreBackend):
             row = held.select_for_update().first()
             if row is None:
                 return None
-            revoked = held.update(
-                expires_us=None, permit_id=None, revoked_token=token, revoked_by=printable(by, MAX_USER_LENGTH)
-            )
+            taken = {"expires_us": None, "permit_id": None, "revoked_by": printable(by, MAX_USER_LENGTH)}
+            revoked = held.update(revoked_token=token, **taken)
             holder = clock.holder(name, row) if revoked else None
+            # A part of it is nothing: who has the writer's place, or all slots, loses whatever it has.
+            self._companions(row).update(revoked_token=F("token"), **taken)
         self._hand_out(_key(name))
         return holder
 
@@ -128,9 +130,17 @@ class RowsOperator(BaseSemaphoreBackend):
         """Free a slot whose lease has run out by the database's clock and that still carries this token."""
         with self._act(_key(name)) as clock:
             expired = self._rows(SlotRow).filter(clock.expired(), semaphore=_key(name), slot=slot, token=token)
+            row = expired.first()
             purged = bool(expired.update(expires_us=None, permit_id=None))
+            if purged and row is not None:
+                self._companions(row).filter(clock.expired()).update(expires_us=None, permit_id=None)
         self._hand_out(_key(name))
         return purged
+
+    def _companions(self, row: SlotRow) -> QuerySet[SlotRow]:
+        """The other taken rows of who has this one by its mode: they belong together, as nobody else can be there."""
+        rows = self._rows(SlotRow).filter(semaphore=row.semaphore_id, expires_us__isnull=False)
+        return rows.exclude(mode="") if row.mode else rows.none()
 
     def purge_idle(self, name: str) -> bool:
         """Delete a name that nobody holds or waits for, unless an operator has set its slots or paused it."""
@@ -160,15 +170,15 @@ class RowsOperator(BaseSemaphoreBackend):
                 return False
             if semaphore.kind == "mutex" and slots not in (None, 1):
                 raise ValueError(f"{name!r} is a mutex: it has one slot, not {slots}.")
-            rows = self._rows(SlotRow).filter(semaphore=key)
-            shrinking = False
-            if slots is None:
-                rows.filter(closed=True).update(closed=False)
-            else:
-                self._create_slots(key, slots)
-                rows.filter(slot__lte=slots, closed=True).update(closed=False)
+            rows = self._rows(SlotRow).filter(semaphore=key).exclude(slot=WRITER)
+            # While somebody has all slots, or may prove them again, no more of them are opened: that is done after it.
+            whole = shrinking = rows.filter(mode=WHOLE, expires_us__isnull=False).exists()
+            if slots is not None:
+                self._create_slots(key, slots, closed=whole)
                 rows.filter(slot__gt=slots, closed=False).update(closed=True)
-                shrinking = rows.filter(clock.live(), slot__gt=slots).exists()
+                shrinking = whole or rows.filter(clock.live(), slot__gt=slots).exists()
+            if not whole:
+                rows.filter(slot__lte=MAX_SLOTS if slots is None else slots, closed=True).update(closed=False)
             self._rows(SemaphoreRow).filter(key=key).update(operator_slots=slots, shrinking=shrinking)
         self._hand_out(key)
         return True
@@ -186,15 +196,17 @@ class RowsOperator(BaseSemaphoreBackend):
         connection = connections[self.alias]
 
         def hand_out() -> None:
-            parameters = {"key": key, "process_id": "", "durable": True, "since": server_since(connection)}
+            since = server_since(connection)
+            parameters = {"key": key, "process_id": "", "durable": True, "since": since, "by_steps": True}
             rows_grants.grant(OrdinarySession(connection), dialect_for(connection), parameters)
 
         # Not inside a transaction of the caller's, which may be rolled back.
         transaction.on_commit(hand_out, using=self.alias)
 
-    def _create_slots(self, key: str, slots: int) -> None:
+    def _create_slots(self, key: str, slots: int, *, closed: bool) -> None:
         present = set(self._rows(SlotRow).filter(semaphore=key).values_list("slot", flat=True))
-        missing = [SlotRow(semaphore_id=key, slot=number) for number in range(1, slots + 1) if number not in present]
+        numbers = [number for number in range(1, slots + 1) if number not in present]
+        missing = [SlotRow(semaphore_id=key, slot=number, closed=closed) for number in numbers]
         # A claim may be creating the same rows at this moment.
         ignore = connections[self.alias].features.supports_ignore_conflicts
         self._rows(SlotRow).bulk_create(missing, batch_size=CHUNK, ignore_conflicts=ignore)

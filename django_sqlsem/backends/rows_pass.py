@@ -69,7 +69,7 @@ def pass_on(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> t
         operator_slots, declared_slots, paused, shrinking, now, *columns = row
         head = dict(zip(HEAD, columns, strict=True))
         bound = sql.bound(operator_slots, head["slots"], declared_slots)
-        if dead or paused or shrinking or head["take"] > 1 or parameters["slot0"] > bound:
+        if dead or paused or shrinking or head["take"] != 1 or parameters["slot0"] > bound:
             return None
         slot = (parameters["row0"], parameters["slot0"], parameters["token0"])
         channel = channel_of(head, parameters)

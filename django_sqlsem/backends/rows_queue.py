@@ -22,16 +22,17 @@ AWAY: Final = 60.0
 
 _COLUMNS: Final = (
     "ticket, semaphore_key, queued_us, expires_us, take, slots, lease_us, away, waiting, host, pid, thread, label,"
-    " user_name, process_id, boot_id, channel, beacon"
+    " user_name, process_id, boot_id, channel, beacon, lock_mode"
 )
 _VALUES: Final = (
     "%(permit_id)s, m.name_key, {now} - %(age_us)s, {now} + %(patience_us)s, %(take)s, {slots}, %(lease_us)s,"
     " %(no)s, %(waiting)s, %(host)s, %(pid)s, %(thread)s, %(label)s, %(user)s, %(process_id)s, %(boot_id)s,"
-    " %(channel)s, %(beacon)s"
+    " %(channel)s, %(beacon)s, %(mode)s"
 )
+#: Who has the writer's place already is before everybody.
 _AHEAD: Final = (
     "(SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {waits}"
-    " AND (w.queued_us < sqlsem_waiter.queued_us"
+    " AND sqlsem_waiter.lock_mode <> 'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us"
     " OR (w.queued_us = sqlsem_waiter.queued_us AND w.id < sqlsem_waiter.id)))"
 )
 
@@ -166,7 +167,7 @@ _STILL_AWAY: Final = "UPDATE sqlsem_waiter SET expires_us = {now} + %(away_us)s 
 _GO_AWAY: Final = (
     f"INSERT INTO sqlsem_waiter ({_COLUMNS}) VALUES (%(rank)s, %(key)s, {{now}}, {{now}} + %(away_us)s, %(take)s,"
     " %(slots)s, %(lease_us)s, %(yes)s, 1, %(host)s, %(pid)s, %(thread)s, %(label)s, %(user)s, %(process_id)s,"
-    " %(boot_id)s, '', %(no)s)"
+    " %(boot_id)s, '', %(no)s, %(mode)s)"
 )
 
 

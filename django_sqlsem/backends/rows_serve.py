@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends import rows_sql as sql
+from django_sqlsem.backends import rows_whole
 from django_sqlsem.backends.base import Grant, Granted
 from django_sqlsem.backends.dialects import Dialect
 from django_sqlsem.backends.rows_beacons import is_dead
+from django_sqlsem.modes import UPDATE
 
 if TYPE_CHECKING:
     from django_sqlsem.cursors import AnyCursor
@@ -20,11 +22,12 @@ LAPSE_US: Final = 2_000_000
 HERE: Final = "here"
 
 WHO: Final = ("host", "pid", "thread", "label", "user_name", "process_id", "boot_id", "channel", "beacon")
-HEAD: Final = ("id", "ticket", "take", "slots", "lease_us", *WHO)
+HEAD: Final = ("id", "ticket", "take", "slots", "lease_us", "lock_mode", *WHO)
 #: What is written into a slot that a waiter gets.
 GIVEN: Final = (
     "token = %(token)s, permit_id = %(ticket)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s,"
-    " lease_us = %(lease_us)s, suspect_us = NULL, " + ", ".join(f"{column} = %({column})s" for column in WHO)
+    " lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', "
+    + ", ".join(f"{column} = %({column})s" for column in WHO)
 )
 LEFT: Final = "DELETE FROM sqlsem_waiter WHERE id = %(waiter)s"
 
@@ -33,7 +36,8 @@ LEFT: Final = "DELETE FROM sqlsem_waiter WHERE id = %(waiter)s"
 def _heads(dialect: Dialect) -> str:
     return (
         f"SELECT {', '.join(f'w.{column}' for column in HEAD)} FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s"
-        f" AND {dialect.waits_sql('w.')}{dialect.alive('w.')} ORDER BY w.queued_us, w.id"
+        f" AND {dialect.waits_sql('w.')}{dialect.alive('w.')}"
+        " ORDER BY CASE WHEN w.lock_mode = 'upgrade' THEN 0 ELSE 1 END, w.queued_us, w.id"
     )
 
 
@@ -62,7 +66,8 @@ def serve(
     found = cursor.fetchone()
     if own:
         # After the lock, so that of two who free slots at once the later one sees the earlier one's.
-        dialect.execute(cursor, sql.release(dialect, 1, False), parameters)
+        text = sql.release(dialect, 1, False) if "row0" in parameters else sql.DISCARD
+        dialect.execute(cursor, text, parameters)
         if cursor.rowcount <= 0:
             return None
     served: list[tuple[str, Granted]] = []
@@ -70,15 +75,28 @@ def serve(
         return served
     operator_slots, declared_slots, paused, shrinking, now = found
     if shrinking:
-        shrinking = _still_shrinks(dialect, cursor, parameters, operator_slots)
+        shrinking, whole = rows_whole.settle(dialect, cursor, parameters, operator_slots)
+        paused = paused or whole
+    passed: set[int] = set()
     while not paused:
         dialect.execute(cursor, _heads(dialect), parameters)
-        row = cursor.fetchone()
+        row = next((row for row in cursor.fetchall() if row[0] not in passed), None)
         if row is None:
             break
         head = dict(zip(HEAD, row, strict=True))
         if head["beacon"] and is_dead(cursor, head["process_id"]):
             dialect.execute(cursor, LEFT, {"waiter": head["id"]})
+            continue
+        if head["lock_mode"]:
+            granted = _give_mode(dialect, cursor, parameters, head, int(now))
+            if granted is not None:
+                served.append(granted)
+                if head["lock_mode"] != UPDATE:
+                    break  # it is alone now
+            elif head["lock_mode"] != UPDATE:
+                break
+            # Who waits for the writer's place keeps nobody out.
+            passed.add(head["id"])
             continue
         bound = sql.bound(operator_slots, head["slots"], declared_slots)
         free = _free_rows(dialect, cursor, parameters | {"bound": bound}, head["take"])
@@ -135,17 +153,31 @@ def _give(
     granted, rows = granted_to(dialect, head, free, now, here=here)
     for values in rows:
         dialect.execute(cursor, _take(dialect), values)
-    if dialect.notifies and head["channel"] and not here:
-        cursor.execute("SELECT pg_notify(%s, %s)", (head["channel"], granted.note()))
+    _notify(dialect, cursor, HERE if here else head["channel"], granted)
     return granted
 
 
-def _still_shrinks(dialect: Dialect, cursor: AnyCursor, parameters: dict[str, Any], bound: int) -> bool:
-    dialect.execute(cursor, sql.count(dialect), parameters | {"bound": bound})
-    above = cursor.fetchone()[1]
-    if not above:
-        dialect.execute(cursor, sql.SHRUNK, parameters)
-    return bool(above)
+def _give_mode(
+    dialect: Dialect, cursor: AnyCursor, parameters: dict[str, Any], head: dict[str, Any], now: int
+) -> tuple[str, Granted] | None:
+    """Give all slots, or the writer's place, to a waiter; ``None`` if somebody is in the way."""
+    channel = channel_of(head, parameters)
+    lasts_us = head["lease_us"] if channel == HERE else min(LAPSE_US, head["lease_us"])
+    grant = rows_whole.take(dialect, cursor, parameters["key"], head["lock_mode"], head, now, lasts_us)
+    if grant is None:
+        return None
+    dialect.execute(cursor, LEFT, {"waiter": head["id"]})
+    if cursor.rowcount <= 0:  # it has given up meanwhile
+        dialect.execute(cursor, sql.DISCARD, parameters | {"permit_id": head["ticket"]})
+        return None
+    granted = Granted(head["ticket"], grant, lasts_us / 1e6)
+    _notify(dialect, cursor, channel, granted)
+    return channel, granted
+
+
+def _notify(dialect: Dialect, cursor: AnyCursor, channel: str, granted: Granted) -> None:
+    if dialect.notifies and channel and channel != HERE:
+        cursor.execute("SELECT pg_notify(%s, %s)", (channel, granted.note()))
 
 
 def _fits(dialect: Dialect, cursor: AnyCursor, parameters: dict[str, Any], bound: int, take: int) -> bool:

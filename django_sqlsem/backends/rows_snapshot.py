@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _WHO: Final = ("host", "pid", "thread", "label", "user", "boot_id")
 _SEMAPHORE: Final = ("name", "kind", "declared_slots", "operator_slots", "paused", "other_slots", "other_us")
-_SLOT: Final = ("slot", "token", "acquired_us", "expires_us", "lease_us", "suspect_us", *_WHO)
-_WAITER: Final = ("queued_us", "waiting", "take", *_WHO)
+_SLOT: Final = ("slot", "token", "acquired_us", "expires_us", "lease_us", "suspect_us", "mode", *_WHO)
+_WAITER: Final = ("queued_us", "waiting", "take", "mode", *_WHO)
 _USUAL: Final = (
     "SELECT (SELECT AVG(held_us) FROM sqlsem_slot WHERE semaphore_key = %(key)s AND held_us > 0),"
     " (SELECT COUNT(*) FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND {live} AND away = %(yes)s)"

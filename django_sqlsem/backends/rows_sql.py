@@ -10,21 +10,24 @@ from django_sqlsem.backends.dialects import Dialect
 #: Since when a task has its place that was kept while it was away; NULL for anybody else.
 KEPT: Final = "(SELECT a.queued_us FROM sqlsem_waiter a WHERE a.ticket = %(rank)s)"
 
-#: Who may go first. A newcomer yields to every live waiter; a task that comes back, to those that wait longer.
+_WAITS: Final = "SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {waits}"
+#: Who waits for the writer's place beside readers is in nobody's way.
+_IN_THE_WAY: Final = " AND w.lock_mode <> 'update'"
+
+#: Who may go first. A newcomer yields to every live waiter; a task that comes back, to those that wait longer; who
+#: barges, to those that want everybody to leave.
 QUEUE: Final = {
-    "barge": "",
-    "ranked": (
-        " AND NOT EXISTS (SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {waits} AND w.queued_us"
-        f" < COALESCE({KEPT}, {{{{now}}}}))"
-    ),
-    "newcomer": " AND NOT EXISTS (SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {waits})",
+    "barge": f" AND NOT EXISTS ({_WAITS} AND w.take = 0)",
+    "ranked": f" AND NOT EXISTS ({_WAITS}{_IN_THE_WAY} AND w.queued_us < COALESCE({KEPT}, {{{{now}}}}))",
+    "newcomer": f" AND NOT EXISTS ({_WAITS}{_IN_THE_WAY})",
 }
 
 _SET: Final = (
     "token = CASE WHEN token + 1 > {token_now} THEN token + 1 ELSE {token_now} END,"
     " permit_id = %(permit_id)s, acquired_us = {{now}}, expires_us = {{now}} + %(lease_us)s, lease_us = %(lease_us)s,"
     " host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user)s,"
-    " process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s, suspect_us = NULL"
+    " process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s,"
+    " suspect_us = NULL, lock_mode = ''"
 )
 
 
@@ -92,7 +95,8 @@ def look(dialect: Dialect) -> str:
     """What a refused claim wants to know, in one row."""
     return (
         "SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking,"
-        f" (SELECT COUNT(*) FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key), {suspects(dialect)}"
+        f" (SELECT COUNT(*) FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key AND s.slot > 0),"
+        f" {suspects(dialect)}"
         " FROM sqlsem_semaphore m WHERE m.name_key = %(key)s"
     )
 
@@ -108,14 +112,31 @@ def lock(dialect: Dialect) -> str:
 
 @functools.cache
 def count(dialect: Dialect) -> str:
-    """How many slots are live, and how many of those are above the bound."""
+    """How many slots are live, how many of those are above the bound, and how many belong to who has all of them."""
+    live = dialect.live_sql()
     return (
-        "SELECT COUNT(*), SUM(CASE WHEN slot > %(bound)s THEN 1 ELSE 0 END) FROM sqlsem_slot"
-        f" WHERE semaphore_key = %(key)s AND {dialect.live_sql()}"
+        f"SELECT COUNT(CASE WHEN slot > 0 AND {live} THEN 1 END),"
+        f" COUNT(CASE WHEN slot > %(bound)s AND {live} THEN 1 END),"
+        f" COUNT(CASE WHEN lock_mode = 'whole' AND NOT {dialect.free_sql()} THEN 1 END)"
+        " FROM sqlsem_slot WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL"
+    )
+
+
+@functools.cache
+def lapse(dialect: Dialect) -> str:
+    """Take all slots from whoever had them, if that is over: else it might prove them again, one by one."""
+    return (
+        "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL WHERE semaphore_key = %(key)s"
+        f" AND lock_mode = 'whole' AND expires_us IS NOT NULL AND {dialect.free_sql()}"
     )
 
 
 SHRUNK: Final = "UPDATE sqlsem_semaphore SET shrinking = %(no)s WHERE name_key = %(key)s"
+#: Slots that were made while somebody had all of them, or an operator wanted more of them.
+OPEN: Final = (
+    "UPDATE sqlsem_slot SET closed = %(no)s WHERE semaphore_key = %(key)s AND closed = %(yes)s AND slot > 0"
+    " AND slot <= COALESCE((SELECT operator_slots FROM sqlsem_semaphore WHERE name_key = %(key)s), slot)"
+)
 DECLARE: Final = (
     "UPDATE sqlsem_semaphore SET other_slots = declared_slots, other_us = {now}, declared_slots = %(slots)s,"
     " declared_us = {now} WHERE name_key = %(key)s AND declared_slots <> %(slots)s"
@@ -126,7 +147,8 @@ INSERT_SEMAPHORE: Final = (
 )
 INSERT_SLOT: Final = (
     "sqlsem_slot (semaphore_key, slot, closed, beacon, token, lease_us, held_us, host, pid, thread, label, user_name,"
-    " process_id, boot_id, channel, revoked_by) VALUES (%s, %s, %s, %s, 0, 0, 0, '', 0, '', '', '', '', '', '', '')"
+    " process_id, boot_id, channel, revoked_by, lock_mode)"
+    " VALUES (%s, %s, %s, %s, 0, 0, 0, '', 0, '', '', '', '', '', '', '', '')"
 )
 
 
@@ -134,7 +156,7 @@ INSERT_SLOT: Final = (
 def take_new(dialect: Dialect) -> str:
     """Take the first slots of a name that only this transaction can see."""
     taken = _SET.format(token_now=dialect.token_now.format(now="{now}"))
-    return f"UPDATE sqlsem_slot SET {taken} WHERE semaphore_key = %(key)s AND slot <= %(take)s"
+    return f"UPDATE sqlsem_slot SET {taken} WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s"
 
 
 SLOTS: Final = "SELECT slot FROM sqlsem_slot WHERE semaphore_key = %(key)s"

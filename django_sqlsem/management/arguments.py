@@ -12,6 +12,7 @@ from django.db import connections
 
 from django_sqlsem import naming
 from django_sqlsem.durations import parse_duration
+from django_sqlsem.modes import WRITER
 from django_sqlsem.timeouts import UNSET
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ def _slots(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise ValueError(f"slots must be an int from 1 to {naming.MAX_SLOTS}, not {text!r}.")
     return naming.validate_slots(int(text))
+
+
+def _slot(text: str) -> int:
+    return WRITER if text == str(WRITER) else _slots(text)
 
 
 def _slots_or_default(text: str) -> int | None:
@@ -127,7 +132,7 @@ def add_arguments(parser: CommandParser) -> None:
 
     sub = add("revoke", "Takes slots away from their holders, live ones too. They learn that their permit is lost.")
     sub.add_argument("name", **name)
-    sub.add_argument("--slot", metavar="N", type=_type(_slots), help="only this slot; default: all of them")
+    sub.add_argument("--slot", metavar="N", type=_type(_slot), help="only this slot; default: all of them")
     sub.add_argument("--kill", action="store_true", help="SQL Server: end the holders' sessions, with all they hold")
     _add_noinput(sub)
 

@@ -78,7 +78,7 @@ def sentence(holder: HolderSnapshot) -> str:
         parts.append(f"lease {lease(holder)}" if holder.expired else f"lease left {lease(holder)}")
     else:
         parts.append(f"its {session(holder)} has ended" if holder.expired else session(holder))
-    return f"{clean(holder.name)} slot {holder.slot} ({holder.state}): {', '.join(filter(None, parts))}"
+    return f"{clean(holder.name)} {holder.where} ({holder.state}): {', '.join(filter(None, parts))}"
 
 
 def summary(snapshot: SemaphoreSnapshot) -> str:
@@ -110,7 +110,7 @@ def details(snapshot: SemaphoreSnapshot) -> list[str]:
         waiting = count(waiter.waiting, "thread or task", "threads or tasks")
         lines.append(
             f"  waiting: {who(waiter)}{work}{by}, {waiting}, for {duration(waiter.age)},"
-            f" wants {count(waiter.take, 'slot')}"
+            f" wants {count(waiter.take, 'slot') if waiter.take else 'all slots'}"
         )
     if not snapshot.holders and not snapshot.waiters:
         lines.append("  Nobody holds it and nobody waits.")
@@ -162,8 +162,8 @@ def _holder_rows(snapshot: SemaphoreSnapshot) -> list[tuple[str, ...]]:
     return [
         (
             holder.name,
-            f"{holder.slot}/{snapshot.slots}",
-            holder.state.value,
+            f"{holder.place}/{snapshot.slots}",
+            " ".join(filter(None, (holder.state.value, snapshot.role(holder)))),
             who(holder),
             holder.label,
             holder.user,
@@ -178,8 +178,10 @@ def _waiter_rows(snapshot: SemaphoreSnapshot) -> list[tuple[str, ...]]:
     return [
         (
             waiter.name,
-            "" if waiter.take == 1 else f"wants {waiter.take}",
-            "waiting" if waiter.waiting == 1 else f"waiting x{waiter.waiting}",
+            "" if waiter.take == 1 else f"wants {waiter.take or 'all'}",
+            " ".join(
+                filter(None, ("waiting", f"x{waiter.waiting}" if waiter.waiting > 1 else "", snapshot.role(waiter)))
+            ),
             who(waiter),
             waiter.label,
             waiter.user,
@@ -221,10 +223,14 @@ def as_dict(snapshot: SemaphoreSnapshot) -> dict[str, Any]:
     """Return a semaphore as plain data for JSON, with the counts that are computed."""
     plain = dataclasses.asdict(snapshot)
     for holder in plain["holders"]:
+        if not holder["mode"]:  # one slot
+            del holder["mode"], holder["slots"]
         if holder["lease_left"] is not None:  # no session has its lock
             for key in _OF_SESSIONS:
                 del holder[key]
     for waiter in plain["waiters"]:
+        if not waiter["mode"]:
+            del waiter["mode"]
         if waiter["session_id"] is None:
             del waiter["session_id"]
     return plain | {key: getattr(snapshot, key) for key in ("held", "free", "stale", "waiting")}
@@ -244,7 +250,7 @@ def as_csv(snapshots: Iterable[SemaphoreSnapshot], *, header: bool = True) -> st
     for snapshot in snapshots:
         for holder in snapshot.holders:
             writer.writerow((
-                holder.name, holder.slot, snapshot.slots, holder.state.value, holder.host, holder.pid, holder.thread,
+                holder.name, holder.place, snapshot.slots, holder.state.value, holder.host, holder.pid, holder.thread,
                 holder.label, holder.user, holder.acquired_at.isoformat(), f"{holder.age:.3f}",
                 "" if holder.lease_left is None else f"{holder.lease_left:.3f}", holder.token, "",
                 holder.session_id,

@@ -59,7 +59,10 @@ class HolderFields(models.Model):
 
 
 class SlotRow(HolderFields):
-    """One slot of a semaphore. ``expires_us`` is null while it is free."""
+    """One slot of a semaphore. ``expires_us`` is null while it is free.
+
+    Slot 0 is the writer's place, which only locks of readers and writers have: it is closed to everybody else.
+    """
 
     id = models.BigAutoField(primary_key=True)
     semaphore = models.ForeignKey(
@@ -82,6 +85,8 @@ class SlotRow(HolderFields):
     suspect_us = models.BigIntegerField(_("beacon out since"), null=True)
     session_id = models.BigIntegerField(_("database session"), null=True)
     session_us = models.BigIntegerField(_("database session since"), null=True)
+    #: How its permit shares the name with others: see ``modes``.
+    mode = ExactCharField(_("mode"), max_length=8, default="", db_default="", blank=True, db_column="lock_mode")
     revoked_token = models.BigIntegerField(_("revoked token"), null=True)
     revoked_by = ExactCharField(_("revoked by"), max_length=150, default="", blank=True)
 
@@ -100,7 +105,7 @@ class WaiterRow(HolderFields):
     """One process that waits for a semaphore, at the place of its oldest waiting thread or task.
 
     ``ticket`` is the permit id under which it will be granted. A Celery task that will come back is ``away``: it keeps
-    its place under its own id, and is never granted.
+    its place under its own id, and is never granted. ``take`` is 0 if it wants all slots.
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -120,6 +125,7 @@ class WaiterRow(HolderFields):
     slots = models.PositiveIntegerField(_("slots declared"), null=True)
     lease_us = models.BigIntegerField(_("lease"), default=0)
     away = models.BooleanField(_("away"), default=False)
+    mode = ExactCharField(_("mode"), max_length=8, default="", db_default="", blank=True, db_column="lock_mode")
     waiting = models.PositiveIntegerField(_("waiting"), default=1)
 
     class Meta:

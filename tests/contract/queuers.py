@@ -239,10 +239,12 @@ def obey(alias: str, name: str, options: dict[str, Any], counted: bool) -> None:
 class Queuer(Child):
     """The parent's side of ``obey``. Who asks is known by a word."""
 
+    program = "tests.contract.queuers:obey"
+
     def __init__(
         self, alias: str, name: str, *, env: dict[str, str] | None = None, counted: bool = True, **options: Any
     ) -> None:
-        super().__init__("tests.contract.queuers:obey", alias, name, options, counted, env=env)
+        super().__init__(self.program, alias, name, options, counted, env=env)
         self._said: dict[str, collections.deque[str]] = collections.defaultdict(collections.deque)
         self.alias = alias
 

@@ -178,7 +178,7 @@ class Command(BaseCommand):
     ) -> None:
         """Name the holders, and what goes with them; ask, and take the slots from just those."""
         snapshot = self._known(name, database)
-        shown = [holder for holder in snapshot.holders if slot in (None, holder.slot)]
+        shown = [holder for holder in snapshot.holders if slot is None or slot in holder.numbers]
         if not shown:
             which = "" if slot is None else f"slot {slot} of "
             self._print(f"Nobody holds {which}{output.clean(name)!r}: nothing to revoke.")
@@ -202,7 +202,7 @@ class Command(BaseCommand):
         ]
         self._print(self.style.SUCCESS(f"Revoked {output.count(len(shown) - len(changed), 'slot')}."))
         if changed:
-            slots = ", ".join(str(holder.slot) for holder in changed)
+            slots = ", ".join(holder.place for holder in changed)
             raise CommandError(f"The holder of slot {slots} has changed since: whoever holds it now was not disturbed.")
 
     def handle_set(self, *, name: str, slots: Any, pause: bool, resume: bool, database: str | None, **_: Any) -> None:

@@ -1,0 +1,39 @@
+"""How a permit shares a name with others, and how that is said to people."""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: One or more slots, beside others.
+SHARED: Final = ""
+#: All slots at once, beside nobody: a writer, or a semaphore that is drained.
+WHOLE: Final = "whole"
+#: The writer's place, beside readers: a reader that may become the writer.
+UPDATE: Final = "update"
+#: All slots but the writer's place, for whoever has that. Only claims have this mode; what they get is ``WHOLE``.
+UPGRADE: Final = "upgrade"
+
+#: The modes that want everybody else to leave, and let nobody pass while they wait.
+EXCLUSIVE: Final = (WHOLE, UPGRADE)
+#: The kind of locks whose slot 0 is the writer's place.
+RWLOCK: Final = "rwlock"
+#: The slot that is the writer's place.
+WRITER: Final = 0
+
+
+def word(kind: str, mode: str) -> str:
+    """Return what someone with this mode is; nothing for who merely has a slot of a semaphore."""
+    if kind != RWLOCK:
+        return "drains" if mode == WHOLE else ""
+    return {SHARED: "reader", WHOLE: "writer", UPDATE: "upgradable", UPGRADE: "upgrades"}[mode]
+
+
+def refused(name: str, kind: str, mode: str, when: str) -> str:
+    """Return the beginning of a sentence about a claim that got nothing; ``when``: ``within 5 s``, or nothing."""
+    within = f" {when}" if when else ""
+    if mode == UPGRADE:
+        return f"The readers of {name!r} have not left{within}"
+    if mode == UPDATE:
+        return f"{name!r} has been closed to an upgradable reader{within}"
+    verb = "written" if kind == RWLOCK else "drained"
+    return f"{name!r} could not be {verb}{within}"

@@ -1,0 +1,164 @@
+"""The permit of an upgradable reader: while it has the writer's place, it may become the writer without deadlock."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import uuid
+from typing import TYPE_CHECKING, Self
+
+from django.core.exceptions import SynchronousOnlyOperation
+
+from django_sqlsem import scopes
+from django_sqlsem.exceptions import AlreadyHeldError, PermitLostError
+from django_sqlsem.holds import Hold
+from django_sqlsem.modes import UPGRADE
+from django_sqlsem.permits import Permit
+from django_sqlsem.refusals import refusal
+from django_sqlsem.snapshots import LossReason
+from django_sqlsem.timeouts import UNSET, Seconds, Unset
+
+if TYPE_CHECKING:
+    from django_sqlsem.snapshots import Loss
+
+_beginning = threading.Lock()
+
+
+class UpgradablePermit(Permit):
+    """A reader beside readers, the only one of its kind. ``upgrade()`` makes it the writer, ``downgrade()`` undoes it.
+
+    The upgrade is a second grant, of all the slots: if one of the two is lost, the permit is.
+    """
+
+    _upgrade: Permit | None = None
+
+    @property
+    def upgraded(self) -> bool:
+        """Whether it is the writer now."""
+        upgrade = self._upgrade
+        return upgrade is not None and upgrade._hold.grant is not None and not upgrade.released
+
+    @property
+    def lost(self) -> Loss | None:
+        """How the permit was lost, or ``None`` while it is ours. Decided when read, and for good."""
+        upgrade, loss = self._upgrade, self._hold.current_loss()
+        if loss is None and upgrade is not None and not upgrade.released and (gone := upgrade.lost) is not None:
+            self._hold.lose(gone)
+            return gone
+        return loss
+
+    def upgrade(self, timeout: Seconds | Unset | None = UNSET) -> Self:
+        """Become the writer: wait for the readers to leave, before everybody else who waits, and let none in.
+
+        Takes the timeouts of ``acquire()``, and raises ``AcquireTimeoutError`` as that does: then it is an upgradable
+        reader still. Raises ``AlreadyHeldError`` if it is the writer, or about to be, and ``PermitLostError``.
+        """
+        if scopes.in_event_loop():
+            raise SynchronousOnlyOperation("A permit can't be upgraded synchronously here: use `await aupgrade()`.")
+        seconds = self.semaphore._seconds(timeout)
+        permit = self._begin()
+        hold = permit._hold
+        try:
+            granted = hold.keeper.acquire(hold, seconds)
+            if granted:
+                self.check()
+                return self
+            hold.keeper.drop(hold)
+        except BaseException:
+            self._give_up(permit)
+            raise
+        self._upgrade = None
+        raise refusal(self.semaphore.status(), seconds, self.semaphore.kind, 0, UPGRADE)
+
+    async def aupgrade(self, timeout: Seconds | Unset | None = UNSET) -> Self:
+        """Become the writer, from a coroutine: see ``upgrade()``."""
+        seconds = self.semaphore._seconds(timeout)
+        permit = self._begin()
+        hold = permit._hold
+        try:
+            granted = await hold.keeper.aacquire(hold, seconds)
+            if granted:
+                self.check()
+                return self
+            hold.keeper.drop(hold)
+        except BaseException:
+            self._give_up(permit)
+            raise
+        self._upgrade = None
+        raise refusal(await self.semaphore.astatus(), seconds, self.semaphore.kind, 0, UPGRADE)
+
+    def downgrade(self) -> None:
+        """Become a reader that is upgradable again: others may read. Idempotent. Raises ``BackendError``."""
+        upgrade, self._upgrade = self._upgrade, None
+        if upgrade is not None:
+            upgrade.release()
+
+    async def adowngrade(self) -> None:
+        """Do what ``downgrade()`` does, from a coroutine."""
+        upgrade, self._upgrade = self._upgrade, None
+        if upgrade is not None:
+            await upgrade.arelease()
+
+    def release(self) -> None:
+        """Give it all back; see ``Permit.release()``."""
+        try:
+            self.downgrade()
+        finally:
+            super().release()
+
+    async def arelease(self) -> None:
+        """Give it all back from a coroutine; see ``Permit.arelease()``."""
+        try:
+            await self.adowngrade()
+        finally:
+            await super().arelease()
+
+    def detach(self) -> None:
+        """Untie the permit from this thread or task; see ``Permit.detach()``."""
+        super().detach()
+        if self._upgrade is not None:
+            self._upgrade.detach()
+
+    def _abandon(self) -> None:
+        if self._upgrade is not None:
+            self._upgrade._abandon()
+        super()._abandon()
+
+    def _begin(self) -> Permit:
+        """Return the permit of the upgrade, for which nothing has been asked yet."""
+        self.check()
+        mine = self._hold
+        with _beginning:
+            if self._upgrade is not None:
+                raise AlreadyHeldError(f"The permit of {self.name!r} has been upgraded already, or is about to be.")
+            claim = dataclasses.replace(
+                mine.claim, permit_id=uuid.uuid4().hex, mode=UPGRADE, take=0, rank="", presence=mine.keeper.presence
+            )
+            hold = Hold(mine.keeper, claim, max_hold=None)
+            permit = Permit(self.semaphore, hold)
+            self._upgrade = permit
+        name = self.name
+
+        def lost_with_it(_permit: Permit) -> None:
+            loss = mine.loss
+            if loss is None or hold.releasing.locked() or hold.abandoned:
+                return
+            if hold.grant is None:  # it waits in vain
+                hold.answer(PermitLostError(f"The permit of {name!r} was lost: {loss}.", loss=loss))
+                return
+            hold.lose(loss)
+            if loss.reason is LossReason.FORGOTTEN:  # then nobody else gives it back
+                hold.keeper.inbox_put(lambda: hold.keeper.give_back(hold, hold.keeper.own))
+
+        def lost_without_it(_permit: Permit) -> None:
+            if hold.loss is not None:
+                mine.lose(hold.loss)
+
+        mine.callbacks.append(lost_with_it)
+        hold.callbacks.append(lost_without_it)
+        return permit
+
+    def _give_up(self, permit: Permit) -> None:
+        permit._hold.keeper.abandon(permit._hold)
+        if self._upgrade is permit:
+            self._upgrade = None

@@ -1,0 +1,116 @@
+"""Draining: newcomers are kept out, the holders leave, and then all goes on. Over processes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from django_sqlsem import AcquireTimeoutError, AlreadyHeldError, control, queries, semaphore
+from django_sqlsem.models import WaiterRow
+from tests.contract.sharers import Sharing
+from tests.contract.test_rwlock import refused, wait_for_waiters
+from tests.databases import held_rows
+from tests.threads import run_in_threads, wait_until
+
+pytestmark = pytest.mark.rows_only("modes")
+
+NAME = "work"
+
+
+@contextlib.contextmanager
+def sharing(database, count=2):
+    """So many processes that share three slots."""
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(Sharing(database, NAME, slots=3)) for _ in range(count)]
+        yield [child.ready() for child in children]
+        for child in children:
+            if child.process.poll() is None:
+                child.end()
+
+
+def test_holders_finish_and_newcomers_are_kept_out_until_it_is_over(database):
+    with sharing(database) as (here, there):
+        here.has("a", "slot")
+        there.has("b", "slot")
+        here.asks("d", "drain")
+        wait_for_waiters(database, "whole")
+
+        def nobody_gets_in():
+            for options in ({}, {"fair": False}, {"slots": 6}, {"slots": 6, "fair": False}):
+                refused(there, "no", "slot", **options)
+                refused(here, "no", "slot", **options)
+
+        nobody_gets_in()
+        there.asks("barging", "slot", fair=False, slots=5)
+        wait_for_waiters(database, "whole", "")
+        here.release("a")
+        assert here.is_silent("d")
+        nobody_gets_in()
+        there.release("b")
+        assert here.held("d", timeout=40)["slots"][:3] == [1, 2, 3]
+        nobody_gets_in()
+        control.set_slots(NAME, 8, by="test", using=database)
+        nobody_gets_in()
+        found = queries.semaphore(NAME, using=database)
+        assert [(each.place[:2], found.role(each)) for each in found.holders] == [("1-", "drains")]
+        assert found.free == 0
+        assert there.is_silent("barging")
+        here.release("d")
+        there.held("barging", timeout=40)
+        for number in range(7):
+            here.has(f"n{number}", "slot")
+        refused(here, "no", "slot", fair=False)
+        for number in range(7):
+            here.release(f"n{number}")
+        there.release("barging")
+    assert held_rows(database) == []
+
+
+def test_whoever_drains_and_dies_is_no_longer_in_the_way(database):
+    with sharing(database, 3) as (here, there, third):
+        there.has("a", "slot")
+        here.asks("d", "drain")
+        wait_for_waiters(database, "whole")
+        there.asks("b", "slot", fair=False)
+        wait_for_waiters(database, "whole", "")
+        here.kill()  # while it waits
+        there.held("b", timeout=40)
+        third.asks("d", "drain")
+        wait_until(lambda: [row.mode for row in WaiterRow.objects.using(database) if row.pid == third.pid] == ["whole"])
+        there.release("a")
+        there.release("b")
+        third.held("d", timeout=40)
+        there.asks("c", "slot")
+        third.does("d", "uncount", says="uncounted")
+        third.kill()  # while it is drained
+        there.held("c", timeout=40)
+        there.has("e", "slot", fair=False)
+        there.release("c")
+        there.release("e")
+
+
+def test_a_drain_that_gives_up_leaves_nothing(database):
+    shared = semaphore(NAME, 2, using=database, timeout=0)
+    assert shared.drain(timeout=0).release() is None
+    with shared as permit:
+        with pytest.raises(AlreadyHeldError):
+            shared.drain()
+
+        def drain(_):
+            with pytest.raises(AcquireTimeoutError, match=r"could not be drained within 0\.3 s"):
+                shared.drain(timeout=0.3)
+
+        run_in_threads(1, drain)
+        wait_until(lambda: not WaiterRow.objects.using(database).exists(), timeout=30)
+        run_in_threads(1, lambda _: shared.acquire().release())
+        permit.check()
+    with shared.drain() as permit:
+        assert permit.slots == (1, 2)
+        assert run_in_threads(1, lambda _: shared.try_acquire()) == [None]
+    control.pause(NAME, by="test", using=database)
+    with pytest.raises(AcquireTimeoutError, match="paused"):
+        shared.drain(timeout=0)
+    control.resume(NAME, by="test", using=database)
+    shared.drain(timeout=0).release()
+    assert run_in_threads(2, lambda _: shared.acquire(timeout=30).release()) == [None, None]
