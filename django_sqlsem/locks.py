@@ -2,4 +2,7 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from django_sqlsem.several import PendingPermits, Permits, aacquire_all, acquire_all
+from django_sqlsem.tokens import TakenTokens, Tokens, tokens
+
+__all__ = ["PendingPermits", "Permits", "TakenTokens", "Tokens", "aacquire_all", "acquire_all", "tokens"]

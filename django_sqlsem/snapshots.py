@@ -125,6 +125,8 @@ class SemaphoreSnapshot:
     usual_hold: float | None = field(default=None)
     #: How many Celery tasks were refused and will come back.
     away: int = 0
+    #: How many tokens there are to take, if it is a count of tokens: that has no slots.
+    tokens: int | None = None
 
     @property
     def held(self) -> int:
@@ -133,8 +135,10 @@ class SemaphoreSnapshot:
 
     @property
     def free(self) -> int:
-        """How many slots could be granted now."""
-        return 0 if self.paused else max(0, self.slots - self.held)
+        """How many slots, or tokens, could be granted now."""
+        if self.paused:
+            return 0
+        return max(0, self.slots - self.held) if self.tokens is None else self.tokens
 
     @property
     def stale(self) -> int:

@@ -130,7 +130,7 @@ class RowsClaims(RowsOperator):
                     dialect.execute(cursor, f"{begin} {text}{end}", values)
                 else:
                     cursor.execute(f"{begin} {text}{end}", values)
-            except (IntegrityError, _driver(cursor).IntegrityError):
+            except (IntegrityError, driver_of(cursor).IntegrityError):
                 if dialect.insert_ignore:
                     raise
 
@@ -159,7 +159,7 @@ class RowsClaims(RowsOperator):
         session.run(lambda cursor: dialect.execute(cursor, sql.DECLARE, parameters))
 
 
-def _driver(cursor: AnyCursor) -> Any:
+def driver_of(cursor: AnyCursor) -> Any:
     connection: Any = cursor.db
     return connection.Database
 

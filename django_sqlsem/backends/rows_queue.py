@@ -29,7 +29,7 @@ _VALUES: Final = (
     " %(no)s, %(waiting)s, %(host)s, %(pid)s, %(thread)s, %(label)s, %(user)s, %(process_id)s, %(boot_id)s,"
     " %(channel)s, %(beacon)s"
 )
-_AHEAD: Final = (
+AHEAD: Final = (
     "(SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {waits}"
     " AND (w.queued_us < sqlsem_waiter.queued_us"
     " OR (w.queued_us = sqlsem_waiter.queued_us AND w.id < sqlsem_waiter.id)))"
@@ -90,7 +90,7 @@ def _slots(dialect: Dialect) -> str:
 @functools.cache
 def _seen(dialect: Dialect) -> str:
     """What a waiter looks at, in columns: see ``Queue``. Only the first in line asks who may be dead."""
-    ahead = _AHEAD.replace("{waits}", dialect.waits_sql("w."))
+    ahead = AHEAD.replace("{waits}", dialect.waits_sql("w."))
     suspects = f"CASE WHEN {ahead} = 0 THEN {sql.suspects(dialect)} ELSE 0 END"
     return f"{ahead}, v.free_slots, v.expiry_us, v.strangers, {suspects}"
 

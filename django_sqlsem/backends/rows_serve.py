@@ -30,7 +30,7 @@ LEFT: Final = "DELETE FROM sqlsem_waiter WHERE id = %(waiter)s"
 
 
 @functools.cache
-def _heads(dialect: Dialect) -> str:
+def heads(dialect: Dialect) -> str:
     return (
         f"SELECT {', '.join(f'w.{column}' for column in HEAD)} FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s"
         f" AND {dialect.waits_sql('w.')}{dialect.alive('w.')} ORDER BY w.queued_us, w.id"
@@ -72,11 +72,15 @@ def serve(
     if shrinking:
         shrinking = _still_shrinks(dialect, cursor, parameters, operator_slots)
     while not paused:
-        dialect.execute(cursor, _heads(dialect), parameters)
-        row = cursor.fetchone()
-        if row is None:
+        dialect.execute(cursor, heads(dialect), parameters)
+        waiting = [dict(zip(HEAD, row, strict=True)) for row in cursor.fetchall()]
+        # Who wants more than there is since an operator's act must not keep those behind it from what they can have.
+        possible = (
+            each for each in waiting if each["take"] <= sql.bound(operator_slots, each["slots"], declared_slots)
+        )
+        head = next(possible, None)
+        if head is None:
             break
-        head = dict(zip(HEAD, row, strict=True))
         if head["beacon"] and is_dead(cursor, head["process_id"]):
             dialect.execute(cursor, LEFT, {"waiter": head["id"]})
             continue
