@@ -6,6 +6,7 @@ Everybody takes them in the same order, so that no two callers ever wait for one
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
@@ -27,7 +28,7 @@ class _Wanted(NamedTuple):
 
     alias: str
     name: str
-    index: int
+    nth: int
     lock: Any
 
 
@@ -60,7 +61,7 @@ class Permits(Sequence[Any]):
     def release(self) -> None:
         """Give everything back, what was taken last first. Idempotent.
 
-        Raises the first ``BackendError`` after all have been tried; the keepers go on trying.
+        Raises ``BackendError`` if a database failed, after all have been tried; the keepers go on trying.
         """
         with contextlib.ExitStack() as stack:
             for permit in self._held():
@@ -98,7 +99,7 @@ class Permits(Sequence[Any]):
     # While it is filled.
 
     def _add(self, wanted: _Wanted, permit: Any) -> None:
-        self._taken.append((wanted.index, permit))
+        self._taken.append((wanted.nth, permit))
 
     def _undo(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -175,13 +176,13 @@ def _in_order(locks: Iterable[Any]) -> list[_Wanted]:
     if isinstance(locks, str) or not isinstance(locks, Iterable):
         raise TypeError(f"locks must be several locks, as in acquire_all([a, b]), not {shown(locks)}.")
     wanted: list[_Wanted] = []
-    for index, lock in enumerate(locks):
+    for nth, lock in enumerate(locks):
         name = getattr(lock, "name", None)
         if not isinstance(name, str) or not callable(getattr(lock, "acquire", None)):
             raise TypeError(f"locks must be locks, like semaphore('a'), not {shown(lock)}.")
-        wanted.append(_Wanted(database_for(getattr(lock, "using", None)), name, index, lock))
+        wanted.append(_Wanted(database_for(getattr(lock, "using", None)), name, nth, lock))
     wanted.sort(key=lambda each: each[:2])
-    for one, other in zip(wanted, wanted[1:], strict=False):
+    for one, other in itertools.pairwise(wanted):
         if one[:2] == other[:2]:
             raise ValueError(f"locks names {one.name!r} twice: it would wait for itself. Use take= for more of one.")
     return wanted

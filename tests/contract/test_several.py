@@ -1,0 +1,201 @@
+"""Several locks at once: all or none, in one order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+
+from django_sqlsem import AcquireTimeoutError, PermitLostError, mutex, semaphore, testing
+from django_sqlsem.locks import aacquire_all, acquire_all, tokens
+from tests import databases
+from tests.contract.collectors import SLOTS
+from tests.contract.queuers import Queuer
+from tests.databases import OutsideCounter, held_rows
+from tests.processes import Child
+from tests.threads import wait_until
+
+REAL = [pytest.param(alias, id=databases.label(alias)) for alias in databases.covered()]
+PATIENT = 30.0
+ROUNDS = 12
+
+
+@pytest.fixture(params=[*REAL, pytest.param("local", id="process-local")])
+def world(request):
+    """An alias with its real backend, or ``default`` inside the transaction that a ``TestCase`` has."""
+    if request.param == "local":
+        request.getfixturevalue("db")
+        yield "default"
+        return
+    request.getfixturevalue("committed")
+    yield request.param
+    databases.assert_nothing_held(request.param)
+
+
+def held(*locks):
+    """How many of each are held."""
+    return [lock.status().held for lock in locks]
+
+
+def test_in_the_callers_order_and_given_back_in_reverse(world, monkeypatch):
+    a, b, c = mutex("a", using=world), semaphore("b", 3, take=2, using=world), tokens("c", 5, take=2, using=world)
+    for named in ([c, b, a], [a, c, b]):
+        with acquire_all(named, timeout=5) as permits:
+            assert [permit.name for permit in permits] == [lock.name for lock in named]
+            assert len(permits) == 3
+            assert permits[named.index(b)].slots == (1, 2)
+            assert held(a, b) == [1, 2]
+            permits.check()
+        assert held(a, b) == [0, 0]
+    assert c.count() == 1  # they are used up
+    permits = acquire_all((a, b))
+    with testing.lost(permits[1]), pytest.raises(PermitLostError, match="'b'"):
+        permits.check()
+    order = []
+    for permit in permits:
+        monkeypatch.setattr(
+            permit, "release", lambda permit=permit, real=permit.release: (order.append(permit), real())
+        )
+    permits.release()
+    assert order == list(reversed(permits))
+    permits.release()
+    assert held(a, b) == [0, 0]
+
+    async def main():
+        async with aacquire_all([b, a], timeout=5) as both:
+            assert [permit.name for permit in both] == ["b", "a"]
+            both.check()
+        permits = await aacquire_all([b, a])
+        await permits.arelease()
+        with pytest.raises(PermitLostError, match="released already"):
+            permits.check()
+
+    asyncio.run(main())
+    assert held(a, b) == [0, 0]
+    assert len(acquire_all([])) == 0
+
+
+def test_all_or_none(world):
+    a, b, c = mutex("a", using=world), tokens("b", 3, using=world), semaphore("c", 2, using=world)
+    wrong = semaphore("b", using=world)
+    with testing.held(c, 2):
+        with pytest.raises(AcquireTimeoutError, match=r"'c' .* \(2 of 2 held"):
+            acquire_all([c, b, a], timeout=0.05)
+        with pytest.raises(AcquireTimeoutError, match="'c'"):
+            asyncio.run(_enter(aacquire_all([c, b, a], timeout=0)))
+
+        async def cancelled():
+            task = asyncio.create_task(_enter(aacquire_all([c, b, a], timeout=None)))
+            for _ in range(3000):
+                if [(await a.astatus()).held, await b.acount()] == [1, 2]:
+                    break
+                await asyncio.sleep(0.01)
+            else:
+                raise AssertionError("it did not get as far as the last one")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            return [(await a.astatus()).held, await b.acount()]
+
+        assert asyncio.run(cancelled()) == [0, 3]
+    with pytest.raises(ImproperlyConfigured):
+        acquire_all([a, wrong])
+    assert held(a, c) == [0, 0]
+    assert b.count() == 3
+    with pytest.raises(ZeroDivisionError), acquire_all([a, c]):
+        raise ZeroDivisionError
+    assert held(a, c) == [0, 0]
+
+
+async def _enter(pending):
+    async with pending:
+        pass
+
+
+def test_bad_input(world):
+    a = mutex("a", using=world)
+    for function in (acquire_all, aacquire_all):
+        with pytest.raises(ValueError, match="locks names 'a' twice"):
+            function([a, semaphore("b", using=world), semaphore("a", 3, using=world)])
+        for wrong in (a, "ab", 3):
+            with pytest.raises(TypeError, match="locks must be several locks"):
+                function(wrong)
+        with pytest.raises(TypeError, match="locks must be locks"):
+            function([a, threading.Lock()])
+        with pytest.raises(ValueError, match="timeout must be"):
+            function([a], timeout=-1)
+
+
+def test_crossing_lists_never_deadlock(database):
+    """Two processes, each with threads and tasks, name the same locks in opposite orders."""
+    fuel = tokens("fuel", using=database)
+    counters = {name: OutsideCounter(database, name) for name in SLOTS}
+    with contextlib.ExitStack() as stack:
+        target = "tests.contract.collectors:collect"
+        children = [stack.enter_context(Child(target, database, ROUNDS, backwards)) for backwards in (False, True)]
+        for child in children:
+            child.expect("ready", timeout=60)
+        for child in children:
+            child.send("go")
+        fuel.release(4 * ROUNDS)  # one for each time that a thread of theirs takes all it wants
+        told = [json.loads(child.expect("tally", timeout=120)) for child in children]
+        for child in children:
+            child.finish()
+            assert "Traceback" not in child.stderr, child.stderr
+    assert [errors for _, errors in told] == [[], []]
+    assert sum(done for done, _ in told) == 4 * ROUNDS
+    assert fuel.count() == 0
+    for name, counter in counters.items():
+        assert counter.current == 0
+        assert 1 <= counter.peak <= SLOTS[name]
+        counter.close()
+
+
+def test_what_was_taken_comes_back_when_its_process_is_killed(database):
+    a, b = mutex("a", using=database), mutex("b", using=database)
+    code = """
+from django_sqlsem import mutex
+from django_sqlsem.locks import acquire_all
+acquire_all([mutex("b", using=args[0], lease=4), mutex("a", using=args[0], lease=4)], timeout=60)
+"""
+    with b.acquire(), Child(code, database) as child:
+        wait_until(lambda: len(held_rows(database)) == 2 and b.status().waiting == 1, timeout=PATIENT)
+        child.kill()
+        with a.acquire(timeout=PATIENT):
+            pass
+    with acquire_all([a, b], timeout=PATIENT):
+        pass
+
+
+# Many slots of one semaphore.
+
+
+def test_who_wants_more_than_an_operator_has_left_does_not_block_the_others(database):
+    from django_sqlsem import control
+
+    with contextlib.ExitStack() as stack:
+        holder, three, one = (
+            stack.enter_context(Queuer(database, "many", slots=4, counted=False)).ready() for _ in range(3)
+        )
+        holder.takes("x", take=2)
+        holder.takes("y", take=2)
+        lock = semaphore("many", 4, using=database)
+        three.ask(take=3)
+        wait_until(lambda: lock.status().waiting == 1, timeout=PATIENT)
+        assert control.set_slots("many", 2, by="test", using=database)
+        one.ask()
+        wait_until(lambda: lock.status().waiting == 2, timeout=PATIENT)
+        holder.release("y")
+        holder.release("x")
+        assert one.held(timeout=PATIENT)["slots"] == [1]
+        assert three.is_silent()
+        one.release()
+        assert control.set_slots("many", None, by="test", using=database)
+        assert len(three.held(timeout=PATIENT)["slots"]) == 3
+        three.release()
+        for each in (holder, three, one):
+            each.end()
