@@ -12,9 +12,19 @@ from django_sqlsem import AcquireTimeoutError, mutex, semaphore
 from django_sqlsem.locks import aacquire_all, acquire_all, tokens
 from tests.children import listen, say
 from tests.contract.contenders import SharedCounter
+from tests.databases import OutsideCounter
 
 #: How many may be inside of each.
 SLOTS = {"a": 1, "b": 3, "c": 1}
+
+
+class NamedCounter(SharedCounter):
+    """One of several."""
+
+    def __init__(self, alias: str, name: str) -> None:
+        self._lock = threading.Lock()
+        self._shared: Any = None
+        OutsideCounter.__init__(self, alias, name)
 
 
 def locks(alias: str) -> dict[str, Any]:
@@ -34,7 +44,7 @@ def collect(alias: str, rounds: int, backwards: bool) -> None:
     done = [0]
     say("ready")
     listen()
-    counters = {name: SharedCounter(alias, name) for name in found}
+    counters = {name: NamedCounter(alias, name) for name in found}
 
     def names() -> list[str]:
         chosen = random.sample(sorted(found), random.choice((2, 3)))

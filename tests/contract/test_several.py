@@ -10,7 +10,7 @@ import threading
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from django_sqlsem import AcquireTimeoutError, PermitLostError, mutex, semaphore, testing
+from django_sqlsem import AcquireTimeoutError, PermitLostError, control, mutex, semaphore, testing
 from django_sqlsem.locks import aacquire_all, acquire_all, tokens
 from tests import databases
 from tests.contract.collectors import SLOTS
@@ -133,8 +133,8 @@ def test_bad_input(world):
 def test_crossing_lists_never_deadlock(database):
     """Two processes, each with threads and tasks, name the same locks in opposite orders."""
     fuel = tokens("fuel", using=database)
-    counters = {name: OutsideCounter(database, name) for name in SLOTS}
     with contextlib.ExitStack() as stack:
+        counters = {name: stack.enter_context(OutsideCounter(database, name)) for name in SLOTS}
         target = "tests.contract.collectors:collect"
         children = [stack.enter_context(Child(target, database, ROUNDS, backwards)) for backwards in (False, True)]
         for child in children:
@@ -146,13 +146,12 @@ def test_crossing_lists_never_deadlock(database):
         for child in children:
             child.finish()
             assert "Traceback" not in child.stderr, child.stderr
-    assert [errors for _, errors in told] == [[], []]
-    assert sum(done for done, _ in told) == 4 * ROUNDS
-    assert fuel.count() == 0
-    for name, counter in counters.items():
-        assert counter.current == 0
-        assert 1 <= counter.peak <= SLOTS[name]
-        counter.close()
+        assert [errors for _, errors in told] == [[], []]
+        assert sum(done for done, _ in told) == 4 * ROUNDS
+        assert fuel.count() == 0
+        for name, counter in counters.items():
+            assert counter.current == 0
+            assert 1 <= counter.peak <= SLOTS[name]
 
 
 def test_what_was_taken_comes_back_when_its_process_is_killed(database):
@@ -175,27 +174,25 @@ acquire_all([mutex("b", using=args[0], lease=4), mutex("a", using=args[0], lease
 
 
 def test_who_wants_more_than_an_operator_has_left_does_not_block_the_others(database):
-    from django_sqlsem import control
-
-    with contextlib.ExitStack() as stack:
-        holder, three, one = (
-            stack.enter_context(Queuer(database, "many", slots=4, counted=False)).ready() for _ in range(3)
-        )
-        holder.takes("x", take=2)
-        holder.takes("y", take=2)
+    with (
+        Queuer(database, "many", slots=4, counted=False) as few,
+        Queuer(database, "many", slots=4, counted=False) as many,
+    ):
+        few.ready().takes("x", take=2)
+        few.takes("y", take=2)
+        many.ready().ask(take=3)
         lock = semaphore("many", 4, using=database)
-        three.ask(take=3)
         wait_until(lambda: lock.status().waiting == 1, timeout=PATIENT)
         assert control.set_slots("many", 2, by="test", using=database)
-        one.ask()
+        few.ask("one")
         wait_until(lambda: lock.status().waiting == 2, timeout=PATIENT)
-        holder.release("y")
-        holder.release("x")
-        assert one.held(timeout=PATIENT)["slots"] == [1]
-        assert three.is_silent()
-        one.release()
+        few.release("y")
+        few.release("x")
+        assert few.held("one", timeout=PATIENT)["slots"] == [1]
+        assert many.is_silent()
+        few.release("one")
         assert control.set_slots("many", None, by="test", using=database)
-        assert len(three.held(timeout=PATIENT)["slots"]) == 3
-        three.release()
-        for each in (holder, three, one):
+        assert len(many.held(timeout=PATIENT)["slots"]) == 3
+        many.release()
+        for each in (few, many):
             each.end()
