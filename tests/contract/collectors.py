@@ -99,3 +99,38 @@ def collect(alias: str, rounds: int, backwards: bool) -> None:
     for counter in counters.values():
         counter.close()
     say(f"tally {json.dumps([done[0], errors])}")
+
+
+def grab(alias: str, take: int, rounds: int) -> None:
+    """Take so many of the four slots of ``many`` in each of two threads: some rounds, or until told to stop."""
+    shared = semaphore("many", 4, take=take, timeout=120, using=alias)
+    errors: list[str] = []
+    done = [0]
+    stop = threading.Event()
+    say("ready")
+    listen()
+    with SharedCounter(alias) as counter:
+
+        def run() -> None:
+            try:
+                for _ in range(rounds or 10**9):
+                    if stop.is_set():
+                        return
+                    with shared as permit:
+                        for _slot in permit.slots:
+                            counter.enter()
+                        for _slot in permit.slots:
+                            counter.leave()
+                    done[0] += 1
+            except BaseException as error:
+                errors.append(repr(error))
+
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        if not rounds:
+            listen()
+            stop.set()
+        for thread in threads:
+            thread.join()
+    say(f"tally {json.dumps([done[0], errors])}")

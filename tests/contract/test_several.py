@@ -10,7 +10,15 @@ import threading
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from django_sqlsem import AcquireTimeoutError, PermitLostError, control, mutex, semaphore, testing
+from django_sqlsem import (
+    AcquireTimeoutError,
+    PermitLostError,
+    SemaphoreError,
+    control,
+    mutex,
+    semaphore,
+    testing,
+)
 from django_sqlsem.locks import aacquire_all, acquire_all, tokens
 from tests import databases
 from tests.contract.collectors import SLOTS
@@ -196,3 +204,40 @@ def test_who_wants_more_than_an_operator_has_left_does_not_block_the_others(data
         many.release()
         for each in (few, many):
             each.end()
+
+
+def test_who_wants_many_is_neither_stuck_nor_starved(database):
+    """Two processes want three and four of four slots, while a third takes one after the other all the time."""
+    with contextlib.ExitStack() as stack:
+        counter = stack.enter_context(OutsideCounter(database))
+        target = "tests.contract.collectors:grab"
+        *many, few = [
+            stack.enter_context(Child(target, database, take, rounds)) for take, rounds in ((3, 8), (4, 8), (1, 0))
+        ]
+        for child in (few, *many):
+            child.expect("ready", timeout=60)
+        few.send("go")
+        wait_until(lambda: counter.entered > 2, timeout=PATIENT)
+        for child in many:
+            child.send("go")
+        told = [json.loads(child.expect("tally", timeout=120)) for child in many]
+        few.send("stop")
+        told.append(json.loads(few.expect("tally", timeout=60)))
+        for child in (few, *many):
+            child.finish()
+        assert [errors for _, errors in told] == [[], [], []]
+        assert [done for done, _ in told[:2]] == [16, 16]
+        assert counter.entered == 16 * 3 + 16 * 4 + told[2][0]
+        assert counter.current == 0
+        assert counter.peak == 4
+
+
+def test_more_than_there_are_is_refused_at_once(world):
+    with semaphore("gpu", 2, using=world) as one:
+        for want in (semaphore("gpu", take=3, using=world), semaphore("new", take=2, using=world)):
+            with pytest.raises(SemaphoreError, match=r"has [12] slots: take=[23] can never be met"):
+                want.acquire(timeout=None)  # which would never end
+            with pytest.raises(SemaphoreError, match="can never be met"):
+                acquire_all([want, mutex("a", using=world)], timeout=None)
+        one.check()
+    assert held(mutex("a", using=world)) == [0]
