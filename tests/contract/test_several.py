@@ -233,7 +233,8 @@ def test_who_wants_many_is_neither_stuck_nor_starved(database):
 
 
 def test_more_than_there_are_is_refused_at_once(world):
-    with semaphore("gpu", 2, using=world) as one:
+    with semaphore("gpu", 2, using=world).acquire() as one:
+        one.detach()  # as somebody else's
         for want in (semaphore("gpu", take=3, using=world), semaphore("new", take=2, using=world)):
             with pytest.raises(SemaphoreError, match=r"has [12] slots: take=[23] can never be met"):
                 want.acquire(timeout=None)  # which would never end
