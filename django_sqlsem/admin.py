@@ -119,7 +119,7 @@ class OperatorAdmin(ModelAdmin[Any]):
 class SemaphoreAdmin(OperatorAdmin):
     """Semaphores, with their holders and waiters."""
 
-    list_display = ("name", "kind", "slots", "held", "stale", "tokens", "waiting", "is_paused", "declared")
+    list_display = ("name", "kind", "slots", "held", "stale", "waiting", "is_paused", "declared")
     search_fields = ("name",)
     ordering = ("name",)
     actions = (
@@ -129,14 +129,15 @@ class SemaphoreAdmin(OperatorAdmin):
         admin_actions.pause,
         admin_actions.resume,
     )
-    fields = ("name", "kind", "slots", "declared", "is_paused", "held", "stale", "tokens", "holders", "waiters")
+    fields = ("name", "kind", "slots", "declared", "is_paused", "held", "stale", "holders", "waiters")
     readonly_fields = fields
 
     @admin.display(description=gettext_lazy("slots"))
     def slots(self, row: SemaphoreRow) -> int | str:
-        """Return the number that counts."""
+        """Return the number that counts; of tokens, how many there are."""
         if row.tokens is not None:
-            return EMPTY
+            snapshot = snapshot_of(row)
+            return _("%(tokens)d tokens") % {"tokens": (snapshot and snapshot.tokens) or 0}
         if row.operator_slots is None:
             return row.slots
         return _("%(slots)d (operator)") % {"slots": row.slots}
@@ -152,12 +153,6 @@ class SemaphoreAdmin(OperatorAdmin):
         """Return how many slots belong to holders that seem gone."""
         snapshot = snapshot_of(row)
         return snapshot.stale if snapshot else EMPTY
-
-    @admin.display(description=gettext_lazy("tokens"))
-    def tokens(self, row: SemaphoreRow) -> int | str:
-        """Return how many tokens there are to take."""
-        snapshot = snapshot_of(row)
-        return EMPTY if snapshot is None or snapshot.tokens is None else snapshot.tokens
 
     @admin.display(description=gettext_lazy("waiting"))
     def waiting(self, row: SemaphoreRow) -> int | str:

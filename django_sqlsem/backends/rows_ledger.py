@@ -231,13 +231,14 @@ def stand(ledger: Ledger, *, stay: bool) -> tuple[Granted | None, int]:
         return granted_as(ticket, 0, take, LAPSE_US), 0
     ledger.execute(_STAND, away=False, lasts_us=ledger.parameters["patience_us"])
     ahead = ledger.serve()
-    if ticket not in ahead:
-        mine = next(granted for _, granted in ledger.served if granted.permit_id == ticket)
+    mine = next((granted for _, granted in ledger.served if granted.permit_id == ticket), None)
+    if mine is not None:
         ledger.served = [each for each in ledger.served if each[1] is not mine]
         return mine, 0
     if not stay:
         ledger.execute(_LEAVE)
-    return None, ahead.index(ticket)
+    # It is not in line while its own process seems to be dead: the beacon is about to be lit again.
+    return None, ahead.index(ticket) if ticket in ahead else len(ahead)
 
 
 def put_back(ledger: Ledger) -> bool:

@@ -8,11 +8,13 @@ import json
 import time
 
 import pytest
+from django.contrib import admin
 from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
 from django.core.management import call_command
 from django.db import connections, transaction
 
 from django_sqlsem import AcquireTimeoutError, control, mutex, queries, semaphore, testing
+from django_sqlsem.admin import SemaphoreAdmin
 from django_sqlsem.backends import get_counting_backend
 from django_sqlsem.locks import TakenTokens, tokens
 from django_sqlsem.models import SemaphoreRow, WaiterRow
@@ -346,11 +348,14 @@ def test_waiting_costs_next_to_nothing(database):
     assert jobs.count() == 0
 
 
-def test_what_operators_see_and_do(database, capsys):
+def test_what_operators_see_and_do(database, capsys, settings):
     jobs = tokens("jobs", using=database)
     jobs.release(5)
     call_command("locks", "list", database=database)
     assert "jobs: 5 tokens, 0 waiting\n" in capsys.readouterr().out
+    row = SemaphoreRow.objects.using(database).get(name="jobs")
+    settings.SQLSEM = {"DATABASE": database}
+    assert SemaphoreAdmin(SemaphoreRow, admin.site).slots(row) == "5 tokens"
     with pytest.raises(ValueError, match="'jobs' is a count of tokens: it has no slots"):
         control.set_slots("jobs", 3, by="test", using=database)
 
