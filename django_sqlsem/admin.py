@@ -135,7 +135,10 @@ class SemaphoreAdmin(OperatorAdmin):
 
     @admin.display(description=gettext_lazy("slots"))
     def slots(self, row: SemaphoreRow) -> int | str:
-        """Return the number that counts."""
+        """Return the number that counts; of tokens, how many there are."""
+        if row.tokens is not None:
+            snapshot = snapshot_of(row)
+            return _("%(tokens)d tokens") % {"tokens": (snapshot and snapshot.tokens) or 0}
         if row.operator_slots is None:
             return row.slots
         return _("%(slots)d (operator)") % {"slots": row.slots}

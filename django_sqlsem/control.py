@@ -124,7 +124,9 @@ def _gone_for(holder: HolderSnapshot) -> float:
 
 def _is_idle(snapshot: SemaphoreSnapshot, seconds: float) -> bool:
     touched = snapshot.paused or snapshot.operator_slots is not None
-    used = snapshot.held or snapshot.waiters
+    # A count that began with tokens would begin with them anew.
+    counts = snapshot.tokens is not None and (snapshot.tokens or snapshot.declared_slots)
+    used = snapshot.held or snapshot.waiters or counts
     return not touched and not used and (snapshot.idle is None or snapshot.idle >= seconds)
 
 

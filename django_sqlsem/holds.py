@@ -59,10 +59,12 @@ class Hold:
     and then each on its own (``loss`` is latched, ``releasing`` is a test-and-set).
     """
 
-    def __init__(self, keeper: Keeper, claim: Claim, *, max_hold: float | None) -> None:
+    def __init__(self, keeper: Keeper, claim: Claim, *, max_hold: float | None, kept: bool = True) -> None:
         self.keeper = keeper
         self.claim = claim
         self.max_hold = max_hold
+        #: Whether a grant is kept until it is released; else the caller takes it for good in a moment.
+        self.kept = kept
         self.state = State.NEW
         self.grant: Grant | None = None
         self.arrived = boot_now()

@@ -79,7 +79,7 @@ class CaringKeeper(Keeper):
                     self.release_again(hold)
             elif hold.state is State.HELD and hold.queued and not hold.told:
                 self.answer_again(hold)
-            elif hold.state is not State.HELD or (not hold.settled and boot_now() >= hold.deadline):
+            elif hold.state is not State.HELD or not hold.kept or (not hold.settled and boot_now() >= hold.deadline):
                 continue  # its caller will find out that it slept through the grant, and try again
             elif hold.current_loss() is not None:
                 # Nothing to renew; the holder will release it, or forget it.

@@ -3,5 +3,17 @@
 from __future__ import annotations
 
 from django_sqlsem.rwlocks import RwLock, rwlock
+from django_sqlsem.several import PendingPermits, Permits, aacquire_all, acquire_all
+from django_sqlsem.tokens import TakenTokens, Tokens, tokens
 
-__all__ = ["RwLock", "rwlock"]
+__all__ = [
+    "PendingPermits",
+    "Permits",
+    "RwLock",
+    "TakenTokens",
+    "Tokens",
+    "aacquire_all",
+    "acquire_all",
+    "rwlock",
+    "tokens",
+]

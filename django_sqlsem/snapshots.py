@@ -174,6 +174,8 @@ class SemaphoreSnapshot:
     usual_hold: float | None = field(default=None)
     #: How many Celery tasks were refused and will come back.
     away: int = 0
+    #: How many tokens there are to take, if it is a count of tokens: that has no slots.
+    tokens: int | None = None
 
     @property
     def held(self) -> int:
@@ -182,9 +184,11 @@ class SemaphoreSnapshot:
 
     @property
     def free(self) -> int:
-        """How many slots could be granted now."""
+        """How many slots, or tokens, could be granted now."""
+        if self.paused or self.exclusive:
+            return 0
         beside = self.upgradable is not None
-        return 0 if self.paused or self.exclusive else max(0, self.slots - self.held + beside)
+        return max(0, self.slots - self.held + beside) if self.tokens is None else self.tokens
 
     @property
     def exclusive(self) -> HolderSnapshot | None:

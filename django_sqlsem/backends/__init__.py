@@ -10,6 +10,7 @@ from django.utils.module_loading import import_string
 
 from django_sqlsem import testmode
 from django_sqlsem.backends.base import BaseSemaphoreBackend
+from django_sqlsem.backends.counting import Counting
 from django_sqlsem.conf import config
 from django_sqlsem.exceptions import InvalidSemaphoreBackendError
 from django_sqlsem.wording import shown
@@ -54,6 +55,14 @@ def get_backend(alias: str) -> BaseSemaphoreBackend:
         path = LOCAL if in_memory or testmode.in_testcase(alias) else real
     # Many threads may get here first at once, and must all have the same one.
     return _backends.get((path, alias)) or _backends.setdefault((path, alias), _make(path, alias))
+
+
+def get_counting_backend(alias: str) -> BaseSemaphoreBackend:
+    """Return the backend that keeps the alias's counts of tokens: its own if it can, else rows."""
+    backend = get_backend(alias)
+    if isinstance(backend, Counting):
+        return backend
+    return _backends.get((ROWS, alias)) or _backends.setdefault((ROWS, alias), _make(ROWS, alias))
 
 
 def _make(path: str, alias: str) -> BaseSemaphoreBackend:

@@ -177,6 +177,7 @@ class ApplockOperator(BaseSemaphoreBackend):
         key, names = _key(name), lock_names(name)
         with database_errors(self.alias), transaction.atomic(using=self.alias):
             semaphore = SemaphoreRow.objects.using(self.alias).filter(key=key, operator_slots=None, paused=False)
+            semaphore = semaphore.filter(tokens=None)  # a count would be lost
             slots = SlotRow.objects.using(self.alias).filter(semaphore=key)
             if not semaphore.exists() or not self._take_all(names, slots.values_list("slot", flat=True)):
                 return False

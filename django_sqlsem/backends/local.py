@@ -23,11 +23,13 @@ from django_sqlsem.backends.base import (
     Renewal,
     Waited,
 )
+from django_sqlsem.backends.counting import TOKENS, Counting
 from django_sqlsem.exceptions import never_met, wrong_kind
 from django_sqlsem.modes import EXCLUSIVE, RWLOCK, UPDATE, UPGRADE, WHOLE, WRITER
 from django_sqlsem.snapshots import HolderSnapshot, Loss, LossReason, SemaphoreSnapshot, SlotState, grouped
 
 if TYPE_CHECKING:
+    from django_sqlsem.backends.base import Presence
     from django_sqlsem.naming import Resource
     from django_sqlsem.sessions import Session
 
@@ -46,13 +48,22 @@ class _Semaphore:
     revoked: dict[int, str] = field(default_factory=dict)
     #: Who waits for everybody else to leave, by permit id.
     keeping_out: set[str] = field(default_factory=set)
+    tokens: int = 0
+    #: Tokens that were granted and not taken yet, by permit id.
+    handed: dict[str, int] = field(default_factory=dict)
 
     @property
     def slots(self) -> int:
         return self.declared if self.operator_slots is None else self.operator_slots
 
     def copy(self) -> _Semaphore:
-        return replace(self, held=dict(self.held), revoked=dict(self.revoked), keeping_out=set(self.keeping_out))
+        return replace(
+            self,
+            held=dict(self.held),
+            revoked=dict(self.revoked),
+            handed=dict(self.handed),
+            keeping_out=set(self.keeping_out),
+        )
 
     def wanted(self, claim: Claim) -> list[int]:
         """Return the slots that the claim would get now; none if it has to wait."""
@@ -71,7 +82,7 @@ class _Semaphore:
         return free if len(free) == claim.take and len(taken) + claim.take <= self.slots else []
 
 
-class LocalBackend(BaseSemaphoreBackend):
+class LocalBackend(BaseSemaphoreBackend, Counting):
     """Grants from a dictionary.
 
     Inside a ``TestCase`` the dictionary is a copy, of which nothing stays when its transaction is rolled back: what
@@ -101,6 +112,8 @@ class LocalBackend(BaseSemaphoreBackend):
     def claim(self, session: Session, claim: Claim) -> Grant | None:
         """Take the lowest free slots."""
         name, kind = claim.resource.name, claim.resource.kind
+        if kind == TOKENS:
+            return self._claim_tokens(claim)
         with self._lock:
             known = self._world().setdefault(name, _Semaphore(name, kind, claim.slots or 1))
             if known.kind != kind:
@@ -117,6 +130,42 @@ class LocalBackend(BaseSemaphoreBackend):
             for slot, token in zip(free, tokens, strict=True):
                 known.held[slot] = (claim, token, time.monotonic())
             return Grant(tuple(free), tokens, tuple(free))
+
+    def _claim_tokens(self, claim: Claim) -> Grant | None:
+        with self._lock:
+            known = self._count(claim.resource, claim.slots or 0)
+            if known.paused or claim.take > known.tokens:
+                return None
+            known.tokens -= claim.take
+            known.handed[claim.permit_id] = claim.take
+            return Grant((claim.take,), (0,), (0,))
+
+    def _count(self, resource: Resource, initial: int) -> _Semaphore:
+        name, kind = resource.name, resource.kind
+        known = self._world().setdefault(name, _Semaphore(name, kind, initial, tokens=initial))
+        if known.kind != kind:
+            raise wrong_kind(name, known.kind, kind)
+        return known
+
+    def add(
+        self,
+        session: Session,
+        resource: Resource,
+        count: int,
+        *,
+        initial: int,
+        presence: Presence,
+        hand_on: bool = True,
+    ) -> tuple[Granted, ...]:
+        """Add tokens; waiters claim for themselves."""
+        with self._lock:
+            self._count(resource, initial).tokens += count
+        return ()
+
+    def take(self, session: Session, permit_id: str) -> bool:
+        """Forget what was handed to a claim: it is used up."""
+        with self._lock:
+            return any(known.handed.pop(permit_id, 0) for known in self._world().values())
 
     def enrol(self, session: Session, claim: Claim, place: Place, *, first: bool) -> Waited:
         """Claim; the queue inside the process is the whole queue."""
@@ -156,6 +205,9 @@ class LocalBackend(BaseSemaphoreBackend):
         """Free whatever the permit has."""
         with self._lock:
             known = self._world().get(resource.name)
+            if known is not None and permit_id in known.handed:
+                known.tokens += known.handed.pop(permit_id)
+                return True
             mine = [slot for slot, (claim, *_) in known.held.items() if claim.permit_id == permit_id] if known else []
             for slot in mine:
                 assert known is not None  # noqa: S101
@@ -210,6 +262,7 @@ class LocalBackend(BaseSemaphoreBackend):
                     known.operator_slots,
                     known.paused,
                     grouped(self._holder(known, slot) for slot in sorted(known.held)),
+                    tokens=known.tokens if known.kind == TOKENS else None,
                 )
                 for name, known in sorted(self._world().items())
                 if name.startswith(prefix) and (names is None or name in names)
@@ -260,7 +313,9 @@ class LocalBackend(BaseSemaphoreBackend):
         """Forget a name that nobody holds."""
         with self._lock:
             known = self._world().get(name)
-            if known is None or known.held:
+            if known is None or known.held or known.tokens or known.handed:
+                return False
+            if known.kind == TOKENS and known.declared:  # a new name would begin with new tokens
                 return False
             del self._world()[name]
             return True
@@ -271,6 +326,8 @@ class LocalBackend(BaseSemaphoreBackend):
             known = self._world().get(name)
             if known is None:
                 return False
+            if known.kind == TOKENS:
+                raise ValueError(f"{name!r} is a count of tokens: it has no slots.")
             if known.kind == "mutex" and slots not in (None, 1):
                 raise ValueError(f"{name!r} is a mutex: it has one slot, not {slots}.")
             known.operator_slots = slots

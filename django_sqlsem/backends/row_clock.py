@@ -119,9 +119,13 @@ class RowClock:
         *,
         usual_hold: float | None = None,
         away: int = 0,
+        overdue: int = 0,
     ) -> SemaphoreSnapshot:
-        """Return the snapshot of a name."""
+        """Return the snapshot of a name. ``overdue``: tokens that were handed out, and go back into the count."""
         last_grant: int | None = getattr(row, "last_grant_us", None)
+        counted = row.tokens is not None
+        if counted:  # its last change; one from before the host's boot may seem to lie ahead
+            last_grant = row.declared_us
         lately = row.other_us is not None and 0 <= self.now - row.other_us < DISAGREEMENT_US
         return SemaphoreSnapshot(
             name=row.name,
@@ -135,5 +139,6 @@ class RowClock:
             other_declared_slots=row.other_slots if lately and row.other_slots != row.declared_slots else None,
             idle=None if last_grant is None else max(0.0, (self.now - last_grant) / 1e6),
             usual_hold=usual_hold,
-            away=away,
+            away=0 if counted else away,
+            tokens=None if row.tokens is None else row.tokens + overdue,
         )

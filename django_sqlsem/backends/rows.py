@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from django_sqlsem.backends import rows_grants, rows_pass, rows_queue
+from django_sqlsem.backends import rows_grants, rows_pass, rows_queue, rows_tokens
 from django_sqlsem.backends import rows_sql as sql
 from django_sqlsem.backends.base import Claim, Grant, Granted, Held, Place, Queue, Released, Renewal, Waited
+from django_sqlsem.backends.counting import TOKENS, Counting
 from django_sqlsem.backends.dialects import Dialect, dialect_for
 from django_sqlsem.backends.rows_claims import RowsClaims, claim_parameters, fetch
 from django_sqlsem.backends.rows_renewal import renew
@@ -19,13 +20,14 @@ from django_sqlsem.modes import RWLOCK, UPDATE, UPGRADE, WHOLE
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+    from django_sqlsem.backends.base import Presence
     from django_sqlsem.cursors import AnyCursor
     from django_sqlsem.naming import Resource
     from django_sqlsem.sessions import Session
     from django_sqlsem.snapshots import SemaphoreSnapshot
 
 
-class RowsBackend(RowsClaims):
+class RowsBackend(RowsClaims, Counting):
     """The portable backend. The database's row locks keep the invariant; no counter can leak or over-admit."""
 
     modes = frozenset({WHOLE, UPDATE, UPGRADE})
@@ -34,8 +36,16 @@ class RowsBackend(RowsClaims):
         """Note which life of the server this is."""
         note_server(connection)
 
+    def claim(self, session: Session, claim: Claim) -> Grant | None:
+        """Take slots, or have tokens handed out."""
+        if claim.resource.kind == TOKENS:
+            return rows_tokens.claim(session, claim)
+        return super().claim(session, claim)
+
     def enrol(self, session: Session, claim: Claim, place: Place, *, first: bool) -> Waited:
         """Claim if need be, and insert the waiter's row; on PostgreSQL in one statement."""
+        if claim.resource.kind == TOKENS:
+            return rows_tokens.enrol(session, claim, place)
         dialect = dialect_for(session.connection)
         parameters = claim_parameters(claim) | _place(place)
         grant = None
@@ -70,6 +80,8 @@ class RowsBackend(RowsClaims):
 
     def wait(self, session: Session, claim: Claim, place: Place) -> Waited:
         """Refresh the waiter's row, and hand out what is free."""
+        if claim.resource.kind == TOKENS:
+            return rows_tokens.wait(session, claim, place)
         dialect = dialect_for(session.connection)
         return self._look_around(session, dialect, claim, claim_parameters(claim) | _place(place), new=False)
 
@@ -94,12 +106,17 @@ class RowsBackend(RowsClaims):
 
     def granted(self, session: Session, claim: Claim) -> Granted | None:
         """Read the slots that carry the waiter's permit id."""
+        if claim.resource.kind == TOKENS:
+            return rows_tokens.granted(session, claim)
         dialect = dialect_for(session.connection)
         parameters = {"key": claim.resource.key, "permit_id": claim.permit_id}
         return session.run(lambda cursor: rows_queue.mine(dialect, cursor, parameters))
 
     def leave(self, session: Session, claim: Claim) -> None:
         """Delete the waiter's row. If it is not there any more, it was granted: then hand that on."""
+        if claim.resource.kind == TOKENS:
+            rows_tokens.discard(session, claim.resource, claim.permit_id)
+            return
         dialect = dialect_for(session.connection)
         parameters = {"permit_id": claim.permit_id}
 
@@ -121,6 +138,8 @@ class RowsBackend(RowsClaims):
 
     def release(self, session: Session, held: Held, *, wanted: bool = False, hand_on: bool = True) -> Released:
         """Free the rows that still carry the permit's id, and hand them on."""
+        if held.resource.kind == TOKENS:  # they were handed over, and nobody took them
+            return Released(rows_tokens.discard(session, held.resource, held.permit_id))
         dialect = dialect_for(session.connection)
         parameters = {
             "key": held.resource.key,
@@ -147,6 +166,8 @@ class RowsBackend(RowsClaims):
 
     def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
         """Free whatever rows carry the permit's id, its place in the queue included."""
+        if resource.kind == TOKENS:
+            return rows_tokens.discard(session, resource, permit_id)
         dialect = dialect_for(session.connection)
         parameters = {"key": resource.key, "permit_id": permit_id}
 
@@ -161,8 +182,29 @@ class RowsBackend(RowsClaims):
 
     def hand_out(self, session: Session, resource: Resource) -> None:
         """Hand out what is free as if from elsewhere: this process's own waiters are woken like any others."""
+        if resource.kind == TOKENS:
+            rows_tokens.hand_out(session, resource)
+            return
         parameters = {"key": resource.key, "process_id": "", "durable": True, "by_steps": resource.kind == RWLOCK}
         rows_grants.grant(session, dialect_for(session.connection), parameters)
+
+    def add(
+        self,
+        session: Session,
+        resource: Resource,
+        count: int,
+        *,
+        initial: int,
+        presence: Presence,
+        hand_on: bool = True,
+    ) -> tuple[Granted, ...]:
+        """Add to the count in the name's row, and hand tokens to the oldest waiters."""
+        here, witness = process_id(), presence.beacon
+        return rows_tokens.add(session, resource, count, initial=initial, witness=witness, here=here, hand_on=hand_on)
+
+    def take(self, session: Session, permit_id: str) -> bool:
+        """Delete the waiter's row that the tokens were handed to."""
+        return rows_tokens.take(session, permit_id)
 
     def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
         """Extend all these grants, some hundred to a statement."""

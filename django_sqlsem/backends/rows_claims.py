@@ -152,7 +152,7 @@ class RowsClaims(RowsOperator):
                 else:
                     cursor.execute(f"{begin} {text}{end}", values)
                 return dialect.insert_ignore is None or cursor.rowcount > 0
-            except (IntegrityError, _driver(cursor).IntegrityError):
+            except (IntegrityError, driver_of(cursor).IntegrityError):
                 if dialect.insert_ignore:
                     raise
                 return False
@@ -191,7 +191,7 @@ class RowsClaims(RowsOperator):
         session.run(lambda cursor: dialect.execute(cursor, sql.DECLARE, parameters))
 
 
-def _driver(cursor: AnyCursor) -> Any:
+def driver_of(cursor: AnyCursor) -> Any:
     connection: Any = cursor.db
     return connection.Database
 

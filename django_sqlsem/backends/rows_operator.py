@@ -15,8 +15,9 @@ from django.db import connections, transaction
 from django.db.models import Avg, BigIntegerField, F, FloatField, Max, Model, OuterRef, Q, QuerySet, Subquery
 from django.db.utils import Error
 
-from django_sqlsem.backends import rows_grants
+from django_sqlsem.backends import rows_grants, rows_ledger
 from django_sqlsem.backends.base import BaseSemaphoreBackend
+from django_sqlsem.backends.counting import TOKENS
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.backends.row_clock import RowClock
 from django_sqlsem.backends.rows_server import server_since
@@ -100,6 +101,11 @@ class RowsOperator(BaseSemaphoreBackend):
                 away[waiter.semaphore_id] += 1
             elif waiter.semaphore_id in names:
                 waiters.setdefault(waiter.semaphore_id, []).append(clock.waiter(names[waiter.semaphore_id], waiter))
+        overdue: Counter[str] = Counter()
+        if any(row.tokens is not None for row in semaphores):
+            handed = self._rows(WaiterRow).filter(related, ~clock.live(), away=True)
+            for key, take in handed.values_list("semaphore_id", "take"):
+                overdue[key] += take
         return [
             clock.semaphore(
                 row,
@@ -107,6 +113,7 @@ class RowsOperator(BaseSemaphoreBackend):
                 tuple(waiters.get(row.pk, ())),
                 usual_hold=mean / 1e6 if (mean := getattr(row, "usual_us", None)) else None,
                 away=away[row.pk],
+                overdue=overdue[row.pk],
             )
             for row in semaphores
         ]
@@ -152,6 +159,12 @@ class RowsOperator(BaseSemaphoreBackend):
                 waiters = self._rows(WaiterRow).filter(semaphore=key)
                 if slots.exists() or waiters.filter(clock.live()).exists():
                     raise _KeepError
+                counted = self._rows(SemaphoreRow).filter(key=key, kind=TOKENS)
+                # What has been handed out and not taken counts; and a new name would begin with new tokens.
+                if counted.exclude(tokens=0, declared_slots=0).exists() or (
+                    counted.exists() and waiters.filter(away=True).exists()
+                ):
+                    raise _KeepError
                 self._delete(waiters)
                 if not self._delete(self._rows(SemaphoreRow).filter(key=key, operator_slots=None, paused=False)):
                     raise _KeepError
@@ -168,6 +181,8 @@ class RowsOperator(BaseSemaphoreBackend):
             semaphore = self._rows(SemaphoreRow).filter(key=key).first()
             if semaphore is None:
                 return False
+            if semaphore.kind == TOKENS:
+                raise ValueError(f"{name!r} is a count of tokens: it has no slots.")
             if semaphore.kind == "mutex" and slots not in (None, 1):
                 raise ValueError(f"{name!r} is a mutex: it has one slot, not {slots}.")
             rows = self._rows(SlotRow).filter(semaphore=key).exclude(slot=WRITER)
@@ -196,9 +211,15 @@ class RowsOperator(BaseSemaphoreBackend):
         connection = connections[self.alias]
 
         def hand_out() -> None:
+            session, dialect = OrdinarySession(connection), dialect_for(connection)
+            counted = self._rows(SemaphoreRow).filter(key=key, kind=TOKENS).first()
+            if counted is not None:
+                resource = resource_for(counted.name, TOKENS)
+                rows_ledger.transact(session, dialect, resource, {}, rows_ledger.Ledger.serve)
+                return
             since = server_since(connection)
             parameters = {"key": key, "process_id": "", "durable": True, "since": since, "by_steps": True}
-            rows_grants.grant(OrdinarySession(connection), dialect_for(connection), parameters)
+            rows_grants.grant(session, dialect, parameters)
 
         # Not inside a transaction of the caller's, which may be rolled back.
         transaction.on_commit(hand_out, using=self.alias)

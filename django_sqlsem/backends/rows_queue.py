@@ -30,7 +30,7 @@ _VALUES: Final = (
     " %(channel)s, %(beacon)s, %(mode)s"
 )
 #: Who has the writer's place already is before everybody.
-_AHEAD: Final = (
+AHEAD: Final = (
     "(SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {waits}"
     " AND sqlsem_waiter.lock_mode <> 'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us"
     " OR (w.queued_us = sqlsem_waiter.queued_us AND w.id < sqlsem_waiter.id)))"
@@ -91,7 +91,7 @@ def _slots(dialect: Dialect) -> str:
 @functools.cache
 def _seen(dialect: Dialect) -> str:
     """What a waiter looks at, in columns: see ``Queue``. Only the first in line asks who may be dead."""
-    ahead = _AHEAD.replace("{waits}", dialect.waits_sql("w."))
+    ahead = AHEAD.replace("{waits}", dialect.waits_sql("w."))
     suspects = f"CASE WHEN {ahead} = 0 THEN {sql.suspects(dialect)} ELSE 0 END"
     return f"{ahead}, v.free_slots, v.expiry_us, v.strangers, {suspects}"
 

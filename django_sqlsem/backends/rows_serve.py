@@ -33,7 +33,7 @@ LEFT: Final = "DELETE FROM sqlsem_waiter WHERE id = %(waiter)s"
 
 
 @functools.cache
-def _heads(dialect: Dialect) -> str:
+def heads(dialect: Dialect) -> str:
     return (
         f"SELECT {', '.join(f'w.{column}' for column in HEAD)} FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s"
         f" AND {dialect.waits_sql('w.')}{dialect.alive('w.')}"
@@ -79,11 +79,17 @@ def serve(
         paused = paused or whole
     passed: set[int] = set()
     while not paused:
-        dialect.execute(cursor, _heads(dialect), parameters)
-        row = next((row for row in cursor.fetchall() if row[0] not in passed), None)
-        if row is None:
+        dialect.execute(cursor, heads(dialect), parameters)
+        waiting = [dict(zip(HEAD, row, strict=True)) for row in cursor.fetchall()]
+        # Who wants more than there is since an operator's act must not keep those behind it from what they can have.
+        possible = (
+            each
+            for each in waiting
+            if each["id"] not in passed and each["take"] <= sql.bound(operator_slots, each["slots"], declared_slots)
+        )
+        head = next(possible, None)
+        if head is None:
             break
-        head = dict(zip(HEAD, row, strict=True))
         if head["beacon"] and is_dead(cursor, head["process_id"]):
             dialect.execute(cursor, LEFT, {"waiter": head["id"]})
             continue

@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from django_sqlsem.sessions import Session
 
 _WHO: Final = ("host", "pid", "thread", "label", "user", "boot_id")
-_SEMAPHORE: Final = ("name", "kind", "declared_slots", "operator_slots", "paused", "other_slots", "other_us")
+_SEMAPHORE: Final = (
+    "name", "kind", "declared_slots", "declared_us", "operator_slots", "paused", "other_slots", "other_us", "tokens",
+)  # fmt: skip
 _SLOT: Final = ("slot", "token", "acquired_us", "expires_us", "lease_us", "suspect_us", "mode", *_WHO)
 _WAITER: Final = ("queued_us", "waiting", "take", "mode", *_WHO)
 _USUAL: Final = (
     "SELECT (SELECT AVG(held_us) FROM sqlsem_slot WHERE semaphore_key = %(key)s AND held_us > 0),"
-    " (SELECT COUNT(*) FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND {live} AND away = %(yes)s)"
+    " (SELECT COUNT(*) FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND {live} AND away = %(yes)s),"
+    " (SELECT SUM(take) FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND NOT ({live}) AND away = %(yes)s)"
 )
 
 
@@ -36,7 +39,7 @@ def read_snapshot(session: Session, dialect: Dialect, resource: Resource) -> Sem
             return None
         semaphore = SemaphoreRow(**found[0])
         dialect.execute(cursor, _USUAL.replace("{live}", dialect.live_sql()), {"key": resource.key, "yes": True})
-        usual, away = cursor.fetchone()
+        usual, away, overdue = cursor.fetchone()
         slots = _select(
             cursor,
             dialect,
@@ -59,6 +62,7 @@ def read_snapshot(session: Session, dialect: Dialect, resource: Resource) -> Sem
             tuple(clock.waiter(resource.name, WaiterRow(**values)) for values in waiters),
             usual_hold=float(usual) / 1e6 if usual else None,
             away=int(away),
+            overdue=int(overdue or 0),
         )
 
     return session.run(read)

@@ -84,6 +84,8 @@ def sentence(holder: HolderSnapshot) -> str:
 def summary(snapshot: SemaphoreSnapshot) -> str:
     """Return one line about one semaphore."""
     parts = [f"{snapshot.held} of {count(snapshot.slots, 'slot')} held"]
+    if snapshot.tokens is not None:
+        parts = [count(snapshot.tokens, "token")]
     if snapshot.stale:
         parts.append(f"{snapshot.stale} stale")
     parts.append(f"{snapshot.waiting} waiting")
@@ -100,6 +102,10 @@ def details(snapshot: SemaphoreSnapshot) -> list[str]:
     """Return lines about what the code declares of one semaphore, who holds and who waits."""
     declared = count(snapshot.declared_slots, "slot")
     lines = [f"A {snapshot.kind}; the code declares {declared}. It was {last_granted(snapshot)}."]
+    wanted = "slot"
+    if snapshot.tokens is not None:
+        wanted, began = "token", count(snapshot.declared_slots, "token")
+        lines = [f"A count of tokens, which began with {began}. It was {last_granted(snapshot)}."]
     for holder in snapshot.holders:
         lines.append(f"  {sentence(holder)}")
         if holder.recorded:
@@ -110,10 +116,10 @@ def details(snapshot: SemaphoreSnapshot) -> list[str]:
         waiting = count(waiter.waiting, "thread or task", "threads or tasks")
         lines.append(
             f"  waiting: {who(waiter)}{work}{by}, {waiting}, for {duration(waiter.age)},"
-            f" wants {count(waiter.take, 'slot') if waiter.take else 'all slots'}"
+            f" wants {count(waiter.take, wanted) if waiter.take else 'all slots'}"
         )
     if not snapshot.holders and not snapshot.waiters:
-        lines.append("  Nobody holds it and nobody waits.")
+        lines.append("  Nobody holds it and nobody waits." if snapshot.tokens is None else "  Nobody waits.")
     return lines
 
 
@@ -141,7 +147,9 @@ def only_stale(snapshot: SemaphoreSnapshot) -> SemaphoreSnapshot:
 
 
 def last_granted(snapshot: SemaphoreSnapshot) -> str:
-    """Return how long ago a slot was granted."""
+    """Return how long ago a slot was granted, or a count changed."""
+    if snapshot.tokens is not None:
+        return f"changed {duration(snapshot.idle or 0.0)} ago"
     return "never granted" if snapshot.idle is None else f"last granted {duration(snapshot.idle)} ago"
 
 

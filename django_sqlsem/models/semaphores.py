@@ -21,6 +21,8 @@ class SemaphoreRow(models.Model):
     operator_slots = models.PositiveIntegerField(_("operator's slots"), null=True)
     paused = models.BooleanField(_("paused"), default=False)
     shrinking = models.BooleanField(_("shrinking"), default=False)
+    # Of the kind "tokens" only. What was handed to waiters that have not taken it yet is in their rows.
+    tokens = models.BigIntegerField(_("tokens"), null=True)
 
     class Meta:
         db_table = "sqlsem_semaphore"
@@ -105,7 +107,8 @@ class WaiterRow(HolderFields):
     """One process that waits for a semaphore, at the place of its oldest waiting thread or task.
 
     ``ticket`` is the permit id under which it will be granted. A Celery task that will come back is ``away``: it keeps
-    its place under its own id, and is never granted. ``take`` is 0 if it wants all slots.
+    its place under its own id, and is never granted. On a name of tokens, one that is ``away`` has been handed the
+    tokens that it wants, and has not taken them yet. ``take`` is 0 if it wants all slots.
     """
 
     id = models.BigAutoField(primary_key=True)

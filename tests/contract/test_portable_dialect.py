@@ -15,6 +15,7 @@ from django.db import connections
 from django_sqlsem import AcquireTimeoutError, control, mutex, semaphore
 from django_sqlsem.backends import dialects
 from django_sqlsem.backends.dialects import Dialect, dialect_for
+from django_sqlsem.locks import tokens
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import LossReason
 from tests.databases import held_rows, query
@@ -348,3 +349,18 @@ def test_a_slot_revoked_before_it_is_read_back_is_no_grant(plain):
             permit.check()
         assert not revoke
         _stop_library()
+
+
+def test_tokens(plain):
+    jobs = tokens("jobs", 1, using=plain)
+
+    def wait_or_give(index):
+        return jobs.acquire(2, timeout=30) if index else jobs.release(4)
+
+    assert [taken and taken.count for taken in run_in_threads(3, wait_or_give)] == [None, 2, 2]
+    assert jobs.count() == 1
+    assert jobs.try_acquire(2) is None
+    with pytest.raises(AcquireTimeoutError):
+        jobs.acquire(2, timeout=0.8)  # longer than a heartbeat
+    assert jobs.acquire(timeout=30).count == 1
+    assert WaiterRow.objects.using(plain).count() == 0

@@ -126,7 +126,7 @@ class Command(BaseCommand):
             for line, row in zip(lines, body, strict=True):
                 self._print(self.style.WARNING(line) if row[2] == "stale" else line)
             self._print("")
-        busy = [snapshot for snapshot in found if snapshot.holders or snapshot.waiters or snapshot.paused]
+        busy = [each for each in found if each.holders or each.waiters or each.paused or each.tokens]
         for snapshot in busy:
             self._print(output.summary(snapshot))
         if not body:

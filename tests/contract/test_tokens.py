@@ -1,0 +1,412 @@
+"""Tokens: added by anybody, taken for good, never lost and never taken twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+
+import pytest
+from django.contrib import admin
+from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
+from django.core.management import call_command
+from django.db import connections, transaction
+
+from django_sqlsem import AcquireTimeoutError, control, mutex, queries, semaphore, testing
+from django_sqlsem.admin import SemaphoreAdmin
+from django_sqlsem.backends import get_counting_backend
+from django_sqlsem.locks import TakenTokens, tokens
+from django_sqlsem.models import SemaphoreRow, WaiterRow
+from tests import databases
+from tests.contract.token_users import TokenUser
+from tests.databases import kill_sessions
+from tests.processes import Child
+from tests.threads import run_in_threads, wait_until
+
+REAL = [pytest.param(alias, id=databases.label(alias)) for alias in databases.covered()]
+#: Long enough for a grant that nobody takes to lapse (2 s), and for a busy machine.
+PATIENT = 30.0
+#: For how long the statements of a waiting process are counted, in seconds.
+WATCHED = 4.0
+#: Statements of one heartbeat at most.
+LOOK = {"postgresql": 1, "sqlite": 4, "mysql": 2, "microsoft": 2}
+
+
+@pytest.fixture(params=[*REAL, pytest.param("local", id="process-local")])
+def world(request):
+    """An alias with its real backend, or ``default`` inside the transaction that a ``TestCase`` has."""
+    if request.param == "local":
+        request.getfixturevalue("db")
+        assert get_counting_backend("default").process_local
+        yield "default"
+        return
+    request.getfixturevalue("committed")
+    yield request.param
+
+
+@contextlib.contextmanager
+def users(database, count, **options):
+    """Some processes that use the tokens ``jobs``."""
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(TokenUser(database, "jobs", **options)) for _ in range(count)]
+        yield [user.ready() for user in found]
+
+
+def waiters(database):
+    """The rows of those who wait, in order; not of those that have been handed their tokens."""
+    return list(
+        WaiterRow.objects.using(database).filter(semaphore__name="jobs", away=False).order_by("queued_us", "pk")
+    )
+
+
+def handed(database):
+    """How many have been handed tokens that they have not taken yet."""
+    return WaiterRow.objects.using(database).filter(semaphore__name="jobs", away=True).count()
+
+
+def wait_for_waiters(database, count, threads=None):
+    wait_until(
+        lambda: len(found := waiters(database)) == count and threads in (None, sum(row.waiting for row in found)),
+        timeout=PATIENT,
+        what=f"{count} waiting processes",
+    )
+
+
+def test_what_one_process_sees(world):
+    jobs = tokens("jobs", 2, using=world)
+    assert jobs.status().tokens == 2  # before it was ever used
+    assert jobs.try_acquire(3) is None
+    assert jobs.acquire(2, timeout=0) == TakenTokens(jobs, 2, 0.0)  # it did not wait
+    assert jobs.count() == 0
+    assert jobs.try_acquire() is None
+    with pytest.raises(AcquireTimeoutError, match=r"^No 2 tokens of 'jobs' at once \(there are 0, 0 waiting\)\.$"):
+        jobs.acquire(2, timeout=0)
+    with pytest.raises(AcquireTimeoutError, match=r"^No token of 'jobs' within 0.05 s"):
+        jobs.acquire(timeout=0.05)
+    jobs.release(3)  # by whoever likes, also the very one that will wait
+    jobs.release()
+    taken = jobs.acquire(3)
+    assert (taken.name, taken.count) == ("jobs", 3)
+    taken.put_back()
+    assert jobs.count() == 4
+    assert tokens("jobs", 99, using=world).count() == 4  # it began before
+
+    async def main():
+        with pytest.raises(SynchronousOnlyOperation, match="aacquire"):
+            jobs.acquire()
+        with pytest.raises(SynchronousOnlyOperation, match="arelease"):
+            jobs.release()
+        assert (await jobs.aacquire(4)).count == 4
+        assert await jobs.atry_acquire() is None
+        waiting = [asyncio.create_task(jobs.aacquire(n)) for n in (2, 1)]
+        await asyncio.sleep(0)
+        await jobs.arelease(3)
+        assert [(await each).count for each in waiting] == [2, 1]
+        return await jobs.acount()
+
+    assert asyncio.run(main()) == 0
+    with testing.busy("jobs"):
+        jobs.release()
+        assert jobs.try_acquire() is None
+    assert jobs.acquire().count == 1
+
+    def wait_or_give(index):
+        return jobs.acquire(2, timeout=PATIENT) if index else jobs.release(5)
+
+    assert sum(taken.count for taken in run_in_threads(3, wait_or_give) if taken) == 4
+    assert jobs.count() == 1
+
+
+def test_bad_input():
+    for wrong in (0, -1, 10**9 + 1):
+        with pytest.raises(ValueError, match="n must be from 1 to 1000000000, not"):
+            tokens("jobs").release(wrong)
+        with pytest.raises(ValueError, match="take must be from 1 to"):
+            tokens("jobs", take=wrong)
+    for wrong in (True, 1.0, "1"):
+        with pytest.raises(TypeError, match="n must be an int from 1 to 1000000000, not"):
+            tokens("jobs").acquire(wrong)
+    with pytest.raises(ValueError, match="initial must be from 0"):
+        tokens("jobs", -1)
+    with pytest.raises(ValueError, match="timeout must be"):
+        tokens("jobs", timeout=-1)
+    with pytest.raises(TypeError, match="using must be the alias"):
+        tokens("jobs", using=1)
+    with pytest.raises(TypeError, match="nothing is given back at the end of a block"), tokens("jobs"):
+        pass
+
+
+def test_kinds_are_kept_apart(world):
+    tokens("counted", 1, using=world).acquire()
+    for lock in (semaphore("counted", 2, using=world), mutex("counted", using=world)):
+        with pytest.raises(ImproperlyConfigured, match="'counted' is a tokens already"):
+            lock.acquire(timeout=0)
+    semaphore("slotted", 2, using=world).acquire().release()
+    for use in (tokens("slotted", using=world).release, tokens("slotted", using=world).acquire):
+        with pytest.raises(ImproperlyConfigured, match="'slotted' is a semaphore already"):
+            use()
+
+
+def test_producers_and_consumers_in_many_processes(database, counter):
+    """Each token is taken once, whatever gives up or is cancelled on the way."""
+    total = 80
+    jobs = tokens("jobs", using=database)
+    with contextlib.ExitStack() as stack:
+        module = "tests.contract.token_users"
+        makers = [stack.enter_context(Child(f"{module}:produce", database, "jobs", total // 2)) for _ in range(2)]
+        takers = [stack.enter_context(Child(f"{module}:consume", database, "jobs")) for _ in range(2)]
+        for child in (*makers, *takers):
+            child.expect("ready", timeout=60)
+        for child in (*takers, *makers):
+            child.send("go")
+        for maker in makers:
+            maker.expect("done", timeout=120)
+        wait_until(lambda: counter.entered >= total - 5, timeout=120, what="most have been taken")
+        for taker in takers:
+            taker.send("stop")
+        told = [json.loads(taker.expect("tally", timeout=60)) for taker in takers]
+        for child in (*makers, *takers):
+            child.finish()
+            assert "Traceback" not in child.stderr, child.stderr
+    assert [errors for _, _, errors in told] == [[], []]
+    assert sum(gave_up for _, gave_up, _ in told) > 0
+    assert sum(taken for taken, _, _ in told) == counter.entered
+    wait_until(lambda: handed(database) == 0, timeout=PATIENT)
+    assert counter.entered + jobs.count() == total
+
+
+def test_one_release_of_ten_wakes_ten_in_two_processes(database):
+    """None of them looks by itself: what wakes them is the release."""
+    with users(database, 3, unhurried=True) as (giver, one, other):
+        for index in range(5):
+            for user in (one, other):
+                user.asks(f"w{index}")
+        wait_for_waiters(database, 2, threads=None)
+        giver.gives(10)
+        assert [user.took(f"w{index}") for user in (one, other) for index in range(5)] == [1] * 10
+        assert tokens("jobs", using=database).status().waiting == 0
+        # One that sits in the very process that releases is woken as well.
+        giver.asks()
+        wait_for_waiters(database, 1)
+        giver.gives()
+        assert giver.took() == 1
+    assert tokens("jobs", using=database).count() == 0
+
+
+def test_who_wants_most_is_not_overtaken(database):
+    jobs = tokens("jobs", using=database)
+    with users(database, 3) as (big, small, late):
+        big.asks(n=5)
+        wait_for_waiters(database, 1)
+        small.asks()
+        wait_for_waiters(database, 2)
+        late.asks("pair", n=2)
+        wait_for_waiters(database, 3)
+        for given in range(1, 5):
+            late.gives()
+            # There are tokens, and they gather for the head: nobody else gets one, whether it waits or tries.
+            assert late.tries() is None
+            assert jobs.try_acquire() is None
+            status = jobs.status()
+            assert (status.tokens, [waiter.take for waiter in status.waiters]) == (given, [5, 1, 2])
+        late.gives()
+        assert big.took() == 5
+        jobs.release(2)
+        assert small.took() == 1
+        assert jobs.count() == 1
+        jobs.release()
+        assert late.took("pair") == 2
+    assert jobs.count() == 0
+
+
+def test_who_is_killed_while_it_waits_loses_nothing(database):
+    jobs = tokens("jobs", using=database)
+    with users(database, 3) as (first, second, third):
+        for user in (first, second, third):
+            user.asks(n=2)
+            wait_for_waiters(database, 1 + (first, second, third).index(user))
+        first.kill()
+        jobs.release(2)
+        assert second.took() == 2
+        # One that has been handed its tokens, and is killed before it can take them.
+        third.stop()
+        jobs.release(2)
+        assert handed(database) == 1
+        assert jobs.status().tokens == 0
+        third.kill()
+        second.asks("b", n=2)
+        assert second.took("b") == 2
+    assert jobs.count() == 0
+    assert handed(database) == 0
+
+
+def test_who_comes_too_late_for_its_tokens_waits_on(database):
+    jobs = tokens("jobs", using=database)
+    with users(database, 2) as (slow, other):
+        slow.asks()
+        wait_for_waiters(database, 1)
+        slow.stop()
+        jobs.release()
+        assert handed(database) == 1
+        other.asks()
+        assert other.took() == 1  # once the grant had lapsed
+        slow.cont()
+        wait_for_waiters(database, 1)
+        assert jobs.count() == 0
+        jobs.release()
+        assert slow.took() == 1
+    assert jobs.count() == 0
+
+
+def test_what_lapsed_counts_though_nobody_has_looked(database):
+    jobs = tokens("jobs", using=database)
+    with users(database, 1) as (gone,):
+        gone.asks(n=3)
+        wait_for_waiters(database, 1)
+        gone.stop()
+        jobs.release(4)
+        assert (jobs.status().tokens, handed(database)) == (1, 1)
+        gone.kill()
+        wait_until(lambda: jobs.count() == 4, timeout=PATIENT)
+        assert queries.semaphore("jobs", using=database).tokens == 4
+        assert handed(database) == 1
+        assert jobs.acquire(4, timeout=0).count == 4
+    assert (jobs.count(), handed(database)) == (0, 0)
+
+
+def test_who_gives_up_frees_the_way(database):
+    jobs = tokens("jobs", 1, using=database)
+    assert jobs.count() == 1
+    jobs.release()
+    with users(database, 2) as (many, one):
+        many.asks(n=9, timeout=3)
+        wait_for_waiters(database, 1)
+        one.asks()
+        wait_for_waiters(database, 2)
+        assert "No 9 tokens of 'jobs' within 3 s (there are 2" in many.word("a", "busy", PATIENT)
+        assert one.took() == 1
+    assert jobs.count() == 1
+
+
+def test_a_rollback_does_not_take_tokens_back(database):
+    """But on SQLite, where there is one writer, the caller's transaction is the one in which they are added."""
+    jobs = tokens("jobs", using=database)
+    jobs.release()
+    with contextlib.suppress(ZeroDivisionError), transaction.atomic(using=database):
+        jobs.release(2)
+        assert jobs.acquire(timeout=0).count == 1
+        raise ZeroDivisionError
+    if connections[database].vendor == "sqlite":
+        assert jobs.count() == 1
+    else:
+        assert jobs.count() == 2
+    before = jobs.count()
+    with users(database, 1) as (waiter,):
+        waiter.asks(n=before + 3)
+        wait_for_waiters(database, 1)
+        with transaction.atomic(using=database):
+            transaction.on_commit(lambda: jobs.release(1), using=database)
+            jobs.release(2)
+        assert waiter.took() == before + 3
+    assert jobs.count() == 0
+
+
+def test_connections_that_died_unnoticed(database):
+    if connections[database].vendor == "sqlite":
+        pytest.skip("SQLite has no sessions")
+    jobs = tokens("jobs", 1, using=database)
+    for _ in range(3):
+        assert jobs.acquire(timeout=PATIENT).count == 1
+        kill_sessions(database)
+        connections[database].close()
+        jobs.release()
+        kill_sessions(database)
+        connections[database].close()
+    assert jobs.count() == 1
+
+
+def test_waiting_costs_next_to_nothing(database):
+    tasks = 100
+    jobs = tokens("jobs", using=database)
+    with Child("tests.contract.token_users:crowd", database, "jobs", tasks) as child:
+        child.expect("ready", timeout=60)
+        wait_until(lambda: [row.waiting for row in waiters(database)] == [tasks], timeout=PATIENT)
+        child.send("count")
+        threads, before = json.loads(child.expect("told"))
+        assert threads <= 2
+        time.sleep(WATCHED)
+        child.send("count")
+        _threads, after = json.loads(child.expect("told"))
+        during = after[len(before) :]
+        assert 0 < len(during) <= 2 * WATCHED * LOOK[connections[database].vendor], during
+        jobs.release(tasks)
+        child.send("join")
+        assert json.loads(child.expect("took", timeout=60)) == list(range(tasks))
+        child.send("end")
+        child.finish()
+    assert jobs.count() == 0
+
+
+def test_what_operators_see_and_do(database, capsys, settings):
+    jobs = tokens("jobs", using=database)
+    jobs.release(5)
+    call_command("locks", "list", database=database)
+    assert "jobs: 5 tokens, 0 waiting\n" in capsys.readouterr().out
+    row = SemaphoreRow.objects.using(database).get(name="jobs")
+    settings.SQLSEM = {"DATABASE": database}
+    assert SemaphoreAdmin(SemaphoreRow, admin.site).slots(row) == "5 tokens"
+    with pytest.raises(ValueError, match="'jobs' is a count of tokens: it has no slots"):
+        control.set_slots("jobs", 3, by="test", using=database)
+
+    def purged():
+        plan = control.plan_purge(idle=0, name_glob="jobs", using=database)
+        found = queries.by_name(["jobs"], using=database)
+        forced = control.PurgePlan(database, names=tuple(found.values()))
+        return bool(plan), control.execute_purge(forced, by="test").deleted
+
+    assert purged() == (False, ())
+    with users(database, 1) as (waiter,):
+        waiter.asks(n=7)
+        wait_for_waiters(database, 1)
+        call_command("locks", "show", "jobs", database=database)
+        shown = capsys.readouterr().out
+        assert "jobs: 5 tokens, 1 waiting" in shown
+        assert "wants 7 tokens" in shown
+        assert control.pause("jobs", by="test", using=database)
+        jobs.release(2)
+        assert jobs.try_acquire() is None
+        assert jobs.count() == 7
+        assert jobs.status().free == 0
+        assert control.resume("jobs", by="test", using=database)
+        assert waiter.took() == 7
+    assert purged() == (True, ("jobs",))
+    assert not SemaphoreRow.objects.using(database).filter(name="jobs").exists()
+    began = tokens("jobs", 1, using=database)
+    began.acquire(timeout=0)
+    assert purged() == (False, ())  # a new name would begin with another token
+    assert began.try_acquire() is None
+
+
+def test_a_thread_that_is_struck_loses_no_tokens(world, monkeypatch):
+    """Whatever strikes between the grant and the caller, the tokens go back."""
+    from django_sqlsem import token_grants
+
+    jobs = tokens("jobs", 1, using=world)
+    real = token_grants.take
+
+    def struck_before(keeper, hold):
+        raise KeyboardInterrupt
+
+    def struck_after(keeper, hold):
+        assert real(keeper, hold)
+        raise KeyboardInterrupt
+
+    for strike in (struck_before, struck_after):
+        monkeypatch.setattr(token_grants, "take", strike)
+        with pytest.raises(KeyboardInterrupt):
+            jobs.acquire(timeout=PATIENT)
+        monkeypatch.setattr(token_grants, "take", real)
+        assert jobs.acquire(timeout=PATIENT).count == 1
+        jobs.release()
+    assert jobs.count() == 1
