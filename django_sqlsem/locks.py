@@ -2,4 +2,7 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from django_sqlsem.monitor_permits import MonitorPermit
+from django_sqlsem.monitors import Monitor, monitor
+
+__all__ = ["Monitor", "MonitorPermit", "monitor"]

@@ -24,6 +24,7 @@ from django_sqlsem.backends.base import (
     Waited,
 )
 from django_sqlsem.exceptions import never_met, wrong_kind
+from django_sqlsem.naming import ONE_SLOT
 from django_sqlsem.snapshots import HolderSnapshot, Loss, LossReason, SemaphoreSnapshot, SlotState
 
 if TYPE_CHECKING:
@@ -233,8 +234,8 @@ class LocalBackend(BaseSemaphoreBackend):
             known = self._world().get(name)
             if known is None:
                 return False
-            if known.kind == "mutex" and slots not in (None, 1):
-                raise ValueError(f"{name!r} is a mutex: it has one slot, not {slots}.")
+            if known.kind in ONE_SLOT and slots not in (None, 1):
+                raise ValueError(f"{name!r} is a {known.kind}: it has one slot, not {slots}.")
             known.operator_slots = slots
         self._changed()
         return True

@@ -24,7 +24,7 @@ from django_sqlsem.caller_sessions import OrdinarySession
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
-from django_sqlsem.naming import resource_for, validate_slots
+from django_sqlsem.naming import ONE_SLOT, resource_for, validate_slots
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSnapshot
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class RowsOperator(BaseSemaphoreBackend):
         return True
 
     def set_slots(self, name: str, slots: int | None) -> bool:
-        """Set the operator's number, and open and close slots to suit. Raises ``ValueError`` for a mutex."""
+        """Set the operator's number, and open and close slots to suit. ``ValueError`` for a lock with one slot."""
         key = _key(name)
         if slots is not None:
             validate_slots(slots)
@@ -158,8 +158,8 @@ class RowsOperator(BaseSemaphoreBackend):
             semaphore = self._rows(SemaphoreRow).filter(key=key).first()
             if semaphore is None:
                 return False
-            if semaphore.kind == "mutex" and slots not in (None, 1):
-                raise ValueError(f"{name!r} is a mutex: it has one slot, not {slots}.")
+            if semaphore.kind in ONE_SLOT and slots not in (None, 1):
+                raise ValueError(f"{name!r} is a {semaphore.kind}: it has one slot, not {slots}.")
             rows = self._rows(SlotRow).filter(semaphore=key)
             shrinking = False
             if slots is None:
