@@ -86,8 +86,8 @@ NAMES = cases(
     ("part none", ("a", None), TypeError, NOT_A_PART + "None of type NoneType."),
     ("part bool", ("a", True), TypeError, NOT_A_PART + "True of type bool."),
     ("part float", (1.5,), TypeError, NOT_A_PART + "1.5 of type float."),
-    ("part datetime", (datetime.datetime.min,), TypeError, NOT_A_PART + "datetime.datetime(1, 1, 1, 0, 0) of type "
-     "datetime."),
+    ("part datetime", (datetime.datetime(1, 1, 1, tzinfo=datetime.UTC),), TypeError, NOT_A_PART + "datetime.datetime("
+     "1, 1, 1, 0, 0, tzinfo=datetime.timezone.utc) of type datetime."),
     ("part tuple", ("a", ("b",)), TypeError, NOT_A_PART + "('b',) of type tuple."),
     ("part of a million digits", (1 << 4_000_000,), ValueError, "A part of a semaphore's name must have fewer digits: "
      "<int of 4000001 bits>."),
