@@ -311,7 +311,7 @@ def test_struck_at_every_statement_of_an_inner_entry(database):
                     lock.exit()  # it was struck between the two: its caller is inside, and knows of it
                 assert lock.depth() == 1, f"{action.__name__}: after {strikes.struck} it is inside {lock.depth()} times"
             assert nth > 20
-        run_in_threads(1, lambda _number: lock.try_acquire(), timeout=PATIENT)
+        assert run_in_threads(1, lambda _number: lock.try_acquire(), timeout=PATIENT) == [None]
     assert kept
     assert lock.status().held == 0
 
@@ -424,7 +424,9 @@ def test_an_inner_entry_that_stays_until_the_commit_or_is_forgotten(database, ca
             with lock, late:
                 pass
             assert lock.depth() == 1
-        transaction.on_commit(lambda: None, using=database)
+            assert lock.status().held == 1
+        assert lock.depth() == 0
+        assert lock.status().held == 0
     with lock:
         lock.acquire()
         gc.collect()
