@@ -75,8 +75,8 @@ while kill -0 "$work" 2>/dev/null; do # a signal to us ended the wait
     wait "$work"
     code=$?
 done
-kill "$keeper" 2>/dev/null
-wait "$keeper"
-[ $? -eq 143 ] || { echo "$NAME was lost." >&2; code=76; } # it had ended by itself
+kill -KILL "$keeper" 2>/dev/null # not TERM: a shell that has only just been forked may miss that
+wait "$keeper" 2>/dev/null
+[ $? -eq 137 ] || { echo "$NAME was lost." >&2; code=76; } # it had ended by itself
 sql release >/dev/null
 exit "$code"
