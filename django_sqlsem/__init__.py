@@ -9,6 +9,7 @@ from django_sqlsem.exceptions import (
     DeadlockError,
     InvalidSemaphoreBackendError,
     KillNeededError,
+    NotEnteredError,
     PermitLostError,
     SemaphoreError,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "DeadlockError",
     "InvalidSemaphoreBackendError",
     "KillNeededError",
+    "NotEnteredError",
     "Permit",
     "PermitLostError",
     "Semaphore",

@@ -8,8 +8,8 @@ import sys
 import uuid
 from typing import TYPE_CHECKING, Any, Final
 
-from django_sqlsem.name_templates import Template, django_request
-from django_sqlsem.naming import validate_name
+from django_sqlsem.name_templates import JoinedTemplate, Template, django_request
+from django_sqlsem.naming import escaped, joined, validate_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,13 +25,23 @@ _ANYTHING: Final = inspect.Signature(
 class CallName:
     """How a decorated function's calls are named: a template, and perhaps a callable for the rest."""
 
-    def __init__(self, source: str, key: Callable[..., object] | None, func: Callable[..., Any]) -> None:
-        """Raise ``ValueError`` for a template that no call could fill in, ``TypeError`` for a bad ``key``."""
+    def __init__(
+        self,
+        source: str,
+        key: Callable[..., object] | None,
+        func: Callable[..., Any],
+        parts: tuple[str, ...] | None = None,
+    ) -> None:
+        """``parts``: the templates of a name made of several, instead of ``source``.
+
+        Raise ``ValueError`` for a template that no call could fill in, ``TypeError`` for a bad ``key``."""
         if key is not None and not callable(key):
             raise TypeError(f"key must be a callable that takes the function's arguments, not {key!r}.")
         self.func = func
         self.key = key
-        self.template = Template.parse(source)
+        self.template: Template | JoinedTemplate = (
+            Template.parse(source) if parts is None else JoinedTemplate(tuple(map(Template.parse, parts)))
+        )
         for field in self.template.fields:
             self._check_root(field.root)
 
@@ -63,13 +73,22 @@ class CallName:
     def _key_text(self, key: object) -> str:
         if key is None or key == "":
             raise ValueError(f"key {self.key!r} returned {key!r}: calls with nothing in common would share a slot.")
+        if isinstance(key, tuple):
+            return joined(key)
+        text = self._plain_key_text(key)
+        return escaped(text) if isinstance(self.template, JoinedTemplate) else text
+
+    def _plain_key_text(self, key: object) -> str:
         if isinstance(key, str):
             return str.__str__(key)
         if isinstance(key, int) and not isinstance(key, bool):
             return int.__repr__(key)
         if isinstance(key, uuid.UUID):
             return str(key)
-        raise TypeError(f"key {self.key!r} must return a str, an int or a UUID, not {key!r} of {type(key).__name__}.")
+        raise TypeError(
+            f"key {self.key!r} must return a str, an int, a UUID or a tuple of parts, not {key!r} of"
+            f" {type(key).__name__}."
+        )
 
     def _check_root(self, root: str) -> None:
         kinds = [parameter.kind for parameter in self.signature.parameters.values()]

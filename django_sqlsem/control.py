@@ -11,7 +11,7 @@ from django.db import connections, transaction
 
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.globs import literal_prefix, matcher
-from django_sqlsem.naming import validate_name, validate_slots
+from django_sqlsem.naming import Name, validate_name, validate_slots
 from django_sqlsem.sessions import backend_error
 from django_sqlsem.signals import operator_acted
 from django_sqlsem.snapshots import SlotState
@@ -52,7 +52,7 @@ class PurgeResult:
 
 
 def revoke(
-    name: str,
+    name: Name,
     slot: int | None = None,
     token: int | None = None,
     *,
@@ -67,7 +67,7 @@ def revoke(
     ``kill``: where a lock belongs to a database session, end that session; whatever else it holds goes with it. Raises
     ``KillNeededError`` where that is needed and was not said.
     """
-    validate_name(name)
+    name = validate_name(name)
     if token is not None and slot is None:
         raise ValueError("A token belongs to a slot: give the slot too.")
     backend = get_backend(database_for(using))
@@ -149,13 +149,13 @@ def execute_purge(plan: PurgePlan, *, by: str) -> PurgeResult:
     return PurgeResult(tuple(freed), tuple(deleted), tuple(changed), tuple(in_use))
 
 
-def set_slots(name: str, slots: int | None, *, by: str, using: str | None = None) -> bool:
+def set_slots(name: Name, slots: int | None, *, by: str, using: str | None = None) -> bool:
     """Set the number of slots, whatever the code says; ``None`` leaves it to the code again.
 
     No holder is interrupted: after a shrink nothing is granted until fewer are held. Returns ``False`` if there is
-    no such name. Raises ``ValueError`` for a number out of range, or for a mutex and any number but 1.
+    no such name. Raises ``ValueError`` for a number out of range, or for a mutex or a monitor and any number but 1.
     """
-    validate_name(name)
+    name = validate_name(name)
     if slots is not None:
         validate_slots(slots)
     done = get_backend(database_for(using)).set_slots(name, slots)
@@ -164,12 +164,12 @@ def set_slots(name: str, slots: int | None, *, by: str, using: str | None = None
     return done
 
 
-def pause(name: str, *, by: str, using: str | None = None) -> bool:
+def pause(name: Name, *, by: str, using: str | None = None) -> bool:
     """Grant nothing more until ``resume``; holders keep what they have. ``False`` if there is no such name."""
     return _set_paused(name, True, by, using)
 
 
-def resume(name: str, *, by: str, using: str | None = None) -> bool:
+def resume(name: Name, *, by: str, using: str | None = None) -> bool:
     """Grant again. ``False`` if there is no such name."""
     return _set_paused(name, False, by, using)
 
@@ -194,8 +194,9 @@ def change_procedures(*, drop: bool = False, by: str, using: str | None = None) 
     logger.info("stored procedures of %r %s by %s", alias, "removed" if drop else "installed", by or "somebody")
 
 
-def _set_paused(name: str, paused: bool, by: str, using: str | None) -> bool:
-    done = get_backend(database_for(using)).set_paused(validate_name(name), paused)
+def _set_paused(name: Name, paused: bool, by: str, using: str | None) -> bool:
+    name = validate_name(name)
+    done = get_backend(database_for(using)).set_paused(name, paused)
     if done:
         _acted("pause" if paused else "resume", name, by, "")
     return done

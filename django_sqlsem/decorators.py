@@ -58,7 +58,7 @@ class _Decorated:
     def __init__(self, semaphore: Semaphore, func: Callable[..., Any]) -> None:
         self.semaphore = semaphore
         self.func = func
-        self.names = CallName(semaphore.name, semaphore.key, func)
+        self.names = CallName(semaphore.name, semaphore.key, func, semaphore.parts)
 
     def function(self) -> Callable[..., Any]:
         """Wrap a function, or a view."""

@@ -55,6 +55,10 @@ class AlreadyHeldError(SemaphoreError):
     """You have acquired this semaphore already, in this very thread or task."""
 
 
+class NotEnteredError(SemaphoreError, RuntimeError):
+    """You are not inside this monitor: only the thread or task that entered it may leave it."""
+
+
 class DeadlockError(SemaphoreError):
     """The database chose this caller to break a deadlock; nothing is held."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from django_sqlsem.conf import MIN_LEASE
-from django_sqlsem.naming import validate_name, validate_slots
+from django_sqlsem.naming import Name, part_texts, validate_name, validate_slots
 from django_sqlsem.permits import Permit
 from django_sqlsem.semaphores import RELEASE_POLICIES, Semaphore
 from django_sqlsem.timeouts import UNSET, Seconds, Unset, to_seconds
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def semaphore(
-    name: str,
+    name: Name,
     slots: int | None = None,
     *,
     take: int = 1,
@@ -34,21 +34,22 @@ def semaphore(
 ) -> Semaphore:
     """Return the semaphore ``name``: a decorator, a context manager and its verbs in one.
 
-    ``slots``: how many may hold at once (1 to 10,000); omitted, as declared elsewhere, else 1. ``take``: how many
-    slots one permit takes, all or nothing. ``timeout``: seconds or ``timedelta`` to wait, ``None`` for ever, 0 not
-    at all; omitted, a view waits 5 s, a Celery task 0 s, anything else 30 s. ``lease``: seconds that a grant outlives
-    its process. ``on_busy``: what a decorator does when no slot is free: a status from 400 to 599, ``"raise"``,
-    ``"skip"``, ``"retry"`` or a callable that gets a ``Busy``. ``key``: a callable that gets the decorated function's
-    arguments and returns what is appended to the name. ``release``: ``"on_exit"`` or ``"on_commit"``. ``fair``:
-    first come, first served; ``False`` barges. ``max_hold``: seconds after which the permit is taken for forgotten.
-    ``durable``: whether a grant must survive a crash of the database's server, or is faster; omitted, as
-    ``SQLSEM["DURABLE"]`` says. ``on_lost``: called with a permit that was lost. ``using``: alias of the database that
-    keeps the locks.
+    ``name``: 1 to 200 characters, or a tuple of parts. ``slots``: how many may hold at once (1 to 10,000); omitted, as
+    declared elsewhere, else 1. ``take``: how many slots one permit takes, all or nothing. ``timeout``: seconds or
+    ``timedelta`` to wait, ``None`` for ever, 0 not at all; omitted, a view waits 5 s, a Celery task 0 s, anything else
+    30 s. ``lease``: seconds that a grant outlives its process. ``on_busy``: what a decorator does when no slot is free:
+    a status from 400 to 599, ``"raise"``, ``"skip"``, ``"retry"`` or a callable that gets a ``Busy``. ``key``: a
+    callable that gets the decorated function's arguments and returns what is appended to the name. ``release``:
+    ``"on_exit"`` or ``"on_commit"``. ``fair``: first come, first served; ``False`` barges. ``max_hold``: seconds after
+    which the permit is taken for forgotten. ``durable``: whether a grant must survive a crash of the database's server,
+    or is faster; omitted, as ``SQLSEM["DURABLE"]`` says. ``on_lost``: called with a permit that was lost. ``using``:
+    alias of the database that keeps the locks.
 
     Nothing is looked up before the first acquire. Raises ``TypeError`` or ``ValueError`` for a bad argument.
     """
     from django_sqlsem.busy import validate_on_busy
 
+    parts = part_texts(name) if isinstance(name, tuple) else None
     name = validate_name(name)
     if slots is not None:
         slots = validate_slots(slots)
@@ -83,15 +84,21 @@ def semaphore(
         durable=durable,
         on_lost=on_lost,
         using=using,
+        parts=parts,
     )
 
 
-def mutex(name: str, **options: Any) -> Semaphore:
+def mutex(name: Name, **options: Any) -> Semaphore:
     """Return the mutex ``name``: a semaphore with one slot, and a kind of its own.
 
     Takes the options of ``semaphore()`` but ``slots`` and ``take``.
     """
+    return one_slot("mutex", name, options)
+
+
+def one_slot(kind: str, name: Name, options: dict[str, Any]) -> Semaphore:
+    """Return a semaphore with one slot, of its own kind. Raises ``TypeError`` for options that would say otherwise."""
     for option in ("slots", "take"):
         if option in options:
-            raise TypeError(f"A mutex has one slot: {option}={shown(options[option])} is not for it; use semaphore().")
-    return semaphore(name, 1, **options)._as("mutex")
+            raise TypeError(f"A {kind} has one slot: {option}={shown(options[option])} is not for it; use semaphore().")
+    return semaphore(name, 1, **options)._as(kind)

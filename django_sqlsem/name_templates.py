@@ -11,6 +11,8 @@ from asgiref.sync import sync_to_async
 from django.http import HttpRequest
 from django.utils.functional import LazyObject, empty
 
+from django_sqlsem.naming import escaped
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -92,6 +94,31 @@ class Template:
         else:
             problem = "is empty in this call"
         raise ValueError(f"The field {field.text!r} of the semaphore's name {self.source!r} {problem}.")
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedTemplate:
+    """The templates of a name made of several parts: each is filled in, and then escaped."""
+
+    templates: tuple[Template, ...]
+
+    @property
+    def source(self) -> str:
+        """The name as it stands before it is filled in."""
+        return ":".join(escaped(template.source) for template in self.templates)
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The fields of all parts, in order."""
+        return tuple(field for template in self.templates for field in template.fields)
+
+    def expand(self, arguments: Mapping[str, object]) -> str:
+        """Fill the fields in from ``arguments``: see ``Template.expand``."""
+        return ":".join(escaped(template.expand(arguments)) for template in self.templates)
+
+    async def aexpand(self, arguments: Mapping[str, object]) -> str:
+        """Do as ``expand`` does, and resolve ``request.user`` through ``request.auser()``."""
+        return ":".join([escaped(await template.aexpand(arguments)) for template in self.templates])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,29 +2,95 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
+import uuid
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from django_sqlsem.wording import shown
 
 MAX_NAME_LENGTH: Final = 200
 MAX_SLOTS: Final = 10_000
+#: Kinds of locks that have one slot, whatever an operator says.
+ONE_SLOT: Final = frozenset({"mutex", "monitor"})
+
+#: What a name may be made of, and a name: its text, or its parts.
+Part = str | int | uuid.UUID | datetime.date
+Name = str | tuple[Part, ...]
 
 
 def validate_name(name: object) -> str:
     """Return ``name`` if it is a legal name: 1 to 200 characters, no NUL, no lone surrogate.
 
-    A str of another class (a safe string, a member of an enumeration) becomes the plain text that it holds. Raises
-    ``TypeError`` or ``ValueError`` that names the value and what is allowed.
+    A tuple becomes the text of its parts: see ``joined()``. A str of another class (a safe string, a member of an
+    enumeration) becomes the plain text that it holds. Raises ``TypeError`` or ``ValueError`` that names the value and
+    what is allowed.
     """
+    if isinstance(name, tuple):
+        return joined(name)
     if not isinstance(name, str):
-        raise TypeError(f"A semaphore's name must be a str, not {shown(name)} of type {type(name).__name__}.")
-    name = str.__str__(name)
+        raise TypeError(
+            f"A semaphore's name must be a str or a tuple of parts, not {shown(name)} of type {type(name).__name__}."
+        )
+    return _checked(str.__str__(name), "")
+
+
+def joined(parts: tuple[Any, ...]) -> str:
+    """Return the one text that stands for a name made of several parts.
+
+    The parts' texts with ``:`` between them; a ``:`` or a backslash within a part has a backslash before it, so that
+    different parts never give the same text. Raises ``TypeError`` or ``ValueError`` like ``validate_name()``; see
+    ``part_texts()`` for what a part may be.
+    """
+    return _checked(":".join(map(escaped, part_texts(parts))), ", its parts joined,")
+
+
+def part_texts(parts: tuple[Any, ...]) -> tuple[str, ...]:
+    """Return the text of each part: a str that is not empty, an int, a UUID or a date (not a datetime).
+
+    Raises ``TypeError`` or ``ValueError`` that names the part and what is allowed.
+    """
+    if not parts:
+        raise ValueError("A semaphore's name must have at least one part, not none.")
+    return tuple(_part_text(part, parts) for part in parts)
+
+
+def escaped(text: str) -> str:
+    """Return ``text`` as one part of a name: with a backslash before each ``:`` and each backslash."""
+    return text.replace("\\", "\\\\").replace(":", "\\:")
+
+
+def _part_text(part: object, parts: tuple[Any, ...]) -> str:
+    # By type(), since isinstance() believes what a lazy object says of itself.
+    kind = type(part)
+    if issubclass(kind, str):
+        if text := str.__str__(part):
+            return text
+        raise ValueError(f"A part of a semaphore's name must not be empty: {shown(parts)}.")
+    if issubclass(kind, int) and kind is not bool:
+        number: Any = part
+        if number.bit_length() > 4 * MAX_NAME_LENGTH:
+            raise ValueError(f"A part of a semaphore's name must have fewer digits: {shown(part)}.")
+        return int.__repr__(number)
+    if issubclass(kind, uuid.UUID):
+        return str(part)
+    if issubclass(kind, datetime.date) and not issubclass(kind, datetime.datetime):
+        day: Any = part
+        return datetime.date.isoformat(day)
+    raise TypeError(
+        f"A part of a semaphore's name must be a str, an int, a UUID or a date, not {shown(part)} of type"
+        f" {kind.__name__}."
+    )
+
+
+def _checked(name: str, what: str) -> str:
     if not 1 <= len(name) <= MAX_NAME_LENGTH:
         cut = name if len(name) <= 60 else f"{name[:57]}..."
-        raise ValueError(f"A semaphore's name must have 1 to {MAX_NAME_LENGTH} characters, not {len(name)}: {cut!r}.")
+        raise ValueError(
+            f"A semaphore's name{what} must have 1 to {MAX_NAME_LENGTH} characters, not {len(name)}: {cut!r}."
+        )
     if "\x00" in name:
         raise ValueError(f"A semaphore's name must not contain a NUL character: {name!r}.")
     try:

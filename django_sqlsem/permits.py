@@ -113,7 +113,7 @@ class Permit:
         returns at once: ``arelease()`` waits for it.
         """
         try:
-            if not self.released and self._hold.keeper.release(self._hold) and permit_released.receivers:
+            if self._leave() and self._hold.keeper.release(self._hold) and permit_released.receivers:
                 permit_released.send_robust(type(self.semaphore), semaphore=self.semaphore, permit=self)
         except BackendError:
             raise
@@ -124,7 +124,7 @@ class Permit:
     async def arelease(self) -> None:
         """Give the slots back from a coroutine. Raises ``BackendError`` like ``release()``."""
         try:
-            if not self.released and await self._hold.keeper.arelease(self._hold) and permit_released.receivers:
+            if self._leave() and await self._hold.keeper.arelease(self._hold) and permit_released.receivers:
                 await permit_released.asend_robust(type(self.semaphore), semaphore=self.semaphore, permit=self)
         except BackendError:
             raise
@@ -145,6 +145,10 @@ class Permit:
         if grant is None:
             raise PermitLostError(f"The permit of {self.name!r} was never granted.")
         return grant
+
+    def _leave(self) -> bool:
+        """Take one out of those who are inside by this grant. Return whether it must be given back now."""
+        return not self.released
 
     def _abandon(self) -> None:
         """Leave it to the keeper to give back what is held: the program was struck in the middle of doing so."""

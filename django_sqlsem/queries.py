@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from django_sqlsem.backends import database_for, get_backend, refresh_view
 from django_sqlsem.globs import literal_prefix, matcher
-from django_sqlsem.naming import validate_name
+from django_sqlsem.naming import Name, validate_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -48,12 +48,13 @@ def semaphores(
     return [snapshot for snapshot in found if matches(snapshot.name) and (wanted is None or wanted(snapshot))]
 
 
-def semaphore(name: str, using: str | None = None) -> SemaphoreSnapshot | None:
+def semaphore(name: Name, using: str | None = None) -> SemaphoreSnapshot | None:
     """Return the snapshot of one name, or ``None`` if there is no such semaphore.
 
     Raises ``TypeError`` or ``ValueError`` if no semaphore could have that name.
     """
-    return by_name([validate_name(name)], using=using).get(name)
+    text = validate_name(name)
+    return by_name([text], using=using).get(text)
 
 
 def by_name(names: Iterable[str], *, using: str | None = None) -> dict[str, SemaphoreSnapshot]:

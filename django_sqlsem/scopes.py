@@ -72,13 +72,8 @@ def enter(owner: Any, alias: str, hold: Hold) -> None:
     """
     scope = (id(owner), alias, hold.claim.resource.key)
     flow = taken_here()
-    if isinstance(owner, asyncio.Task):
-        # Threads that work for one task side by side share its name, but are not inside one another.
-        others = [taken for taken in flow if taken.scope == scope]
-    else:
-        others = [_held[scope]] if scope in _held else []
-    for other in others:
-        if other.owner is not None and other.owner() is owner and is_held(other):
+    for other in taken_by(owner, alias, hold.claim.resource.key):
+        if is_held(other):
             slots = other.grant.slots if other.grant else ()
             raise AlreadyHeldError(
                 f"You have acquired {hold.claim.resource.name!r} already, in this very "
@@ -94,6 +89,17 @@ def enter(owner: Any, alias: str, hold: Hold) -> None:
     hold.scope = scope
     _held[scope] = hold
     _taken.set((*(weakref.ref(taken) for taken in flow), weakref.ref(hold)))
+
+
+def taken_by(owner: Any, alias: str, key: str) -> list[Hold]:
+    """Return what ``owner`` has taken of one name, and this flow of control knows of."""
+    scope = (id(owner), alias, key)
+    if isinstance(owner, asyncio.Task):
+        # Threads that work for one task side by side share its name, but are not inside one another.
+        found = [taken for taken in taken_here() if taken.scope == scope]
+    else:
+        found = [_held[scope]] if scope in _held else []
+    return [hold for hold in found if hold.owner is not None and hold.owner() is owner]
 
 
 def taken_here() -> list[Hold]:

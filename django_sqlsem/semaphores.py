@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
@@ -64,8 +64,18 @@ class Semaphore:
     durable: bool | None = None
     on_lost: Callable[[Permit], object] | None = None
     using: str | None = None
+    #: The texts of a name made of several parts, in which a decorator fills in the fields one by one.
+    parts: tuple[str, ...] | None = dataclasses.field(default=None, repr=False)
     #: In whose name a task asks that was refused before; set by the decorator.
     rank: str = dataclasses.field(default="", repr=False)
+
+    #: Whether nobody else may leave a block than who entered it, as long as they are there.
+    _left_by_its_own: ClassVar[bool] = False
+
+    @property
+    def _blocks(self) -> Hashable:
+        """Which open blocks are this one's: those that were entered by this very object."""
+        return id(self)
 
     def acquire(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
         """Take a permit, waiting up to ``timeout`` seconds (``None``: for ever; 0: not at all).
@@ -174,7 +184,7 @@ class Semaphore:
 
     def _named(self, name: str) -> Semaphore:
         """Return this semaphore under another name: a decorator's template, filled in."""
-        return dataclasses.replace(self, name=validate_name(name), key=None)
+        return dataclasses.replace(self, name=validate_name(name), key=None, parts=None)
 
     def _as(self, kind: str, mode: str = SHARED) -> Semaphore:
         """Return this semaphore as another kind of lock."""
@@ -204,7 +214,10 @@ class Semaphore:
             hold.callbacks.append(self.on_lost)
         scopes.enter(scopes.current_owner(), keeper.alias, hold)
         # From here on the end of the permit, however it comes, gives back what was granted.
-        return keeper, hold, (UpgradablePermit if self.mode == UPDATE else Permit)(self, hold)
+        return keeper, hold, self._permit(hold)
+
+    def _permit(self, hold: Hold) -> Permit:
+        return (UpgradablePermit if self.mode == UPDATE else Permit)(self, hold)
 
     def _claim(self, keeper: Keeper) -> Claim:
         alias = keeper.alias
@@ -228,7 +241,7 @@ class Semaphore:
         )
 
     def _acquire(self, timeout: float | None) -> Permit | None:
-        _refuse_event_loop()
+        refuse_event_loop()
         if refusals.forced_refusal(self.name):
             return None
         keeper, hold, permit = self._prepare()
@@ -285,7 +298,7 @@ class Semaphore:
         raise error
 
 
-def _refuse_event_loop() -> None:
+def refuse_event_loop() -> None:
     """A thread that runs an event loop must not block: all its tasks would stand still, the holder's too."""
     if scopes.in_event_loop():
         raise SynchronousOnlyOperation(

@@ -11,7 +11,7 @@ from typing import TypeVar
 from django_sqlsem import refusals, scopes
 from django_sqlsem.factories import semaphore
 from django_sqlsem.keepers import all_holds
-from django_sqlsem.naming import validate_name, validate_slots
+from django_sqlsem.naming import Name, validate_name, validate_slots
 from django_sqlsem.permits import Permit
 from django_sqlsem.semaphores import Semaphore
 from django_sqlsem.snapshots import Loss, LossReason
@@ -21,7 +21,7 @@ __all__ = ["busy", "held", "lost"]
 T = TypeVar("T")
 
 
-def _name(target: str | Semaphore) -> str:
+def _name(target: Name | Semaphore) -> str:
     return target.name if isinstance(target, Semaphore) else validate_name(target)
 
 
@@ -36,7 +36,7 @@ def _blocking(function: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def busy(target: str | Semaphore) -> Iterator[None]:
+def busy(target: Name | Semaphore) -> Iterator[None]:
     """Refuse every acquire of this name in this process, at once and whatever its timeout, inside the block."""
     name = _name(target)
     refusals.forced[name] = refusals.forced.get(name, 0) + 1
@@ -49,7 +49,7 @@ def busy(target: str | Semaphore) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held(target: str | Semaphore, slots: int | None = None, *, total: int | None = None) -> Iterator[list[Permit]]:
+def held(target: Name | Semaphore, slots: int | None = None, *, total: int | None = None) -> Iterator[list[Permit]]:
     """Hold ``slots`` slots of a semaphore (all of them, if omitted) as somebody else, inside the block.
 
     ``total`` is the semaphore's number of slots, where ``target`` is a name that is not in use yet. The permits
@@ -76,7 +76,7 @@ def held(target: str | Semaphore, slots: int | None = None, *, total: int | None
 
 
 @contextlib.contextmanager
-def lost(target: str | Semaphore | Permit) -> Iterator[None]:
+def lost(target: Name | Semaphore | Permit) -> Iterator[None]:
     """Make a permit, or every permit that this process holds or gets of this name inside the block, a lost one.
 
     Their ``lost`` is set, ``check()`` raises and ``on_lost`` runs. The slots themselves stay taken until the permits

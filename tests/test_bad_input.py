@@ -26,6 +26,7 @@ from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.rows import RowsBackend
 from django_sqlsem.checks import check_settings
 from django_sqlsem.conf import KEYS, config
+from django_sqlsem.naming import joined
 from tests.databases import held_rows
 
 NAN, INFINITY = math.nan, math.inf
@@ -63,20 +64,37 @@ def exactly(message):
     return f"^{re.escape(message)}$"
 
 
+NOT_A_NAME = "A semaphore's name must be a str or a tuple of parts, not "
+NOT_A_PART = "A part of a semaphore's name must be a str, an int, a UUID or a date, not "
+
 NAMES = cases(
-    ("none", None, TypeError, "A semaphore's name must be a str, not None of type NoneType."),
-    ("int", 7, TypeError, "A semaphore's name must be a str, not 7 of type int."),
-    ("bytes", b"reports", TypeError, "A semaphore's name must be a str, not b'reports' of type bytes."),
-    ("long bytes", b"x" * 500, TypeError, f"A semaphore's name must be a str, not b'{'x' * 95}... of type bytes."),
-    ("function", len, TypeError, "A semaphore's name must be a str, not <built-in function len> of type "
+    ("none", None, TypeError, NOT_A_NAME + "None of type NoneType."),
+    ("int", 7, TypeError, NOT_A_NAME + "7 of type int."),
+    ("bytes", b"reports", TypeError, NOT_A_NAME + "b'reports' of type bytes."),
+    ("long bytes", b"x" * 500, TypeError, NOT_A_NAME + f"b'{'x' * 95}... of type bytes."),
+    ("function", len, TypeError, NOT_A_NAME + "<built-in function len> of type "
      "builtin_function_or_method."),
-    ("unspeakable", Unspeakable(), TypeError, "A semaphore's name must be a str, not <Unspeakable> of type "
+    ("unspeakable", Unspeakable(), TypeError, NOT_A_NAME + "<Unspeakable> of type "
      "Unspeakable."),
     ("empty", "", ValueError, "A semaphore's name must have 1 to 200 characters, not 0: ''."),
     ("201", "x" * 201, ValueError, f"A semaphore's name must have 1 to 200 characters, not 201: '{'x' * 57}...'."),
     ("201 emoji", "🔒" * 201, ValueError, "A semaphore's name must have 1 to 200 characters, not 201: "
      f"'{'🔒' * 57}...'."),
     ("nul", "a\0b", ValueError, "A semaphore's name must not contain a NUL character: 'a\\x00b'."),
+    ("list", ["a", "b"], TypeError, NOT_A_NAME + "['a', 'b'] of type list."),
+    ("no parts", (), ValueError, "A semaphore's name must have at least one part, not none."),
+    ("empty part", ("a", ""), ValueError, "A part of a semaphore's name must not be empty: ('a', '')."),
+    ("part none", ("a", None), TypeError, NOT_A_PART + "None of type NoneType."),
+    ("part bool", ("a", True), TypeError, NOT_A_PART + "True of type bool."),
+    ("part float", (1.5,), TypeError, NOT_A_PART + "1.5 of type float."),
+    ("part datetime", (datetime.datetime(1, 1, 1, tzinfo=datetime.UTC),), TypeError, NOT_A_PART + "datetime.datetime("
+     "1, 1, 1, 0, 0, tzinfo=datetime.timezone.utc) of type datetime."),
+    ("part tuple", ("a", ("b",)), TypeError, NOT_A_PART + "('b',) of type tuple."),
+    ("part of a million digits", (1 << 4_000_000,), ValueError, "A part of a semaphore's name must have fewer digits: "
+     "<int of 4000001 bits>."),
+    ("201 joined", ("x" * 99, ":" * 50 + "y"), ValueError, "A semaphore's name, its parts joined, must have 1 to 200 "
+     f"characters, not 201: '{'x' * 57}...'."),
+    ("part nul", ("a\0", "b"), ValueError, "A semaphore's name must not contain a NUL character: 'a\\x00:b'."),
     ("surrogate", "a\ud800", ValueError, "A semaphore's name must not contain a lone surrogate: 'a\\ud800'."),
     ("low surrogate", "\udfff", ValueError, "A semaphore's name must not contain a lone surrogate: '\\udfff'."),
 )  # fmt: skip
@@ -538,9 +556,9 @@ def test_anything_for_a_name_is_taken_or_refused(value):
     try:
         made = semaphore(value)
     except (TypeError, ValueError) as error:
-        assert str(error).startswith("A semaphore's name must ")
+        assert str(error).startswith(("A semaphore's name", "A part of a semaphore's name must "))
         return
-    assert made.name == value
+    assert made.name == (joined(value) if isinstance(value, tuple) else value)
 
 
 @settings(QUICK, max_examples=80)

@@ -257,7 +257,10 @@ def test_lost_in_a_task(world):
 
 @pytest.mark.parametrize("helper", [testing.busy, testing.held, testing.lost])
 def test_what_they_take(helper):
-    with pytest.raises(TypeError, match="A semaphore's name must be a str, not 3 of type int"), helper(3):
+    with (
+        pytest.raises(TypeError, match="A semaphore's name must be a str or a tuple of parts, not 3 of type int"),
+        helper(3),
+    ):
         pass
 
 

@@ -18,7 +18,7 @@ from django_sqlsem.backends.rows_operator import database_errors
 from django_sqlsem.exceptions import BackendError, kill_needed
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
-from django_sqlsem.naming import resource_for, validate_slots
+from django_sqlsem.naming import ONE_SLOT, resource_for, validate_slots
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.applock_dmv import Locks
@@ -199,8 +199,8 @@ class ApplockOperator(BaseSemaphoreBackend):
             validate_slots(slots)
 
         def wrong(semaphore: SemaphoreRow) -> None:
-            if semaphore.kind == "mutex" and slots not in (None, 1):
-                raise ValueError(f"{name!r} is a mutex: it has one slot, not {slots}.")
+            if semaphore.kind in ONE_SLOT and slots not in (None, 1):
+                raise ValueError(f"{name!r} is a {semaphore.kind}: it has one slot, not {slots}.")
 
         return self._update(name, wrong, operator_slots=slots)
 

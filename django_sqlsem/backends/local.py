@@ -26,6 +26,7 @@ from django_sqlsem.backends.base import (
 from django_sqlsem.backends.counting import TOKENS, Counting
 from django_sqlsem.exceptions import never_met, wrong_kind
 from django_sqlsem.modes import EXCLUSIVE, RWLOCK, UPDATE, UPGRADE, WHOLE, WRITER
+from django_sqlsem.naming import ONE_SLOT
 from django_sqlsem.snapshots import HolderSnapshot, Loss, LossReason, SemaphoreSnapshot, SlotState, grouped
 
 if TYPE_CHECKING:
@@ -328,8 +329,8 @@ class LocalBackend(BaseSemaphoreBackend, Counting):
                 return False
             if known.kind == TOKENS:
                 raise ValueError(f"{name!r} is a count of tokens: it has no slots.")
-            if known.kind == "mutex" and slots not in (None, 1):
-                raise ValueError(f"{name!r} is a mutex: it has one slot, not {slots}.")
+            if known.kind in ONE_SLOT and slots not in (None, 1):
+                raise ValueError(f"{name!r} is a {known.kind}: it has one slot, not {slots}.")
             known.operator_slots = slots
         self._changed()
         return True

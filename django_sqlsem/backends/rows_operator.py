@@ -26,7 +26,7 @@ from django_sqlsem.exceptions import BackendError
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.modes import WHOLE, WRITER
-from django_sqlsem.naming import MAX_SLOTS, resource_for, validate_slots
+from django_sqlsem.naming import MAX_SLOTS, ONE_SLOT, resource_for, validate_slots
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSnapshot
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class RowsOperator(BaseSemaphoreBackend):
         return True
 
     def set_slots(self, name: str, slots: int | None) -> bool:
-        """Set the operator's number, and open and close slots to suit. Raises ``ValueError`` for a mutex."""
+        """Set the operator's number, and open and close slots to suit. ``ValueError`` for a lock with one slot."""
         key = _key(name)
         if slots is not None:
             validate_slots(slots)
@@ -183,8 +183,8 @@ class RowsOperator(BaseSemaphoreBackend):
                 return False
             if semaphore.kind == TOKENS:
                 raise ValueError(f"{name!r} is a count of tokens: it has no slots.")
-            if semaphore.kind == "mutex" and slots not in (None, 1):
-                raise ValueError(f"{name!r} is a mutex: it has one slot, not {slots}.")
+            if semaphore.kind in ONE_SLOT and slots not in (None, 1):
+                raise ValueError(f"{name!r} is a {semaphore.kind}: it has one slot, not {slots}.")
             rows = self._rows(SlotRow).filter(semaphore=key).exclude(slot=WRITER)
             # While somebody has all slots, or may prove them again, no more of them are opened: that is done after it.
             whole = shrinking = rows.filter(mode=WHOLE, expires_us__isnull=False).exists()

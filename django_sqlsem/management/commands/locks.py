@@ -20,6 +20,7 @@ from django.db import close_old_connections
 from django_sqlsem import control, identity, mutex, queries, semaphore
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, SemaphoreError, kill_needed
 from django_sqlsem.management import arguments, output, refreshes, run
+from django_sqlsem.naming import ONE_SLOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -248,8 +249,8 @@ class Command(BaseCommand):
                 "Which command? Write it behind --, as in: locks run nightly -- ./backup.sh", returncode=2
             )
         known = queries.semaphore(name, using=database)
-        if known and known.kind == "mutex" and slots in (None, 1):
-            lock = mutex(name, timeout=timeout, using=database)
+        if known and known.kind in ONE_SLOT and slots in (None, 1):
+            lock = mutex(name, timeout=timeout, using=database)._as(known.kind)
         else:
             lock = semaphore(name, slots, timeout=timeout, using=database)
         signals = run.Signals()
