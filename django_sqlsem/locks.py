@@ -2,4 +2,18 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from django_sqlsem.table_locks import table_lock
+from django_sqlsem.transaction_locks import (
+    TransactionPermit,
+    locked_atomic,
+    purge_transaction_locks,
+    transaction_lock,
+)
+
+__all__ = [
+    "TransactionPermit",
+    "locked_atomic",
+    "purge_transaction_locks",
+    "table_lock",
+    "transaction_lock",
+]
