@@ -127,11 +127,11 @@ def stale_reads(level: str, alias: str) -> TransactionManagementError:
 def number_of(error: Exception) -> str | int | None:
     """Return the driver's number of an error: a SQLSTATE on PostgreSQL, else an int."""
     cause: Any = error.__cause__ or error
+    code = getattr(cause, "sqlite_errorcode", None) or next(iter(cause.args), None)
+    if isinstance(code, int):
+        return code
     state = getattr(cause, "sqlstate", None)
-    if isinstance(state, str):
-        return state
-    code = getattr(cause, "sqlite_errorcode", None) or (cause.args[0] if cause.args else None)
-    return code if isinstance(code, int) else None
+    return state if isinstance(state, str) else None
 
 
 class RowLocking(TransactionLocking):
