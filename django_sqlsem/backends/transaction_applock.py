@@ -82,7 +82,7 @@ class ApplockLocking(TransactionLocking):
         """Try with no wait first: that is how waiting is known here."""
         hints = "TABLOCK, HOLDLOCK" if wanted.shared else "TABLOCKX, HOLDLOCK"
         with self.connection.cursor() as cursor:
-            for milliseconds in (0, _milliseconds(timeout)):
+            for milliseconds in dict.fromkeys((0, _milliseconds(timeout))):
                 cursor.execute(TABLE.format(timeout=milliseconds, table=wanted.table, hints=hints))
                 status = int(cursor.fetchone()[0])
                 if status == 0:
