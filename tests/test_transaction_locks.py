@@ -1,4 +1,4 @@
-"""Locks of the caller's transaction, as one process sees them: arguments, forms, tests, and the texts for SQL Server."""
+"""Locks of the caller's transaction as one process sees them: arguments, forms, and the texts for SQL Server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_bad_arguments_are_refused_at_the_call(arguments, error, text):
 
 
 def test_a_table_lock_wants_a_model_with_a_table():
-    with pytest.raises(TypeError, match="model must be a model class, not 'auth.User'"):
+    with pytest.raises(TypeError, match="model must be a model class, not 'auth"):
         table_lock("auth.User")
     with pytest.raises(ValueError, match="HolderFields is abstract"):
         table_lock(HolderFields)
