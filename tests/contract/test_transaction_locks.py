@@ -222,22 +222,21 @@ def test_reads_that_would_stay_old_are_refused(database):
 def test_ten_waiters_of_a_name_that_is_deleted_under_way(database, tmp_path):
     if vendor(database) == "sqlite":
         pytest.skip("SQLite makes the row as it locks it")
-    child = Child("tests.contract.transactors:waiters", database, str(tmp_path / "room"), "purged", 10)
-    with Transactor(database) as holder, child as crowd, contextlib.closing(databases.raw_connection(database)) as raw:
+    waiters = "tests.contract.transactors:waiters"
+    with Transactor(database) as holder, contextlib.closing(databases.raw_connection(database)) as raw:
         holder.begin()
         holder.lock("purged")
-        deleting = threading.Thread(
-            target=lambda: raw.cursor().execute("DELETE FROM sqlsem_transaction_lock WHERE name = 'purged'")
-        )
+        delete = "DELETE FROM sqlsem_transaction_lock WHERE name = 'purged'"
+        deleting = threading.Thread(target=lambda: raw.cursor().execute(delete), daemon=True)
         deleting.start()
-        wait_until(
-            lambda: crowd.lines.count("waits") == 10 or any("failed" in line for line in crowd.lines), timeout=90
-        )
-        assert crowd.lines == ["waits"] * 10
-        holder.tell("commit", "ended")
-        deleting.join(30)
-        crowd.finish(90)
-        assert crowd.lines.count("left") == 10, crowd.lines
+        with Child(waiters, database, str(tmp_path / "room"), "purged", 10) as crowd:  # no sooner: the name is held
+            wait_until(lambda: len(crowd.lines) == 10, timeout=90, what="each waits, or has failed")
+            assert crowd.lines == ["waits"] * 10
+            holder.tell("commit", "ended")
+            deleting.join(30)
+            assert not deleting.is_alive()
+            crowd.finish(90)
+            assert crowd.lines.count("left") == 10, crowd.lines
 
 
 def test_a_purge_deletes_what_nobody_has_locked(database):
