@@ -6,7 +6,14 @@ from django_sqlsem.monitor_permits import MonitorPermit
 from django_sqlsem.monitors import Monitor, monitor
 from django_sqlsem.rwlocks import RwLock, rwlock
 from django_sqlsem.several import PendingPermits, Permits, aacquire_all, acquire_all
+from django_sqlsem.table_locks import table_lock
 from django_sqlsem.tokens import TakenTokens, Tokens, tokens
+from django_sqlsem.transaction_locks import (
+    TransactionPermit,
+    locked_atomic,
+    purge_transaction_locks,
+    transaction_lock,
+)
 
 __all__ = [
     "Monitor",
@@ -16,9 +23,14 @@ __all__ = [
     "RwLock",
     "TakenTokens",
     "Tokens",
+    "TransactionPermit",
     "aacquire_all",
     "acquire_all",
+    "locked_atomic",
     "monitor",
+    "purge_transaction_locks",
     "rwlock",
+    "table_lock",
     "tokens",
+    "transaction_lock",
 ]

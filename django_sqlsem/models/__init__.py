@@ -9,5 +9,15 @@ from __future__ import annotations
 from django_sqlsem.models.fields import ExactCharField
 from django_sqlsem.models.refresh import RefreshRow
 from django_sqlsem.models.semaphores import HolderFields, SemaphoreRow, ServerRow, SlotRow, WaiterRow
+from django_sqlsem.models.transaction_locks import TransactionLockRow
 
-__all__ = ["ExactCharField", "HolderFields", "RefreshRow", "SemaphoreRow", "ServerRow", "SlotRow", "WaiterRow"]
+__all__ = [
+    "ExactCharField",
+    "HolderFields",
+    "RefreshRow",
+    "SemaphoreRow",
+    "ServerRow",
+    "SlotRow",
+    "TransactionLockRow",
+    "WaiterRow",
+]
