@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from django_sqlsem.fences import fenced
+
+__all__ = ["fenced"]

@@ -82,6 +82,7 @@ class SlotRow(HolderFields):
     suspect_us = models.BigIntegerField(_("beacon out since"), null=True)
     session_id = models.BigIntegerField(_("database session"), null=True)
     session_us = models.BigIntegerField(_("database session since"), null=True)
+    fenced = models.BigIntegerField(_("fenced token"), null=True)
     revoked_token = models.BigIntegerField(_("revoked token"), null=True)
     revoked_by = ExactCharField(_("revoked by"), max_length=150, default="", blank=True)
 
