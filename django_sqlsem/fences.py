@@ -36,6 +36,9 @@ class Fence:
         #: Whether the transaction keeps the permit's renewals out, and everybody else.
         self.exclusive = False
         self.over = False
+        #: Whether it has locks that go with a savepoint, and the number of the last one before it.
+        self.locked = False
+        self.savepoint = 0
         #: The boot clock when the permit was renewed inside the transaction.
         self.renewed_at: float | None = None
 
@@ -59,7 +62,7 @@ def fence(permit: Permit, using: str | None) -> None:
             live = hold.keeper.backend.fence(connection, hold.keeper.session_here(), hold.held)
         finally:
             if live:
-                found.exclusive = hold.keeper.backend.keeps_renewals_out(connection)
+                _stands(permit, found)
             elif new:
                 _over(permit, found)
         if not live:
@@ -157,6 +160,32 @@ def _begin(permit: Permit, connection: BaseDatabaseWrapper) -> tuple[bool, Fence
     transactions.before_transaction_ends(connection.alias, partial(_ending, hold, found, hold.held))
     transactions.at_transaction_end(connection.alias, partial(_over, permit, found))
     return True, found
+
+
+def _stands(permit: Permit, found: Fence) -> None:
+    """Note what the transaction may do to its fence, and the fence to the permit."""
+    backend, connection = permit._hold.keeper.backend, found.connection
+    found.exclusive = backend.keeps_renewals_out(connection)
+    if backend.is_undone_with_savepoints(connection):
+        if not found.locked:
+            transactions.after_savepoint_rollback(connection.alias, partial(_undone, permit, found))
+            found.savepoint = transactions.savepoints_so_far(connection)
+        found.locked = True
+
+
+def _undone(permit: Permit, found: Fence, savepoint: int) -> None:
+    """A rollback to a savepoint before the fence has taken it away: set it up again, or have the transaction fail."""
+    hold, connection = permit._hold, found.connection
+    if found.over or savepoint > found.savepoint:
+        return
+    live = False
+    with contextlib.suppress(BackendError):
+        live = hold.keeper.backend.fence(connection, hold.keeper.session_here(), hold.held)
+    found.savepoint = transactions.savepoints_so_far(connection)
+    if not live:
+        connection.needs_rollback = connection.in_atomic_block
+        if not connection.in_atomic_block:
+            raise _lost(permit)
 
 
 def _ending(hold: Hold, found: Fence, held: Held, committing: bool) -> None:

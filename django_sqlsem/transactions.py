@@ -51,6 +51,19 @@ def before_transaction_ends(using: str, callback: Callable[[bool], object]) -> N
     _watch(connections[using]).before.append(callback)
 
 
+def after_savepoint_rollback(using: str, callback: Callable[[int], object]) -> None:
+    """Run ``callback(number)`` after each rollback to a savepoint of the open transaction, which is still open then.
+
+    Savepoints are numbered in the order in which they were made; see ``savepoints_so_far``.
+    """
+    _watch(connections[using]).undone.append(callback)
+
+
+def savepoints_so_far(connection: BaseDatabaseWrapper) -> int:
+    """Return the number of the last savepoint that was made."""
+    return int(connection.savepoint_state)
+
+
 def open_transactions() -> list[str]:
     """Return the aliases on which the calling thread is inside a transaction."""
     return [connection.alias for connection in connections.all(initialized_only=True) if in_transaction(connection)]
@@ -89,8 +102,10 @@ class _Watch:
         self.connection = connection
         self.callbacks: list[Callable[[], object]] = []
         self.before: list[Callable[[bool], object]] = []
+        self.undone: list[Callable[[int], object]] = []
         self.ending = False
         self.wrappers = {name: self._wrap(getattr(connection, name)) for name in _ENDS}
+        self.wrappers["savepoint_rollback"] = self._wrap_undo(connection.savepoint_rollback)
         connection.__dict__.update(self.wrappers)
         if any(_from_testcase(block) for block in connection.atomic_blocks):
             connection.atomic_blocks = _Blocks(connection.atomic_blocks, self)
@@ -108,6 +123,15 @@ class _Watch:
             finally:
                 if self.callbacks and not self.ending and self._has_ended(method.__name__, succeeded):
                     self.end()
+
+        return wrapper
+
+    def _wrap_undo(self, method: Callable[[str], Any]) -> Callable[[str], Any]:
+        @functools.wraps(method)
+        def wrapper(sid: str) -> Any:
+            method(sid)
+            for callback in list(self.undone):
+                callback(int(sid.rpartition("x")[2]))
 
         return wrapper
 
@@ -137,6 +161,7 @@ class _Watch:
                 stack.callback(self._unwrap)
                 self.ending = True  # a callback may use the connection, and must not end up here again
                 self.before.clear()
+                self.undone.clear()
                 self.connection.__dict__.pop("_sqlsem_watch", None)  # what it asks for is a matter of the next end
                 for callback in reversed(self.callbacks):
                     stack.callback(self._run, callback, last=True)  # again, if an interrupt strikes on the way
