@@ -36,7 +36,7 @@ class Fence:
         #: Whether the transaction keeps the permit's renewals out, and everybody else.
         self.exclusive = False
         self.over = False
-        #: Whether it has locks that go with a savepoint, and the number of the last one before it.
+        #: Whether the database keeps others out by now, and the number of the last savepoint before that.
         self.locked = False
         self.savepoint = 0
         #: The boot clock when the permit was renewed inside the transaction.
@@ -163,14 +163,13 @@ def _begin(permit: Permit, connection: BaseDatabaseWrapper) -> tuple[bool, Fence
 
 
 def _stands(permit: Permit, found: Fence) -> None:
-    """Note what the transaction may do to its fence, and the fence to the permit."""
-    backend, connection = permit._hold.keeper.backend, found.connection
-    found.exclusive = backend.keeps_renewals_out(connection)
-    if backend.is_undone_with_savepoints(connection):
-        if not found.locked:
-            transactions.after_savepoint_rollback(connection.alias, partial(_undone, permit, found))
-            found.savepoint = transactions.savepoints_so_far(connection)
+    """Note what the fence does to the permit, and see that it outlives savepoints: row locks go with them."""
+    connection = found.connection
+    found.exclusive = permit._hold.keeper.backend.keeps_renewals_out(connection)
+    if not found.locked:
         found.locked = True
+        found.savepoint = transactions.savepoints_so_far(connection)
+        transactions.after_savepoint_rollback(connection.alias, partial(_undone, permit, found))
 
 
 def _undone(permit: Permit, found: Fence, savepoint: int) -> None:

@@ -28,10 +28,6 @@ class Fencing:
         """Whether a fenced transaction keeps all others from writing, so that it must renew the permit itself."""
         return False
 
-    def is_undone_with_savepoints(self, caller: BaseDatabaseWrapper) -> bool:
-        """Whether a rollback to an earlier savepoint takes the fence away."""
-        return False
-
     def extend(self, caller: BaseDatabaseWrapper, held: Held) -> bool:
         """Renew the permit inside such a transaction, just before it commits. Return whether it was."""
         return False

@@ -166,10 +166,6 @@ class RowsBackend(RowsClaims):
         """Whether there is one writer."""
         return dialect_for(caller).fence == "writer"
 
-    def is_undone_with_savepoints(self, caller: BaseDatabaseWrapper) -> bool:
-        """Whether row locks go with the savepoint; MySQL keeps them."""
-        return dialect_for(caller).fence == "key share"
-
     def extend(self, caller: BaseDatabaseWrapper, held: Held) -> bool:
         """Renew the rows as part of the caller's transaction."""
         return rows_fence.extend(caller, held)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from typing import Any
 
@@ -38,8 +37,11 @@ def obey(alias: str, name: str, archive: str, options: dict[str, Any]) -> None:
         verb, _, argument = line.partition(" ")
         if verb == "acquire":
             while permit is None:
-                with contextlib.suppress(BackendError):  # SQLite's one writer may be busy for long
+                try:
                     permit = semaphore(name, using=alias, **options).acquire(timeout=120)
+                except BackendError as error:  # SQLite's one writer may be busy for long
+                    if "database is locked" not in str(error):
+                        raise
             say(f"held {permit.token}")
             continue
         assert permit is not None

@@ -109,7 +109,7 @@ def test_who_was_stopped_past_its_lease_cannot_write(database, probe, tmp_path):
         assert new.tell("commit") == "committed"
         assert new.tell("archive second") == "archived"
         old.cont()
-        assert old.tell("lost") == "lost expired"
+        assert old.tell("lost") in ("lost expired", "lost cut off")  # it may have been stopped in a renewal
         # Neither its own clock nor, when it does not look at that, the database lets it write.
         for believes in (False, True):
             if believes:
@@ -147,7 +147,7 @@ def test_nobody_takes_a_slot_while_a_fenced_transaction_is_open(database, probe,
             assert_locked(database)
         else:
             waiter_looked(database)
-            assert not control.purge(control.plan_purge(using=database), by="test").freed
+            assert not control.execute_purge(control.plan_purge(using=database), by="test").freed
             with pytest.raises(FencedError):
                 control.revoke(name, by="test", using=database)
         assert row_of(database, name)[0] == first.token
@@ -174,7 +174,7 @@ def test_nobody_takes_a_slot_while_a_fenced_transaction_is_open(database, probe,
 def test_a_killed_process_leaves_no_fence(database, probe):
     name = "fenced-and-killed"
     probe(database, name)
-    with Fencer(database, name) as first, Fencer(database, name) as second:
+    with Fencer(database, name, lease=LONGER) as first, Fencer(database, name) as second:
         first.holds()
         for line, answer in (("begin", "begun"), ("fence", "fenced"), ("write 1", "written")):
             assert first.tell(line) == answer
@@ -418,7 +418,7 @@ def test_a_statement_that_waits_keeps_the_slot_on_postgresql(committed, probe):
 
 def test_a_fenced_statement_in_a_transaction_puts_the_release_off(database, probe):
     rows = probe(database, "statement-inside")
-    lock = mutex("statement-inside", using=database)
+    lock = semaphore("statement-inside", using=database)
     with contextlib.ExitStack() as stack:
         permit = lock.acquire()
         second = stack.enter_context(Fencer(database, lock.name))
