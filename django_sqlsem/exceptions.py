@@ -70,6 +70,10 @@ class BackendError(SemaphoreError):
     stale_connection = False
 
 
+class FencedError(BackendError):
+    """The slot can't be taken from its holder now: a transaction that is fenced with its permit is open."""
+
+
 class KillNeededError(SemaphoreError):
     """The lock belongs to a database session: only ending that session frees it."""
 

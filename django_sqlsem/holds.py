@@ -17,6 +17,7 @@ from django_sqlsem.clocks import boot_now
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
+    from django_sqlsem.fences import Fence
     from django_sqlsem.keeper import Keeper
     from django_sqlsem.permits import Permit
 
@@ -85,6 +86,9 @@ class Hold:
         self.queued = False  # whether the caller waits for an answer
         self.told = False
         self.released = False
+        #: The caller's transactions that are fenced with it: until they end, it is not given back.
+        self.fences: tuple[Fence, ...] = ()
+        self.release_wanted = False
         self.releasing = threading.Lock()
         self.releasing_since = 0.0
         self.release_retried = False
@@ -102,6 +106,11 @@ class Hold:
     def permit_id(self) -> str:
         """The random id that the claim carries."""
         return self.claim.permit_id
+
+    @property
+    def fenced(self) -> bool:
+        """Whether a transaction that is fenced with it is open."""
+        return any(fence.stands for fence in self.fences)
 
     @property
     def foreign(self) -> bool:
@@ -167,7 +176,7 @@ class Hold:
         if not self.keeper.backend.supports_renewal:
             loss = self.keeper.backend.taken_away(self.held)
             return None if self.releasing.locked() else loss  # it is just being given back
-        if boot_now() < self.deadline:
+        if boot_now() < self.deadline or any(fence.exclusive and fence.stands for fence in self.fences):
             return None
         if self.renewal_error:
             return Loss(LossReason.CUT_OFF, f"it could not be renewed: {self.renewal_error}")

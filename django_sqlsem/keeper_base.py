@@ -296,7 +296,7 @@ class KeeperBase(abc.ABC):
         """Give everything back and close the connections: the process ends, or a test does."""
         started = time.monotonic()
         for hold in list(self.holds.values()):
-            if hold.grant is not None and not hold.released:
+            if hold.grant is not None and not hold.released and not hold.fenced:
                 hold.loss = hold.loss or Loss(LossReason.STOPPED, "the process is ending")
                 scopes.leave(hold)
                 hold.releasing.acquire(blocking=False)  # one whose release failed before is tried again too

@@ -97,6 +97,8 @@ class CaringKeeper(Keeper):
         self._scan_at = max(next_at, now + 0.02)
 
     def _forgotten(self, hold: Hold, now: float) -> str:
+        if hold.fenced:
+            return ""  # somebody's transaction still counts on it
         if hold.max_hold is not None and now - hold.granted_at > hold.max_hold:
             return f"held for longer than max_hold={hold.max_hold:g} s"
         if scopes.owner_is_gone(hold):

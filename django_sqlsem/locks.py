@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from django_sqlsem.fences import fenced
 from django_sqlsem.monitor_permits import MonitorPermit
 from django_sqlsem.monitors import Monitor, monitor
 from django_sqlsem.rwlocks import RwLock, rwlock
@@ -26,6 +27,7 @@ __all__ = [
     "TransactionPermit",
     "aacquire_all",
     "acquire_all",
+    "fenced",
     "locked_atomic",
     "monitor",
     "purge_transaction_locks",

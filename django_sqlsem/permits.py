@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from django_sqlsem import losses, scopes, transactions
+from django_sqlsem import fences, losses, scopes, transactions
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError, PermitLostError
 from django_sqlsem.holds import Hold, State
@@ -86,8 +86,8 @@ class Permit:
 
     @property
     def released(self) -> bool:
-        """Whether it has been given back."""
-        return self._hold.releasing.locked()
+        """Whether it has been given back, or will be when the transaction that is fenced with it ends."""
+        return self._hold.releasing.locked() or self._hold.release_wanted
 
     def check(self) -> None:
         """Raise ``PermitLostError`` if the permit is no longer ours: lost, or released already. No database access."""
@@ -96,6 +96,17 @@ class Permit:
             raise PermitLostError(f"The permit of {self.name!r} was lost: {loss}.", loss=loss)
         if self.released:
             raise PermitLostError(f"The permit of {self.name!r} was released already.")
+
+    def fence(self, using: str | None = None) -> None:
+        """Make the calling thread's transaction fail unless the permit is live by the database's clock at this moment.
+
+        Until that transaction ends, nobody can take any of the slots over, revoke or purge them, and a release of the
+        permit waits for its end. ``using`` is the alias of the transaction's database, which must be the one that
+        keeps the locks (else ``ValueError``). Outside a transaction it raises ``TransactionManagementError``, and
+        ``PermitLostError`` when the permit is not live: the transaction is then rolled back even if that is caught.
+        Raises ``BackendError`` if the database failed, and ``SemaphoreError`` where locks are not rows.
+        """
+        fences.fence(self, using)
 
     def on_lost(self, callback: Callable[[Permit], object]) -> None:
         """Have ``callback(permit)`` called, on a thread of its own, if the permit is lost; at once if it already is."""
@@ -110,8 +121,12 @@ class Permit:
 
         Raises ``BackendError`` if the database failed. The permit counts as released all the same: the keeper goes
         on trying, and the lease ends it at the latest. In a coroutine it leaves all of that to the keeper, and
-        returns at once: ``arelease()`` waits for it.
+        returns at once: ``arelease()`` waits for it. While a transaction that is fenced with it is open, it is only
+        given back when that ends.
         """
+        if self._hold.fenced:
+            self._hold.release_wanted = True
+            return
         try:
             if self._leave() and self._hold.keeper.release(self._hold) and permit_released.receivers:
                 permit_released.send_robust(type(self.semaphore), semaphore=self.semaphore, permit=self)
@@ -123,6 +138,9 @@ class Permit:
 
     async def arelease(self) -> None:
         """Give the slots back from a coroutine. Raises ``BackendError`` like ``release()``."""
+        if self._hold.fenced:
+            self._hold.release_wanted = True
+            return
         try:
             if self._leave() and await self._hold.keeper.arelease(self._hold) and permit_released.receivers:
                 await permit_released.asend_robust(type(self.semaphore), semaphore=self.semaphore, permit=self)

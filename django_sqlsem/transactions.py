@@ -42,6 +42,28 @@ def at_transaction_end(using: str | None, callback: Callable[[], object]) -> Non
         _watch(connections[alias]).callbacks.append(functools.partial(ended, alias))
 
 
+def before_transaction_ends(using: str, callback: Callable[[bool], object]) -> None:
+    """Run ``callback(committing)`` just before the outermost transaction of an alias on this thread ends.
+
+    It may still use the connection. After a commit that fails it is run again, before the rollback. An ``Exception``
+    of the callback is logged. The transaction must be open.
+    """
+    _watch(connections[using]).before.append(callback)
+
+
+def after_savepoint_rollback(using: str, callback: Callable[[int], object]) -> None:
+    """Run ``callback(number)`` after each rollback to a savepoint of the open transaction, which is still open then.
+
+    Savepoints are numbered in the order in which they were made; see ``savepoints_so_far``.
+    """
+    _watch(connections[using]).undone.append(callback)
+
+
+def savepoints_so_far(connection: BaseDatabaseWrapper) -> int:
+    """Return the number of the last savepoint that was made."""
+    return int(connection.savepoint_state)
+
+
 def open_transactions() -> list[str]:
     """Return the aliases on which the calling thread is inside a transaction."""
     return [connection.alias for connection in connections.all(initialized_only=True) if in_transaction(connection)]
@@ -79,8 +101,11 @@ class _Watch:
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection = connection
         self.callbacks: list[Callable[[], object]] = []
+        self.before: list[Callable[[bool], object]] = []
+        self.undone: list[Callable[[int], object]] = []
         self.ending = False
         self.wrappers = {name: self._wrap(getattr(connection, name)) for name in _ENDS}
+        self.wrappers["savepoint_rollback"] = self._wrap_undo(connection.savepoint_rollback)
         connection.__dict__.update(self.wrappers)
         if any(_from_testcase(block) for block in connection.atomic_blocks):
             connection.atomic_blocks = _Blocks(connection.atomic_blocks, self)
@@ -89,6 +114,8 @@ class _Watch:
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             succeeded = False
+            if self.before and not self.ending:
+                self._announce(method.__name__)
             try:
                 result = method(*args, **kwargs)
                 succeeded = True
@@ -98,6 +125,25 @@ class _Watch:
                     self.end()
 
         return wrapper
+
+    def _wrap_undo(self, method: Callable[[str], Any]) -> Callable[[str], Any]:
+        @functools.wraps(method)
+        def wrapper(sid: str) -> Any:
+            method(sid)
+            for callback in list(self.undone):
+                callback(int(sid.rpartition("x")[2]))
+
+        return wrapper
+
+    def _announce(self, method: str) -> None:
+        connection = self.connection
+        if method != "close" and (connection.in_atomic_block or connection.autocommit):
+            return
+        for callback in list(self.before):
+            try:
+                callback(method in ("commit", "set_autocommit"))
+            except Exception:
+                logger.exception("A callback before the end of a transaction failed.")
 
     def _has_ended(self, method: str, succeeded: bool) -> bool:
         connection = self.connection
@@ -114,6 +160,8 @@ class _Watch:
             with contextlib.ExitStack() as stack:
                 stack.callback(self._unwrap)
                 self.ending = True  # a callback may use the connection, and must not end up here again
+                self.before.clear()
+                self.undone.clear()
                 self.connection.__dict__.pop("_sqlsem_watch", None)  # what it asks for is a matter of the next end
                 for callback in reversed(self.callbacks):
                     stack.callback(self._run, callback, last=True)  # again, if an interrupt strikes on the way

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from django_sqlsem.backends.claiming import UNREACHED
 from django_sqlsem.backends.claiming import Claim as Claim
 from django_sqlsem.backends.claiming import Presence as Presence
+from django_sqlsem.backends.fencing import Fencing
 from django_sqlsem.bells import MAX_NOTE
 from django_sqlsem.modes import SHARED
 from django_sqlsem.sessions import OwnSession
@@ -120,12 +121,11 @@ class Renewal:
     lost: Mapping[str, Loss]
 
 
-class BaseSemaphoreBackend(abc.ABC):
+class BaseSemaphoreBackend(Fencing, abc.ABC):
     """How one database alias grants, keeps and shows slots.
 
-    A backend holds configuration only: it is shared by all threads, and is created anew after a fork. Methods
-    that take a ``session`` run their statements there and commit before they return; any of them may raise
-    ``BackendError``.
+    It holds configuration only: it is shared by all threads, and is created anew after a fork. Methods that take a
+    ``session`` run their statements there and commit before they return; any may raise ``BackendError``.
     """
 
     #: Does the backend live inside this process, without connections, threads and leases?
@@ -148,7 +148,7 @@ class BaseSemaphoreBackend(abc.ABC):
         """Return a session for the keeper's statements."""
         return OwnSession(self.alias)
 
-    def opened(self, connection: BaseDatabaseWrapper) -> None:  # noqa: B027 - only some have something to note
+    def opened(self, connection: BaseDatabaseWrapper) -> None:
         """Prepare a connection that a session has opened. Raises Django's database errors."""
 
     # The holder's side.
@@ -217,20 +217,20 @@ class BaseSemaphoreBackend(abc.ABC):
         """Return how a grant that needs no renewal was taken away, or ``None`` if it still stands."""
         return None
 
-    def listen(self, changed: Callable[[], object]) -> None:  # noqa: B027 - only some have something to tell
+    def listen(self, changed: Callable[[], object]) -> None:
         """Have ``changed`` called when an operator has done something that may let waiters in."""
 
-    def announce(self, deliver: Callable[[Granted, float, Resource], object]) -> None:  # noqa: B027 - as above
+    def announce(self, deliver: Callable[[Granted, float, Resource], object]) -> None:
         """Have ``deliver`` called with what a waiter was granted, when it was asked for, and its name."""
 
     def before_fork(self) -> list[threading.Lock]:
         """Let statements under way finish. Returns the locks to release after the fork."""
         return []
 
-    def after_fork(self) -> None:  # noqa: B027 - most keep nothing
+    def after_fork(self) -> None:
         """In a forked child: leave alone what is the parent's."""
 
-    def emptied(self) -> None:  # noqa: B027 - most keep their locks in the tables
+    def emptied(self) -> None:
         """Forget all locks: a test has emptied the tables."""
 
     # The operator's side. It runs on the alias's ordinary connection.

@@ -6,7 +6,7 @@ import functools
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from django_sqlsem import clocks
 from django_sqlsem.backends.beacons import MySQLBeacon, PostgreSQLBeacon
@@ -52,6 +52,13 @@ class Dialect:
     live: ClassVar[str] = "{t}expires_us > {{now}}"
     #: A condition on ``{process_id}``: see ``beacons``.
     dead: ClassVar[str | None] = None
+    #: How a transaction keeps others from taking a slot: by a lock of its row that its renewals pass, by the lock of a
+    #: row beside it, or as the database's only writer; empty: it cannot.
+    fence: ClassVar[Literal["", "key share", "sibling", "writer"]] = ""
+    #: The clock of this very moment, where ``now_sql`` says when the statement began.
+    moment_sql: ClassVar[str] = "{now}"
+    #: Follows a sub-select of slots ``s`` to renew: it passes the locks of fences, and skips all others.
+    renewal_locked: ClassVar[str] = ""
     #: The clock that tokens follow.
     token_now: ClassVar[str] = "{now}"  # noqa: S105
 
@@ -120,6 +127,9 @@ class PostgreSQL(Dialect):
     now_sql = "(date_part('epoch', statement_timestamp()) * 1000000)::bigint"
     returning = True
     skip_locked = "FOR UPDATE OF s SKIP LOCKED"
+    renewal_locked = "FOR NO KEY UPDATE OF s SKIP LOCKED"
+    fence = "key share"
+    moment_sql = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint"
     lock_skipping = " FOR UPDATE SKIP LOCKED"
     writing_ctes = True
     unflushed = ", set_config('synchronous_commit', 'off', true)"
@@ -136,6 +146,7 @@ class SQLite(Dialect):
     returning = True
     insert_ignore = ("INSERT INTO", " ON CONFLICT DO NOTHING")
     for_update = ""  # the transaction holds the only write lock
+    fence = "writer"
     # A row from before the last boot belongs to a process that cannot have survived it.
     free = "({t}expires_us IS NULL OR {t}expires_us <= {{now}} OR {t}boot_id <> %(boot_id)s)"
     live = "({t}expires_us > {{now}} AND {t}boot_id = %(boot_id)s)"
@@ -173,6 +184,12 @@ class MySQL(Dialect):
     update_limit = True
     dead = MySQLBeacon.dead_sql
     lock_skipping = " FOR UPDATE SKIP LOCKED"
+    fence = "sibling"
+    # What was fenced is only taken after a look whether it still is: see ``rows_fence``.
+    free = (
+        "({t}expires_us IS NULL OR ({t}expires_us <= {{now}} AND {t}lease_us <= {{now}} - %(since)s"
+        " AND ({t}fenced IS NULL OR {t}fenced <> {t}token)))"
+    )
     insert_ignore = ("INSERT IGNORE INTO", "")
 
 

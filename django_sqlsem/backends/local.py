@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from django_sqlsem import testmode
 from django_sqlsem.backends.base import (
@@ -30,6 +30,8 @@ from django_sqlsem.naming import ONE_SLOT
 from django_sqlsem.snapshots import HolderSnapshot, Loss, LossReason, SemaphoreSnapshot, SlotState, grouped
 
 if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
     from django_sqlsem.backends.base import Presence
     from django_sqlsem.naming import Resource
     from django_sqlsem.sessions import Session
@@ -290,6 +292,18 @@ class LocalBackend(BaseSemaphoreBackend, Counting):
             lease_left=claim.lease,
             mode=claim.got,
         )
+
+    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Held) -> bool:
+        """Look whether the permit still has its slots: there is no other process to keep out."""
+        return self.taken_away(held) is None
+
+    def fate(self, session: Session, held: Held) -> Loss | None:
+        """Return how it was taken away."""
+        return self.taken_away(held)
+
+    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Held) -> tuple[str, list[Any]]:
+        """Return a condition that says what is so now."""
+        return "1 = 1" if self.taken_away(held) is None else "1 = 0", []
 
     def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
         """Take a slot away from the holder with this token."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from django_sqlsem.backends import rows_grants, rows_pass, rows_queue, rows_tokens
+from django_sqlsem.backends import rows_fence, rows_grants, rows_pass, rows_queue, rows_tokens
 from django_sqlsem.backends import rows_sql as sql
 from django_sqlsem.backends.base import Claim, Grant, Granted, Held, Place, Queue, Released, Renewal, Waited
 from django_sqlsem.backends.counting import TOKENS, Counting
 from django_sqlsem.backends.dialects import Dialect, dialect_for
 from django_sqlsem.backends.rows_claims import RowsClaims, claim_parameters, fetch
-from django_sqlsem.backends.rows_renewal import renew
+from django_sqlsem.backends.rows_renewal import fate, renew
 from django_sqlsem.backends.rows_server import note_server
 from django_sqlsem.backends.rows_snapshot import read_snapshot
 from django_sqlsem.identity import process_id
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from django_sqlsem.cursors import AnyCursor
     from django_sqlsem.naming import Resource
     from django_sqlsem.sessions import Session
-    from django_sqlsem.snapshots import SemaphoreSnapshot
+    from django_sqlsem.snapshots import Loss, SemaphoreSnapshot
 
 
 class RowsBackend(RowsClaims, Counting):
@@ -213,6 +213,26 @@ class RowsBackend(RowsClaims, Counting):
     def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
         """Read one name in three statements on our own connection, whatever the caller's transaction is up to."""
         return read_snapshot(session, dialect_for(session.connection), resource)
+
+    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Held) -> bool:
+        """Lock, in the caller's transaction, what whoever takes the slots has to lock."""
+        return rows_fence.fence(caller, session, held)
+
+    def keeps_renewals_out(self, caller: BaseDatabaseWrapper) -> bool:
+        """Whether there is one writer."""
+        return dialect_for(caller).fence == "writer"
+
+    def extend(self, caller: BaseDatabaseWrapper, held: Held) -> bool:
+        """Renew the rows as part of the caller's transaction."""
+        return rows_fence.extend(caller, held)
+
+    def fate(self, session: Session, held: Held) -> Loss | None:
+        """Read whose the rows are."""
+        return fate(session, dialect_for(session.connection), held)
+
+    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Held) -> tuple[str, list[Any]]:
+        """Return that the rows are the permit's and have not run out."""
+        return rows_fence.fenced_sql(caller, held)
 
     def _claim_or_enrol(
         self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any]

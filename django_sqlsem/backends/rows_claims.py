@@ -13,6 +13,7 @@ from django_sqlsem.backends import rows_sql as sql
 from django_sqlsem.backends.base import Claim, Grant
 from django_sqlsem.backends.dialects import Dialect, dialect_for
 from django_sqlsem.backends.rows_beacons import take_from_the_dead
+from django_sqlsem.backends.rows_fence import reap
 from django_sqlsem.backends.rows_operator import RowsOperator
 from django_sqlsem.exceptions import never_met, wrong_kind
 from django_sqlsem.modes import RWLOCK, WRITER
@@ -89,11 +90,13 @@ class RowsClaims(RowsOperator):
         return grants[0] if grants else None
 
     def _take_from_the_dead(self, session: Session, dialect: Dialect, claim: Claim, suspects: int | None) -> bool:
+        reaped = bool(suspects) and dialect.fence == "sibling" and reap(session, dialect, claim.resource.key)
         if not claim.presence.beacon or suspects == 0:
-            return False
+            return reaped
         if suspects is None and session.connection.vendor != "sqlite":
             return False
-        return take_from_the_dead(session, dialect, {"key": claim.resource.key, "process_id": claim.holder.process})
+        parameters = {"key": claim.resource.key, "process_id": claim.holder.process}
+        return take_from_the_dead(session, dialect, parameters) or reaped
 
     def _look_and_claim(
         self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any], *, unseen: bool = False

@@ -8,6 +8,7 @@ and token in the statement's own WHERE, so that its row count decides.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -20,11 +21,12 @@ from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.backends.counting import TOKENS
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.backends.row_clock import RowClock
+from django_sqlsem.backends.rows_fence import unfenced
 from django_sqlsem.backends.rows_server import server_since
 from django_sqlsem.caller_sessions import OrdinarySession
-from django_sqlsem.exceptions import BackendError
+from django_sqlsem.exceptions import BackendError, FencedError
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
-from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
+from django_sqlsem.models import FenceRow, SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.modes import WHOLE, WRITER
 from django_sqlsem.naming import MAX_SLOTS, ONE_SLOT, resource_for, validate_slots
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSnapshot
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 ModelT = TypeVar("ModelT", bound=Model)
 
+#: How long a revocation waits for the end of a transaction that is fenced with the permit, in seconds.
+FENCED_PATIENCE: Final = 5.0
 #: How many names one query asks for; every database takes as many parameters.
 CHUNK: Final = 500
 
@@ -120,25 +124,35 @@ class RowsOperator(BaseSemaphoreBackend):
 
     def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
         """Take a slot away from the holder with this token, live or expired, and note who did it."""
-        with self._act(_key(name)) as clock:
-            held = self._rows(SlotRow).filter(semaphore=_key(name), slot=slot, token=token, expires_us__isnull=False)
-            row = held.select_for_update().first()
-            if row is None:
-                return None
-            taken = {"expires_us": None, "permit_id": None, "revoked_by": printable(by, MAX_USER_LENGTH)}
-            revoked = held.update(revoked_token=token, **taken)
-            holder = clock.holder(name, row) if revoked else None
-            # A part of it is nothing: who has the writer's place, or all slots, loses whatever it has.
-            self._companions(row).update(revoked_token=F("token"), **taken)
+        give_up = time.monotonic() + FENCED_PATIENCE
+        held = self._rows(SlotRow).filter(semaphore=_key(name), slot=slot, token=token, expires_us__isnull=False)
+        while True:
+            with self._act(_key(name)) as clock:
+                row = held.first()
+                if row is None:
+                    return None
+                if unfenced(held, self.alias):
+                    taken = {"expires_us": None, "permit_id": None, "revoked_by": printable(by, MAX_USER_LENGTH)}
+                    held.update(revoked_token=token, **taken)
+                    # A part of it is nothing: who has the writer's place, or all slots, loses whatever it has.
+                    self._companions(row).update(revoked_token=F("token"), **taken)
+                    break
+            # A transaction of its holder's is fenced with it, or it was just being renewed.
+            if time.monotonic() > give_up:
+                raise FencedError(
+                    f"Slot {slot} of {name!r} can't be revoked now: a transaction that is fenced with its permit is"
+                    " open. Try again when that has ended."
+                )
+            time.sleep(0.02)
         self._hand_out(_key(name))
-        return holder
+        return clock.holder(name, row)
 
     def purge_slot(self, name: str, slot: int, token: int) -> bool:
         """Free a slot whose lease has run out by the database's clock and that still carries this token."""
         with self._act(_key(name)) as clock:
             expired = self._rows(SlotRow).filter(clock.expired(), semaphore=_key(name), slot=slot, token=token)
             row = expired.first()
-            purged = bool(expired.update(expires_us=None, permit_id=None))
+            purged = bool(unfenced(expired, self.alias) and expired.update(expires_us=None, permit_id=None))
             if purged and row is not None:
                 self._companions(row).filter(clock.expired()).update(expires_us=None, permit_id=None)
         self._hand_out(_key(name))
@@ -155,7 +169,10 @@ class RowsOperator(BaseSemaphoreBackend):
         try:
             with self._act(key) as clock:
                 slots = self._rows(SlotRow).filter(semaphore=key)
-                self._delete(slots.filter(Q(expires_us=None) | clock.expired()))
+                idle = unfenced(slots.filter(Q(expires_us=None) | clock.expired()), self.alias)
+                for start in range(0, len(idle), CHUNK):
+                    self._delete(slots.filter(pk__in=idle[start : start + CHUNK]))
+                    self._delete(self._rows(FenceRow).filter(pk__in=idle[start : start + CHUNK]))
                 waiters = self._rows(WaiterRow).filter(semaphore=key)
                 if slots.exists() or waiters.filter(clock.live()).exists():
                     raise _KeepError

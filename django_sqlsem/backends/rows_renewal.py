@@ -69,6 +69,13 @@ def _renew_some(
         _ask_fate(session, dialect, doubtful, extended is not None, renewed, lost)
 
 
+def fate(session: Session, dialect: Dialect, held: Held) -> Loss | None:
+    """Return how a grant was lost, or ``None`` if its rows still carry it. Changes nothing."""
+    lost: dict[str, Loss] = {}
+    _ask_fate(session, dialect, [held], True, set(), lost)
+    return lost.get(held.permit_id)
+
+
 def _ask_fate(
     session: Session,
     dialect: Dialect,

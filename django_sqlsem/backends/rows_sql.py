@@ -40,6 +40,12 @@ def bound(operator_slots: int | None, own_slots: int | None, declared_slots: int
 _BOUND: Final = "COALESCE(m.operator_slots, %(slots)s, m.declared_slots)"
 _DECLARED: Final = "SELECT declared_slots FROM sqlsem_semaphore WHERE name_key = %(key)s"
 
+#: How many slots have run out, and were fenced by those who had them.
+STUCK: Final = (
+    "(SELECT COUNT(*) FROM sqlsem_slot x WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now}"
+    " AND x.fenced = x.token)"
+)
+
 GRANTED: Final = (
     f"SELECT id, slot, token, ({_DECLARED}) FROM sqlsem_slot"
     " WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s ORDER BY slot"
@@ -81,13 +87,17 @@ def candidates(dialect: Dialect) -> str:
 
 @functools.cache
 def suspects(dialect: Dialect) -> str:
-    """How many holding processes have their beacons out, as a column; NULL where SQL cannot tell."""
+    """How many holding processes have their beacons out, as a column; NULL where SQL cannot tell.
+
+    Slots that have run out and were fenced count too, where a claim does not take them by itself.
+    """
     dead = dialect.dead_sql("d.")
     holders = (
         "SELECT DISTINCT s.process_id, s.beacon FROM sqlsem_slot s WHERE s.semaphore_key = %(key)s"
         f" AND {dialect.live_sql('s.')}"
     )
-    return f"(SELECT COUNT(*) FROM ({holders}) d WHERE {dead})" if dead else "NULL"
+    count = f"(SELECT COUNT(*) FROM ({holders}) d WHERE {dead})" if dead else "NULL"
+    return f"{count} + {STUCK}" if dialect.fence == "sibling" else count
 
 
 @functools.cache
@@ -197,8 +207,8 @@ def renew_arrays(dialect: Dialect) -> str:
 def renew(dialect: Dialect, row_ids: str, permit_ids: str) -> str:
     """Extend the grants that these rows still carry. A row that someone has locked is passed over, not waited for."""
     conditions = f"id IN ({row_ids}) AND permit_id IN ({permit_ids}) AND expires_us IS NOT NULL"
-    if dialect.skip_locked:
-        conditions = f"id IN (SELECT s.id FROM sqlsem_slot s WHERE {conditions} {dialect.skip_locked})"
+    if dialect.renewal_locked:
+        conditions = f"id IN (SELECT s.id FROM sqlsem_slot s WHERE {conditions} {dialect.renewal_locked})"
     text = (
         "UPDATE sqlsem_slot SET expires_us = {now} + lease_us, beacon = %(beacon)s, suspect_us = NULL"
         f" WHERE {conditions}"

@@ -6,6 +6,7 @@ without time zones, and the same on every database.
 
 from __future__ import annotations
 
+from django_sqlsem.models.fences import FenceRow
 from django_sqlsem.models.fields import ExactCharField
 from django_sqlsem.models.refresh import RefreshRow
 from django_sqlsem.models.semaphores import HolderFields, SemaphoreRow, ServerRow, SlotRow, WaiterRow
@@ -13,6 +14,7 @@ from django_sqlsem.models.transaction_locks import TransactionLockRow
 
 __all__ = [
     "ExactCharField",
+    "FenceRow",
     "HolderFields",
     "RefreshRow",
     "SemaphoreRow",

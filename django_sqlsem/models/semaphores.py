@@ -89,6 +89,7 @@ class SlotRow(HolderFields):
     session_us = models.BigIntegerField(_("database session since"), null=True)
     #: How its permit shares the name with others: see ``modes``.
     mode = ExactCharField(_("mode"), max_length=8, default="", db_default="", blank=True, db_column="lock_mode")
+    fenced = models.BigIntegerField(_("fenced token"), null=True)
     revoked_token = models.BigIntegerField(_("revoked token"), null=True)
     revoked_by = ExactCharField(_("revoked by"), max_length=150, default="", blank=True)
 
