@@ -6,7 +6,8 @@ without time zones, and the same on every database.
 
 from __future__ import annotations
 
+from django_sqlsem.models.claims import ClaimRow
 from django_sqlsem.models.fields import ExactCharField
 from django_sqlsem.models.semaphores import HolderFields, SemaphoreRow, ServerRow, SlotRow, WaiterRow
 
-__all__ = ["ExactCharField", "HolderFields", "SemaphoreRow", "ServerRow", "SlotRow", "WaiterRow"]
+__all__ = ["ClaimRow", "ExactCharField", "HolderFields", "SemaphoreRow", "ServerRow", "SlotRow", "WaiterRow"]
