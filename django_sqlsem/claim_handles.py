@@ -16,7 +16,7 @@ from django_sqlsem import transactions
 from django_sqlsem.backends.owners import standing
 from django_sqlsem.claim_recovery import give_back_abandoned, is_due
 from django_sqlsem.claim_rows import Ending, Outcome, Owner, let_go, refuse_atomic, take
-from django_sqlsem.exceptions import BackendError, PermitLostError, SemaphoreError
+from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, PermitLostError, SemaphoreError
 from django_sqlsem.sessions import backend_error
 from django_sqlsem.timeouts import UNSET, Unset
 from django_sqlsem.wording import shown
@@ -33,6 +33,8 @@ M = TypeVar("M", bound=Model)
 _NEW: Final = "new"
 _OPEN: Final = "open"
 _OVER: Final = "over"
+#: How often a worker asks again for a slot that it was refused although some are free.
+TRIES: Final = 10
 
 
 class Claim(Generic[M]):
@@ -128,7 +130,7 @@ class Claim(Generic[M]):
 
     def __enter__(self) -> Claim[M]:
         if self._look():
-            self._keep(self._semaphore.acquire())
+            self._keep(self._acquire())
             try:
                 if self._take():
                     return self
@@ -140,7 +142,7 @@ class Claim(Generic[M]):
 
     async def __aenter__(self) -> Claim[M]:
         if await sync_to_async(self._look)():
-            self._keep(await self._semaphore.aacquire())
+            self._keep(await self._aacquire())
             try:
                 if await sync_to_async(self._take)():
                     return self
@@ -194,6 +196,24 @@ class Claim(Generic[M]):
             return self._candidates.exists()
         except DatabaseError as error:
             raise backend_error(alias, error) from error
+
+    def _acquire(self) -> Permit:
+        for _nth in range(TRIES):
+            try:
+                return self._semaphore.acquire()
+            except AcquireTimeoutError as error:
+                if not _is_passing(error):
+                    raise
+        return self._semaphore.acquire()
+
+    async def _aacquire(self) -> Permit:
+        for _nth in range(TRIES):
+            try:
+                return await self._semaphore.aacquire()
+            except AcquireTimeoutError as error:
+                if not _is_passing(error):
+                    raise
+        return await self._semaphore.aacquire()
 
     def _keep(self, permit: Permit) -> None:
         self.permit = permit
@@ -286,3 +306,9 @@ class Claim(Generic[M]):
                 why = "somebody else has it" if outcome is Outcome.NOT_OURS else "its status was changed meanwhile"
                 logger.warning("%s of %s was left alone: %s.", shown(row), column, why)
         return outcomes
+
+
+def _is_passing(error: AcquireTimeoutError) -> bool:
+    """Whether slots are free all the same: who comes while another process makes them may see none."""
+    found = error._snapshot
+    return found is not None and not found.paused and not found.waiting and found.held < found.slots
