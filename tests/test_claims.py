@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import re
 import threading
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.contrib.auth.models import User
 from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
 from django.db import transaction
 from django.db.models import Count, F, QuerySet
+from django.urls import reverse
 
 from django_sqlsem import AcquireTimeoutError, PermitLostError, SemaphoreError, control, queries, testing
 from django_sqlsem.claims import claim, recover
@@ -218,6 +222,22 @@ def test_in_a_testcase_claims_are_as_private_as_the_data(db):
     assert statuses() == ["Not Started"] * 2
     with transaction.atomic(), pytest.raises(transaction.TransactionManagementError, match="outside atomic"):
         recover(Inventory)
+
+
+def test_the_admin_lists_who_has_which_row(database, settings, client):
+    settings.SQLSEM = {"DATABASE": database}
+    client.force_login(User.objects.create(username="boss", is_staff=True, is_superuser=True))
+    (row,) = make(database)
+    with claim(rows(database)) as claimed:
+        page = client.get(reverse("admin:sqlsem_claimrow_changelist")).content.decode()
+        assert "testapp.Inventory" in page
+        assert f"pid {os.getpid()}" in re.sub(r"\s", " ", page)
+        assert 'class="field-since' in page
+        known = ClaimRow.objects.using(database).get()
+        assert known.object_pk == str(row.pk)
+        page = client.get(reverse("admin:sqlsem_claimrow_change", args=[known.pk])).content.decode()
+        assert str(claimed.permit.token) in page
+        assert "deletelink" not in page
 
 
 def shapes(database):
