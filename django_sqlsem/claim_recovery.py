@@ -24,8 +24,11 @@ logger = logging.getLogger("django_sqlsem")
 
 T = TypeVar("T")
 
-#: How often a process that claims looks for rows whose worker is gone, in seconds.
+#: How often a process that claims looks for rows whose worker is gone, in seconds: at first, and at the least.
 LOOK_EVERY: Final = 1.0
+SELDOM: Final = 5.0
+#: Of so many workers each looks a little less often, since they see for one another.
+MANY: Final = 4
 #: For how long it waits for the keeper to look, in seconds: it opens a connection first.
 PATIENCE: Final = 30.0
 _looked: dict[tuple[str, str], float] = {}
@@ -50,6 +53,8 @@ def give_back_abandoned(keeper: Keeper, column: StatusColumn) -> list[Any]:
     rows = owned(alias, resource.key)
     if not rows:
         return []
+    workers = len({row.slot for row in rows})
+    _looked[alias, resource.key] = time.monotonic() + min(SELDOM, LOOK_EVERY * max(1.0, workers / MANY))
 
     def look() -> set[tuple[int, int]]:
         keeper.own.run(lambda cursor: None)  # with the connection, the beacon is lit

@@ -74,12 +74,14 @@ class Ending:
 
 
 def in_short_transaction(alias: str, work: Callable[[AnyCursor], T]) -> T:
-    """Call ``work`` in a transaction of the calling thread's connection, again if it lost a deadlock.
+    """Call ``work`` in a transaction of the calling thread's connection, again if it lost a deadlock
+    or the connection had died.
 
     Inside the caller's own transaction it is a part of that, and runs once. Raises ``BackendError``.
     """
     connection = connections[alias]
-    again = not transactions.in_transaction(connection)
+    alone = not transactions.in_transaction(connection)
+    reopen = alone and not connection.in_atomic_block
     give_up = time.monotonic() + LOCKED_PATIENCE
     while True:
         try:
@@ -88,7 +90,10 @@ def in_short_transaction(alias: str, work: Callable[[AnyCursor], T]) -> T:
                     cursor.execute(_WRITE_FIRST)  # a transaction that has read first may be refused to write
                 return work(cursor)
         except DatabaseError as error:
-            if not (again and session_settings.is_transient(error) and time.monotonic() < give_up):
+            if reopen and session_settings.is_disconnect(error):
+                reopen = False
+                connection.close()  # it was idle while the work went on, and has died unnoticed
+            elif not (alone and session_settings.is_transient(error) and time.monotonic() < give_up):
                 raise backend_error(alias, error) from error
         time.sleep(random.uniform(0.001, 0.02))  # noqa: S311
 

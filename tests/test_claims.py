@@ -12,11 +12,12 @@ import pytest
 from asgiref.sync import async_to_sync
 from django.contrib.auth.models import User
 from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
-from django.db import transaction
+from django.db import connections, transaction
 from django.db.models import Count, F, QuerySet
 from django.urls import reverse
 
 from django_sqlsem import AcquireTimeoutError, PermitLostError, SemaphoreError, control, queries, testing
+from django_sqlsem.backends.owners import standing
 from django_sqlsem.claims import claim, recover
 from django_sqlsem.models import ClaimRow
 from django_sqlsem.permits import Permit
@@ -125,6 +126,43 @@ def test_a_revoked_permit_gives_its_rows_back_and_says_so(database):
     successor.__exit__(None, None, None)
     assert statuses(database) == ["Calculated"]
     assert owned(database) == 0
+
+
+@pytest.mark.rows_only("lease")
+def test_a_worker_that_is_stopped_between_its_last_look_and_the_write_changes_nothing(database, monkeypatch):
+    make(database)
+    successor = claim(rows(database), done="Other", using=database)
+    late = claim(rows(database), using=database)
+
+    def and_then_stopped(*args):
+        found = standing(*args)
+        monkeypatch.undo()
+        revoke(database)
+        assert recover(Inventory.objects.using(database), using=database)
+        assert successor.__enter__()
+        return found
+
+    with lost_at_the_end(), late:
+        monkeypatch.setattr("django_sqlsem.claim_blocks.standing", and_then_stopped)
+        late.finish(late.one)
+    assert statuses(database) == ["Calculating"]
+    assert owned(database) == 1
+    successor.__exit__(None, None, None)
+    assert statuses(database) == ["Other"]
+
+
+def test_a_connection_that_died_during_the_work_is_opened_anew(database):
+    connection = connections[database]
+    if connection.vendor not in ("postgresql", "mysql"):
+        pytest.skip("there is no session that could be ended")
+    make(database)
+    with claim(rows(database), using=database), connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()" if connection.vendor == "postgresql" else "SELECT CONNECTION_ID()")
+        (session,) = cursor.fetchone()
+        end = "SELECT pg_terminate_backend(%s)" if connection.vendor == "postgresql" else "KILL %s"
+        with contextlib.closing(databases.raw_connection(database)) as other:
+            other.cursor().execute(end, (session,))
+    assert statuses(database) == ["Calculated"]
 
 
 def test_a_status_can_be_committed_together_with_the_result(database):
