@@ -14,7 +14,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 import django_sqlsem.admin_refresh  # noqa: F401 - it registers a list of its own
-from django_sqlsem import admin_actions, queries
+from django_sqlsem import admin_actions, admin_claims, queries
 from django_sqlsem.admin_confirm import DamagedFormError
 from django_sqlsem.admin_display import (
     EMPTY,
@@ -47,6 +47,10 @@ else:
 
         def __class_getitem__(cls, model: Any) -> Any:
             return cls
+
+
+#: Registered by its import.
+ClaimAdmin = admin_claims.ClaimAdmin
 
 
 class OperatorAdmin(ModelAdmin[Any]):

@@ -25,6 +25,10 @@ GRACE = 2.0
 #: The tables that tests write besides the library's own, in the order in which they can be emptied.
 WRITTEN = (
     "testapp_probe",
+    "testapp_countedinventory",
+    "testapp_inventory",
+    "testapp_warehouse",
+    "testapp_job",
     "django_admin_log",
     "django_session",
     "auth_user_user_permissions",

@@ -30,6 +30,10 @@ class Dialect:
     skip_locked: ClassVar[str] = ""
     #: Follows a select that locks what it reads and passes over what is locked.
     lock_skipping: ClassVar[str] = ""
+    #: Does a locking select with a limit leave alone what is beyond the limit, whatever its order?
+    limits_locks: ClassVar[bool] = False
+    #: Is a transaction that has written the only writer of the whole database?
+    one_writer: ClassVar[bool] = False
     #: Can one statement write several tables and return what it wrote?
     writing_ctes: ClassVar[bool] = False
     #: One more column that makes the statement's own commit go without a flush.
@@ -131,6 +135,7 @@ class PostgreSQL(Dialect):
     fence = "key share"
     moment_sql = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint"
     lock_skipping = " FOR UPDATE SKIP LOCKED"
+    limits_locks = True
     writing_ctes = True
     unflushed = ", set_config('synchronous_commit', 'off', true)"
     arrays = True
@@ -144,6 +149,7 @@ class SQLite(Dialect):
 
     now_sql = "%(now)s"
     returning = True
+    one_writer = True
     insert_ignore = ("INSERT INTO", " ON CONFLICT DO NOTHING")
     for_update = ""  # the transaction holds the only write lock
     fence = "writer"

@@ -6,7 +6,7 @@ import django_sqlsem.models.fields
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sqlsem', '0003_lock_sessions'),
+        ('sqlsem', '0005_tokens'),
     ]
 
     operations = [

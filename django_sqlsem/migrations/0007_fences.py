@@ -4,7 +4,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sqlsem', '0003_lock_sessions'),
+        ('sqlsem', '0006_transaction_locks'),
     ]
 
     operations = [

@@ -6,6 +6,7 @@ without time zones, and the same on every database.
 
 from __future__ import annotations
 
+from django_sqlsem.models.claims import ClaimRow
 from django_sqlsem.models.fences import FenceRow
 from django_sqlsem.models.fields import ExactCharField
 from django_sqlsem.models.refresh import RefreshRow
@@ -13,6 +14,7 @@ from django_sqlsem.models.semaphores import HolderFields, SemaphoreRow, ServerRo
 from django_sqlsem.models.transaction_locks import TransactionLockRow
 
 __all__ = [
+    "ClaimRow",
     "ExactCharField",
     "FenceRow",
     "HolderFields",

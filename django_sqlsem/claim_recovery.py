@@ -1,0 +1,104 @@
+"""Rows whose worker is gone: found by whoever comes next, and given back."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from django.core.exceptions import ValidationError
+
+from django_sqlsem.backends.owners import bury, standing
+from django_sqlsem.claim_rows import Ending, Outcome, Owner, let_go, owned
+from django_sqlsem.exceptions import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from django_sqlsem.claim_columns import StatusColumn
+    from django_sqlsem.keeper import Keeper
+    from django_sqlsem.models import ClaimRow
+
+logger = logging.getLogger("django_sqlsem")
+
+T = TypeVar("T")
+
+#: How often a process that claims looks for rows whose worker is gone, in seconds: at first, and at the least.
+LOOK_EVERY: Final = 1.0
+SELDOM: Final = 5.0
+#: Of so many workers each looks a little less often, since they see for one another.
+MANY: Final = 4
+#: For how long it waits for the keeper to look, in seconds: it opens a connection first.
+PATIENCE: Final = 30.0
+_looked: dict[tuple[str, str], float] = {}
+
+
+def is_due(keeper: Keeper, key: str) -> bool:
+    """Whether it is time to look again; counts as having looked."""
+    now, place = time.monotonic(), (keeper.alias, key)
+    # What is kept inside the process is looked at in no time.
+    if not keeper.backend.process_local and now < _looked.get(place, 0.0):
+        return False
+    if len(_looked) > 10_000:
+        _looked.clear()
+    _looked[place] = now + LOOK_EVERY
+    return True
+
+
+def give_back_abandoned(keeper: Keeper, column: StatusColumn) -> list[Any]:
+    """Give back the rows of a column whose worker is gone. Returns their primary keys. Raises ``BackendError``."""
+    alias, resource = keeper.alias, column.resource
+    # Read before the permits: a row is only ever owned by a permit that was granted before.
+    rows = owned(alias, resource.key)
+    if not rows:
+        return []
+    workers = len({row.slot for row in rows})
+    _looked[alias, resource.key] = time.monotonic() + min(SELDOM, LOOK_EVERY * max(1.0, workers / MANY))
+
+    def look() -> set[tuple[int, int]]:
+        keeper.own.run(lambda cursor: None)  # with the connection, the beacon is lit
+        bury(keeper.backend, keeper.own, resource, witness=keeper.presence.beacon)
+        return standing(keeper.backend, keeper.own, resource)
+
+    held = standing(keeper.backend, keeper.own, resource) if keeper.backend.process_local else _ask(keeper, look)
+    found = [(row, _ending(column, row)) for row in rows if (row.slot, row.token) not in held]
+    gone = [(row, ending) for row, ending in found if ending is not None]
+    outcomes = let_go(column, alias, [ending for _row, ending in gone])
+    back = []
+    for row, ending in gone:
+        outcome = outcomes[ending.object_pk]
+        who = f"{row.host} pid {row.pid} {row.label}".strip()
+        if outcome is Outcome.WRITTEN:
+            back.append(ending.pk)
+            logger.warning("%s was given back: its worker (%s) is gone.", row, who)
+        elif outcome is Outcome.CHANGED:
+            logger.warning("%s was left alone: its worker (%s) is gone, but its status was changed since.", row, who)
+    return back
+
+
+def _ending(column: StatusColumn, row: ClaimRow) -> Ending | None:
+    try:
+        pk, before = column.pk_from(row.object_pk), column.value_from(row.from_status)
+        meanwhile = column.value_from(row.status)
+    except (ValidationError, ValueError) as error:
+        logger.error("%s can't be given back, as its model has changed: %s", row, error)
+        return None
+    return Ending(Owner(row.key, row.slot, row.token), row.object_pk, pk, meanwhile, before)
+
+
+def _ask(keeper: Keeper, work: Callable[[], T]) -> T:
+    """Run ``work`` on the keeper's thread, and wait for its result."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def step() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - it belongs to the caller
+            future.set_exception(error)
+
+    keeper.post(step)
+    try:
+        return future.result(PATIENCE)
+    except TimeoutError as error:
+        raise BackendError(f"The database {keeper.alias!r} did not answer within {PATIENCE:g} s.") from error
