@@ -19,7 +19,7 @@ from django.conf import settings
 from django.db import connections
 from django.test.utils import setup_databases, teardown_databases
 
-from tests import applocks, databases, processes, tds
+from tests import applocks, databases, forks, processes, tds
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,6 +50,7 @@ def _children_hear_signals() -> Iterator[None]:
     # A fixture, as only processes that run tests need it: workers of xdist are to be born with what nohup has set.
     with processes.children_hear_signals():
         yield
+    forks.stop()
 
 
 @pytest.fixture(scope="session")

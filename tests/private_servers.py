@@ -26,6 +26,7 @@ from django.db import connections
 from tests import programs
 from tests.databases import ROOT, child_environment
 from tests.processes import is_alive
+from tests.servers import without_tls
 
 #: The alias under which a private server is known in the test's process and in those started with ``server.env()``.
 ALIAS = "private"
@@ -55,7 +56,7 @@ class PrivateServer:
             "USER": "postgres" if self.kind == "postgres" else "root",
             "HOST": "127.0.0.1",
             "PORT": str(self.port),
-            "OPTIONS": {} if self.kind == "postgres" else {"charset": "utf8mb4"},
+            "OPTIONS": {} if self.kind == "postgres" else {"charset": "utf8mb4"} | without_tls("127.0.0.1"),
             "TEST": {"NAME": _DATABASE},
         }
 
@@ -182,7 +183,7 @@ class PrivateServer:
             )
         import MySQLdb
 
-        named = {"database": database} if database else {}
+        named = without_tls("127.0.0.1") | ({"database": database} if database else {})
         connection = MySQLdb.connect(host="127.0.0.1", port=self.port, user="root", connect_timeout=5, **named)
         connection.autocommit(True)
         return connection

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Self
 
+from tests import forks
 from tests.databases import ROOT, child_environment
 
 #: What a terminal sends. ``nohup`` has the first ignored, a shell's ``&`` the others.
@@ -43,17 +44,20 @@ class Child:
     ``target`` is the name of a function in ``tests.children``, a path ``package.module:function``, or lines of code
     in which ``args``, ``say`` and ``listen`` are defined. ``args`` are anything that JSON can carry. ``env`` adds
     environment variables. Leaving the ``with`` block kills the process and all that it started.
+
+    It is forked from a process that has imported all it needs (``tests.forks``); ``forked=False`` starts a program.
     """
 
-    def __init__(self, target: str, *args: Any, env: dict[str, str] | None = None) -> None:
+    def __init__(self, target: str, *args: Any, env: dict[str, str] | None = None, forked: bool = True) -> None:
         self.target = target
         self.lines: list[str] = []
         self._queue: queue.Queue[str | None] = queue.Queue()
         self._stderr = tempfile.TemporaryFile(mode="w+b")  # noqa: SIM115 - closed by close()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.children", target, json.dumps(args)],
+        arguments, environment = [target, json.dumps(args)], child_environment(**(env or {}))
+        self.process = (forked and forks.fork(arguments, environment, self._stderr.fileno(), ROOT)) or subprocess.Popen(
+            [sys.executable, "-m", "tests.children", *arguments],
             cwd=ROOT,
-            env=child_environment(**(env or {})),
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import os
 import secrets
 import shutil
@@ -86,14 +87,34 @@ def install_mysql_driver() -> str:
     return f"PyMySQL {importlib.metadata.version('PyMySQL')}"
 
 
+def without_tls(host: str) -> dict[str, Any]:
+    """Return options for a MySQL server on this machine: PyMySQL reads all certificates for each new connection."""
+    local = host in ("", "localhost", "127.0.0.1", "::1")
+    return {"ssl_disabled": True} if local and install_mysql_driver().startswith("PyMySQL") else {}
+
+
 def database_settings(name: str) -> dict[str, Any]:
     """Return the entry of ``DATABASES`` for a server, with a test database of this run."""
     settings = tds.settings_for(url_of(name)) if name == "mssql" else dict(dj_database_url.parse(url_of(name)))
     settings["TEST"] = {"NAME": f"test_sqlsem_{RUN}"}
     if name == "mariadb":
-        settings["OPTIONS"] = {"charset": "utf8mb4"} | settings.get("OPTIONS", {})
+        settings["OPTIONS"] = {"charset": "utf8mb4"} | without_tls(settings["HOST"]) | settings.get("OPTIONS", {})
         settings["TEST"]["CHARSET"] = "utf8mb4"
     return settings
+
+
+def given_databases() -> dict[str, Any]:
+    """Return ``DATABASES`` as a test has given them to its child, and make their drivers work."""
+    databases: dict[str, Any] = json.loads(os.environ["SQLSEM_TEST_DATABASES"])
+    if any(database["ENGINE"].endswith(".mysql") for database in databases.values()):
+        install_mysql_driver()
+    return databases
+
+
+def given_settings() -> dict[str, Any]:
+    """Return ``SQLSEM`` as a test has given it to its child, else nothing."""
+    given: dict[str, Any] = json.loads(os.environ.get("SQLSEM_TEST_SETTINGS", "{}"))
+    return given
 
 
 def sqlite_settings(directory: str) -> dict[str, Any]:
@@ -149,6 +170,7 @@ def _find_mariadb() -> Found:
         user=settings["USER"],
         password=settings["PASSWORD"],
         connect_timeout=5,
+        **without_tls(settings["HOST"]),
     )
     try:
         cursor = connection.cursor()

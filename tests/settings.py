@@ -6,7 +6,6 @@ A child process of a test finds its parent's test databases in ``SQLSEM_TEST_DAT
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import shutil
 import tempfile
@@ -17,9 +16,7 @@ FOUND: dict[str, servers.Found] = {}
 MISSING: dict[str, servers.Missing] = {}
 
 if "SQLSEM_TEST_DATABASES" in os.environ:
-    DATABASES = json.loads(os.environ["SQLSEM_TEST_DATABASES"])
-    if any(database["ENGINE"].endswith(".mysql") for database in DATABASES.values()):
-        servers.install_mysql_driver()
+    DATABASES = servers.given_databases()
 else:
     FOUND, MISSING = servers.survey()
     _directory = tempfile.mkdtemp(prefix="sqlsem-tests-")
@@ -34,7 +31,7 @@ else:
 
 DATABASE_CONNECTION_POOLING = False  # as mssql-django's users with locks must have it
 
-SQLSEM = json.loads(os.environ.get("SQLSEM_TEST_SETTINGS", "{}"))
+SQLSEM = servers.given_settings()
 
 SECRET_KEY = "for tests only"
 DEBUG = False

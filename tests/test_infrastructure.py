@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from django.db import connections
 
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.models import SemaphoreRow, SlotRow
-from tests import databases, servers, tds
+from tests import databases, forks, servers, tds
 from tests.processes import Child, children_hear_signals, is_alive, wait_for_end
 from tests.testapp.models import Probe
 from tests.threads import run_in_threads, wait_until
@@ -111,6 +112,72 @@ def test_a_child_can_be_stopped_and_killed():
         wait_until(lambda: len(child.lines) > seen)
         child.kill()
         assert child.wait() == -9
+
+
+ITSELF = """
+import atexit, json, os, random, sys, threading, time, uuid
+from django.conf import settings
+from django.db import connections
+from django_sqlsem import conf, identity
+def later():
+    threading.main_thread().join()
+    print("the thread", file=sys.stderr)
+atexit.register(print, "the exit handler", file=sys.stderr)
+threading.Thread(target=later).start()
+where = identity.current()
+say(json.dumps({
+    "same": [where.label, sys.argv[1:], sys.orig_argv[1:3], os.getcwd(), sorted(os.listdir("/proc/self/fd")),
+             os.getppid(), dict(os.environ), connections.settings, conf.config().lease, settings.SQLSEM,
+             [f"{signal}" for signal in map(__import__("signal").getsignal, range(1, 32))],
+             [sys.stdin.encoding, sys.stdout.errors, sys.stdout.line_buffering, sys.stdout.seekable()],
+             sys.warnoptions, threading.active_count(), sorted(name for name in sys.modules if "celery" in name)],
+    "own": [os.getpid(), os.getpgid(0), os.getsid(0), where.process, uuid.uuid4().hex, random.random(), where.pid],
+}))
+listen()
+sys.exit(7)
+"""
+
+
+def test_a_forked_child_is_as_one_that_was_started(committed):
+    environment = {"SQLSEM_TEST_SETTINGS": '{"LEASE": 17.5}'}
+    with contextlib.ExitStack() as stack:
+        started = stack.enter_context(Child(ITSELF, env=environment, forked=False))
+        children = [started, *(stack.enter_context(Child(ITSELF, env=environment)) for _ in range(2))]
+        assert [type(each.process) is subprocess.Popen for each in children] == [True, False, False]
+        told = [json.loads(child.expect(timeout=60)) for child in children]
+        for child in children:
+            child.send()
+            assert child.wait() == 7
+            assert child.stderr == "the thread\nthe exit handler\n"
+    assert told[0]["same"] == told[1]["same"] == told[2]["same"]
+    assert told[0]["same"][8] == 17.5
+    for mine in zip(*(each["own"] for each in told), strict=True):
+        assert len(set(mine)) == 3, mine
+    for child, each in zip(children, told, strict=True):
+        assert each["own"][:3] == [child.pid] * 3
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_how_a_child_ends(forked):
+    with Child("1 / 0", forked=forked) as child:
+        assert child.wait() == 1
+        assert "ZeroDivisionError" in child.stderr
+    with Child("listen()", forked=forked) as child:
+        with pytest.raises(AssertionError, match="goes on"):
+            child.wait(0.01)
+        child.process.terminate()
+        assert child.wait() == -15
+
+
+def test_the_template_of_children_may_end():
+    forks.stop()
+    with Child("listen()") as child:
+        forks.stop()
+        child.send()
+        child.finish()
+    with Child("say('another')") as child:
+        child.expect("another", timeout=60)
+        child.finish()
 
 
 def test_a_child_takes_its_own_children_along():
