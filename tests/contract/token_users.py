@@ -23,10 +23,11 @@ from tests.processes import Child
 from tests.threads import wait_until
 
 
-def obey(alias: str, name: str, unhurried: bool) -> None:
+def obey(alias: str, name: str, unhurried: bool, patient: bool) -> None:
     """Do what the parent's lines say, each acquire in a thread of its own."""
     if unhurried:  # never look around: only a word from elsewhere wakes who waits
         arbiter.HEARTBEAT = 1000.0  # type: ignore[misc]
+    if unhurried or patient:  # nobody takes it for dead on a busy machine
         rows_tokens.PATIENCE_US = rows_ledger.PATIENCE_US = 1_000_000_000  # type: ignore[attr-defined]
     shared = tokens(name, using=alias)
     keeper: Any = keeper_for(get_counting_backend(alias))
@@ -63,8 +64,8 @@ def obey(alias: str, name: str, unhurried: bool) -> None:
 class TokenUser(Queuer):
     """The parent's side of ``obey``. Who asks is known by a word."""
 
-    def __init__(self, alias: str, name: str, *, unhurried: bool = False, env: dict[str, str] | None = None) -> None:
-        Child.__init__(self, "tests.contract.token_users:obey", alias, name, unhurried, env=env)
+    def __init__(self, alias: str, name: str, *, unhurried: bool = False, patient: bool = False) -> None:
+        Child.__init__(self, "tests.contract.token_users:obey", alias, name, unhurried, patient)
         self._said = collections.defaultdict(collections.deque)
         self.alias = alias
 
