@@ -31,11 +31,8 @@ def _statements(dialect: Dialect) -> tuple[str, str]:
     witness = f"NOT {dialect.dead.replace('{process_id}', own)}"
     dead = f"semaphore_key = %(key)s AND {dialect.live_sql()} AND {dialect.dead_sql('')} AND {witness}"
     unflushed = f" RETURNING id{dialect.unflushed}" if dialect.unflushed else ""
-    gone = f"suspect_us <= {{now}} - %(out_for_us)s AND {dead}"
-    if dialect.skip_locked:  # whoever fences it, lives
-        gone = f"id IN (SELECT s.id FROM sqlsem_slot s WHERE {gone} {dialect.skip_locked})"
     return (
-        f"UPDATE sqlsem_slot SET expires_us = {{now}} WHERE {gone}",
+        f"UPDATE sqlsem_slot SET expires_us = {{now}} WHERE suspect_us <= {{now}} - %(out_for_us)s AND {dead}",
         f"UPDATE sqlsem_slot SET suspect_us = {{now}} WHERE suspect_us IS NULL AND {dead}{unflushed}",
     )
 
