@@ -60,6 +60,36 @@ def test_slot_of_a_killed_holder_goes_to_a_waiter_when_its_lease_ends(database, 
         waiter.end()
 
 
+@pytest.mark.rows_only("beacons")
+@pytest.mark.leaves_held
+@pytest.mark.parametrize("how", ["acquire", "aacquire", "task of a crowd"])
+def test_a_process_that_is_killed_right_after_its_first_claim_has_a_beacon(database, how):
+    """Its first statements are hardly over: it is seen to be dead all the same, long before its lease runs out."""
+    code = f"""
+import asyncio, os, signal
+from django_sqlsem import semaphore
+lock = semaphore("killed at once", lease=3600, using=args[0])
+listen()
+async def acquire():
+    await lock.aacquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+async def crowd():
+    await asyncio.gather(*(acquire() for _ in range(3)))
+if {how!r} == "acquire":
+    lock.acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(acquire() if {how!r} == "aacquire" else crowd())
+"""
+    with Child(code, database) as holder:
+        holder.send()
+        assert holder.wait(60) == -9
+        row = slot_row(database, "killed at once")
+        assert row.pid == holder.pid
+        assert row.beacon
+    with semaphore("killed at once", using=database, timeout=60) as permit:
+        assert permit.slot == 1
+
+
 def test_killed_waiter_is_passed_over(database):
     permit = semaphore("queue", lease=30, using=database).acquire()
     with Actor(database, "queue") as first, Actor(database, "queue") as second:
