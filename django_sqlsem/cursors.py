@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _NAMED: Final = re.compile(r"%\((\w+)\)s")
 
 #: How a transaction begins where the connection stays in autocommit for the driver. SQLite takes its only write lock.
-BEGIN: Final = {"postgresql": "BEGIN", "mysql": "BEGIN", "sqlite": "BEGIN IMMEDIATE"}
+BEGIN: Final = {"postgresql": "BEGIN ISOLATION LEVEL READ COMMITTED", "mysql": "BEGIN", "sqlite": "BEGIN IMMEDIATE"}
 
 
 class Cursor:

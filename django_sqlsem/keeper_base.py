@@ -278,7 +278,7 @@ class KeeperBase(abc.ABC):
 
     def forget(self, hold: Hold, why: str) -> None:
         """The program forgot a permit: say so, and give it back."""
-        if hold.foreign or hold.released or hold.grant is None or hold.releasing.locked():
+        if hold.foreign or hold.abandoned or hold.released or hold.grant is None or hold.releasing.locked():
             return
         who = f"{hold.claim.resource.name!r} slot {numbers(hold.grant.slots)}"
         logger.error("A permit of %s was forgotten (%s) and is given back; use a with block.", who, why)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from django_sqlsem import scopes
 from django_sqlsem.clocks import boot_now
+from django_sqlsem.conf import config
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.keeper import Keeper
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from django_sqlsem.backends.base import BaseSemaphoreBackend, Presence
     from django_sqlsem.naming import Resource
+    from django_sqlsem.sessions import Session
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -62,6 +64,16 @@ class CaringKeeper(Keeper):
 
         self.post(renew)
 
+    def try_now(self, hold: Hold, session: Session, *, enrol: bool) -> bool:
+        """Claim once, without waiting; if this process is killed right after it, others will see that."""
+        if not self.own.is_open and self._dark_since is None and isinstance(session, OwnSession):
+            session.run(lambda cursor: None)  # if the database cannot be reached, one try is enough to tell
+            if isinstance(self.own, OwnSession) and config(self.alias).beacons:
+                with contextlib.suppress(BackendError):  # the keeper tries on
+                    self.own.run(lambda cursor: None)
+        hold.claim = self.present(hold.claim)
+        return super().try_now(hold, session, enrol=enrol)
+
     def doubt_permit(self, resource: Resource, permit_id: str) -> None:
         """Free what the claim with this id may have got, now and again until its statement must have ended."""
         now = boot_now()
@@ -77,6 +89,8 @@ class CaringKeeper(Keeper):
             if hold.releasing.locked():
                 if now - hold.releasing_since > LOOK_AROUND and not self.own.unreachable(started):
                     self.release_again(hold)
+            elif hold.abandoned:
+                continue  # a step that gives it back is on its way
             elif hold.state is State.HELD and hold.queued and not hold.told:
                 self.answer_again(hold)
             elif hold.state is not State.HELD or not hold.kept or (not hold.settled and boot_now() >= hold.deadline):

@@ -4,41 +4,63 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import TYPE_CHECKING, Any
+import traceback
+from typing import Any, Final
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import load_backend
 
 from django_sqlsem import session_settings, sqlite_files
 
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
+#: What a driver's connection has, by PEP 249.
+_DRIVERS: Final = ("cursor", "commit", "rollback", "close")
 
 
-def open_connection(alias: str) -> BaseDatabaseWrapper:
-    """Open a connection and set its limits. Raises Django's database errors."""
-    connection = _connection(alias)
-    sqlite_files.leave_inherited(sqlite_files.file_id(connection))
+def open_connection(alias: str, made: list[Any] | None = None) -> BaseDatabaseWrapper:
+    """Open a connection and set its limits. Raises Django's database errors.
+
+    ``made`` gets what the caller must close if an exception strikes before it has the result.
+    """
+    made = [] if made is None else made
     try:
+        connection = _connection(alias, made)
+        sqlite_files.leave_inherited(sqlite_files.file_id(connection))
         connection.ensure_connection()  # unlike connect(), it raises Django's errors, not the driver's
         session_settings.prepare(connection)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            connection.close()
+        return connection
+    except BaseException as error:
+        made += _half_open(error)
+        close_all(made)
         raise
-    return connection
 
 
-def _connection(alias: str) -> BaseDatabaseWrapper:
+def close_all(made: list[Any]) -> None:
+    """Close what was made under way to a connection that nobody has got."""
+    for each in made:
+        with contextlib.suppress(Exception):
+            each.close()
+
+
+def _half_open(error: BaseException) -> list[Any]:
+    """Return the driver's connection that an interrupted ``connect()`` of Django's had made and not yet kept."""
+    values = [value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()]
+    drivers = [value for value in values if all(hasattr(value, name) for name in _DRIVERS)]
+    return [value for value in drivers if not isinstance(value, BaseDatabaseWrapper)]
+
+
+def _connection(alias: str, made: list[Any]) -> BaseDatabaseWrapper:
     settings: dict[str, Any] = copy.deepcopy(dict(connections[alias].settings_dict))
     backend: Any = load_backend(settings["ENGINE"])
     session_settings.adapt(settings, backend.DatabaseWrapper.vendor)
     connection: BaseDatabaseWrapper = backend.DatabaseWrapper(settings, alias)
+    made.append(connection)
     connection.inc_thread_sharing()
     get_new_connection = connection.get_new_connection
 
     def get_limited(parameters: dict[str, Any]) -> Any:
         raw = get_new_connection(parameters)
+        made.append(raw)
         session_settings.limit_waiting(raw)
         return raw
 

@@ -104,7 +104,9 @@ def prepare(connection: BaseDatabaseWrapper) -> None:
     elif connection.vendor == "mysql":
         with connection.cursor() as cursor:
             seconds = STATEMENT_TIMEOUT_MS // 1000
-            cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {seconds}, SESSION lock_wait_timeout = {seconds}")
+            # Less than a statement may take: a lock wait that ends is repeated, a statement that takes too long is not.
+            wait = max(1, seconds - 1)
+            cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {wait}, SESSION lock_wait_timeout = {wait}")
             if getattr(connection, "mysql_is_mariadb", False):
                 cursor.execute(
                     f"SET SESSION max_statement_time = {seconds}, idle_transaction_timeout = {IDLE_TRANSACTION}"

@@ -19,7 +19,7 @@ from django_sqlsem import session_settings, sqlite_files
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.cursors import BEGIN, cursor_of
 from django_sqlsem.exceptions import BackendError
-from django_sqlsem.own_connections import open_connection
+from django_sqlsem.own_connections import close_all, open_connection
 
 if TYPE_CHECKING:
     from django_sqlsem.cursors import AnyCursor
@@ -191,16 +191,16 @@ class OwnSession:
             if same_name and self._file == sqlite_files.file_id(self._connection):
                 return self._connection
             self._discard()
-        connection = open_connection(self.alias)
+        made: list[Any] = []
         try:
+            connection = open_connection(self.alias, made)
             self._connection, self._file = connection, sqlite_files.file_id(connection)
             if self.opened is not None:
                 self.opened(connection)
             return connection
         except BaseException:
             self._connection = None
-            with contextlib.suppress(Exception):
-                connection.close()
+            close_all(made)
             raise
 
     def _discard(self) -> None:

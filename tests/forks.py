@@ -258,7 +258,9 @@ def _become(request: dict[str, Any]) -> None:
     for connection in connections.all(initialized_only=True):
         assert connection.connection is None, connection.alias
         del connections[connection.alias]
+    connections._settings = None  # it keeps them twice
     vars(connections).pop("settings", None)
+    assert connections.settings.keys() == settings.DATABASES.keys()
     conf.config.cache_clear()
 
 

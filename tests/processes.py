@@ -78,7 +78,7 @@ class Child:
         """What it has written to stderr so far."""
         return os.pread(self._stderr.fileno(), 1 << 20, 0).decode(errors="replace")
 
-    def expect(self, expected: str = "", timeout: float = 20.0) -> str:
+    def expect(self, expected: str = "", timeout: float = 60.0) -> str:
         """Wait for the next line, which must be ``expected`` or begin with it and a space; return what follows it.
 
         With nothing expected, returns the whole line. ``AssertionError``, with its stderr, if another line or none
@@ -117,7 +117,7 @@ class Child:
     def kill(self) -> None:
         """End it at once by SIGKILL. What it started goes on until the ``with`` block ends."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def stop(self) -> None:
         """Stop it by SIGSTOP, and wait until it has stopped."""
@@ -132,14 +132,14 @@ class Child:
         """Send it a signal."""
         self.process.send_signal(number)
 
-    def wait(self, timeout: float = 20.0) -> int:
+    def wait(self, timeout: float = 60.0) -> int:
         """Wait for its end and return the exit code. ``AssertionError`` if it goes on."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(self._story(f"goes on after {timeout} s")) from None
 
-    def finish(self, timeout: float = 20.0) -> None:
+    def finish(self, timeout: float = 60.0) -> None:
         """Wait for its end, which must be a good one."""
         code = self.wait(timeout)
         assert code == 0, self._story(f"ended with {code}")
@@ -148,12 +148,12 @@ class Child:
         """Kill it and all that it started, and reap it. Idempotent."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
-        self._reader.join(10)
+        self._reader.join(60)
         self.process.stdout.close()
         self._stderr.close()
 
@@ -184,7 +184,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_for_end(pid: int, timeout: float = 10.0) -> None:
+def wait_for_end(pid: int, timeout: float = 30.0) -> None:
     """Wait until a process that need not be a child has ended."""
     deadline = time.monotonic() + timeout
     while is_alive(pid):

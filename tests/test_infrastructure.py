@@ -139,7 +139,10 @@ sys.exit(7)
 
 
 def test_a_forked_child_is_as_one_that_was_started(committed):
-    environment = {"SQLSEM_TEST_SETTINGS": '{"LEASE": 17.5}'}
+    Child("pass").close()  # the template is there, and has other databases and settings than these
+    known = json.loads(databases.child_environment()["SQLSEM_TEST_DATABASES"])
+    moved = known | {"default": known["default"] | {"NAME": "elsewhere"}, "another": known["default"]}
+    environment = {"SQLSEM_TEST_SETTINGS": '{"LEASE": 17.5}', "SQLSEM_TEST_DATABASES": json.dumps(moved)}
     with contextlib.ExitStack() as stack:
         started = stack.enter_context(Child(ITSELF, env=environment, forked=False))
         children = [started, *(stack.enter_context(Child(ITSELF, env=environment)) for _ in range(2))]
@@ -150,7 +153,9 @@ def test_a_forked_child_is_as_one_that_was_started(committed):
             assert child.wait() == 7
             assert child.stderr == "the thread\nthe exit handler\n"
     assert told[0]["same"] == told[1]["same"] == told[2]["same"]
-    assert told[0]["same"][8] == 17.5
+    assert told[1]["same"][8] == 17.5
+    assert told[1]["same"][7]["default"]["NAME"] == "elsewhere"
+    assert set(told[1]["same"][7]) == set(moved)
     for mine in zip(*(each["own"] for each in told), strict=True):
         assert len(set(mine)) == 3, mine
     for child, each in zip(children, told, strict=True):

@@ -41,7 +41,7 @@ def run_in_threads(count: int, function: Callable[[int], Any], *, timeout: float
     return results
 
 
-def wait_until(condition: Callable[[], Any], *, timeout: float = 10.0, what: str = "") -> Any:
+def wait_until(condition: Callable[[], Any], *, timeout: float = 30.0, what: str = "") -> Any:
     """Call ``condition`` until its result is true and return that. ``AssertionError`` after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not (result := condition()):

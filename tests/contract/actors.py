@@ -84,7 +84,7 @@ class Actor(Child):
         """Have it acquire, without waiting for the answer."""
         self.send("acquire" if timeout is None else f"acquire {timeout}")
 
-    def granted(self, timeout: float = 20.0) -> tuple[list[int], list[int]]:
+    def granted(self, timeout: float = 60.0) -> tuple[list[int], list[int]]:
         """Wait for its grant."""
         slots, tokens, _ = json.loads(self.expect("held", timeout=timeout))
         return slots, tokens

@@ -255,7 +255,7 @@ class Queuer(Child):
             self.do(verb)
         return self
 
-    def word(self, who: str, expected: str, timeout: float = 20.0) -> Any:
+    def word(self, who: str, expected: str, timeout: float = 60.0) -> Any:
         """Wait for the next line of one of its threads, which must be ``expected``; return what follows."""
         deadline = time.monotonic() + timeout
         while not self._said[who]:
@@ -272,13 +272,13 @@ class Queuer(Child):
     def do(self, verb: str, *args: Any) -> Any:
         """Have something done, and wait for it."""
         self.tell(verb, *args)
-        return self.word("parent", "answer", timeout=30)
+        return self.word("parent", "answer", timeout=60)
 
     def ask(self, who: str = "a", **options: Any) -> None:
         """Have a thread acquire, without waiting for it."""
         self.tell("acquire", who, options)
 
-    def held(self, who: str = "a", timeout: float = 20.0) -> dict[str, Any]:
+    def held(self, who: str = "a", timeout: float = 60.0) -> dict[str, Any]:
         """Wait for its grant: slots, tokens, how long it waited, and when it had it."""
         found: dict[str, Any] = self.word(who, "held", timeout)
         return found

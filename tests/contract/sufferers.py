@@ -76,14 +76,14 @@ class Sufferer(Child):
         super().__init__("tests.contract.sufferers:obey", alias, name, options, env=env)
         self.expect("ready", timeout=60)
 
-    def answer(self, expected: str, within: float = 10.0) -> str:
+    def answer(self, expected: str, within: float = 25.0) -> str:
         """Wait for the outcome of the last line sent, which must be ``expected``; return its cause."""
         outcome, took, cause = json.loads(self.expect(timeout=60))
         assert outcome == expected, (outcome, took, cause, self.stderr)
         assert took < within, (outcome, took, cause)
         return str(cause)
 
-    def does_either(self, line: str, *expected: str, within: float = 10.0) -> str:
+    def does_either(self, line: str, *expected: str, within: float = 25.0) -> str:
         """Send a line, and wait for one of these outcomes, which is returned."""
         self.send(line)
         outcome, took, cause = json.loads(self.expect(timeout=60))
@@ -91,7 +91,7 @@ class Sufferer(Child):
         assert took < within, (outcome, took, cause)
         return str(outcome)
 
-    def does(self, line: str, expected: str, within: float = 10.0) -> str:
+    def does(self, line: str, expected: str, within: float = 25.0) -> str:
         """Send a line, and wait for its outcome."""
         self.send(line)
         return self.answer(expected, within)

@@ -27,7 +27,7 @@ from tests.processes import Child
 from tests.threads import run_in_threads, wait_until
 
 #: The keeper looks around once a second; the rest is for a busy machine.
-HEARTBEAT = 2.0
+HEARTBEAT = 20.0
 WALKERS = 6
 #: How long the holder in the way keeps its slot, where it gives it back.
 SHORT = 0.02
@@ -116,7 +116,7 @@ class Walk:
     def _point(self, nth: int) -> bool:
         """Interrupt the action at its ``nth`` statement. Return whether it had so many."""
         kind = ERRORS[(nth // WALKERS + self.turn) % 2]
-        lock = semaphore(f"walk-{nth}", self.slots, take=self.slots, timeout=10, using=self.alias, **self.options)
+        lock = semaphore(f"walk-{nth}", self.slots, take=self.slots, timeout=40, using=self.alias, **self.options)
         if self.used:
             lock.acquire().release()
         strikes = Striking(nth, kind("struck"), self._wanted, self.done)

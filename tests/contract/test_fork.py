@@ -134,7 +134,7 @@ def test_a_killed_parents_session_ends_although_its_child_lives(database):
         parent.process.wait(10)
         assert is_alive(child)
         if before:  # SQLite has no sessions
-            wait_until(lambda: not set(before) & set(session_ids(database)), timeout=5)
+            wait_until(lambda: not set(before) & set(session_ids(database)), timeout=20)
         assert is_alive(child)
         # Nobody renews for the dead: the slot comes back with the end of the lease.
         wait_until(lambda: held_rows(database) == [], timeout=6)
@@ -274,7 +274,7 @@ def test_gunicorn_with_preload(database, tmp_path):
         if master.poll() is None:
             master.kill()
             master.wait()
-    wait_until(lambda: held_rows(database) == [], timeout=5)
+    wait_until(lambda: held_rows(database) == [], timeout=20)
 
 
 def test_nothing_of_the_parent_is_finalised_in_the_child(database):

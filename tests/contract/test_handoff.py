@@ -22,9 +22,9 @@ from tests.processes import Child
 from tests.threads import wait_until
 
 #: A waiter that nobody wakes looks around after a heartbeat, of 0.65 s; the rest is for a busy machine.
-HEARTBEAT = 1.0
+HEARTBEAT = 20.0
 #: A slot that was handed over and not confirmed lapses after 2 s, and a waiter sees that at once.
-LAPSE = 2.5
+LAPSE = 20.0
 
 
 def waiters(database):

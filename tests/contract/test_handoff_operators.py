@@ -16,7 +16,7 @@ from tests.databases import held_rows
 from tests.operators import now_us
 from tests.threads import wait_until
 
-PROMPT = 1.0
+PROMPT = 20.0
 
 
 @pytest.fixture

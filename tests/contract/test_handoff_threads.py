@@ -14,7 +14,7 @@ from tests.threads import wait_until
 pytestmark = pytest.mark.rows_only("row statements")
 
 #: See ``test_handoff``.
-HEARTBEAT = 1.0
+HEARTBEAT = 20.0
 
 
 @pytest.fixture

@@ -154,7 +154,7 @@ def test_threads_side_by_side_for_one_task_are_not_inside_one_another(database):
 
 
 def test_a_thread_outlives_the_task_in_whose_name_it_works(database):
-    lock = mutex("outlives", timeout=5, using=database)
+    lock = mutex("outlives", timeout=30, using=database)
     entered = threading.Event()
     background = []
 
@@ -178,14 +178,14 @@ def test_a_thread_outlives_the_task_in_whose_name_it_works(database):
 
 
 def test_a_permit_that_a_task_returned_is_not_forgotten_with_it(database):
-    lock = mutex("returned", timeout=5, using=database)
+    lock = mutex("returned", timeout=30, using=database)
 
     async def main():
         permit = await asyncio.create_task(lock.aacquire())
         await asyncio.sleep(2.5)  # the keeper looks for forgotten permits every second
         permit.check()
         await permit.arelease()
-        permit = await asyncio.wait_for(lock.aacquire(), 5)
+        permit = await asyncio.wait_for(lock.aacquire(), 30)
         permit.check()
         await permit.arelease()
 
@@ -200,12 +200,12 @@ def test_a_first_try_that_was_slept_through_is_made_again_without_a_word(databas
     def claim_and_sleep(self, session, claim):
         grants.append(real(self, session, claim))
         if len(grants) == 1:
-            time.sleep(1.1)  # as a process does that is stopped before it has the answer
+            time.sleep(4.1)  # as a process does that is stopped before it has the answer
         return grants[-1]
 
     monkeypatch.setattr(RowsBackend, "claim", claim_and_sleep)
     lost = []
-    permit = mutex("slept", lease=1, timeout=0, on_lost=lost.append, using=database).acquire()
+    permit = mutex("slept", lease=4, timeout=0, on_lost=lost.append, using=database).acquire()
     permit.check()
     assert len(grants) == 2
     assert lost == []
@@ -217,16 +217,16 @@ def test_the_connection_that_a_status_opened_is_closed(database):
     lifecycle.stop_all()
     mutex("status", using=database).status()
     keeper = keeper_for(get_backend(database))
-    wait_until(lambda: not is_connected(keeper.work), timeout=5)
+    wait_until(lambda: not is_connected(keeper.work), timeout=20)
 
 
 def test_a_release_inside_a_transaction_that_is_rolled_back(database):
-    lock = mutex("rolled-back", timeout=2, using=database)
+    lock = mutex("rolled-back", timeout=30, using=database)
     permit = lock.acquire()
     with transaction.atomic(using=database):
         permit.release()
         transaction.set_rollback(True, using=database)
-    wait_until(lambda: held_rows(database) == [], timeout=5)
+    wait_until(lambda: held_rows(database) == [], timeout=20)
     lock.acquire().release()
 
 

@@ -18,7 +18,7 @@ from tests.processes import Child
 from tests.threads import wait_until
 
 #: What the first in line and a busy machine take, in microseconds.
-SOON_US = 330_000
+SOON_US = 20_000_000
 #: What a wait of 1.1 s and a process's first imports and connections take at most on a busy machine, in seconds.
 LONG = 6
 
