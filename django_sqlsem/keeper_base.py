@@ -67,8 +67,6 @@ class KeeperBase(abc.ABC):
         """How others reach this process; without a thread, nobody has to."""
         return Presence()
 
-    # How steps are run: the two kinds differ in these.
-
     @abc.abstractmethod
     def post(self, step: Callable[[], object]) -> None:
         """Run a step soon, on the keeper's side."""
@@ -215,12 +213,7 @@ class KeeperBase(abc.ABC):
 
     @abc.abstractmethod
     def deliver(
-        self,
-        granted: Granted,
-        sent: float | None = None,
-        resource: Resource | None = None,
-        *,
-        at_once: bool = False,
+        self, granted: Granted, sent: float | None = None, resource: Resource | None = None, *, at_once: bool = False
     ) -> None:
         """Give what was handed over to the hold that waits for it."""
 

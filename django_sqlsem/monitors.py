@@ -14,7 +14,7 @@ from django_sqlsem.factories import one_slot
 from django_sqlsem.monitor_permits import MonitorPermit, Stay
 from django_sqlsem.naming import Name, resource_for
 from django_sqlsem.permits import Permit
-from django_sqlsem.semaphores import Semaphore, refuse_event_loop
+from django_sqlsem.semaphores import Semaphore
 from django_sqlsem.timeouts import UNSET, Seconds, Unset
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Monitor(Semaphore):
         return "monitor", database_for(self.using), self.name
 
     def _acquire(self, timeout: float | None) -> Permit | None:
-        refuse_event_loop()
+        scopes.refuse_event_loop()
         return self._enter_again() or super()._acquire(timeout)
 
     async def _aacquire(self, timeout: float | None) -> Permit | None:

@@ -9,6 +9,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from django.core.exceptions import SynchronousOnlyOperation
+
 from django_sqlsem.exceptions import AlreadyHeldError
 from django_sqlsem.wording import numbers
 
@@ -145,6 +147,15 @@ def in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def refuse_event_loop() -> None:
+    """A thread that runs an event loop must not block: all its tasks would stand still, the holder's too."""
+    if in_event_loop():
+        raise SynchronousOnlyOperation(
+            "A semaphore can't be acquired synchronously from an async context: use `async with`, `await "
+            "semaphore.aacquire()` or sync_to_async."
+        )
 
 
 def _running_task() -> asyncio.Task[Any] | None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
-from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
 
 from django_sqlsem import drains, entries, identity, refusals, scopes, testmode
@@ -241,7 +240,7 @@ class Semaphore:
         )
 
     def _acquire(self, timeout: float | None) -> Permit | None:
-        refuse_event_loop()
+        scopes.refuse_event_loop()
         if refusals.forced_refusal(self.name):
             return None
         keeper, hold, permit = self._prepare()
@@ -296,12 +295,3 @@ class Semaphore:
         if acquire_timed_out.receivers:
             await acquire_timed_out.asend_robust(type(self), semaphore=self, error=error)
         raise error
-
-
-def refuse_event_loop() -> None:
-    """A thread that runs an event loop must not block: all its tasks would stand still, the holder's too."""
-    if scopes.in_event_loop():
-        raise SynchronousOnlyOperation(
-            "A semaphore can't be acquired synchronously from an async context: use `async with`, `await "
-            "semaphore.aacquire()` or sync_to_async."
-        )

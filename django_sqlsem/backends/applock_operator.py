@@ -14,7 +14,7 @@ from django_sqlsem.backends import applock_dmv, applock_procedures, applock_view
 from django_sqlsem.backends.applock_names import LockNames, lock_names
 from django_sqlsem.backends.applock_pool import LockPool
 from django_sqlsem.backends.base import BaseSemaphoreBackend
-from django_sqlsem.backends.rows_operator import database_errors
+from django_sqlsem.backends.rows_acts import database_errors
 from django_sqlsem.exceptions import BackendError, kill_needed
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow

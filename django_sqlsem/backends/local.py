@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from django_sqlsem import testmode
 from django_sqlsem.backends.base import (
-    BaseSemaphoreBackend,
     Claim,
     Grant,
     Granted,
@@ -24,10 +19,10 @@ from django_sqlsem.backends.base import (
     Waited,
 )
 from django_sqlsem.backends.counting import TOKENS, Counting
+from django_sqlsem.backends.local_operator import LocalName, LocalOperator
 from django_sqlsem.exceptions import never_met, wrong_kind
-from django_sqlsem.modes import EXCLUSIVE, RWLOCK, UPDATE, UPGRADE, WHOLE, WRITER
-from django_sqlsem.naming import ONE_SLOT
-from django_sqlsem.snapshots import HolderSnapshot, Loss, LossReason, SemaphoreSnapshot, SlotState, grouped
+from django_sqlsem.modes import EXCLUSIVE, UPDATE, UPGRADE, WHOLE
+from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -35,57 +30,12 @@ if TYPE_CHECKING:
     from django_sqlsem.backends.base import Presence
     from django_sqlsem.naming import Resource
     from django_sqlsem.sessions import Session
+    from django_sqlsem.snapshots import SemaphoreSnapshot
 
 _tokens = itertools.count(time.time_ns() // 1000)
 
 
-@dataclass
-class _Semaphore:
-    name: str
-    kind: str
-    declared: int
-    operator_slots: int | None = None
-    paused: bool = False
-    held: dict[int, tuple[Claim, int, float]] = field(default_factory=dict)
-    #: By whom permits were revoked, by token.
-    revoked: dict[int, str] = field(default_factory=dict)
-    #: Who waits for everybody else to leave, by permit id.
-    keeping_out: set[str] = field(default_factory=set)
-    tokens: int = 0
-    #: Tokens that were granted and not taken yet, by permit id.
-    handed: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def slots(self) -> int:
-        return self.declared if self.operator_slots is None else self.operator_slots
-
-    def copy(self) -> _Semaphore:
-        return replace(
-            self,
-            held=dict(self.held),
-            revoked=dict(self.revoked),
-            handed=dict(self.handed),
-            keeping_out=set(self.keeping_out),
-        )
-
-    def wanted(self, claim: Claim) -> list[int]:
-        """Return the slots that the claim would get now; none if it has to wait."""
-        others, whole = self.keeping_out - {claim.permit_id}, any(each[0].got == WHOLE for each in self.held.values())
-        if self.paused or whole:
-            return []
-        if claim.mode in EXCLUSIVE:
-            slots = list(range(WRITER if self.kind == RWLOCK and claim.mode == WHOLE else 1, self.slots + 1))
-            return slots if self.held.keys() <= ({WRITER} if claim.mode == UPGRADE else set()) else []
-        if others:
-            return []
-        if claim.mode == UPDATE:
-            return [] if WRITER in self.held else [WRITER]
-        taken = self.held.keys() - {WRITER}
-        free = [slot for slot in range(1, self.slots + 1) if slot not in taken][: claim.take]
-        return free if len(free) == claim.take and len(taken) + claim.take <= self.slots else []
-
-
-class LocalBackend(BaseSemaphoreBackend, Counting):
+class LocalBackend(LocalOperator, Counting):
     """Grants from a dictionary.
 
     Inside a ``TestCase`` the dictionary is a copy, of which nothing stays when its transaction is rolled back: what
@@ -98,27 +48,13 @@ class LocalBackend(BaseSemaphoreBackend, Counting):
     reports_waiters = False
     modes = frozenset({WHOLE, UPDATE, UPGRADE})
 
-    def __init__(self, alias: str) -> None:
-        super().__init__(alias)
-        self._lock = threading.RLock()
-        self._worlds: list[tuple[object, dict[str, _Semaphore]]] = [(None, {})]
-        self._changed: Callable[[], object] = lambda: None
-
-    def _world(self) -> dict[str, _Semaphore]:
-        blocks = [None, *testmode.testcase_blocks(self.alias)]
-        while len(self._worlds) > len(blocks) or self._worlds[-1][0] is not blocks[len(self._worlds) - 1]:
-            self._worlds.pop()
-        for block in blocks[len(self._worlds) :]:
-            self._worlds.append((block, {name: known.copy() for name, known in self._worlds[-1][1].items()}))
-        return self._worlds[-1][1]
-
     def claim(self, session: Session, claim: Claim) -> Grant | None:
         """Take the lowest free slots."""
         name, kind = claim.resource.name, claim.resource.kind
         if kind == TOKENS:
             return self._claim_tokens(claim)
         with self._lock:
-            known = self._world().setdefault(name, _Semaphore(name, kind, claim.slots or 1))
+            known = self._world().setdefault(name, LocalName(name, kind, claim.slots or 1))
             if known.kind != kind:
                 raise wrong_kind(name, known.kind, kind)
             if claim.slots is not None:
@@ -143,9 +79,9 @@ class LocalBackend(BaseSemaphoreBackend, Counting):
             known.handed[claim.permit_id] = claim.take
             return Grant((claim.take,), (0,), (0,))
 
-    def _count(self, resource: Resource, initial: int) -> _Semaphore:
+    def _count(self, resource: Resource, initial: int) -> LocalName:
         name, kind = resource.name, resource.kind
-        known = self._world().setdefault(name, _Semaphore(name, kind, initial, tokens=initial))
+        known = self._world().setdefault(name, LocalName(name, kind, initial, tokens=initial))
         if known.kind != kind:
             raise wrong_kind(name, known.kind, kind)
         return known
@@ -253,46 +189,6 @@ class LocalBackend(BaseSemaphoreBackend, Counting):
         found = self.inspect([resource.name])
         return found[0] if found else None
 
-    def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
-        """Return snapshots ordered by name."""
-        with self._lock:
-            return [
-                SemaphoreSnapshot(
-                    name,
-                    known.kind,
-                    known.slots,
-                    known.declared,
-                    known.operator_slots,
-                    known.paused,
-                    grouped(self._holder(known, slot) for slot in sorted(known.held)),
-                    tokens=known.tokens if known.kind == TOKENS else None,
-                )
-                for name, known in sorted(self._world().items())
-                if name.startswith(prefix) and (names is None or name in names)
-            ]
-
-    def _holder(self, known: _Semaphore, slot: int) -> HolderSnapshot:
-        claim, token, since = known.held[slot]
-        age = time.monotonic() - since
-        now = datetime.datetime.now(datetime.UTC)
-        who = claim.holder
-        return HolderSnapshot(
-            name=known.name,
-            slot=slot,
-            state=SlotState.HELD,
-            token=token,
-            host=who.host,
-            pid=who.pid,
-            thread=who.thread,
-            label=who.label,
-            user=who.user,
-            acquired_at=now - datetime.timedelta(seconds=age),
-            expires_at=now + datetime.timedelta(seconds=claim.lease),
-            age=age,
-            lease_left=claim.lease,
-            mode=claim.got,
-        )
-
     def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Held) -> bool:
         """Look whether the permit still has its slots: there is no other process to keep out."""
         return self.taken_away(held) is None
@@ -304,57 +200,3 @@ class LocalBackend(BaseSemaphoreBackend, Counting):
     def fenced_sql(self, caller: BaseDatabaseWrapper, held: Held) -> tuple[str, list[Any]]:
         """Return a condition that says what is so now."""
         return "1 = 1" if self.taken_away(held) is None else "1 = 0", []
-
-    def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
-        """Take a slot away from the holder with this token."""
-        with self._lock:
-            known = self._world().get(name)
-            if known is None or slot not in known.held or known.held[slot][1] != token:
-                return None
-            snapshot = self._holder(known, slot)
-            del known.held[slot]
-            known.revoked[token] = by
-            if snapshot.mode:  # a part of it is nothing
-                for each in [number for number, (claim, *_) in known.held.items() if claim.got]:
-                    known.revoked[known.held.pop(each)[1]] = by
-        self._changed()
-        return snapshot
-
-    def purge_slot(self, name: str, slot: int, token: int) -> bool:
-        """No lease runs out here, so nothing is ever purged."""
-        return False
-
-    def purge_idle(self, name: str) -> bool:
-        """Forget a name that nobody holds."""
-        with self._lock:
-            known = self._world().get(name)
-            if known is None or known.held or known.tokens or known.handed:
-                return False
-            if known.kind == TOKENS and known.declared:  # a new name would begin with new tokens
-                return False
-            del self._world()[name]
-            return True
-
-    def set_slots(self, name: str, slots: int | None) -> bool:
-        """Set the operator's number."""
-        with self._lock:
-            known = self._world().get(name)
-            if known is None:
-                return False
-            if known.kind == TOKENS:
-                raise ValueError(f"{name!r} is a count of tokens: it has no slots.")
-            if known.kind in ONE_SLOT and slots not in (None, 1):
-                raise ValueError(f"{name!r} is a {known.kind}: it has one slot, not {slots}.")
-            known.operator_slots = slots
-        self._changed()
-        return True
-
-    def set_paused(self, name: str, paused: bool) -> bool:
-        """Stop or resume granting."""
-        with self._lock:
-            known = self._world().get(name)
-            if known is None:
-                return False
-            known.paused = paused
-        self._changed()
-        return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from django_sqlsem.backends.row_clock import RowClock
-from django_sqlsem.backends.rows_operator import database_errors
+from django_sqlsem.backends.rows_acts import database_errors
 from django_sqlsem.models import RefreshRow
 from django_sqlsem.snapshots import RefreshSnapshot
 

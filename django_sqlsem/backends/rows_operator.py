@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import connections, transaction
 from django.db.models import Avg, BigIntegerField, F, FloatField, Max, Model, OuterRef, Q, QuerySet, Subquery
-from django.db.utils import Error
 
 from django_sqlsem.backends import rows_grants, rows_ledger
 from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.backends.counting import TOKENS
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.backends.row_clock import RowClock
+from django_sqlsem.backends.rows_acts import database_errors, repeated
 from django_sqlsem.backends.rows_fence import unfenced
 from django_sqlsem.backends.rows_server import server_since
 from django_sqlsem.caller_sessions import OrdinarySession
-from django_sqlsem.exceptions import BackendError, FencedError
+from django_sqlsem.exceptions import FencedError
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import FenceRow, SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.modes import WHOLE, WRITER
@@ -44,15 +44,6 @@ CHUNK: Final = 500
 
 class _KeepError(Exception):
     """Roll back: the name is in use."""
-
-
-@contextlib.contextmanager
-def database_errors(alias: str) -> Iterator[None]:
-    """Turn whatever the database raises into ``BackendError``, with the driver's error as its cause."""
-    try:
-        yield
-    except Error as error:
-        raise BackendError(f"The database {alias!r} failed: {error}") from error
 
 
 class RowsOperator(BaseSemaphoreBackend):
@@ -122,6 +113,7 @@ class RowsOperator(BaseSemaphoreBackend):
             for row in semaphores
         ]
 
+    @repeated
     def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
         """Take a slot away from the holder with this token, live or expired, and note who did it."""
         give_up = time.monotonic() + FENCED_PATIENCE
@@ -147,6 +139,7 @@ class RowsOperator(BaseSemaphoreBackend):
         self._hand_out(_key(name))
         return clock.holder(name, row)
 
+    @repeated
     def purge_slot(self, name: str, slot: int, token: int) -> bool:
         """Free a slot whose lease has run out by the database's clock and that still carries this token."""
         with self._act(_key(name)) as clock:
@@ -163,6 +156,7 @@ class RowsOperator(BaseSemaphoreBackend):
         rows = self._rows(SlotRow).filter(semaphore=row.semaphore_id, expires_us__isnull=False)
         return rows.exclude(mode="") if row.mode else rows.none()
 
+    @repeated
     def purge_idle(self, name: str) -> bool:
         """Delete a name that nobody holds or waits for, unless an operator has set its slots or paused it."""
         key = _key(name)
@@ -189,6 +183,7 @@ class RowsOperator(BaseSemaphoreBackend):
             return False
         return True
 
+    @repeated
     def set_slots(self, name: str, slots: int | None) -> bool:
         """Set the operator's number, and open and close slots to suit. ``ValueError`` for a lock with one slot."""
         key = _key(name)
@@ -215,6 +210,7 @@ class RowsOperator(BaseSemaphoreBackend):
         self._hand_out(key)
         return True
 
+    @repeated
     def set_paused(self, name: str, paused: bool) -> bool:
         """Stop or resume granting; holders are not disturbed."""
         with database_errors(self.alias):

@@ -39,6 +39,11 @@ def clean(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
+def encodable(text: str, encoding: str) -> str:
+    """Return ``text`` so that a terminal that can't show a name still shows the rest."""
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def count(number: int, one: str, many: str = "") -> str:
     """Return ``3 slots`` or ``1 slot``."""
     return f"{number} {one if number == 1 else many or one + 's'}"

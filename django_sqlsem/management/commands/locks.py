@@ -292,9 +292,7 @@ class Command(BaseCommand):
         return f"{run.system_user()}@{socket.gethostname()}"
 
     def _print(self, text: str) -> None:
-        # A terminal that can't show a name must still show the rest.
-        encoding = getattr(self.stdout, "encoding", None) or "utf-8"
-        self.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        self.stdout.write(output.encodable(text, getattr(self.stdout, "encoding", None) or "utf-8"))
 
     def _print_lines(self, lines: Any) -> None:
         for line in lines:
