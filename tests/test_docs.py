@@ -64,6 +64,17 @@ def compiled(block: str) -> Any:
     return compile(block, "<docs>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
+def test_the_tests_that_the_articles_page_names_exist() -> None:
+    page = text_of(ROOT / "docs" / "seeds.md")
+    sources = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("*.py")))
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert named
+    assert not [name for name in sorted(named) if f"def {name}(" not in sources]
+    files = set(re.findall(r"`((?:tests/(?:\w+/)?)?test_\w+\.py)`", page))
+    below = [name if name.startswith("tests/") else f"tests/contract/{name}" for name in files]
+    assert not [name for name in below if not (ROOT / name).exists()]
+
+
 @pages
 def test_python_compiles(page: Path) -> None:
     for block in blocks(page, "python"):
