@@ -128,7 +128,7 @@ class RowsClaims(RowsOperator):
                 if grant is not None:
                     return grant
                 created = True
-        kind, declared_slots, operator_slots, shrinking, rows, suspects = found
+        kind, declared_slots, operator_slots, shrinking, rows, suspects, young = found
         if kind != claim.resource.kind:
             raise wrong_kind(claim.resource.name, kind, claim.resource.kind)
         bound = sql.bound(operator_slots, claim.slots, declared_slots)
@@ -138,6 +138,7 @@ class RowsClaims(RowsOperator):
             self._create(session, dialect, claim, parameters, bound)
             created = True
         self._declare(session, dialect, claim, parameters, declared_slots)
+        created = created or bool(young)
         if not created:
             created = self._take_from_the_dead(session, dialect, claim, suspects)
         return created, bool(shrinking)

@@ -46,6 +46,9 @@ STUCK: Final = (
     " AND x.fenced = x.token)"
 )
 
+#: For so long a name may be newer than a claim that did not find it, in microseconds.
+YOUNG_US: Final = 2_000_000
+
 GRANTED: Final = (
     f"SELECT id, slot, token, ({_DECLARED}) FROM sqlsem_slot"
     " WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s ORDER BY slot"
@@ -102,12 +105,19 @@ def suspects(dialect: Dialect) -> str:
 
 @functools.cache
 def look(dialect: Dialect) -> str:
-    """What a refused claim wants to know, in one row."""
+    """What a refused claim wants to know, in one row.
+
+    Its last column: the name is so young that it may have been made since the claim, and has a free slot.
+    """
+    young = (
+        f"CASE WHEN {{now}} - m.declared_us < {YOUNG_US} AND EXISTS (SELECT 1 FROM sqlsem_slot f WHERE"
+        f" f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND {dialect.free_sql('f.')})"
+        " THEN 1 ELSE 0 END"
+    )
     return (
         "SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking,"
         f" (SELECT COUNT(*) FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key AND s.slot > 0),"
-        f" {suspects(dialect)}"
-        " FROM sqlsem_semaphore m WHERE m.name_key = %(key)s"
+        f" {suspects(dialect)}, {young} FROM sqlsem_semaphore m WHERE m.name_key = %(key)s"
     )
 
 

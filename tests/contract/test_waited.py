@@ -249,3 +249,24 @@ def test_of_ten_identical_requests_one_does_the_work(database, counter):
             child.send("end")
         for child in children:
             child.finish()
+
+
+@pytest.mark.rows_only("row statements")
+def test_a_try_finds_the_free_slots_of_a_name_that_was_made_meanwhile(database, monkeypatch):
+    """Another one makes the name after the try has found nothing, and before it looks why."""
+    lock = semaphore("made meanwhile", slots=3, using=database)
+    real, first, others = RowsClaims._take_one, threading.Lock(), []
+
+    def take_one(backend, *args):
+        grant = real(backend, *args)
+        if first.acquire(blocking=False):
+            assert grant is None
+            run_in_threads(1, lambda _: others.append(acquire(lock, "sync")))
+        return grant
+
+    monkeypatch.setattr(RowsClaims, "_take_one", take_one)
+    permit = lock.try_acquire()
+    assert (permit.slot, permit.waited) == (2, 0)
+    assert [other.slot for other in others] == [1]
+    for each in (permit, *others):
+        each.release()
