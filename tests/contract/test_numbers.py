@@ -152,7 +152,7 @@ PURGED = 1.5
 
 
 def take_now_and_then(alias: str, name: str) -> None:
-    """Take a mutex with pauses until a line comes; tell the tokens, each with the clock that all processes of a host share."""
+    """Take a mutex with pauses until a line comes; tell the tokens, each with the clock that all of a host share."""
     tally = Tally()
     seen = []
     lock = semaphore(name, timeout=None, using=alias)
