@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,16 +38,19 @@ class CallerSession:
     def transaction(self, work: Callable[[AnyCursor], T | None], *, again: bool = True) -> T | None:
         """Call ``work`` inside a savepoint; undo it if it returns ``None``. Raises ``BackendError``."""
         savepoint = self.connection.savepoint()
-        result = None
         try:
             result = self.run(work)
-        finally:
-            if savepoint is None:
-                pass  # the caller's atomic() was told to use none
-            elif result is None:
-                self.connection.savepoint_rollback(savepoint)
-            else:
-                self.connection.savepoint_commit(savepoint)
+        except BaseException:
+            if savepoint is not None:
+                with contextlib.suppress(DjangoDatabaseError):  # a deadlock has ended the transaction, and it with that
+                    self.connection.savepoint_rollback(savepoint)
+            raise
+        if savepoint is None:
+            pass  # the caller's atomic() was told to use none
+        elif result is None:
+            self.connection.savepoint_rollback(savepoint)
+        else:
+            self.connection.savepoint_commit(savepoint)
         return result
 
 

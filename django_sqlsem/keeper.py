@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import logging
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -225,6 +227,24 @@ class Keeper(KeeperBase):
                 arbiter.remove(hold)
             self.waiting.pop(hold.permit_id, None)
         hold.answer()
+
+    def give_up_unanswered(self) -> None:
+        """Before the end: whoever has asked the database, and does not know what came of it, gets nothing."""
+        started = time.monotonic()
+        with self.queue_lock:
+            known = [hold for hold in self.holds.values() if not (hold.told or hold.abandoned)]
+            left = [hold for hold in known if hold.asked and hold.grant is None]
+            for hold in left:
+                hold.abandoned = True  # if its thread goes on after all
+                self.waiting.pop(hold.permit_id, None)
+        for hold in left:
+            hold.answer(BackendError("The process is ending."))
+        if left:
+            self.work.close()  # when the statement under way has ended
+        for hold in left:
+            if not self.own.unreachable(started):
+                with contextlib.suppress(BackendError):
+                    self.backend.discard(self.own, hold.claim.resource, hold.permit_id)
 
     def _queue(self, arbiter: Arbiter, hold: Hold) -> None:
         hold.state, hold.queued = State.QUEUED, True

@@ -118,6 +118,7 @@ class ThreadKeeper(CaringKeeper):
         for arbiter in arbiters:
             if not self.own.unreachable(started):
                 arbiter.step(self.own)
+        self.give_up_unanswered()
         super().stop()
         self._reach.close()
         self._stopping = False

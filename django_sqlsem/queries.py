@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from django_sqlsem.backends import database_for, get_backend, refresh_view
+from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.globs import literal_prefix, matcher
 from django_sqlsem.naming import Name, validate_name
 
@@ -82,6 +82,8 @@ def refreshes(name_glob: str | None = None, *, using: str | None = None) -> list
     if prefix is None:
         return []
     matches = matcher(name_glob)
+    from django_sqlsem.backends import refresh_view  # it needs the models, which this module must not
+
     return [each for each in refresh_view.refreshes(database_for(using), prefix) if matches(each.name)]
 
 

@@ -10,7 +10,8 @@ import sys
 
 def say(line: object) -> None:
     """Write a line for the parent's ``expect``."""
-    print(line, flush=True)
+    sys.stdout.write(f"{line}\n")  # in one piece, whatever other threads write
+    sys.stdout.flush()
 
 
 def listen() -> str:

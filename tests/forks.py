@@ -157,7 +157,7 @@ def fork(
 ) -> ForkedProcess | None:
     """Fork a child, or return ``None`` where it has to be started: on other systems and in other environments."""
     global _template
-    if sys.platform != "linux":
+    if sys.platform != "linux" or "LD_PRELOAD" in environment:  # a library that lies about time must not do so here
         return None
     with _starting:
         if _template is not None and _template.owner != os.getpid():

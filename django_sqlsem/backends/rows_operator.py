@@ -24,7 +24,7 @@ from django_sqlsem.backends.rows_acts import database_errors, repeated
 from django_sqlsem.backends.rows_fence import unfenced
 from django_sqlsem.backends.rows_server import server_since
 from django_sqlsem.caller_sessions import OrdinarySession
-from django_sqlsem.exceptions import FencedError
+from django_sqlsem.exceptions import BackendError, FencedError
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import FenceRow, SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.modes import WHOLE, WRITER
@@ -221,21 +221,26 @@ class RowsOperator(BaseSemaphoreBackend):
 
     def _hand_out(self, key: str) -> None:
         """Give to waiters what an act has made free."""
-        connection = connections[self.alias]
 
         def hand_out() -> None:
-            session, dialect = OrdinarySession(connection), dialect_for(connection)
-            counted = self._rows(SemaphoreRow).filter(key=key, kind=TOKENS).first()
-            if counted is not None:
-                resource = resource_for(counted.name, TOKENS)
-                rows_ledger.transact(session, dialect, resource, {}, rows_ledger.Ledger.serve)
-                return
-            since = server_since(connection)
-            parameters = {"key": key, "process_id": "", "durable": True, "since": since, "by_steps": True}
-            rows_grants.grant(session, dialect, parameters)
+            with contextlib.suppress(BackendError):  # the act itself is done, and those who wait will find it
+                self._serve(key)
 
         # Not inside a transaction of the caller's, which may be rolled back.
         transaction.on_commit(hand_out, using=self.alias)
+
+    @repeated
+    def _serve(self, key: str) -> None:
+        connection = connections[self.alias]
+        session, dialect = OrdinarySession(connection), dialect_for(connection)
+        counted = self._rows(SemaphoreRow).filter(key=key, kind=TOKENS).first()
+        if counted is not None:
+            resource = resource_for(counted.name, TOKENS)
+            rows_ledger.transact(session, dialect, resource, {}, rows_ledger.Ledger.serve)
+            return
+        since = server_since(connection)
+        parameters = {"key": key, "process_id": "", "durable": True, "since": since, "by_steps": True}
+        rows_grants.grant(session, dialect, parameters)
 
     def _create_slots(self, key: str, slots: int, *, closed: bool) -> None:
         present = set(self._rows(SlotRow).filter(semaphore=key).values_list("slot", flat=True))

@@ -52,6 +52,8 @@ while :; do
 done
 
 # The command starts; beside it the lease is renewed, and if that fails for too long the command is ended.
+lost=0
+trap 'lost=1' USR1
 SLOT_AND_TOKEN=${answer#held } "$@" &
 work=$!
 {
@@ -64,6 +66,7 @@ work=$!
         esac
         [ $(($(date +%s) - proven)) -lt $((LEASE * 3 / 4)) ] || break
     done
+    kill -USR1 $$ # before the end of the command wakes us
     kill -TERM "$work"
 } >/dev/null 2>&1 &
 keeper=$!
@@ -77,6 +80,6 @@ while kill -0 "$work" 2>/dev/null; do # a signal to us ended the wait
 done
 kill -KILL "$keeper" 2>/dev/null # not TERM: a shell that has only just been forked may miss that
 wait "$keeper" 2>/dev/null
-[ $? -eq 137 ] || { echo "$NAME was lost." >&2; code=76; } # it had ended by itself
+[ "$lost" -eq 0 ] || { echo "$NAME was lost." >&2; code=76; }
 sql release >/dev/null
 exit "$code"

@@ -60,10 +60,18 @@ PURE = {
     "timeouts.py",
 }
 
+#: What makes statements and connections.
+TALKING = ("backends/", "cursors", "keeper.py", "keeper_care", "own_connections", "sessions")
+
 
 def acts(frame: FrameType) -> bool:
     """Return whether a frame's statements may change something."""
     return str(Path(frame.f_code.co_filename).relative_to(LIBRARY)) not in PURE
+
+
+def talks(frame: FrameType) -> bool:
+    """Return whether a frame's module differs from one database to the other; the rest is walked through on SQLite."""
+    return str(Path(frame.f_code.co_filename).relative_to(LIBRARY)).startswith(TALKING)
 
 
 def live_waiters(alias: str) -> list[Any]:
@@ -78,9 +86,9 @@ class Walk:
     """Interrupts an action at its first statement, its second, and so on, each time under a name of its own.
 
     ``keep``: the exceptions are kept, as an error reporter may keep them, with their tracebacks, and thereby every
-    local variable of the frames that they came through. ``all``: at every statement of the library; else, and always
-    on servers, at those that may change something. Every other exception is a ``KeyboardInterrupt``; ``turn`` says
-    which.
+    local variable of the frames that they came through. ``all``: at every statement of the library; else at those
+    that may change something; and on servers at those that talk to it. Every other exception is a
+    ``KeyboardInterrupt``; ``turn`` says which.
     """
 
     alias: str
@@ -102,7 +110,7 @@ class Walk:
         walked = WALKED.setdefault(self.alias, Counter())
         if not self.all or self.alias != "default":
             self.done = frozenset(place for place, times in walked.items() if times >= ENOUGH)
-        run_in_threads(WALKERS, self._some, timeout=200)
+        run_in_threads(WALKERS, self._some, timeout=280)
         assert not self.errors, "\n".join(self.errors)
         assert self.points
         walked.update(set(self.points))
@@ -146,7 +154,9 @@ class Walk:
         return True
 
     def _wanted(self, frame: FrameType) -> bool:
-        return (self.all and self.alias == "default") or acts(frame)
+        if self.alias != "default":
+            return acts(frame) and talks(frame)
+        return self.all or acts(frame)
 
     @contextmanager
     def _in_the_way(self, lock: Semaphore) -> Iterator[None]:

@@ -128,6 +128,38 @@ def test_no_place_in_the_queue_stays(database, code):
         permit.release()
 
 
+UNANSWERED = """
+    from django_sqlsem.backends.rows import RowsBackend
+    enrol = RowsBackend.enrol
+    def enrol_and_dawdle(*args, **kwargs):
+        enrol(*args, **kwargs)
+        say("asked")
+        time.sleep(3600)
+    RowsBackend.enrol = enrol_and_dawdle
+    threading.Thread(target=lock.acquire, daemon=True).start()
+    listen()
+"""
+
+
+@pytest.mark.parametrize("others", [0, 2], ids=["granted", "in line"])
+@pytest.mark.rows_only("row statements")
+def test_nothing_stays_of_a_claim_whose_thread_has_not_heard_what_came_of_it(database, others):
+    permits = []
+    for _ in range(others):
+        permits.append(semaphore("ended", slots=2, using=database).acquire())
+        permits[-1].detach()
+    with Child(code_of(UNANSWERED), database) as child:
+        child.expect("asked")
+        held = [row.pid for row in held_rows(database)]
+        assert (held.count(child.pid), waiter_rows(database)) == ((0, 1) if others else (1, 0))
+        child.send()
+        child.finish()
+        assert waiter_rows(database) == 0
+        assert child.pid not in [row.pid for row in held_rows(database)]
+    for permit in permits:
+        permit.release()
+
+
 class SetUpOnArrival:
     """Sets Django up when a spawned process reads its arguments: before multiprocessing has started there."""
 
