@@ -72,6 +72,8 @@ class Queue:
     ahead: int
     #: How many slots are free.
     free: int = 0
+    #: Whether the name has no slots any more: it was purged while the place was taken.
+    gone: bool = False
     #: Seconds until the next lease runs out; ``None``: not looked at, or none is held.
     expiry_in: float | None = None
     #: How many holders cannot wake this process.

@@ -90,6 +90,9 @@ class RowsBackend(RowsClaims, Counting):
     ) -> Waited:
         queue = session.run(lambda cursor: rows_queue.view(dialect, cursor, parameters, keep=not new))
         granted: tuple[Granted, ...] = ()
+        if queue is not None and queue.gone:  # then nobody would hand anything over: it comes anew, and makes the name
+            session.run(lambda cursor: dialect.execute(cursor, rows_queue.LEAVE, parameters))
+            queue = None
         # What a mode waits for is not told by how many slots are free.
         if queue is not None and (
             (queue.free and not claim.mode)

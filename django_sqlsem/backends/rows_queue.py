@@ -133,6 +133,7 @@ def view(dialect: Dialect, cursor: AnyCursor, parameters: dict[str, Any], *, kee
     return Queue(
         ahead=int(ahead),
         free=int(free or 0),
+        gone=free is None,
         expiry_in=None if expiry_us is None else max(0.0, int(expiry_us) / 1e6),
         strangers=int(strangers or 0),
         suspects=None if dead is None else int(dead),

@@ -6,10 +6,13 @@ import contextlib
 import json
 import select
 import sys
+import threading
 import time
 
+import pytest
+
 from django_sqlsem import control, queries, semaphore
-from django_sqlsem.models import SlotRow
+from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from tests.contract.actors import Actor
 from tests.contract.contenders import WORK, SharedCounter, Tally, say
 from tests.databases import held_rows
@@ -198,3 +201,24 @@ def test_tokens_grow_while_the_idle_name_is_purged_between_grants(database, coun
     by_time = [token for _, token in sorted(each for seen, _ in told for each in seen)]
     assert len(by_time) > 10
     assert by_time == sorted(set(by_time))
+
+
+@pytest.mark.rows_only("row queue")
+def test_who_took_a_place_while_the_name_was_purged_is_served(database):
+    """A purge sees nobody wait, and the place is there a moment later: here the rows are deleted after it."""
+    lock = semaphore("purged", using=database)
+    held = lock.acquire()
+    granted = []
+
+    def wait() -> None:
+        with lock.acquire(timeout=120) as permit:
+            granted.append(permit.slot)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    wait_until(lambda: WaiterRow.objects.using(database).exists(), timeout=60)
+    for model in (SlotRow, SemaphoreRow):  # without the cascade of Django's, as a purge deletes
+        model.objects.using(database).all()._raw_delete(database)
+    waiter.join(90)
+    assert granted == [1]
+    held.release()
