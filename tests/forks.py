@@ -38,7 +38,7 @@ _PRELOADED = (
     "tests.databases",
     "tests.threads",
 )
-_PATIENCE = 60.0
+_PATIENCE = 120.0
 _SET_SUBREAPER = 36  # prctl(2)
 
 
@@ -153,21 +153,31 @@ _starting = threading.Lock()
 
 
 def fork(
-    args: list[str], environment: Mapping[str, str], stderr: int, directory: str | os.PathLike[str]
+    args: list[str],
+    environment: Mapping[str, str],
+    usual: Mapping[str, str],
+    stderr: int,
+    directory: str | os.PathLike[str],
 ) -> ForkedProcess | None:
-    """Fork a child, or return ``None`` where it has to be started: on other systems and in other environments."""
+    """Fork a child; ``None`` where it has to be started: on other systems, and not in the usual environment."""
     global _template
-    if sys.platform != "linux" or "LD_PRELOAD" in environment:  # a library that lies about time must not do so here
+    if sys.platform != "linux" or _fixed(environment) != _fixed(usual):
         return None
     with _starting:
         if _template is not None and _template.owner != os.getpid():
             _template.close()
             _template = None
         if _template is None:
-            _template = Template(environment, directory)
+            _template = Template(usual, directory)
             atexit.register(stop)
         template = _template
-    return template.fork(args, environment, stderr) if template.serves(environment) else None
+    if not template.serves(environment):
+        return None
+    try:
+        return template.fork(args, environment, stderr)
+    except OSError:
+        stop()  # its next answer could be to this request
+        raise
 
 
 def stop() -> None:

@@ -54,7 +54,9 @@ class Child:
         self._queue: queue.Queue[str | None] = queue.Queue()
         self._stderr = tempfile.TemporaryFile(mode="w+b")  # noqa: SIM115 - closed by close()
         arguments, environment = [target, json.dumps(args)], child_environment(**(env or {}))
-        self.process = (forked and forks.fork(arguments, environment, self._stderr.fileno(), ROOT)) or subprocess.Popen(
+        self.process = (
+            forked and forks.fork(arguments, environment, child_environment(), self._stderr.fileno(), ROOT)
+        ) or subprocess.Popen(
             [sys.executable, "-m", "tests.children", *arguments],
             cwd=ROOT,
             env=environment,

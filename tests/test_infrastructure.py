@@ -322,3 +322,14 @@ def test_children_hear_what_the_run_of_tests_ignores(number):
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
+
+
+def test_an_environment_of_its_own_is_for_a_program(wrong_clock):
+    """Even the first child of all: no template may have a wrong clock."""
+    forks.stop()
+    with Child("import time; say(time.time())", env=wrong_clock("+1d")) as odd:
+        assert isinstance(odd.process, subprocess.Popen)
+        assert float(odd.expect()) > time.time() + 80_000
+    with Child("import time; say(time.time())") as usual:
+        assert isinstance(usual.process, forks.ForkedProcess)
+        assert abs(float(usual.expect()) - time.time()) < 3_600

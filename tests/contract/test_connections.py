@@ -66,7 +66,7 @@ def test_two_connections_hold_a_thousand_permits(database, counted):
         child.expect("released", timeout=60)
         assert counted.of(child) <= 2
         assert held_rows(database) == []
-        wait_until(lambda: counted.of(child) == 0, timeout=IDLE + 2, what="no connections")
+        wait_until(lambda: counted.of(child) == 0, timeout=IDLE + 30, what="no connections")
         child.send()
         child.expect("again")
         assert 1 <= counted.of(child) <= 2
@@ -98,7 +98,7 @@ def test_two_connections_wait_for_hundreds_of_threads_and_tasks(database):
         assert json.loads(child.expect("done", timeout=60)) == []
         assert counted.of(child) <= holding
         assert held_rows(database) == []
-        wait_until(lambda: counted.of(child) == 0, timeout=IDLE + 2, what="no connections")
+        wait_until(lambda: counted.of(child) == 0, timeout=IDLE + 30, what="no connections")
         child.send()
         child.finish()
         assert child.stderr == ""

@@ -190,3 +190,15 @@ def test_own_connections_have_read_committed_whatever_the_projects(database):
 
             assert session.run(level) == "read committed"
             assert session.transaction(level) == "read committed"
+
+
+def test_a_hold_that_was_abandoned_is_not_reported_as_forgotten(database, caplog):
+    """Its acquire was interrupted after the grant: a step that gives it back is on its way, and nobody forgot it."""
+    permit = semaphore("abandoned", using=database).acquire()
+    hold = permit._hold
+    hold.abandoned = True
+    hold.keeper.forget(hold, "it was garbage-collected")
+    assert hold.loss is None
+    assert "forgotten" not in caplog.text
+    hold.abandoned = False
+    permit.release()

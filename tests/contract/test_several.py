@@ -92,7 +92,7 @@ def test_all_or_none(world):
     wrong = semaphore("b", using=world)
     with testing.held(c, 2):
         with pytest.raises(AcquireTimeoutError, match=r"'c' .* \(2 of 2 held"):
-            acquire_all([c, b, a], timeout=0.05)
+            acquire_all([c, b, a], timeout=3)
         with pytest.raises(AcquireTimeoutError, match="'c'"):
             asyncio.run(_enter(aacquire_all([c, b, a], timeout=0)))
 
