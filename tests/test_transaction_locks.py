@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from asgiref.sync import async_to_sync
-from django.contrib.auth.models import User
+from django.contrib.auth.models import Group, User
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections, transaction
 from django.db.transaction import TransactionManagementError
@@ -77,7 +77,7 @@ def test_in_a_coroutine_it_says_what_to_do(committed):
 def test_a_block_and_a_decorator_open_the_transaction(database):
     @locked_atomic("orders", using=database)
     def work(fails):
-        User.objects.using(database).create(username=f"ann{fails}")
+        Group.objects.using(database).create(name=f"ann{fails}")
         assert connections[database].in_atomic_block
         if fails:
             raise ZeroDivisionError
@@ -86,7 +86,7 @@ def test_a_block_and_a_decorator_open_the_transaction(database):
     assert work(False) == "done"
     with pytest.raises(ZeroDivisionError):
         work(True)
-    assert [user.username for user in User.objects.using(database).all()] == ["annFalse"]
+    assert [group.name for group in Group.objects.using(database).all()] == ["annFalse"]
     assert not connections[database].in_atomic_block
     block = locked_atomic("orders", timeout=5, using=database)
     with block as permit, locked_atomic("orders", using=database) as again:
