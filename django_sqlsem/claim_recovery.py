@@ -57,7 +57,8 @@ def give_back_abandoned(keeper: Keeper, column: StatusColumn) -> list[Any]:
     _looked[alias, resource.key] = time.monotonic() + min(SELDOM, LOOK_EVERY * max(1.0, workers / MANY))
 
     def look() -> set[tuple[int, int]]:
-        keeper.own.run(lambda cursor: None)  # with the connection, the beacon is lit
+        if not keeper.backend.released_on_disconnect:
+            keeper.own.run(lambda cursor: None)  # with the connection, the beacon is lit
         bury(keeper.backend, keeper.own, resource, witness=keeper.presence.beacon)
         return standing(keeper.backend, keeper.own, resource)
 

@@ -12,7 +12,7 @@ from asgiref.sync import sync_to_async
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
-from django_sqlsem.backends import database_for, get_backend, refresh_rows
+from django_sqlsem.backends import database_for, get_counting_backend, refresh_rows
 from django_sqlsem.backends.refresh_rows import State
 from django_sqlsem.caller_sessions import OrdinarySession
 from django_sqlsem.durations import duration
@@ -80,7 +80,8 @@ class Job:
         self.retry_after = retry_after
         self.resource = resource_for(lock.name, lock.kind)
         self.alias = database_for(lock.using)
-        self.keeper = keeper_for(get_backend(self.alias))
+        # Of the rows, also where the lock itself is an application lock.
+        self.keeper = keeper_for(get_counting_backend(self.alias))
         values.check(self.alias)
 
     def look(self, *, again: bool = False) -> Found:

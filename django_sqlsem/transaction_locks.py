@@ -7,8 +7,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from django.db import connections
+
 from django_sqlsem.backends import database_for, transaction_rows
 from django_sqlsem.backends.transaction_base import Wanted
+from django_sqlsem.backends.transaction_lockings import locking_for
 from django_sqlsem.caller_locks import TransactionPermit, check_options, lock_here, open_locked
 from django_sqlsem.naming import resource_for, validate_name
 from django_sqlsem.targets import is_coroutine_function
@@ -69,7 +72,8 @@ def purge_transaction_locks(*, using: str | None = None) -> int:
 
     They are made again when they are needed, so this is safe at any time. Raises ``BackendError``.
     """
-    return transaction_rows.purge(database_for(using))
+    alias = database_for(using)
+    return transaction_rows.purge(alias) if locking_for(connections[alias]).keeps_rows else 0
 
 
 class LockedAtomic(AbstractContextManager[TransactionPermit]):

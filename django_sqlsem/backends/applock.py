@@ -15,6 +15,7 @@ from django_sqlsem.backends.applock_names import LockNames, lock_names
 from django_sqlsem.backends.applock_session import LockSession
 from django_sqlsem.backends.base import Claim, Granted, Place, Queue, Waited
 from django_sqlsem.exceptions import BackendError
+from django_sqlsem.modes import WHOLE
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.applock_pool import LockPool
@@ -31,6 +32,7 @@ class ApplockBackend(ApplockClaims):
 
     released_on_disconnect = True
     supports_renewal = False
+    modes = frozenset({WHOLE})
     heartbeat = 2.0
 
     def __init__(self, alias: str) -> None:

@@ -19,6 +19,7 @@ from django_sqlsem.backends.applock_sql import (
     PAUSED,
     ROW_FAILED,
     Batch,
+    available,
     batch,
     get,
     give,
@@ -34,8 +35,8 @@ FEW: Final = 16
 
 _VARIABLES: Final = f"""
 DECLARE @status int = {DONE}, @rc int = 0, @done int = 0, @n int = @slots, @count int = 0, @declared int = @slots,
-    @i int = 0, @slot int = 0, @last int = 0, @left int = 0, @intent int = 0, @shrinking int = 0, @busy int = 0,
-    @mark bigint = 0, @error int = 0, @message nvarchar(2048) = N'', @tokens nvarchar(max) = N'',
+    @i int = 0, @m int = 0, @slot int = 0, @last int = 0, @left int = 0, @intent int = 0, @shrinking int = 0,
+    @busy int = 0, @mark bigint = 0, @error int = 0, @message nvarchar(2048) = N'', @tokens nvarchar(max) = N'',
     @csv nvarchar(max) = N',', @resource nvarchar(255) = N'', @rest nvarchar(max) = N'',
     @began datetime2(3) = SYSUTCDATETIME();
 """
@@ -69,11 +70,14 @@ IF @status = {DONE} AND @take > @n SET @status = {NEVER};
 """
 
 #: Others wait: is a slot free all the same? Then the mark tells, at the next look, whether anything moved in between.
+#: One that barges yields to a head that wants all slots (``:w``), as that would never see them free at once.
 _QUEUE: Final = f"""
 IF @status = {DONE} AND {holds("@base")} SET @status = {OWN};
-IF @status = {DONE} AND @fair = 1 AND {taken("@gate")}
+SET @resource = CONCAT(@gate, N':w');
+IF @status = {DONE} AND (@fair = 1 AND {taken("@gate")}
+    OR @fair = 0 AND NOT {holds("@gate")} AND {taken("@resource")})
 BEGIN
-    SELECT @status = {BUSY}, @i = 1;
+    SELECT @status = {BUSY}, @i = CASE WHEN {available("@base", "@mode")} THEN 1 ELSE @n + 1 END;
     WHILE @i <= @n AND @status = {BUSY}
     BEGIN
         SET @resource = CONCAT(@i, N'-', @base);
@@ -88,7 +92,7 @@ _MARK: Final = "SELECT @mark = MAX(token) FROM sqlsem_slot WHERE semaphore_key =
 
 #: After an operator's shrink nothing is granted until fewer are held than there are slots; one caller at a time counts.
 _SHRINK: Final = f"""
-    IF @status = {DONE} AND @operator IS NOT NULL AND @top > @n
+    IF @status = {DONE} AND @place < 0 AND @operator IS NOT NULL AND @top > @n
     BEGIN
         SET @i = @n + 1;
         WHILE @i <= @top
@@ -115,27 +119,34 @@ _SHRINK: Final = f"""
     END;
 """
 
-#: Try every slot without waiting, from a random one on; then wait for one of them for a moment, and so on.
+#: Try every slot without waiting, from a random one on; then wait for one of them for a moment, and so on. ``place``:
+#: the only slot that is tried, for who has the name itself alone; as the head it says so, by ``:w``.
 _SWEEP: Final = f"""
 IF @status = {DONE}
 BEGIN
+    SET @resource = CONCAT(@gate, N':w');
+    IF @place >= 0 AND {holds("@gate")} AND NOT {holds("@resource")}
+    BEGIN
+        {get("@resource", "Exclusive", "0")}
+    END;
     {get("@base", "@mode", "@budget")}
     IF @rc >= 0 SET @intent = 1; ELSE SET @status = CASE WHEN @rc = -1 THEN {BUSY} ELSE @rc END;
     IF @rc = 1 SET @waited = 1;
     IF @n <= {FEW} SET @start = 0;
+    SET @m = CASE WHEN @place < 0 THEN @n ELSE 1 END;
     -- shrink
     WHILE @status = {DONE} AND @count < @take
     BEGIN
         SELECT @i = 0, @last = 0;
-        WHILE @i < @n AND @count < @take AND @status = {DONE}
+        WHILE @i < @m AND @count < @take AND @status = {DONE}
         BEGIN
-            SET @slot = (@start + @i) % @n + 1;
+            SET @slot = CASE WHEN @place < 0 THEN (@start + @i) % @m + 1 ELSE @place END;
             IF CHARINDEX(CONCAT(N',', @slot, N','), @csv) = 0
             BEGIN
                 SET @resource = CONCAT(@slot, N'-', @base);
                 {get("@resource", "Exclusive", "0")}
                 IF @rc >= 0 SELECT @csv = CONCAT(@csv, @slot, N','), @count = @count + 1;
-                ELSE IF @rc = -1 SET @last = @slot;
+                ELSE IF @rc = -1 SET @last = @slot + 1;
                 ELSE SET @status = @rc;
             END;
             SET @i = @i + 1;
@@ -150,10 +161,10 @@ BEGIN
                 SET @status = {BUSY};
             ELSE
             BEGIN
-                IF @n > 1 AND @left > @step SET @left = @step;
-                SET @resource = CONCAT(@last, N'-', @base);
+                IF @m > 1 AND @left > @step SET @left = @step;
+                SET @resource = CONCAT(@last - 1, N'-', @base);
                 {get("@resource", "Exclusive", "@left")}
-                IF @rc >= 0 SELECT @csv = CONCAT(@csv, @last, N','), @count = @count + 1, @waited = 1;
+                IF @rc >= 0 SELECT @csv = CONCAT(@csv, @last - 1, N','), @count = @count + 1, @waited = 1;
                 ELSE IF @rc <> -1 SET @status = @rc;
                 SELECT @start = @start + 1, @step = CASE WHEN @step * 2 < {LAST_STEP_MS} THEN @step * 2
                     ELSE {LAST_STEP_MS} END;
@@ -182,7 +193,8 @@ BEGIN
             SET @token = CASE WHEN @token >= @now THEN @token + 1 ELSE @now END;
             UPDATE sqlsem_slot SET token = @token, permit_id = @permit, acquired_us = @now, expires_us = @now + @lease,
                 lease_us = @lease, host = @host, pid = @pid, thread = @thread, label = @label, user_name = @user,
-                process_id = @process, session_id = @session_id, session_us = @session_us, suspect_us = NULL
+                process_id = @process, session_id = @session_id, session_us = @session_us, suspect_us = NULL,
+                lock_mode = @lock_mode
             WHERE semaphore_key = @key AND slot = @slot;
             SET @tokens = CONCAT(@tokens, @token, N',');
         END;
@@ -211,6 +223,11 @@ BEGIN
     SET @resource = CONCAT(@gate, N':s');
     {give("@resource")}
 END;
+SET @resource = CONCAT(@gate, N':w');
+IF (@status = {DONE} OR @place < 0) AND {holds("@resource")}
+BEGIN
+    {give("@resource")}
+END;
 IF @status = {DONE} AND {holds("@gate")}
 BEGIN
     {give("@gate")}
@@ -223,8 +240,8 @@ SELECT @status AS status, @csv AS slots, @tokens AS tokens, @declared AS declare
 
 _WAITING: Final = "DECLARE @waited int = 0;"
 
-_CLAIM: Final = ("stamp", "base", "gate", "mode", "slots", "take", "fair", "start", "budget", "step")
-_HOLDER: Final = ("key", "kind", "permit", "lease", "host", "pid", "thread", "label", "user", "process")
+_CLAIM: Final = ("stamp", "base", "gate", "mode", "place", "slots", "take", "fair", "start", "budget", "step")
+_HOLDER: Final = ("key", "kind", "lock_mode", "permit", "lease", "host", "pid", "thread", "label", "user", "process")
 _SESSION: Final = ("session_id", "session_us", "ticket", "waiting")
 
 #: One that waits says that it still does.

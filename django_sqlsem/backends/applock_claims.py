@@ -13,7 +13,7 @@ from django_sqlsem.backends import applock_quick_sql as quick
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_codes import ERRORS, Meaning, failure
 from django_sqlsem.backends.applock_holding import ApplockHolding
-from django_sqlsem.backends.applock_names import lock_names, mode_of
+from django_sqlsem.backends.applock_names import lock_names, mode_of, place_of
 from django_sqlsem.backends.applock_session import Holding, LockSession
 from django_sqlsem.backends.base import Claim, Grant, Granted
 from django_sqlsem.clocks import boot_now
@@ -37,6 +37,8 @@ NOT_PLAIN_FOR: Final = 1.0
 REMEMBERED: Final = 10_000
 #: Looks further apart than this prove nothing.
 STUCK_WITHIN: Final = 5.0
+#: Of a claim that does not yield, as the head of the line has stopped.
+PAST: Final = 2
 #: So long after a claim found others waiting, in seconds, the next one goes to the end of the line without a look.
 CROWDED_FOR: Final = 1.0
 
@@ -93,7 +95,7 @@ class ApplockClaims(ApplockHolding):
                 try:
                     answer = self.attempt(session, claim, stand, fair=claim.fair)
                     if answer.status == sql.GATED and self._head_is_stuck(key):
-                        answer = self.attempt(session, claim, stand, fair=False)
+                        answer = self.attempt(session, claim, stand, fair=PAST)
                     return answer
                 except BackendError:
                     # One that was opened long ago may have died unnoticed; whatever it got is free.
@@ -104,17 +106,18 @@ class ApplockClaims(ApplockHolding):
                         raise
                     again = False
 
-    def attempt(self, session: LockSession, claim: Claim, stand: Stand, *, fair: bool) -> Answer:
-        """Claim on this session."""
+    def attempt(self, session: LockSession, claim: Claim, stand: Stand, *, fair: int) -> Answer:
+        """Claim on this session. ``fair``: whether it yields to those who wait, or ``PAST``."""
         names, record, key = lock_names(claim.resource.name), self.record, claim.resource.key
-        in_line = stand.patience is not None
+        in_line, place = stand.patience is not None, place_of(claim.resource.kind, claim.mode)
         values: dict[str, Any] = {
             "stamp": session.stamp,
             "base": names.base,
             "gate": names.gate,
-            "mode": mode_of(claim.resource.kind),
+            "mode": mode_of(claim.resource.kind, claim.mode),
+            "place": -1 if place is None else place,
             "slots": claim.slots or 0,
-            "take": claim.take,
+            "take": claim.take if place is None else 1,
             "fair": int(fair),
             "start": random.randrange(MAX_SLOTS),  # noqa: S311
             "budget": stand.budget,
@@ -185,7 +188,9 @@ class ApplockClaims(ApplockHolding):
         row = session.run(batch, values, waits=waits)
         granted = None
         if row["status"] == sql.DONE:
-            holding = Holding(claim.permit_id, names, key, numbers(row["slots"]), numbers(row["tokens"]))
+            slots, alone = numbers(row["slots"]), place_of(claim.resource.kind, claim.mode) is not None
+            whole = tuple(range(slots[0], int(row["bound"]) + 1)) if alone else ()
+            holding = Holding(claim.permit_id, names, key, slots, numbers(row["tokens"]), whole)
             if self.pool.note(session, holding):
                 granted = Granted(claim.permit_id, holding.grant(), claim.lease)
             else:  # another session was served for it at the same moment
@@ -250,6 +255,7 @@ def holder_values(claim: Claim) -> dict[str, Any]:
     return {
         "key": claim.resource.key,
         "kind": claim.resource.kind,
+        "lock_mode": claim.mode,
         "permit": claim.permit_id,
         "lease": round(claim.lease * 1e6),
         "host": who.host,

@@ -49,9 +49,9 @@ class ApplockHolding(ApplockOperator):
 
     def release(self, session: Session, held: Held, *, wanted: bool = False, hand_on: bool = True) -> Released:
         """Free the permit's locks on the session that has them, the rows first."""
-        return Released(self._free(held.permit_id, len(held.grant.slots)))
+        return Released(self._free(held.permit_id))
 
-    def _free(self, permit_id: str, slots: int) -> bool:
+    def _free(self, permit_id: str) -> bool:
         found = self.pool.holder(permit_id)
         if found is None:
             return False
@@ -59,7 +59,7 @@ class ApplockHolding(ApplockOperator):
         with self.pool.own(session):
             if session.held.get(holding.key) is not holding:
                 return False
-            return self.let_go(session, holding) >= slots
+            return self.let_go(session, holding) >= len(holding.slots)
 
     def let_go(self, session: LockSession, holding: Holding) -> int:
         """Free a permit's locks on this session, whose turn it is. Returns how many there were."""
@@ -111,7 +111,7 @@ class ApplockHolding(ApplockOperator):
                     if self.record:
                         session_.run(sql.UNRECORD, {"key": resource.key, "permit": permit_id, "slot": 0})
         if self.pool.holder(permit_id) is not None:
-            freed = self._free(permit_id, 1)
+            freed = self._free(permit_id)
         return freed
 
     # Holding.

@@ -45,7 +45,7 @@ class Claimant(Protocol):
     #: To be called with what was granted, when it was asked for, and its name.
     deliver: Callable[[Granted, float, Resource], object]
 
-    def attempt(self, session: LockSession, claim: Claim, stand: Stand, *, fair: bool) -> Answer:
+    def attempt(self, session: LockSession, claim: Claim, stand: Stand, *, fair: int) -> Answer:
         """Claim on this session, after standing in line if need be."""
 
     def pass_on(self, session: LockSession, claim: Claim, successor: Claim) -> Granted:
@@ -234,7 +234,7 @@ class Line:
         if not wanted:  # who left has looked already for what it might have got
             self._unwanted = claim
             successor = self._wanted()
-            if successor is None or (successor.take, successor.slots) != (claim.take, claim.slots):
+            if successor is None or _wants(successor) != _wants(claim):
                 return
             granted, claim = self.claimant.pass_on(session, claim, successor), successor
             with self._changed:
@@ -243,3 +243,7 @@ class Line:
         if wanted:
             self._unwanted = None
             self.claimant.deliver(granted, boot_now(), claim.resource)
+
+
+def _wants(claim: Claim) -> tuple[int, int | None, str]:
+    return claim.take, claim.slots, claim.mode

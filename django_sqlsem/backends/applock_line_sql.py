@@ -6,6 +6,7 @@ import functools
 from typing import Final
 
 from django_sqlsem.backends.applock_sql import CHECK, DONE, NOW, Batch, batch, give, holds
+from django_sqlsem.modes import WHOLE
 
 #: A waiter's row lasts so long, in microseconds, unless its process says that it lives.
 PATIENCE_US: Final = 2_500_000
@@ -13,14 +14,18 @@ PATIENCE_US: Final = 2_500_000
 #: A waiter's row is for people to see: whatever is wrong with it must not cost a grant.
 SHOWN: Final = "BEGIN TRY {text} END TRY BEGIN CATCH SET @done = 0; END CATCH;"
 
+#: Who wants all slots has 0 in its row.
+_WANTED: Final = f"CASE WHEN @lock_mode = N'{WHOLE}' THEN 0 ELSE @take END"
+
 _ROW: Final = f"""
     DELETE FROM sqlsem_waiter WHERE semaphore_key = @key AND expires_us < {NOW} - 60000000;
-    UPDATE sqlsem_waiter SET expires_us = {NOW} + {PATIENCE_US}, waiting = @waiting WHERE ticket = @ticket;
+    UPDATE sqlsem_waiter SET expires_us = {NOW} + {PATIENCE_US}, waiting = @waiting, lock_mode = @lock_mode,
+        take = {_WANTED} WHERE ticket = @ticket;
     IF @@ROWCOUNT = 0
         INSERT INTO sqlsem_waiter (ticket, semaphore_key, queued_us, expires_us, take, lease_us, away, waiting, host,
-            pid, thread, label, user_name, process_id, boot_id, channel, beacon)
-        VALUES (@ticket, @key, {NOW} - @age, {NOW} + {PATIENCE_US}, @take, @lease, 0, @waiting, @host,
-            @pid, @thread, @label, @user, @process, N'', N'', 0);
+            pid, thread, label, user_name, process_id, boot_id, channel, beacon, lock_mode)
+        VALUES (@ticket, @key, {NOW} - @age, {NOW} + {PATIENCE_US}, {_WANTED}, @lease, 0, @waiting, @host,
+            @pid, @thread, @label, @user, @process, N'', N'', 0, @lock_mode);
 """
 
 #: The row of one that stands in line.
@@ -33,8 +38,12 @@ def step_out(*, record: bool) -> Batch:
     return batch(
         ("stamp", "gate", *(("ticket",) if record else ())),
         f"""
-DECLARE @status int = {DONE}, @done int = 0;
+DECLARE @status int = {DONE}, @done int = 0, @resource nvarchar(255) = CONCAT(@gate, N':w');
 {CHECK}
+IF @status = {DONE} AND {holds("@resource")}
+BEGIN
+    {give("@resource")}
+END;
 IF @status = {DONE} AND {holds("@gate")}
 BEGIN
     {give("@gate")}

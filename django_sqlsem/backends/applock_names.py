@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from django_sqlsem.modes import RWLOCK, SHARED, WHOLE, WRITER
+
 #: Begins whatever we lock that is neither a slot nor the name itself.
 PREFIX: Final = "sqlsem:"
 #: A resource is cut after so many UTF-16 units, without an error.
@@ -32,13 +34,23 @@ class LockNames:
         return f"{number}-{self.base}"
 
 
-#: The mode in which holders have the name itself, by the kind of lock. Those of semaphores do not exclude one another.
-MODES: Final = {"monitor": "Exclusive"}
+#: The mode in which holders have the name itself, by the kind of lock. Those of semaphores do not exclude one another,
+#: nor do readers, who keep out those of semaphores.
+MODES: Final = {"monitor": "Exclusive", RWLOCK: "Shared"}
+#: The slot that says who drains a semaphore: it is free by then.
+DRAINS: Final = 1
 
 
-def mode_of(kind: str) -> str:
-    """Return the mode in which a holder has the name itself."""
-    return MODES.get(kind, "IntentExclusive")
+def mode_of(kind: str, mode: str = SHARED) -> str:
+    """Return the mode in which a holder has the name itself: one that wants all slots, alone."""
+    return "Exclusive" if mode == WHOLE else MODES.get(kind, "IntentExclusive")
+
+
+def place_of(kind: str, mode: str) -> int | None:
+    """Return the very slot that a claim takes, which stands for all of them; ``None``: any that is free."""
+    if mode != WHOLE:
+        return None
+    return WRITER if kind == RWLOCK else DRAINS
 
 
 @functools.lru_cache(maxsize=4096)

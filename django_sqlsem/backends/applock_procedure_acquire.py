@@ -101,7 +101,7 @@ _ASK: Final = f"""
         SET @left = CASE WHEN @timeout_ms IS NULL THEN 2147483647
             ELSE @timeout_ms - DATEDIFF_BIG(MILLISECOND, @began, @asked) END;
         SET @budget = CASE WHEN @head = 0 OR @left <= 0 THEN 0 WHEN @left < {BUDGET_MS} THEN @left ELSE {BUDGET_MS} END;
-        SET @fair = CASE WHEN @head = 1 OR @stuck = 1 THEN 0 ELSE 1 END;
+        SET @fair = CASE WHEN @head = 1 THEN 0 WHEN @stuck = 1 THEN 2 ELSE 1 END;
         EXEC sqlsem.internal_claim @base = @base, @gate = @gate, @slots = @wanted, @take = 1, @fair = @fair,
             @start = @start, @budget = @budget, @step = {acquiring.FIRST_STEP_MS}, @key = @key, @kind = @kind,
             @permit = @permit, @lease = {LEASE_US}, @host = @host, @pid = @pid, @thread = @thread, @label = @work,

@@ -100,7 +100,7 @@ END;
 """
 _STEPS: Final = acquiring.STEPS
 _CLAIM: Final = f"""
-DECLARE @mode varchar(32) = 'IntentExclusive';
+DECLARE @mode varchar(32) = 'IntentExclusive', @place int = -1, @lock_mode nvarchar(8) = N'';
 {_STEPS["variables"]}{_STEPS["read"]}{_UNRECORDED}{_STEPS["take"]}
 IF @record = 1
 BEGIN

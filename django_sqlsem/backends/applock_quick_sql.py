@@ -28,7 +28,7 @@ BEGIN TRY
     UPDATE s SET token = CASE WHEN s.token >= @now THEN s.token + 1 ELSE @now END, permit_id = @permit,
         acquired_us = @now, expires_us = @now + @lease, lease_us = @lease, host = @host, pid = @pid, thread = @thread,
         label = @label, user_name = @user, process_id = @process, session_id = @session_id, session_us = @session_us,
-        suspect_us = NULL
+        suspect_us = NULL, lock_mode = N''
     FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key
     WHERE s.semaphore_key = @key AND s.slot = @slot AND m.kind = @kind AND m.paused = 0 AND m.operator_slots IS NULL
         AND (@slots >= @slot OR @slots = 0 AND m.declared_slots >= @slot);

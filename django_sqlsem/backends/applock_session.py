@@ -41,9 +41,13 @@ class Holding:
     key: str
     slots: tuple[int, ...]
     tokens: tuple[int, ...] = ()
+    #: The slots that it stands for, if it has the name itself alone and one slot in place of all.
+    whole: tuple[int, ...] = ()
 
     def grant(self) -> Grant:
         """Return it as a backend grants it: ascending; for want of rows' ids, with the slots' numbers."""
+        if self.whole:
+            return Grant(self.whole, self.tokens * len(self.whole), self.whole)
         order = sorted(range(len(self.slots)), key=self.slots.__getitem__)
         slots = tuple(self.slots[number] for number in order)
         return Grant(slots, tuple(self.tokens[number] for number in order) if self.tokens else (), slots)

@@ -12,6 +12,8 @@ import functools
 from dataclasses import dataclass
 from typing import Final
 
+from django_sqlsem.modes import RWLOCK, WRITER
+
 #: How long a batch waits for a row of ours, in milliseconds.
 ROW_PATIENCE_MS: Final = 2000
 
@@ -64,6 +66,11 @@ def holds(resource: str) -> str:
     return f"APPLOCK_MODE(N'public', {resource}, N'Session') <> N'NoLock'"
 
 
+def available(resource: str, mode: str) -> str:
+    """This session could have it at once: nobody's lock, and nobody who waits, is in the way."""
+    return f"APPLOCK_TEST(N'public', {resource}, {mode}, N'Session') = 1"
+
+
 def taken(resource: str) -> str:
     """Another session holds it, or waits for it."""
     return f"APPLOCK_TEST(N'public', {resource}, N'Exclusive', N'Session') = 0"
@@ -75,6 +82,7 @@ TYPES: Final = {
     "base": "nvarchar(255)",
     "gate": "nvarchar(255)",
     "mode": "varchar(32)",
+    "lock_mode": "nvarchar(8)",
     "resource": "nvarchar(255)",
     "csv": "nvarchar(max)",
     "key": "nvarchar(32)",
@@ -162,7 +170,7 @@ END;
 def cleaning(check: str) -> str:
     """Return what frees the gate, the name and its slots up to ``bound`` on this session; ``check`` comes first."""
     return f"""
-DECLARE @status int = {DONE}, @done int = 0, @slot int = 1, @freed int = 0, @resource nvarchar(255) = N'';
+DECLARE @status int = {DONE}, @done int = 0, @slot int = 0, @freed int = 0, @resource nvarchar(255) = N'';
 {check}
 WHILE @slot <= @bound AND @status = {DONE}
 BEGIN
@@ -179,6 +187,11 @@ BEGIN
     {give("@base")}
 END;
 SET @resource = CONCAT(@gate, N':s');
+IF @status = {DONE} AND {holds("@resource")}
+BEGIN
+    {give("@resource")}
+END;
+SET @resource = CONCAT(@gate, N':w');
 IF @status = {DONE} AND {holds("@resource")}
 BEGIN
     {give("@resource")}
@@ -224,7 +237,7 @@ SELECT @@ROWCOUNT AS renamed;
 _IF_MISSING: Final = "BEGIN TRY {insert} END TRY BEGIN CATCH IF ERROR_NUMBER() NOT IN (2601, 2627) THROW; END CATCH;"
 
 CREATING: Final = (
-    "DECLARE @slot int = 1;\n"
+    f"DECLARE @slot int = CASE WHEN @kind = N'{RWLOCK}' THEN {WRITER} ELSE 1 END;\n"
     + _IF_MISSING.format(
         insert=f"""
 INSERT INTO sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking)
@@ -234,10 +247,11 @@ WHERE NOT EXISTS (SELECT 1 FROM sqlsem_semaphore WHERE name_key = @key);
     )
     + "\nWHILE @slot <= @slots\nBEGIN\n"
     + _IF_MISSING.format(
-        insert="""
+        insert=f"""
 INSERT INTO sqlsem_slot (semaphore_key, slot, closed, beacon, token, lease_us, held_us, host, pid, thread, label,
-    user_name, process_id, boot_id, channel, revoked_by)
-SELECT @key, @slot, 0, 0, 0, 0, 0, N'', 0, N'', N'', N'', N'', N'', N'', N''
+    user_name, process_id, boot_id, channel, revoked_by, lock_mode)
+SELECT @key, @slot, CASE WHEN @slot = {WRITER} THEN 1 ELSE 0 END, 0, 0, 0, 0, N'', 0, N'', N'', N'', N'', N'', N'',
+    N'', N''
 WHERE NOT EXISTS (SELECT 1 FROM sqlsem_slot WHERE semaphore_key = @key AND slot = @slot);
 """
     )

@@ -14,6 +14,7 @@ from django_sqlsem.backends.applock_names import PREFIX, LockNames, lock_names
 from django_sqlsem.backends.applock_sql import NOW
 from django_sqlsem.backends.row_clock import RowClock
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
+from django_sqlsem.modes import WHOLE
 from django_sqlsem.naming import resource_for
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot
 
@@ -41,14 +42,15 @@ _RESOURCE: Final = f"CASE WHEN {_PLAIN} THEN CONCAT(s.slot, N'-', m.name) ELSE N
 
 _SLOTS: Final = (
     "SELECT s.semaphore_key AS semaphore_id, s.slot, s.token, s.acquired_us, s.expires_us, s.lease_us, s.host, s.pid,"
-    " s.thread, s.label, s.user_name AS [user], s.session_id, s.session_us,"
+    " s.thread, s.label, s.user_name AS [user], s.session_id, s.session_us, s.lock_mode AS mode,"
     f" CASE WHEN {_PLAIN} THEN {_TAKEN.format(resource=_RESOURCE)} END AS taken"
     " FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE {where} ORDER BY s.slot"
 )
 
 _WAITERS: Final = (
     "SELECT w.semaphore_key AS semaphore_id, w.queued_us, w.waiting, w.take, w.host, w.pid, w.thread, w.label,"
-    " w.user_name AS [user], w.process_id FROM sqlsem_waiter w JOIN sqlsem_semaphore m ON m.name_key = w.semaphore_key"
+    " w.user_name AS [user], w.process_id, w.lock_mode AS mode"
+    " FROM sqlsem_waiter w JOIN sqlsem_semaphore m ON m.name_key = w.semaphore_key"
     f" WHERE {{where}} AND w.expires_us > {NOW} ORDER BY w.queued_us, w.id"
 )
 
@@ -111,6 +113,7 @@ def _snapshot(
         holders = with_sessions(clock, name, holders, numbers, locks)
         known = [each["process_id"] for each in waiters]
         waiting += [_stranger(clock, name, lock) for lock in locks.waiters(names, sorted(numbers), known=known)]
+    holders = [each for holder in holders for each in _all_slots(holder, slots)]
     return clock.semaphore(semaphore, tuple(holders), tuple(waiting), usual_hold=float(usual) / 1e6 if usual else None)
 
 
@@ -141,7 +144,16 @@ def _holder(
         lease_left=None,
         session_id=slot.session_id,
         session_us=slot.session_us,
+        mode=slot.mode,
     )
+
+
+def _all_slots(holder: HolderSnapshot, slots: Sequence[Mapping[str, Any]]) -> list[HolderSnapshot]:
+    """Return the holder once for each slot that it stands for."""
+    if holder.mode != WHOLE:
+        return [holder]
+    others = [slot["slot"] for slot in slots if slot["slot"] > holder.slot and slot["expires_us"] is None]
+    return [holder, *(dataclasses.replace(holder, slot=slot) for slot in others)]
 
 
 def _unknown(clock: RowClock, name: str, slot: int, lock: Lock | None = None) -> HolderSnapshot:

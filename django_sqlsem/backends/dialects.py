@@ -51,6 +51,8 @@ class Dialect:
     #: Two ways to lock the row that a query reads: after it, or after its table's name.
     for_update: ClassVar[str] = " FOR UPDATE"
     lock_hint: ClassVar[str] = ""
+    #: Is a row to be written before it is read, so that it is surely locked?
+    locks_by_writing: ClassVar[bool] = False
     # For one lease after the server's start nothing has run out.
     free: ClassVar[str] = "({t}expires_us IS NULL OR ({t}expires_us <= {{now}} AND {t}lease_us <= {{now}} - %(since)s))"
     live: ClassVar[str] = "{t}expires_us > {{now}}"
@@ -78,7 +80,11 @@ class Dialect:
         if "arrived_us" in parameters:
             # At this very moment: a statement may have stood in line for the database for a while.
             values["age_us"] = max(0, clocks.boot_now_us() - parameters["arrived_us"])
-        cursor.execute(text, {name: values[name] for name in names} or None)
+        self.send(cursor, text, {name: values[name] for name in names})
+
+    def send(self, cursor: AnyCursor, text: str, values: Mapping[str, Any]) -> None:
+        """Run a statement with its parameters, as the driver takes them."""
+        cursor.execute(text, values or None)
 
     def now(self, cursor: AnyCursor) -> int:
         """Return the database's clock, in microseconds."""
@@ -121,6 +127,11 @@ class Dialect:
 def _prepare(sql: str, now: str) -> tuple[str, Sequence[str]]:
     text = sql.replace("{now}", now)
     return text, tuple(dict.fromkeys(_PARAMETER.findall(text)))
+
+
+@functools.lru_cache(maxsize=512)
+def _positional(text: str) -> tuple[str, Sequence[str]]:
+    return _PARAMETER.sub("%s", text), tuple(_PARAMETER.findall(text))
 
 
 class PostgreSQL(Dialect):
@@ -217,6 +228,12 @@ class SQLServer(Dialect):
     now_sql = "DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME())"
     for_update = ""
     lock_hint = " WITH (UPDLOCK, ROWLOCK)"
+    locks_by_writing = True  # whatever becomes of the hint
+
+    def send(self, cursor: AnyCursor, text: str, values: Mapping[str, Any]) -> None:
+        """Run a statement: its driver knows no parameters by name."""
+        statement, names = _positional(text)
+        cursor.execute(statement, [values[name] for name in names] or None)
 
 
 _DIALECTS: Final[dict[str, type[Dialect]]] = {

@@ -54,12 +54,9 @@ def _(backend: RowsBackend, session: Session, resource: Resource, *, witness: bo
 @functools.singledispatch
 def standing(backend: BaseSemaphoreBackend, session: Session, resource: Resource) -> set[tuple[int, int]]:
     """Return the pairs of slot and token that are held now. Those of dead holders may be among them for a while."""
-    return {
-        (holder.slot, holder.token)
-        for snapshot in backend.inspect([resource.name])
-        for holder in snapshot.holders
-        if holder.state is not SlotState.STALE
-    }
+    found = backend.snapshot(session, resource)
+    holders = found.holders if found is not None else ()
+    return {(holder.slot, holder.token) for holder in holders if holder.state is not SlotState.STALE}
 
 
 @standing.register(RowsBackend)

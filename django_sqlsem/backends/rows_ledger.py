@@ -34,6 +34,7 @@ _CREATE: Final = (
     "sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking, tokens)"
     " VALUES (%(key)s, %(name)s, %(kind)s, %(initial)s, {now}, %(no)s, %(no)s, %(initial)s)"
 )
+_TOUCH: Final = "UPDATE sqlsem_semaphore SET tokens = tokens WHERE name_key = %(key)s"
 _SAVE: Final = "UPDATE sqlsem_semaphore SET tokens = %(tokens)s, declared_us = {now} WHERE name_key = %(key)s"
 _STAND: Final = (
     "INSERT INTO sqlsem_waiter (ticket, semaphore_key, queued_us, expires_us, take, lease_us, away, waiting, host, pid,"
@@ -87,6 +88,8 @@ class Ledger:
 
     def lock(self) -> str | None:
         """Lock the name's row, and put back what is overdue. Return the name's kind, if there is such a name."""
+        if self.dialect.locks_by_writing:
+            self.execute(_TOUCH)
         self.execute(_lock(self.dialect))
         found = self.cursor.fetchone()
         if found is None:

@@ -55,6 +55,8 @@ _MAX_MS: Final = 2**31 - 1
 class ApplockLocking(TransactionLocking):
     """Application locks of the owner Transaction: the resource is the name itself, as in other programs."""
 
+    keeps_rows = False
+
     def lock(self, wanted: Wanted, timeout: float | None, *, mark: Mark | None = None) -> float | None:
         """Ask for the lock; the return code says the rest."""
         started = time.monotonic()

@@ -8,7 +8,7 @@ import enum
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from django.db import Error as DjangoDatabaseError
 from django.db.transaction import TransactionManagementError
@@ -62,6 +62,9 @@ class Mark:
 
 class TransactionLocking(abc.ABC):
     """Takes locks in the transaction that is open on a connection. They end with it."""
+
+    #: Whether each name has a row, which can be purged.
+    keeps_rows: ClassVar[bool] = True
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection = connection

@@ -9,7 +9,7 @@ from django.db import connections
 
 from django_sqlsem.claims import claim, recover
 from django_sqlsem.models import ClaimRow
-from tests import databases
+from tests import applocks, databases, tds
 from tests.contract.claimants import PATIENT, Workers, count_up, rows
 from tests.processes import Child
 from tests.testapp.models import Inventory
@@ -138,6 +138,8 @@ def open_transactions(database):
         sql = (
             "SELECT COUNT(*) FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle in transaction'"
         )
+    elif applocks.are_at(database):
+        sql = "SELECT COUNT(*) FROM sys.dm_exec_sessions WHERE database_id = DB_ID() AND open_transaction_count > 0"
     else:
         sql = (
             "SELECT COUNT(*) FROM information_schema.innodb_trx JOIN information_schema.processlist"
@@ -165,11 +167,16 @@ def test_no_transaction_is_open_while_the_work_goes_on(database, workers):
 def test_a_row_that_a_transaction_has_locked_is_passed_over_at_once(database):
     if not connections[database].features.has_select_for_update_skip_locked:
         pytest.skip("the database can't pass over what is locked")
+    if tds.is_stand_in(database):
+        pytest.skip("the stand-in heeds no table hints")
+    begin, hint, lock = "BEGIN", "", " FOR UPDATE"
+    if applocks.are_at(database):
+        begin, hint, lock = "BEGIN TRANSACTION", " WITH (UPDLOCK, ROWLOCK)", ""
     first, second = make(database, 2)
     with contextlib.closing(databases.raw_connection(database)) as other:
         cursor = other.cursor()
-        cursor.execute("BEGIN")
-        cursor.execute(f"SELECT id FROM testapp_inventory WHERE id = {first} FOR UPDATE")
+        cursor.execute(begin)
+        cursor.execute(f"SELECT id FROM testapp_inventory{hint} WHERE id = {first}{lock}")
         # In reverse order of the keys, for which every row has to be read before the first is known.
         with claim(rows(database).order_by("priority", "-worked", "pk"), using=database) as claimed:
             assert claimed.one.pk == second

@@ -13,8 +13,6 @@ from tests.contract.test_rwlock import refused, wait_for_waiters
 from tests.databases import held_rows
 from tests.threads import run_in_threads, wait_until
 
-pytestmark = pytest.mark.rows_only("modes")
-
 NAME = "work"
 
 

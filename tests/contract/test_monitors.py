@@ -17,6 +17,7 @@ from django.db import connections, transaction
 
 from django_sqlsem import AlreadyHeldError, NotEnteredError, PermitLostError, control, mutex
 from django_sqlsem.locks import Monitor, monitor
+from tests import applocks
 from tests.databases import OutsideCounter
 from tests.interruptions import SoftLimit, Striking, StrikingAwait, without_tracer
 from tests.processes import Child
@@ -252,13 +253,15 @@ def test_whoever_is_not_inside_cannot_leave(database):
 
 def test_losing_it_in_the_middle(database):
     lost: list[Any] = []
+    # A slow server may tell that the session has ended before it tells by whom.
+    why = "revoked by ann|session has ended" if applocks.are_at(database) else "revoked by ann"
     lock = monitor("m", timeout=0, on_lost=lost.append, using=database)
     with lock as outer, lock as inner:
-        control.revoke("m", by="ann", using=database)
+        control.revoke("m", by="ann", kill=applocks.are_at(database), using=database)
         outer._hold.keeper.renew_now(outer._hold)
         wait_until(lambda: outer.lost, timeout=PATIENT, what="the news of the revocation")
         for permit in (outer, inner):
-            with pytest.raises(PermitLostError, match="revoked by ann"):
+            with pytest.raises(PermitLostError, match=why):
                 permit.check()
         for again in (lock.acquire, lock.try_acquire):
             with pytest.raises(PermitLostError, match="Leave it before entering again"):

@@ -16,6 +16,7 @@ from django_sqlsem import control, mutex, queries, semaphore
 from django_sqlsem.locks import monitor
 from django_sqlsem.naming import joined, part_texts, validate_name
 from django_sqlsem.testing import busy
+from tests import applocks
 from tests.databases import ROOT
 from tests.processes import Child
 
@@ -111,7 +112,8 @@ def test_the_operators_side_takes_parts_and_shows_their_text(database):
         assert queries.semaphore(r"a\:b:c", using=database) is not None
         assert control.pause(("a:b", "c"), by="ann", using=database)
         assert control.resume(("a:b", "c"), by="ann", using=database)
-        [revoked] = control.revoke(("a:b", "c"), by="ann", using=database)
+        kill = applocks.are_at(database)
+        [revoked] = control.revoke(("a:b", "c"), by="ann", kill=kill, using=database)
         assert (revoked.name, revoked.token) == (permit.name, permit.token)
     with busy(("a:b", "c")):
         assert lock.try_acquire() is None

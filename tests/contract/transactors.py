@@ -12,6 +12,7 @@ from typing import Any
 from django.db import connections, transaction
 
 from django_sqlsem import AcquireTimeoutError, DeadlockError
+from django_sqlsem.backends.transaction_applock import ApplockLocking
 from django_sqlsem.backends.transaction_base import Outcome
 from django_sqlsem.backends.transaction_mysql import MySQLLocking
 from django_sqlsem.backends.transaction_postgresql import PostgreSQLLocking
@@ -40,6 +41,17 @@ def announce_waits() -> None:
             return real(self, *args)
 
         locking.wait = wait
+    real_lock = ApplockLocking.lock
+
+    def lock(self: Any, wanted: Any, timeout: float | None, **options: Any) -> float | None:
+        found = real_lock(self, wanted, 0, **options)
+        if found is not None or timeout == 0:
+            return found
+        tell("waits")
+        found = real_lock(self, wanted, timeout, **options)
+        return max(found, 1e-6) if found is not None else None
+
+    ApplockLocking.lock = lock  # type: ignore[method-assign]
     real_write, real_mark, said = SQLiteLocking._write, SQLiteLocking.mark, threading.local()
 
     def write(self: Any, wanted: Any) -> Any:
