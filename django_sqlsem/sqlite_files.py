@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,6 +15,8 @@ FileId: TypeAlias = "tuple[int, int] | None"
 
 _known: weakref.WeakSet[BaseDatabaseWrapper] = weakref.WeakSet()
 _inherited: list[tuple[weakref.ref[BaseDatabaseWrapper], Any]] = []
+#: Two threads may open their first connections at the same moment: none opens before the inherited ones are closed.
+_leaving = threading.Lock()
 
 
 def file_id(connection: BaseDatabaseWrapper) -> FileId:
@@ -35,6 +38,8 @@ def remember(connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
 
 def after_fork() -> None:
     """In a forked child: note the connections that came along."""
+    global _leaving
+    _leaving = threading.Lock()
     _inherited[:] = [(weakref.ref(each), each.connection) for each in list(_known) if each.connection is not None]
 
 
@@ -45,13 +50,17 @@ def leave_inherited(file: FileId) -> None:
     has: others would take the write-ahead log away under this process, which went on alone in a file of its own.
     A connection inside a transaction is left alone, as its end would undo the parent's.
     """
-    for reference, raw in list(_inherited):
-        connection = reference()
-        if connection is not None and connection.connection is raw and file_id(connection) == file and file is not None:
-            if raw.in_transaction:
-                continue
-            with contextlib.suppress(Exception):
-                raw.close()
-            connection.connection = None
-        if connection is None or connection.connection is not raw:
-            _inherited.remove((reference, raw))
+    if not _inherited:
+        return
+    with _leaving:
+        for reference, raw in list(_inherited):
+            connection = reference()
+            mine = connection is not None and connection.connection is raw
+            if connection is not None and mine and file is not None and file_id(connection) == file:
+                if raw.in_transaction:
+                    continue
+                with contextlib.suppress(Exception):
+                    raw.close()
+                connection.connection = None
+            if connection is None or connection.connection is not raw:
+                _inherited.remove((reference, raw))
