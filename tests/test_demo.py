@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -27,6 +29,14 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the demo needs 
 def environment(folder: Path, url: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if key not in {"DATABASE_URL", "DJANGO_SETTINGS_MODULE"}}
     return {**kept, "EXAMPLE_VAR_DIR": str(folder), **({"DATABASE_URL": url} if url else {})}
+
+
+@pytest.fixture(autouse=True)
+def _one_at_a_time() -> Iterator[None]:
+    """Demos of several test processes would look for a free port at the same moment, and find the same one."""
+    with open(os.path.join(tempfile.gettempdir(), "sqlsem-tests-of-the-demo"), "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def start(folder: Path, *arguments: str, url: str = "") -> subprocess.Popen[str]:

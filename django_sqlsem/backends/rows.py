@@ -66,15 +66,14 @@ class RowsBackend(RowsClaims, Counting):
 
         def enrol(cursor: AnyCursor) -> int:
             dialect.execute(cursor, text, parameters)
-            enrolled = cursor.rowcount
-            if claim.rank and enrolled > 0:
-                dialect.execute(cursor, rows_queue.BACK, parameters)
-            return enrolled
+            return cursor.rowcount
 
         while session.run(enrol, again=False) <= 0:  # the name is new, or has fewer slots than it should
             grant = self._look_and_claim(session, dialect, claim, parameters, unseen=True)
             if grant is not None:
                 return Waited((Granted(claim.permit_id, grant, claim.lease),), at_once=first)
+        if claim.rank:  # on its own: what is repeated because the database was locked must not take the place twice
+            session.run(lambda cursor: dialect.execute(cursor, rows_queue.BACK, parameters))
         # A slot may have been freed between the claim and this, by someone who saw nobody waiting.
         return self._look_around(session, dialect, claim, parameters, new=True)
 
