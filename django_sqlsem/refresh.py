@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from asgiref.sync import sync_to_async
-from django.core.exceptions import SynchronousOnlyOperation
 
 from django_sqlsem.call_names import CallName
 from django_sqlsem.clocks import boot_now
@@ -17,7 +16,7 @@ from django_sqlsem.exceptions import AlreadyHeldError, BackendError
 from django_sqlsem.naming import validate_name
 from django_sqlsem.refresh_jobs import BuildFailedError, Job
 from django_sqlsem.refresh_values import MISSING, CacheValues, FieldValues, Values
-from django_sqlsem.scopes import in_event_loop
+from django_sqlsem.scopes import refuse_event_loop
 from django_sqlsem.semaphores import Semaphore
 from django_sqlsem.timeouts import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.wording import shown
@@ -177,10 +176,9 @@ class Refresh:
     def _refuse_async(self) -> None:
         if self.is_async:
             raise TypeError(f"The build of {self._name.template.source!r} is asynchronous: await aget() or anow().")
-        if in_event_loop():
-            raise SynchronousOnlyOperation(
-                f"{self._name.template.source!r} can't be read synchronously from an async context: await aget()."
-            )
+        refuse_event_loop(
+            f"{self._name.template.source!r} can't be read synchronously from an async context: await aget()."
+        )
 
     def __repr__(self) -> str:
         return f"<Refresh of {self._name.template.source!r} every {self.period:g} s>"

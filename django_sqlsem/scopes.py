@@ -149,13 +149,16 @@ def in_event_loop() -> bool:
     return True
 
 
-def refuse_event_loop() -> None:
-    """A thread that runs an event loop must not block: all its tasks would stand still, the holder's too."""
+def refuse_event_loop(
+    message: str = "A semaphore can't be acquired synchronously from an async context: use `async with`, `await "
+    "semaphore.aacquire()` or sync_to_async.",
+) -> None:
+    """A thread that runs an event loop must not block: all its tasks would stand still, the holder's too.
+
+    Raises ``SynchronousOnlyOperation`` with this message.
+    """
     if in_event_loop():
-        raise SynchronousOnlyOperation(
-            "A semaphore can't be acquired synchronously from an async context: use `async with`, `await "
-            "semaphore.aacquire()` or sync_to_async."
-        )
+        raise SynchronousOnlyOperation(message)
 
 
 def _running_task() -> asyncio.Task[Any] | None:

@@ -11,7 +11,6 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
 
 from django_sqlsem import identity, refusals, scopes, testmode, token_grants, transactions
@@ -296,5 +295,4 @@ def _nothing() -> Any:
 
 
 def _refuse_event_loop(verb: str) -> None:
-    if scopes.in_event_loop():
-        raise SynchronousOnlyOperation(f"An event loop must not be blocked: use `await tokens.{verb}()`.")
+    scopes.refuse_event_loop(f"An event loop must not be blocked: use `await tokens.{verb}()`.")

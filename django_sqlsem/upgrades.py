@@ -7,8 +7,6 @@ import threading
 import uuid
 from typing import TYPE_CHECKING, Self
 
-from django.core.exceptions import SynchronousOnlyOperation
-
 from django_sqlsem import scopes
 from django_sqlsem.exceptions import AlreadyHeldError, PermitLostError
 from django_sqlsem.holds import Hold
@@ -53,8 +51,7 @@ class UpgradablePermit(Permit):
         Takes the timeouts of ``acquire()``, and raises ``AcquireTimeoutError`` as that does: then it is an upgradable
         reader still. Raises ``AlreadyHeldError`` if it is the writer, or about to be, and ``PermitLostError``.
         """
-        if scopes.in_event_loop():
-            raise SynchronousOnlyOperation("A permit can't be upgraded synchronously here: use `await aupgrade()`.")
+        scopes.refuse_event_loop("A permit can't be upgraded synchronously here: use `await aupgrade()`.")
         seconds = self.semaphore._seconds(timeout)
         permit = self._begin()
         hold = permit._hold
