@@ -45,7 +45,19 @@ class Config:
     idle: float = 60.0
     #: The status of a busy view.
     busy_status: int = 503
+    #: Whether what happens is recorded, for the dashboard.
+    history: bool = True
+    #: How long grants and their ends are kept.
+    history_grants: float = 3600.0
+    #: How long losses, deadlocks and operators' acts are kept.
+    history_acts: float = 30 * 86400.0
+    #: How long the statistics of each minute are kept.
+    history_minutes: float = 7 * 86400.0
+    #: What is done about deadlocks: ``"report"``, ``"break"``, or ``"ignore"``.
+    deadlocks: str = "report"
 
+
+DEADLOCKS: Final = ("report", "break", "ignore")
 
 _OPTIONAL_SECONDS = ("TIMEOUT", "VIEW_TIMEOUT", "TASK_TIMEOUT")
 _NOT_PER_ALIAS = ("DATABASE", "VIEW_TIMEOUT", "TASK_TIMEOUT", "BUSY_STATUS", "DATABASES")
@@ -70,9 +82,13 @@ def _value(key: str, value: object, name: str) -> object:
         return to_seconds(value, what=name, allow_none=True)
     if key == "LEASE":
         return to_seconds(value, what=name, minimum=MIN_LEASE)
-    if key == "IDLE":
+    if key == "IDLE" or key.startswith("HISTORY_"):
         return to_seconds(value, what=name)
-    if key in ("DURABLE", "BEACONS", "RECORD"):
+    if key == "DEADLOCKS":
+        if value not in DEADLOCKS:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, DEADLOCKS))}, not {shown(value)}.")
+        return value
+    if key in ("DURABLE", "BEACONS", "RECORD", "HISTORY"):
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, not {shown(value)}.")
         return value

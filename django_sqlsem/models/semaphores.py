@@ -92,6 +92,9 @@ class SlotRow(HolderFields):
     fenced = models.BigIntegerField(_("fenced token"), null=True)
     revoked_token = models.BigIntegerField(_("revoked token"), null=True)
     revoked_by = ExactCharField(_("revoked by"), max_length=150, default="", blank=True)
+    #: The token whose holder an operator has asked to stop, and who that was.
+    stop_token = models.BigIntegerField(_("asked to stop"), null=True)
+    stop_by = ExactCharField(_("asked to stop by"), max_length=150, default="", db_default="", blank=True)
 
     class Meta:
         db_table = "sqlsem_slot"
