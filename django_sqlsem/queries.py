@@ -11,7 +11,10 @@ from django_sqlsem.naming import Name, validate_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from django.db.models import Q
+
     from django_sqlsem.snapshots import HolderSnapshot, RefreshSnapshot, SemaphoreSnapshot
+    from django_sqlsem.surveys import Survey, SurveyState
 
 State: TypeAlias = Literal["held", "stale", "waiting", "free", "paused"]
 
@@ -100,6 +103,27 @@ def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) ->
         and (holder.session_id, holder.session_us) in sessions
         and (holder.name, holder.slot) not in slots
     ]
+
+
+def survey(using: str | None = None) -> Survey:
+    """Return how all names stand: totals, and which are held, stale, waited for, paused or draining.
+
+    A few reads, whatever the number of names. Raises ``BackendError``.
+    """
+    return get_backend(database_for(using)).survey()
+
+
+def in_state(state: SurveyState, using: str | None = None) -> Q:
+    """Return the condition on ``SemaphoreRow`` that a name is in a state. Raises ``BackendError``."""
+    return get_backend(database_for(using)).in_state(state)
+
+
+def slots_in_state(state: SurveyState, using: str | None = None) -> Q:
+    """Return the condition on ``SlotRow`` that a slot is held or stale, or that its name is in another state.
+
+    Raises ``BackendError``.
+    """
+    return get_backend(database_for(using)).slots_in_state(state)
 
 
 def notes(using: str | None = None) -> list[str]:
