@@ -1,0 +1,1 @@
+"""What the admin shows of locks: drawings, the page of one lock, and how pages refresh themselves."""
