@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from django_sqlsem import conf, plain
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.globs import literal_prefix, matcher
 from django_sqlsem.naming import Name, validate_name
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from django.db.models import Q
 
+    from django_sqlsem.plain import Lately
     from django_sqlsem.snapshots import HolderSnapshot, RefreshSnapshot, SemaphoreSnapshot
     from django_sqlsem.surveys import Survey, SurveyState
 
@@ -88,6 +90,22 @@ def refreshes(name_glob: str | None = None, *, using: str | None = None) -> list
     from django_sqlsem.backends import refresh_view  # it needs the models, which this module must not
 
     return [each for each in refresh_view.refreshes(database_for(using), prefix) if matches(each.name)]
+
+
+def lately(snapshots: Iterable[SemaphoreSnapshot], *, using: str | None = None) -> dict[str, Lately]:
+    """Return what each of these was like in the last hour, by name, all read at once.
+
+    Raises ``BackendError`` if the database fails.
+    """
+    found = list(snapshots)
+    recorded = conf.config(database_for(using)).history
+    known = totals([snapshot.name for snapshot in found], window=plain.WINDOW, using=using) if recorded and found else {}
+    return {each.name: plain.lately(each, known.get(each.name), recorded=recorded) for each in found}
+
+
+def deadlocked(using: str | None = None) -> frozenset[str]:
+    """Return the names that wait for each other in a circle. Raises ``BackendError`` if the database fails."""
+    return frozenset(wait.name for deadlock in deadlocks(using=using) for wait in deadlock.waits)
 
 
 def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) -> list[HolderSnapshot]:
