@@ -11,6 +11,7 @@ from django_sqlsem.naming import Name, validate_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from django_sqlsem.deadlocks.snapshots import DeadlockSnapshot, WaitSnapshot
     from django_sqlsem.snapshots import HolderSnapshot, RefreshSnapshot, SemaphoreSnapshot
 
 State: TypeAlias = Literal["held", "stale", "waiting", "free", "paused"]
@@ -85,6 +86,27 @@ def refreshes(name_glob: str | None = None, *, using: str | None = None) -> list
     from django_sqlsem.backends import refresh_view  # it needs the models, which this module must not
 
     return [each for each in refresh_view.refreshes(database_for(using), prefix) if matches(each.name)]
+
+
+def waits(using: str | None = None) -> list[WaitSnapshot]:
+    """Return who waits while holding something, since when, and who has what it waits for; the longest waits first.
+
+    Waits shorter than about a second, and those of who holds nothing else, are not known here. Raises
+    ``BackendError`` if the database fails.
+    """
+    from django_sqlsem.deadlocks import reading  # it needs the models, which this module must not
+
+    return reading.waits(database_for(using))
+
+
+def deadlocks(using: str | None = None) -> list[DeadlockSnapshot]:
+    """Return the deadlocks over named locks, each with its waits in order round the cycle; the oldest first.
+
+    ``str()`` of one is a sentence. Raises ``BackendError`` if the database fails.
+    """
+    from django_sqlsem.deadlocks import reading  # it needs the models, which this module must not
+
+    return reading.deadlocks(database_for(using))
 
 
 def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) -> list[HolderSnapshot]:
