@@ -119,6 +119,7 @@ class ThreadKeeper(RecordingKeeper):
         for arbiter in arbiters:
             if not self.own.unreachable(started):
                 arbiter.step(self.own)
+        self._watch.finish()
         self.give_up_unanswered()
         super().stop()
         self._reach.close()
@@ -228,9 +229,9 @@ class ThreadKeeper(RecordingKeeper):
         now = boot_now()
         if self._reach.reopened:
             return 0.0
-        if not (self.holds or self.arbiters or self._doubts):
+        if not (self.holds or self.arbiters or self._doubts or self._watch.busy):
             return min(LOOK_AROUND, max(self._idle() - self._unused(), 0.0))
-        due = [now + NAP]
+        due = [now + NAP, self._watch.next_at]
         if self.holds:
             due.append(self._scan_at)
             if not self.own.is_open and self._open_at:
@@ -248,7 +249,7 @@ class ThreadKeeper(RecordingKeeper):
         return 0.0 if testmode.active() else config(self.alias).idle
 
     def _may_end(self) -> bool:
-        if self.holds or self.arbiters or self._doubts or not self.inbox.empty():
+        if self.holds or self.arbiters or self._doubts or self._watch.busy or not self.inbox.empty():
             return False
         if self._unused() < self._idle():
             return False
@@ -259,6 +260,7 @@ class ThreadKeeper(RecordingKeeper):
             if self.holds or self.arbiters or not self.inbox.empty():
                 self._thread = threading.current_thread()
                 return False
+            self._watch.forget()
             self.own.close()
             self.work.close()
             self._reach.close()
@@ -282,6 +284,9 @@ class ThreadKeeper(RecordingKeeper):
             if self.holds and (now := boot_now()) >= self._scan_at:
                 self._scan(now)
         self.write_history(boot_now())
+        # Renewals and waiters come first.
+        if self._watch.next_at <= now and not (self.holds and boot_now() >= self._scan_at):
+            self._watch.step()
 
 
 def _wake() -> None:
