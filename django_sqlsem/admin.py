@@ -33,7 +33,6 @@ from django_sqlsem.admin_display import (
 from django_sqlsem.dashboard import acts, live, snapshot_json
 from django_sqlsem.dashboard.columns import COLUMNS, OverviewColumns
 from django_sqlsem.dashboard.overview import KindFilter, OverviewChangeList, OverviewStateFilter, overview_answer
-from django_sqlsem.exceptions import BackendError
 from django_sqlsem.models import SemaphoreRow, SlotRow
 from django_sqlsem.snapshots import SlotState
 

@@ -102,13 +102,16 @@ def lately(snapshots: Iterable[SemaphoreSnapshot], *, using: str | None = None) 
     """
     found = list(snapshots)
     recorded = conf.config(database_for(using)).history
-    known = totals([snapshot.name for snapshot in found], window=plain.WINDOW, using=using) if recorded and found else {}
+    names = [snapshot.name for snapshot in found]
+    known = totals(names, window=plain.WINDOW, using=using) if recorded and names else {}
     return {each.name: plain.lately(each, known.get(each.name), recorded=recorded) for each in found}
 
 
 def deadlocked(using: str | None = None) -> frozenset[str]:
     """Return the names that wait for each other in a circle. Raises ``BackendError`` if the database fails."""
     return frozenset(wait.name for deadlock in deadlocks(using=using) for wait in deadlock.waits)
+
+
 def waits(using: str | None = None) -> list[WaitSnapshot]:
     """Return who waits while holding something, since when, and who has what it waits for; the longest waits first.
 

@@ -19,7 +19,7 @@ from django_sqlsem.sessions import OwnSession
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
