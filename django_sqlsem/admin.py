@@ -14,7 +14,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 import django_sqlsem.admin_refresh  # noqa: F401 - it registers a list of its own
-from django_sqlsem import admin_actions, admin_claims, queries
+from django_sqlsem import admin_actions, admin_claims, admin_configure, queries
 from django_sqlsem.admin_confirm import DamagedFormError
 from django_sqlsem.admin_display import (
     EMPTY,
@@ -30,6 +30,7 @@ from django_sqlsem.admin_display import (
     program_of,
     snapshot_of,
 )
+from django_sqlsem.dashboard import acts
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.models import SemaphoreRow, SlotRow
 from django_sqlsem.snapshots import SlotState
@@ -71,14 +72,19 @@ class OperatorAdmin(ModelAdmin[Any]):
 
     def get_urls(self) -> list[URLPattern]:
         """Keep the requests out of ATOMIC_REQUESTS: an act counts at once, whatever becomes of the request."""
-        urls = super().get_urls()
+        urls = [*self.own_urls(), *super().get_urls()]
         for url in urls:
             for alias in connections:
                 transaction.non_atomic_requests(using=alias)(url.callback)
         return urls
 
+    def own_urls(self) -> list[URLPattern]:
+        """Return what comes before Django's own addresses, whose last one would take any."""
+        return []
+
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         """Say it if the locks database fails, or a confirmation comes back damaged."""
+        acts.refuse(self, request)
         try:
             response = super().changelist_view(request, extra_context)
             self._note(request)
@@ -112,12 +118,16 @@ class OperatorAdmin(ModelAdmin[Any]):
         return False
 
     def has_operate_permission(self, request: HttpRequest) -> bool:
-        """Whether the user may revoke and purge."""
+        """Whether the user may ask to stop, revoke and purge."""
         return request.user.has_perm("sqlsem.operate_semaphorerow")
 
     def has_configure_permission(self, request: HttpRequest) -> bool:
         """Whether the user may set slots, pause and resume."""
         return request.user.has_perm("sqlsem.configure_semaphorerow")
+
+    def has_drain_permission(self, request: HttpRequest) -> bool:
+        """Whether the user may drain, which is to pause and to ask holders to stop."""
+        return self.has_configure_permission(request) and self.has_operate_permission(request)
 
 
 @admin.register(SemaphoreRow)
@@ -128,14 +138,20 @@ class SemaphoreAdmin(OperatorAdmin):
     search_fields = ("name",)
     ordering = ("name",)
     actions = (
+        admin_actions.stop,
         admin_actions.revoke,
         admin_actions.purge_stale,
-        admin_actions.set_slots,
-        admin_actions.pause,
-        admin_actions.resume,
+        admin_configure.set_slots,
+        admin_configure.pause,
+        admin_configure.resume,
+        admin_configure.drain,
     )
     fields = ("name", "kind", "slots", "declared", "is_paused", "held", "stale", "holders", "waiters")
     readonly_fields = fields
+
+    def own_urls(self) -> list[URLPattern]:
+        """Add where the buttons on the page of one lock lead."""
+        return [*acts.urls(self), *super().own_urls()]
 
     @admin.display(description=gettext_lazy("slots"))
     def slots(self, row: SemaphoreRow) -> int | str:
@@ -232,7 +248,7 @@ class SlotAdmin(OperatorAdmin):
     list_select_related = ("semaphore",)
     search_fields = ("semaphore__name", "host", "label", "user")
     ordering = ("semaphore__name", "slot")
-    actions = (admin_actions.revoke, admin_actions.purge_stale)
+    actions = (admin_actions.stop, admin_actions.revoke, admin_actions.purge_stale)
     fields = (*list_display, "token")
     readonly_fields = fields
 

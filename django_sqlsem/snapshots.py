@@ -75,6 +75,13 @@ class HolderSnapshot:
     #: How it shares the name with others, and all its slots, if that is by more than one slot: see ``modes``.
     mode: str = ""
     slots: tuple[int, ...] = ()
+    #: Who has asked it to stop; "" if nobody has.
+    stop_by: str = ""
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether an operator has asked it to stop."""
+        return bool(self.stop_by)
 
     @property
     def numbers(self) -> tuple[int, ...]:

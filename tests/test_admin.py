@@ -306,7 +306,8 @@ def test_permissions(operator: Client, locks_alias: str) -> None:
     helper = login("helper", "view_semaphorerow", "view_slotrow", "operate_semaphorerow")
     owner = login("owner", "view_semaphorerow", "configure_semaphorerow")
     assert actions(viewer, SEMAPHORES) == set()
-    assert actions(helper, SEMAPHORES) == actions(helper, SLOTS) == {"revoke", "purge_stale"}
+    assert actions(helper, SEMAPHORES) == actions(helper, SLOTS) == {"stop", "revoke", "purge_stale"}
+    assert actions(operator, SEMAPHORES) >= {"drain"}
     assert actions(owner, SEMAPHORES) == {"set_slots", "pause", "resume"}
     assert owner.get(reverse(SLOTS)).status_code == 403
     assert login("nobody").get(reverse(SEMAPHORES)).status_code == 403
@@ -314,7 +315,7 @@ def test_permissions(operator: Client, locks_alias: str) -> None:
 
     page = ask(operator, SEMAPHORES, "revoke", key())
     for client in (viewer, owner):  # the confirmation alone is no permission
-        confirm(client, SEMAPHORES, page)
+        assert confirm(client, SEMAPHORES, page).status_code == 403
         assert slot_row(locks_alias).permit_id
     confirm(helper, SEMAPHORES, page)
     assert slot_row(locks_alias).revoked_by == "helper"
