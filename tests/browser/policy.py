@@ -21,6 +21,6 @@ class ContentSecurityPolicy:
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
         response = self.get_response(request)
-        if not settings.UNFOLD:
+        if settings.STRICT:
             response["Content-Security-Policy"] = POLICY
         return response

@@ -9,8 +9,8 @@ from tests.settings import DATABASES, INSTALLED_APPS, MIDDLEWARE
 
 MIDDLEWARE = ["tests.browser.policy.ContentSecurityPolicy", *MIDDLEWARE]
 #: django-unfold's own pages need inline scripts: there is no policy then.
-UNFOLD = bool(os.environ.get("SQLSEM_TEST_UNFOLD"))
-if UNFOLD:
+STRICT = not os.environ.get("SQLSEM_TEST_UNFOLD")
+if not STRICT:
     INSTALLED_APPS = ["unfold", *INSTALLED_APPS]
 for _database in DATABASES.values():
     _database["ATOMIC_REQUESTS"] = True  # an act must count all the same

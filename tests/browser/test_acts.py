@@ -50,7 +50,7 @@ def test_a_holder_is_asked_to_stop_and_then_revoked(operator: Visitor, holder: t
 def test_the_lock_as_a_whole(operator: Visitor, holder: tuple[Child, int, int]) -> None:
     page = operator.lock()
     operator.press("set_slots")
-    page.get_by_label("Slots", exact=False).fill("5")
+    page.get_by_role("spinbutton", name="Slots").fill("5")
     operator.confirm("Slots set to 5.")
     assert lock().slots == 5
     operator.press("pause")
