@@ -14,10 +14,11 @@ from django_sqlsem.globs import literal_prefix, matcher
 from django_sqlsem.naming import Name, validate_name, validate_slots
 from django_sqlsem.sessions import backend_error
 from django_sqlsem.signals import operator_acted
-from django_sqlsem.snapshots import SlotState
+from django_sqlsem.snapshots import SOMEBODY, SlotState
 from django_sqlsem.timeouts import to_seconds
 
 if TYPE_CHECKING:
+    from django_sqlsem.backends.base import BaseSemaphoreBackend
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
     from django_sqlsem.timeouts import Seconds
 
@@ -68,21 +69,65 @@ def revoke(
     ``KillNeededError`` where that is needed and was not said.
     """
     name = validate_name(name)
-    if token is not None and slot is None:
-        raise ValueError("A token belongs to a slot: give the slot too.")
     backend = get_backend(database_for(using))
-    if slot is not None and token is not None:
-        meant = [(slot, token)]
-    else:
-        holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
-        meant = [(holder.slot, holder.token) for holder in holders if slot is None or slot in holder.numbers]
     revoked = []
-    for number, shown in meant:
+    for number, shown in _meant(backend, name, slot, token):
         holder = backend.revoke(name, number, shown, by=by, kill=kill)
         if holder is not None:
             revoked.append(holder)
             _acted("revoke", name, by, str(holder), logging.WARNING)
     return revoked
+
+
+def request_stop(
+    name: Name, slot: int | None = None, token: int | None = None, *, by: str, using: str | None = None
+) -> list[HolderSnapshot]:
+    """Ask holders to stop, and return those who were asked. Nothing is taken from them: they decide.
+
+    Without ``slot`` all holders of this moment; without ``token`` the holder of this moment; with a ``token`` only the
+    holder who has it. Who has several slots is asked as a whole. One that has left meanwhile is not asked, and whoever
+    got its slot isn't either. ``by`` is told to the holder; whoever asked first is. Raises ``SemaphoreError`` where a
+    holder cannot be told: on SQL Server without rows.
+    """
+    name = validate_name(name)
+    backend = get_backend(database_for(using))
+    return _ask(backend, name, _meant(backend, name, slot, token), by)
+
+
+def drain(name: Name, *, by: str, using: str | None = None) -> bool:
+    """Grant nothing more until ``resume``, and ask every holder to stop. ``False`` if there is no such name.
+
+    It is done when nobody holds any more: nobody is waited for here, and nothing is taken from anybody. This is not
+    ``Semaphore.drain()``, by which a program has the semaphore for itself.
+    """
+    name = validate_name(name)
+    backend = get_backend(database_for(using))
+    if not backend.set_paused(name, True):
+        return False
+    _acted("drain", name, by, "")
+    holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
+    _ask(backend, name, [(holder.slot, holder.token) for holder in holders if holder.recorded], by)
+    return True
+
+
+def _ask(backend: BaseSemaphoreBackend, name: str, meant: list[tuple[int, int]], by: str) -> list[HolderSnapshot]:
+    asked = []
+    for number, shown in meant:
+        holder = backend.request_stop(name, number, shown, by=by or SOMEBODY)
+        if holder is not None:
+            asked.append(holder)
+            _acted("stop", name, by, str(holder))
+    return asked
+
+
+def _meant(backend: BaseSemaphoreBackend, name: str, slot: int | None, token: int | None) -> list[tuple[int, int]]:
+    """Return whom an operator means, by slot and token."""
+    if token is not None and slot is None:
+        raise ValueError("A token belongs to a slot: give the slot too.")
+    if slot is not None and token is not None:
+        return [(slot, token)]
+    holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
+    return [(holder.slot, holder.token) for holder in holders if slot is None or slot in holder.numbers]
 
 
 def plan_purge(

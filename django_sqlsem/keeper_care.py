@@ -8,7 +8,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from django_sqlsem import scopes
+from django_sqlsem import scopes, stops
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.conf import config
 from django_sqlsem.exceptions import BackendError
@@ -139,6 +139,8 @@ class CaringKeeper(Keeper):
             logger.warning("Permits are renewed again.")
             self._renewals_fail = False
         for hold in holds:
+            if hold.permit_id in renewal.asked:
+                stops.ask(hold, renewal.asked[hold.permit_id])
             if hold.permit_id in renewal.renewed:
                 hold.renewed(sent)
             elif hold.releasing.locked() or not hold.settled:

@@ -202,6 +202,14 @@ class ThreadKeeper(CaringKeeper):
                     granted = self.backend.granted(self.own, hold.claim)
                     if granted is not None:
                         self.deliver(granted, sent)
+            else:
+                self._renew_soon(each)
+
+    def _renew_soon(self, permit_id: str) -> None:
+        """An operator has something to say to a holder: its renewal brings it."""
+        for hold in list(self.holds.values()):
+            if hold.permit_id == permit_id:
+                hold.renew_at = self._scan_at = 0.0
 
     def _probe(self) -> None:
         """Something is to be read where nothing should be: the server has most likely ended the session."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from django_sqlsem import fences, losses, scopes, transactions
+from django_sqlsem import fences, losses, scopes, stops, transactions
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError, PermitLostError
 from django_sqlsem.holds import Hold, State
@@ -115,6 +115,25 @@ class Permit:
         self._hold.callbacks.append(callback)
         if self._hold.loss is not None:
             losses.call_back_soon(callback, self)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether an operator asks its holder to stop. The permit is its own all the same. No database access."""
+        return bool(self._hold.stop_by)
+
+    @property
+    def stop_requested_by(self) -> str:
+        """By whom its holder was asked to stop first; empty if by nobody."""
+        return self._hold.stop_by
+
+    def on_stop_requested(self, callback: Callable[[Permit], object]) -> None:
+        """Have ``callback(permit)`` called once, on a thread of its own, if an operator asks its holder to stop.
+
+        At once if one has asked already. Its exception is logged. Raises ``TypeError`` for what can't be called.
+        """
+        if not callable(callback):
+            raise TypeError(f"on_stop_requested takes a callable, not {shown(callback)}.")
+        stops.call_back(self._hold, callback)
 
     def release(self) -> None:
         """Give the slots back. Idempotent; removes only what this very permit holds.

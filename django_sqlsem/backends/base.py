@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
@@ -103,6 +103,8 @@ class Held:
     presence: Presence = UNREACHED
     durable: bool = True
     mode: str = SHARED
+    #: Whether its holder knows that it was asked to stop.
+    asked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ class Renewal:
 
     renewed: frozenset[str]
     lost: Mapping[str, Loss]
+    #: Whose holders an operator asks to stop, and who does.
+    asked: Mapping[str, str] = field(default_factory=dict)
 
 
 class BaseSemaphoreBackend(Fencing, abc.ABC):
@@ -250,6 +254,13 @@ class BaseSemaphoreBackend(Fencing, abc.ABC):
         """Atomically take a slot away from the holder with this token. ``None`` if it is no longer the holder.
 
         ``kill``: its database session may be ended for that. Raises ``KillNeededError`` where nothing else helps.
+        """
+
+    @abc.abstractmethod
+    def request_stop(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
+        """Ask the holder with this token to stop, whatever else it has of the name; ``None`` if it holds no longer.
+
+        It learns of it at its next renewal at the latest. Raises ``SemaphoreError`` where it cannot be told.
         """
 
     @abc.abstractmethod

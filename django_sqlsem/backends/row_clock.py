@@ -10,7 +10,7 @@ from django.db.models import BigIntegerField, Case, F, Q, Value, When
 
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
-from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot, grouped
+from django_sqlsem.snapshots import SOMEBODY, HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot, grouped
 
 #: For how long another number of slots counts as declared lately.
 DISAGREEMENT_US: Final = 3_600_000_000
@@ -92,6 +92,7 @@ class RowClock:
             age=age,
             lease_left=left,
             mode=row.mode,
+            stop_by=stop_by(row),
         )
 
     def waiter(self, name: str, row: WaiterRow) -> WaiterSnapshot:
@@ -142,3 +143,8 @@ class RowClock:
             away=0 if counted else away,
             tokens=None if row.tokens is None else row.tokens + overdue,
         )
+
+
+def stop_by(row: SlotRow) -> str:
+    """Return by whom the holder of a slot was asked to stop; a wish to another grant of the slot is none to it."""
+    return (row.stop_by or SOMEBODY) if row.stop_token == row.token else ""

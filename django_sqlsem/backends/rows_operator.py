@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from django.db import connections, transaction
 from django.db.models import Avg, BigIntegerField, F, FloatField, Max, Model, OuterRef, Q, QuerySet, Subquery
 
-from django_sqlsem.backends import rows_grants, rows_ledger
+from django_sqlsem.backends import rows_grants, rows_ledger, rows_stopping
 from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.backends.counting import TOKENS
 from django_sqlsem.backends.dialects import dialect_for
@@ -138,6 +138,15 @@ class RowsOperator(BaseSemaphoreBackend):
             time.sleep(0.02)
         self._hand_out(_key(name))
         return clock.holder(name, row)
+
+    @repeated
+    def request_stop(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
+        """Write the wish beside the holder's token, and wake its process where a bell or NOTIFY reaches it."""
+        held = self._rows(SlotRow).filter(semaphore=_key(name), slot=slot, token=token, expires_us__isnull=False)
+        with self._act(_key(name)) as clock:
+            live = held.exclude(clock.expired())
+            row = rows_stopping.ask(live, self._companions, printable(by, MAX_USER_LENGTH))
+            return None if row is None else clock.holder(name, row)
 
     @repeated
     def purge_slot(self, name: str, slot: int, token: int) -> bool:
