@@ -15,7 +15,7 @@ from django.utils.translation import gettext_lazy
 
 import django_sqlsem.admin_refresh  # noqa: F401 - it registers a list of its own
 from django_sqlsem import admin_actions, admin_claims, admin_configure, queries
-from django_sqlsem.admin_confirm import DamagedFormError
+from django_sqlsem.admin_confirm import ActionForm, DamagedFormError
 from django_sqlsem.admin_display import (
     EMPTY,
     STATES,
@@ -61,6 +61,7 @@ class OperatorAdmin(ModelAdmin[Any]):
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER  # each count would read all that is held
     list_filter = (StateFilter,)
+    action_form = ActionForm
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Read from the database that keeps the locks."""
