@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin, messages
 from django.db import connections, transaction
 from django.http import HttpResponseRedirect
 from django.urls import reverse
-from django.utils.html import format_html, format_html_join
-from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
@@ -24,13 +23,11 @@ from django_sqlsem.admin_display import (
     declared,
     held_since,
     holder_of,
-    instant,
     lease_left,
-    program,
     program_of,
     snapshot_of,
 )
-from django_sqlsem.dashboard import acts
+from django_sqlsem.dashboard import acts, live, page
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.models import SemaphoreRow, SlotRow
 from django_sqlsem.snapshots import SlotState
@@ -147,7 +144,7 @@ class SemaphoreAdmin(OperatorAdmin):
         admin_configure.resume,
         admin_configure.drain,
     )
-    fields = ("name", "kind", "slots", "declared", "is_paused", "held", "stale", "holders", "waiters")
+    fields = ("name", "kind", "slots", "declared", "is_paused", "held", "stale")
     readonly_fields = fields
 
     def own_urls(self) -> list[URLPattern]:
@@ -193,51 +190,13 @@ class SemaphoreAdmin(OperatorAdmin):
         snapshot = snapshot_of(row)
         return declared(snapshot) if snapshot else EMPTY
 
-    @admin.display(description=gettext_lazy("holders"))
-    def holders(self, row: SemaphoreRow) -> SafeString | str:
-        """Return one line per holder."""
-        snapshot = snapshot_of(row)
-        if not snapshot or not snapshot.holders:
-            return _("Nobody holds it.")
-        return _lines(
-            [
-                _("Slot %(slot)s") % {"slot": holder.place},
-                snapshot.role(holder),
-                STATES[holder.state],
-                program_of(holder),
-                holder.label,
-                holder.user,
-                format_html(_("for {}"), held_since(holder)) if holder.recorded else "",
-                format_html(_("lease: {}"), lease_left(holder)) if holder.lease_left is not None else "",
-            ]
-            for holder in snapshot.holders
-        )
-
-    @admin.display(description=gettext_lazy("waiters"))
-    def waiters(self, row: SemaphoreRow) -> SafeString | str:
-        """Return one line per waiting process."""
-        snapshot = snapshot_of(row)
-        if not snapshot or not snapshot.waiters:
-            return _("Nobody waits.")
-        return _lines(
-            [
-                program(waiter.host, waiter.pid, waiter.thread),
-                snapshot.role(waiter),
-                waiter.label,
-                waiter.user,
-                _("%(count)d waiting") % {"count": waiter.waiting},
-                format_html(_("for {}"), instant(waiter.age, waiter.waiting_since)),
-            ]
-            for waiter in snapshot.waiters
-        )
-
-
-def _lines(lines: Any) -> SafeString:
-    return format_html_join("", "<div>{}</div>", ((_join(line),) for line in lines))
-
-
-def _join(parts: list[Any]) -> SafeString:
-    return format_html_join(", ", "{}", ((part,) for part in parts if part))
+    @live.guarded
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show one lock, or what changes of it."""
+        usual = functools.partial(super().change_view, request, object_id, form_url, extra_context)
+        return page.lock_page(self, request, object_id, usual)
 
 
 @admin.register(SlotRow)

@@ -47,7 +47,9 @@ def lengths(
         for (name, _word), word, y in zip(_LINES, words, places, strict=True)
     ]
     hovers = [
-        _hover(at, scale, step, f"{_clock(at)}: {', '.join(_said(each))}, {_('%(count)d counted') % {'count': each.count}}")
+        _hover(
+            at, scale, step, f"{_clock(at)}: {', '.join(_said(each))}, {_('%(count)d counted') % {'count': each.count}}"
+        )
         for at, each in known
     ]
     most = max(each.longest for _at, each in known)

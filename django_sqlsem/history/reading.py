@@ -37,9 +37,7 @@ def clock(using: str | None = None) -> datetime.datetime:
     return _instant(_now(database_for(using)))
 
 
-def events(
-    name: str, *, limit: int = 50, what: Collection[str] | None = None, using: str | None = None
-) -> list[Event]:
+def events(name: str, *, limit: int = 50, what: Collection[str] | None = None, using: str | None = None) -> list[Event]:
     """Return what happened to a name, the newest first: all, or these kinds. Raises ``BackendError``."""
     alias = database_for(using)
     with database_errors(alias):
