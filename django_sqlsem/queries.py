@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from django.db.models import Q
 
+    from django_sqlsem.deadlocks.snapshots import DeadlockSnapshot, WaitSnapshot
     from django_sqlsem.history.events import Event, Minute, Span, Totals
     from django_sqlsem.plain import Lately
     from django_sqlsem.snapshots import HolderSnapshot, RefreshSnapshot, SemaphoreSnapshot
@@ -108,6 +109,27 @@ def lately(snapshots: Iterable[SemaphoreSnapshot], *, using: str | None = None) 
 def deadlocked(using: str | None = None) -> frozenset[str]:
     """Return the names that wait for each other in a circle. Raises ``BackendError`` if the database fails."""
     return frozenset(wait.name for deadlock in deadlocks(using=using) for wait in deadlock.waits)
+
+
+def waits(using: str | None = None) -> list[WaitSnapshot]:
+    """Return who waits while holding something, since when, and who has what it waits for; the longest waits first.
+
+    Waits shorter than about a second, and those of who holds nothing else, are not known here. Raises
+    ``BackendError`` if the database fails.
+    """
+    from django_sqlsem.deadlocks import reading  # it needs the models, which this module must not
+
+    return reading.waits(database_for(using))
+
+
+def deadlocks(using: str | None = None) -> list[DeadlockSnapshot]:
+    """Return the deadlocks over named locks, each with its waits in order round the cycle; the oldest first.
+
+    ``str()`` of one is a sentence. Raises ``BackendError`` if the database fails.
+    """
+    from django_sqlsem.deadlocks import reading  # it needs the models, which this module must not
+
+    return reading.deadlocks(database_for(using))
 
 
 def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) -> list[HolderSnapshot]:
