@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin, messages
+from django.contrib.admin.views.main import SEARCH_VAR
 from django.db import connections, transaction
 from django.http import HttpResponseRedirect
 from django.urls import reverse
@@ -14,21 +15,21 @@ from django.utils.translation import gettext_lazy
 
 import django_sqlsem.admin_refresh  # noqa: F401 - it registers a list of its own
 from django_sqlsem import admin_actions, admin_claims, admin_configure, queries
-from django_sqlsem.admin_confirm import DamagedFormError
+from django_sqlsem.admin_confirm import ActionForm, DamagedFormError
 from django_sqlsem.admin_display import (
     EMPTY,
     STATES,
     SnapshotChangeList,
     StateFilter,
-    declared,
     held_since,
     holder_of,
     lease_left,
     program_of,
     snapshot_of,
 )
-from django_sqlsem.dashboard import acts, live, page
-from django_sqlsem.exceptions import BackendError
+from django_sqlsem.dashboard import acts, live, page, snapshot_json
+from django_sqlsem.dashboard.columns import COLUMNS, OverviewColumns
+from django_sqlsem.dashboard.overview import KindFilter, OverviewChangeList, OverviewStateFilter, overview_answer
 from django_sqlsem.models import SemaphoreRow, SlotRow
 from django_sqlsem.snapshots import SlotState
 
@@ -58,6 +59,7 @@ class OperatorAdmin(ModelAdmin[Any]):
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER  # each count would read all that is held
     list_filter = (StateFilter,)
+    action_form = ActionForm
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Read from the database that keeps the locks."""
@@ -79,6 +81,7 @@ class OperatorAdmin(ModelAdmin[Any]):
         """Return what comes before Django's own addresses, whose last one would take any."""
         return []
 
+    @live.guarded
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         """Say it if the locks database fails, or a confirmation comes back damaged."""
         acts.refuse(self, request)
@@ -86,8 +89,6 @@ class OperatorAdmin(ModelAdmin[Any]):
             response = super().changelist_view(request, extra_context)
             self._note(request)
             return response
-        except BackendError as error:
-            self.message_user(request, str(error), messages.ERROR)
         except DamagedFormError:
             self.message_user(request, _("The form came back damaged: nothing was done."), messages.ERROR)
         return HttpResponseRedirect(reverse("admin:index", current_app=self.admin_site.name))
@@ -98,7 +99,7 @@ class OperatorAdmin(ModelAdmin[Any]):
         return super().render_change_form(request, *args, **kwargs)
 
     def _note(self, request: HttpRequest) -> None:
-        if request.method == "GET":
+        if request.method == "GET" and not live.is_fragment(request):
             for note in queries.notes():
                 self.message_user(request, note, messages.INFO)
 
@@ -128,10 +129,12 @@ class OperatorAdmin(ModelAdmin[Any]):
 
 
 @admin.register(SemaphoreRow)
-class SemaphoreAdmin(OperatorAdmin):
-    """Semaphores, with their holders and waiters."""
+class SemaphoreAdmin(OverviewColumns, OperatorAdmin):
+    """The overview of all locks, and a page of each with its holders and waiters."""
 
-    list_display = ("name", "kind", "slots", "held", "stale", "waiting", "is_paused", "declared")
+    list_display = COLUMNS
+    list_filter = (OverviewStateFilter, KindFilter)
+    list_per_page = 50
     search_fields = ("name",)
     ordering = ("name",)
     actions = (
@@ -146,9 +149,27 @@ class SemaphoreAdmin(OperatorAdmin):
     fields = ("name", "kind", "slots", "declared", "is_paused", "held", "stale")
     readonly_fields = fields
 
+    class Media:
+        css = {"all": ("sqlsem/locks.css", "sqlsem/overview.css")}
+        js = ("sqlsem/locks.js",)
+
     def own_urls(self) -> list[URLPattern]:
-        """Add where the buttons on the page of one lock lead."""
-        return [*acts.urls(self), *super().own_urls()]
+        """Add where the buttons on the page of one lock lead, and the same as JSON."""
+        return [*acts.urls(self), *snapshot_json.urls(self), *super().own_urls()]
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[OverviewChangeList]:
+        """Order and filter by what is read once for the whole page."""
+        return OverviewChangeList
+
+    def get_search_fields(self, request: HttpRequest) -> tuple[str, ...]:
+        """Let case count only if the words have any: the comparison is quicker then."""
+        words = request.GET.get(SEARCH_VAR, "")
+        return ("name__contains",) if words.lower() == words.upper() else self.search_fields
+
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """Answer with the whole page, or with the part that refreshes itself."""
+        response = super().changelist_view(request, {"title": _("Locks"), **(extra_context or {})})
+        return overview_answer(request, response)
 
     @admin.display(description=gettext_lazy("slots"))
     def slots(self, row: SemaphoreRow) -> int | str:
@@ -160,34 +181,10 @@ class SemaphoreAdmin(OperatorAdmin):
             return row.slots
         return _("%(slots)d (operator)") % {"slots": row.slots}
 
-    @admin.display(description=gettext_lazy("held"))
-    def held(self, row: SemaphoreRow) -> int | str:
-        """Return how many slots are taken by live permits."""
-        snapshot = snapshot_of(row)
-        return snapshot.held if snapshot else EMPTY
-
-    @admin.display(description=gettext_lazy("stale"))
-    def stale(self, row: SemaphoreRow) -> int | str:
-        """Return how many slots belong to holders that seem gone."""
-        snapshot = snapshot_of(row)
-        return snapshot.stale if snapshot else EMPTY
-
-    @admin.display(description=gettext_lazy("waiting"))
-    def waiting(self, row: SemaphoreRow) -> int | str:
-        """Return how many threads and tasks wait."""
-        snapshot = snapshot_of(row)
-        return snapshot.waiting if snapshot else EMPTY
-
     @admin.display(description=gettext_lazy("paused"))
     def is_paused(self, row: SemaphoreRow) -> str:
         """Return whether granting is stopped."""
         return _("paused") if row.paused else EMPTY
-
-    @admin.display(description=gettext_lazy("declared"))
-    def declared(self, row: SemaphoreRow) -> str:
-        """Return what the code says, and whether processes disagree."""
-        snapshot = snapshot_of(row)
-        return declared(snapshot) if snapshot else EMPTY
 
     @live.guarded
     def change_view(

@@ -104,6 +104,8 @@ class Hold:
         self.owner: weakref.ref[Any] | None = None
         self.worker: weakref.ref[threading.Thread] | None = None
         self.scope: tuple[int, str, str] | None = None
+        #: What its thread or task had taken when it asked.
+        self.beside: tuple[weakref.ref[Hold], ...] = ()
         self._generation = _generation
         self._notified = threading.Lock()
         self._unanswered = _taken_lock()

@@ -118,6 +118,7 @@ class ThreadKeeper(CaringKeeper):
         for arbiter in arbiters:
             if not self.own.unreachable(started):
                 arbiter.step(self.own)
+        self._watch.finish()
         self.give_up_unanswered()
         super().stop()
         self._reach.close()
@@ -227,9 +228,9 @@ class ThreadKeeper(CaringKeeper):
         now = boot_now()
         if self._reach.reopened:
             return 0.0
-        if not (self.holds or self.arbiters or self._doubts):
+        if not (self.holds or self.arbiters or self._doubts or self._watch.busy):
             return min(LOOK_AROUND, max(self._idle() - self._unused(), 0.0))
-        due = [now + NAP]
+        due = [now + NAP, self._watch.next_at]
         if self.holds:
             due.append(self._scan_at)
             if not self.own.is_open and self._open_at:
@@ -247,7 +248,7 @@ class ThreadKeeper(CaringKeeper):
         return 0.0 if testmode.active() else config(self.alias).idle
 
     def _may_end(self) -> bool:
-        if self.holds or self.arbiters or self._doubts or not self.inbox.empty():
+        if self.holds or self.arbiters or self._doubts or self._watch.busy or not self.inbox.empty():
             return False
         if self._unused() < self._idle():
             return False
@@ -257,6 +258,7 @@ class ThreadKeeper(CaringKeeper):
             if self.holds or self.arbiters or not self.inbox.empty():
                 self._thread = threading.current_thread()
                 return False
+            self._watch.forget()
             self.own.close()
             self.work.close()
             self._reach.close()
@@ -279,6 +281,9 @@ class ThreadKeeper(CaringKeeper):
             # A thousand names take a while.
             if self.holds and (now := boot_now()) >= self._scan_at:
                 self._scan(now)
+        # Renewals and waiters come first.
+        if self._watch.next_at <= now and not (self.holds and boot_now() >= self._scan_at):
+            self._watch.step()
 
 
 def _wake() -> None:

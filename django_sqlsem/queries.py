@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from django_sqlsem import conf, plain
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.globs import literal_prefix, matcher
 from django_sqlsem.naming import Name, validate_name
@@ -12,8 +13,13 @@ if TYPE_CHECKING:
     import datetime
     from collections.abc import Callable, Collection, Iterable
 
+    from django.db.models import Q
+
+    from django_sqlsem.deadlocks.snapshots import DeadlockSnapshot, WaitSnapshot
     from django_sqlsem.history.events import Event, Minute, Span, Totals
+    from django_sqlsem.plain import Lately
     from django_sqlsem.snapshots import HolderSnapshot, RefreshSnapshot, SemaphoreSnapshot
+    from django_sqlsem.surveys import Survey, SurveyState
 
 State: TypeAlias = Literal["held", "stale", "waiting", "free", "paused"]
 
@@ -89,6 +95,43 @@ def refreshes(name_glob: str | None = None, *, using: str | None = None) -> list
     return [each for each in refresh_view.refreshes(database_for(using), prefix) if matches(each.name)]
 
 
+def lately(snapshots: Iterable[SemaphoreSnapshot], *, using: str | None = None) -> dict[str, Lately]:
+    """Return what each of these was like in the last hour, by name, all read at once.
+
+    Raises ``BackendError`` if the database fails.
+    """
+    found = list(snapshots)
+    recorded = conf.config(database_for(using)).history
+    known = totals([snapshot.name for snapshot in found], window=plain.WINDOW, using=using) if recorded and found else {}
+    return {each.name: plain.lately(each, known.get(each.name), recorded=recorded) for each in found}
+
+
+def deadlocked(using: str | None = None) -> frozenset[str]:
+    """Return the names that wait for each other in a circle. Raises ``BackendError`` if the database fails."""
+    return frozenset(wait.name for deadlock in deadlocks(using=using) for wait in deadlock.waits)
+
+
+def waits(using: str | None = None) -> list[WaitSnapshot]:
+    """Return who waits while holding something, since when, and who has what it waits for; the longest waits first.
+
+    Waits shorter than about a second, and those of who holds nothing else, are not known here. Raises
+    ``BackendError`` if the database fails.
+    """
+    from django_sqlsem.deadlocks import reading  # it needs the models, which this module must not
+
+    return reading.waits(database_for(using))
+
+
+def deadlocks(using: str | None = None) -> list[DeadlockSnapshot]:
+    """Return the deadlocks over named locks, each with its waits in order round the cycle; the oldest first.
+
+    ``str()`` of one is a sentence. Raises ``BackendError`` if the database fails.
+    """
+    from django_sqlsem.deadlocks import reading  # it needs the models, which this module must not
+
+    return reading.deadlocks(database_for(using))
+
+
 def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) -> list[HolderSnapshot]:
     """Return who else would lose slots if the database sessions that hold the ``chosen`` ones were ended."""
     slots = {(holder.name, holder.slot) for holder in chosen}
@@ -102,6 +145,27 @@ def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) ->
         and (holder.session_id, holder.session_us) in sessions
         and (holder.name, holder.slot) not in slots
     ]
+
+
+def survey(using: str | None = None) -> Survey:
+    """Return how all names stand: totals, and which are held, stale, waited for, paused or draining.
+
+    A few reads, whatever the number of names. Raises ``BackendError``.
+    """
+    return get_backend(database_for(using)).survey()
+
+
+def in_state(state: SurveyState, using: str | None = None) -> Q:
+    """Return the condition on ``SemaphoreRow`` that a name is in a state. Raises ``BackendError``."""
+    return get_backend(database_for(using)).in_state(state)
+
+
+def slots_in_state(state: SurveyState, using: str | None = None) -> Q:
+    """Return the condition on ``SlotRow`` that a slot is held or stale, or that its name is in another state.
+
+    Raises ``BackendError``.
+    """
+    return get_backend(database_for(using)).slots_in_state(state)
 
 
 def notes(using: str | None = None) -> list[str]:

@@ -12,13 +12,14 @@ from django_sqlsem.backends.claiming import UNREACHED
 from django_sqlsem.backends.claiming import Claim as Claim
 from django_sqlsem.backends.claiming import Presence as Presence
 from django_sqlsem.backends.fencing import Fencing
+from django_sqlsem.backends.surveying import Surveying
 from django_sqlsem.bells import MAX_NOTE
 from django_sqlsem.modes import SHARED
 from django_sqlsem.sessions import OwnSession
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -127,7 +128,7 @@ class Renewal:
     asked: Mapping[str, str] = field(default_factory=dict)
 
 
-class BaseSemaphoreBackend(Fencing, abc.ABC):
+class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
     """How one database alias grants, keeps and shows slots.
 
     It holds configuration only: it is shared by all threads, and is created anew after a fork. Methods that take a
@@ -240,10 +241,6 @@ class BaseSemaphoreBackend(Fencing, abc.ABC):
         """Forget all locks: a test has emptied the tables."""
 
     # The operator's side. It runs on the alias's ordinary connection.
-
-    @abc.abstractmethod
-    def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
-        """Return snapshots, ordered by name: of ``names`` if given, else of all names that begin with ``prefix``."""
 
     def notes(self) -> list[str]:
         """Return sentences for operators about what cannot be shown."""

@@ -7,6 +7,7 @@ from typing import Final
 
 from django.db import connections
 from django.db.models import BigIntegerField, Case, F, Q, Value, When
+from django.db.models.lookups import LessThan
 
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
@@ -47,6 +48,12 @@ class RowClock:
         """Rows that are taken and have not expired."""
         live = Q(expires_us__gt=self.now)
         return live & Q(boot_id=self.boot_id) if self.boot_id else live
+
+    def stale(self) -> Q:
+        """Taken rows whose holder we judge gone: what ``holder()`` says of one row, for all of them."""
+        late = LessThan(F("expires_us") * 2 - F("lease_us"), Value(2 * self.now, output_field=BigIntegerField()))
+        overdue = Q(late, acquired_us__lt=self.now - round(CONFIRMED * 1e6))
+        return Q(expires_us__isnull=False) & (Q(suspect_us__isnull=False) | self.expired() | overdue)
 
     def grant_instant(self) -> Case:
         """When a slot was granted last: at the latest by the boot, if that was before it."""

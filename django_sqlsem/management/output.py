@@ -5,11 +5,10 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import json
 import re
 import shutil
 import unicodedata
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from django_sqlsem.durations import duration
 from django_sqlsem.snapshots import SlotState
@@ -29,9 +28,6 @@ CSV_FIELDS: Final = (
     "name", "slot", "slots", "state", "host", "pid", "thread", "work", "user", "since", "age_seconds",
     "lease_left_seconds", "token", "waiting", "session",
 )  # fmt: skip
-
-
-_OF_SESSIONS: Final = ("session_id", "session_us", "login", "program", "recorded")
 
 
 def clean(text: str) -> str:
@@ -230,28 +226,6 @@ def _pad(text: str, width: int) -> str:
             text = text[:-1]
         text += "…"
     return text + " " * (width - _width(text))
-
-
-def as_dict(snapshot: SemaphoreSnapshot) -> dict[str, Any]:
-    """Return a semaphore as plain data for JSON, with the counts that are computed."""
-    plain = dataclasses.asdict(snapshot)
-    for holder in plain["holders"]:
-        if not holder["mode"]:  # one slot
-            del holder["mode"], holder["slots"]
-        if holder["lease_left"] is not None:  # no session has its lock
-            for key in _OF_SESSIONS:
-                del holder[key]
-    for waiter in plain["waiters"]:
-        if not waiter["mode"]:
-            del waiter["mode"]
-        if waiter["session_id"] is None:
-            del waiter["session_id"]
-    return plain | {key: getattr(snapshot, key) for key in ("held", "free", "stale", "waiting")}
-
-
-def as_json(data: object, *, indent: int | None = 2) -> str:
-    """Return JSON with ISO 8601 instants."""
-    return json.dumps(data, indent=indent, ensure_ascii=False, default=lambda value: value.isoformat())
 
 
 def as_csv(snapshots: Iterable[SemaphoreSnapshot], *, header: bool = True) -> str:

@@ -105,7 +105,7 @@ class Command(BaseCommand):
         shown = [output.only_stale(snapshot) for snapshot in found] if stale else found
         if form == "json":
             values = queries.refreshes(name_glob, using=database)
-            self._print(output.as_json(refreshes.as_dicts(shown, values, whole=not stale), indent=indent))
+            self._print(refreshes.as_json(shown, values, using=database, whole=not stale, indent=indent))
         elif form == "csv":
             text = output.as_csv(shown, header=header)
             if text:
@@ -142,7 +142,7 @@ class Command(BaseCommand):
         snapshot = self._known(name, database)
         values = [each for each in queries.refreshes(using=database) if each.name == snapshot.name]
         if format == "json":
-            self._print(output.as_json(refreshes.as_dicts([snapshot], values, whole=False)[0]))
+            self._print(refreshes.as_json([snapshot], values, using=database, whole=False, only=True))
             return
         self._print(self.style.MIGRATE_HEADING(output.summary(snapshot)))
         for line in output.details(snapshot):

@@ -1,0 +1,1 @@
+"""Who waits for whom: waits of those who hold something meanwhile, and the cycles among them."""
