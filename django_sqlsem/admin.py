@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin, messages
@@ -9,14 +10,12 @@ from django.contrib.admin.views.main import SEARCH_VAR
 from django.db import connections, transaction
 from django.http import HttpResponseRedirect
 from django.urls import reverse
-from django.utils.html import format_html, format_html_join
-from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 import django_sqlsem.admin_refresh  # noqa: F401 - it registers a list of its own
 from django_sqlsem import admin_actions, admin_claims, admin_configure, queries
-from django_sqlsem.admin_confirm import DamagedFormError
+from django_sqlsem.admin_confirm import ActionForm, DamagedFormError
 from django_sqlsem.admin_display import (
     EMPTY,
     STATES,
@@ -24,13 +23,11 @@ from django_sqlsem.admin_display import (
     StateFilter,
     held_since,
     holder_of,
-    instant,
     lease_left,
-    program,
     program_of,
     snapshot_of,
 )
-from django_sqlsem.dashboard import acts, live, snapshot_json
+from django_sqlsem.dashboard import acts, live, page, snapshot_json
 from django_sqlsem.dashboard.columns import COLUMNS, OverviewColumns
 from django_sqlsem.dashboard.overview import KindFilter, OverviewChangeList, OverviewStateFilter, overview_answer
 from django_sqlsem.models import SemaphoreRow, SlotRow
@@ -62,6 +59,7 @@ class OperatorAdmin(ModelAdmin[Any]):
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER  # each count would read all that is held
     list_filter = (StateFilter,)
+    action_form = ActionForm
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Read from the database that keeps the locks."""
@@ -148,7 +146,7 @@ class SemaphoreAdmin(OverviewColumns, OperatorAdmin):
         admin_configure.resume,
         admin_configure.drain,
     )
-    fields = ("name", "kind", "slots", "declared", "is_paused", "held", "stale", "holders", "waiters")
+    fields = ("name", "kind", "slots", "declared", "is_paused", "held", "stale")
     readonly_fields = fields
 
     class Media:
@@ -188,51 +186,13 @@ class SemaphoreAdmin(OverviewColumns, OperatorAdmin):
         """Return whether granting is stopped."""
         return _("paused") if row.paused else EMPTY
 
-    @admin.display(description=gettext_lazy("holders"))
-    def holders(self, row: SemaphoreRow) -> SafeString | str:
-        """Return one line per holder."""
-        snapshot = snapshot_of(row)
-        if not snapshot or not snapshot.holders:
-            return _("Nobody holds it.")
-        return _lines(
-            [
-                _("Slot %(slot)s") % {"slot": holder.place},
-                snapshot.role(holder),
-                STATES[holder.state],
-                program_of(holder),
-                holder.label,
-                holder.user,
-                format_html(_("for {}"), held_since(holder)) if holder.recorded else "",
-                format_html(_("lease: {}"), lease_left(holder)) if holder.lease_left is not None else "",
-            ]
-            for holder in snapshot.holders
-        )
-
-    @admin.display(description=gettext_lazy("waiters"))
-    def waiters(self, row: SemaphoreRow) -> SafeString | str:
-        """Return one line per waiting process."""
-        snapshot = snapshot_of(row)
-        if not snapshot or not snapshot.waiters:
-            return _("Nobody waits.")
-        return _lines(
-            [
-                program(waiter.host, waiter.pid, waiter.thread),
-                snapshot.role(waiter),
-                waiter.label,
-                waiter.user,
-                _("%(count)d waiting") % {"count": waiter.waiting},
-                format_html(_("for {}"), instant(waiter.age, waiter.waiting_since)),
-            ]
-            for waiter in snapshot.waiters
-        )
-
-
-def _lines(lines: Any) -> SafeString:
-    return format_html_join("", "<div>{}</div>", ((_join(line),) for line in lines))
-
-
-def _join(parts: list[Any]) -> SafeString:
-    return format_html_join(", ", "{}", ((part,) for part in parts if part))
+    @live.guarded
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show one lock, or what changes of it."""
+        usual = functools.partial(super().change_view, request, object_id, form_url, extra_context)
+        return page.lock_page(self, request, object_id, usual)
 
 
 @admin.register(SlotRow)

@@ -13,6 +13,7 @@ from django.utils.translation import gettext_lazy, ngettext
 from django_sqlsem import admin_confirm as confirm
 from django_sqlsem import control, queries
 from django_sqlsem.admin_confirm import Page
+from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.models import SemaphoreRow
 from django_sqlsem.naming import MAX_SLOTS
 
@@ -42,7 +43,7 @@ def _configure(
     for name in names:
         try:
             known = act(name)
-        except (TypeError, ValueError) as error:
+        except (SemaphoreError, TypeError, ValueError) as error:
             model_admin.message_user(request, str(error), messages.ERROR)
             continue
         if known:

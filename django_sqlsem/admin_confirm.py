@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import messages
-from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin import helpers
 from django.contrib.admin.utils import unquote
 from django.template.response import TemplateResponse
 from django.urls import reverse
@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 
 class DamagedFormError(Exception):
     """The confirmation did not come back as it was sent."""
+
+
+class ActionForm(helpers.ActionForm):
+    """Chooses an action. django-unfold shows the button beside it once what ``x-model`` names has a value."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fields["action"].widget.attrs["x-model"] = "action"
 
 
 class ChangedError(Exception):
@@ -59,13 +67,13 @@ class Page:
     @property
     def named(self) -> str:
         """The name of the one lock that it is about."""
-        names = {each.name for each in (*self.semaphores, *self.holders, *self.others)}
+        names = {each.name for each in self.semaphores} | {each.name for each in (*self.holders, *self.others)}
         return names.pop() if len(names) == 1 else ""
 
 
 def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResponse:
     # Any one row makes the list view call the action again; whom it means is said by the targets alone.
-    selected = request.POST.getlist(ACTION_CHECKBOX_NAME)[:1]
+    selected = request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)[:1]
     site, opts = model_admin.admin_site, model_admin.opts
     lock = one_lock(request)
     back = lock and reverse(f"admin:{opts.app_label}_{opts.model_name}_change", args=[lock], current_app=site.name)
@@ -78,7 +86,7 @@ def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResp
         "others": [_cells(holder) for holder in page.others],
         "targets": json.dumps(page.targets),
         "selected": selected,
-        "action_checkbox_name": ACTION_CHECKBOX_NAME,
+        "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
         "back": back or request.get_full_path(),
         "one": page.named if lock else "",
         "media": model_admin.media,

@@ -33,11 +33,21 @@ ViewT = TypeVar("ViewT", bound="Callable[..., HttpResponse]")
 REFRESH_SECONDS: Final = 3
 #: Asks for the changing part alone; the answer has it too, so that a login page in between is not taken for one.
 HEADER: Final = "X-Sqlsem-Fragment"
+#: Asks for it without what costs most.
+LIGHT: Final = "X-Sqlsem-Light"
 
 
 def is_fragment(request: HttpRequest) -> bool:
     """Return whether the script asks for the changing part of a page."""
     return request.method == "GET" and HEADER in request.headers
+
+
+def is_light(request: HttpRequest) -> bool:
+    """Return whether the script can do without what costs most: it has that from a moment ago, and keeps it.
+
+    What is left out has ``data-sqlsem-keep`` and nothing else.
+    """
+    return is_fragment(request) and LIGHT in request.headers
 
 
 def fragment(request: HttpRequest, template: str, context: dict[str, Any]) -> TemplateResponse:

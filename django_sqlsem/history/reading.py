@@ -37,11 +37,12 @@ def clock(using: str | None = None) -> datetime.datetime:
     return _instant(_now(database_for(using)))
 
 
-def events(name: str, *, limit: int = 50, using: str | None = None) -> list[Event]:
-    """Return what happened to a name, the newest first. Raises ``BackendError``."""
+def events(name: str, *, limit: int = 50, what: Collection[str] | None = None, using: str | None = None) -> list[Event]:
+    """Return what happened to a name, the newest first: all, or these kinds. Raises ``BackendError``."""
     alias = database_for(using)
     with database_errors(alias):
-        return [_event(row) for row in _events(alias, name).order_by("-at_us", "-id")[:limit]]
+        wanted = _events(alias, name) if what is None else _events(alias, name).filter(what__in=what)
+        return [_event(row) for row in wanted.order_by("-at_us", "-id")[:limit]]
 
 
 def spans(name: str, *, window: float = 3600.0, using: str | None = None) -> list[Span]:

@@ -6,13 +6,14 @@
   if (!live || !bar) return;
   const HEADER = "X-Sqlsem-Fragment";
   const PERIOD = 1000 * (Number(live.dataset.sqlsemRefresh) || 3);
-  const [STALE, LONGEST_PAUSE, TIMEOUT] = [10000, 30000, 10000];
+  const [STALE, LONGEST_PAUSE, TIMEOUT, EVERY] = [10000, 30000, 10000, 5];
   const age = bar.querySelector("[data-sqlsem-age]");
   const problem = bar.querySelector("[data-sqlsem-error]");
   const toggle = bar.querySelector("[data-sqlsem-toggle]");
   const text = bar.dataset;
   let asked = 0; // when the view that is shown was asked for: 0 is when this page was
   let [pause, paused, timer, busy] = [PERIOD, false, 0, false];
+  let light = EVERY - 1; // so many more answers need not have what costs most
 
   const showAge = () => {
     const old = performance.now() - asked;
@@ -48,7 +49,7 @@
       if (old.data !== fresh.data) old.data = fresh.data;
       return;
     }
-    if ("sqlsemKeep" in old.dataset) return;
+    if ("sqlsemKeep" in old.dataset || "sqlsemKeep" in fresh.dataset) return;
     const kept = (name) => name === "open" && old.tagName === "DETAILS";
     if (old.tagName === "TR" && old.classList.contains("selected")) fresh.classList.add("selected");
     for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name) && !kept(name)) old.removeAttribute(name);
@@ -116,7 +117,9 @@
     const limit = setTimeout(() => controller.abort(), TIMEOUT);
     const sent = performance.now();
     try {
-      const options = { headers: { [HEADER]: "1" }, cache: "no-store", redirect: "manual", signal: controller.signal };
+      const headers = { [HEADER]: "1" };
+      if (light > 0) headers["X-Sqlsem-Light"] = "1";
+      const options = { headers, cache: "no-store", redirect: "manual", signal: controller.signal };
       const answer = await fetch(live.dataset.sqlsemUrl, options);
       const body = await answer.text();
       const ours = answer.headers.has(HEADER);
@@ -124,6 +127,7 @@
         if (!paused) {
           replace(body);
           asked = sent;
+          light = light > 0 ? light - 1 : EVERY - 1;
         }
         pause = PERIOD;
         say("");
@@ -143,15 +147,19 @@
     }
   };
 
+  const again = () => {
+    light = 0;
+    clearTimeout(timer);
+    refresh();
+  };
+
   toggle.hidden = false;
   toggle.addEventListener("click", () => {
     paused = !paused;
     toggle.textContent = paused ? text.textResume : text.textPause;
     showAge();
-    if (paused) clearTimeout(timer);
-    else refresh();
+    again();
   });
-  const again = () => (document.hidden ? clearTimeout(timer) : refresh());
   document.addEventListener("visibilitychange", again);
   window.addEventListener("pageshow", (event) => event.persisted && again());
   live.tabIndex = -1;
