@@ -13,7 +13,8 @@ from django.urls import reverse
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-import django_sqlsem.admin_refresh  # noqa: F401 - it registers a list of its own
+import django_sqlsem.admin_refresh
+import django_sqlsem.admin_transaction_locks  # noqa: F401
 from django_sqlsem import admin_actions, admin_claims, admin_configure, queries
 from django_sqlsem.admin_confirm import ActionForm, DamagedFormError
 from django_sqlsem.admin_display import (
