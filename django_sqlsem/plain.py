@@ -77,16 +77,11 @@ def as_plain(snapshot: SemaphoreSnapshot, recent: Lately | None = None, *, deadl
             del waiter["mode"]
         if waiter["session_id"] is None:
             del waiter["session_id"]
-    plain |= {key: getattr(snapshot, key) for key in ("held", "free", "stale", "waiting")}
-    plain |= {"draining": is_draining(snapshot), "deadlocked": deadlocked}
+    plain |= {key: getattr(snapshot, key) for key in ("held", "free", "stale", "waiting", "draining")}
+    plain["deadlocked"] = deadlocked
     if recent is not None:
         plain["last_hour"] = dataclasses.asdict(recent)
     return plain
-
-
-def is_draining(snapshot: SemaphoreSnapshot) -> bool:
-    """Whether it is paused, and holders have not left yet."""
-    return snapshot.paused and snapshot.held > 0
 
 
 def as_json(data: object, *, indent: int | None = 2) -> str:

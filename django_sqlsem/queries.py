@@ -102,7 +102,8 @@ def lately(snapshots: Iterable[SemaphoreSnapshot], *, using: str | None = None) 
     """
     found = list(snapshots)
     recorded = conf.config(database_for(using)).history
-    known = totals([snapshot.name for snapshot in found], window=plain.WINDOW, using=using) if recorded and found else {}
+    names = [snapshot.name for snapshot in found]
+    known = totals(names, window=plain.WINDOW, using=using) if recorded and names else {}
     return {each.name: plain.lately(each, known.get(each.name), recorded=recorded) for each in found}
 
 
@@ -176,16 +177,11 @@ def notes(using: str | None = None) -> list[str]:
 # What has happened: see ``history``. Its reader needs the models, which this module must not.
 
 
-def events(
-    name: Name, *, limit: int = 50, what: Collection[str] | None = None, using: str | None = None
-) -> list[Event]:
-    """Return what happened to a name, the newest first: all, or these kinds of ``history.events``.
-
-    Raises ``BackendError`` if the database fails.
-    """
+def events(name: Name, *, limit: int = 50, using: str | None = None) -> list[Event]:
+    """Return what happened to a name, the newest first. Raises ``BackendError`` if the database fails."""
     from django_sqlsem.history import reading
 
-    return reading.events(validate_name(name), limit=limit, what=what, using=using)
+    return reading.events(validate_name(name), limit=limit, using=using)
 
 
 def spans(name: Name, *, window: float = 3600.0, using: str | None = None) -> list[Span]:

@@ -59,7 +59,7 @@ def survey_of(snapshots: Iterable[SemaphoreSnapshot]) -> Survey:
         counts["stale"].append((key, snapshot.stale))
         counts["waiting"].append((key, snapshot.waiting))
         counts["paused"].append((key, int(snapshot.paused)))
-        counts["draining"].append((key, snapshot.held if snapshot.paused else 0))
+        counts["draining"].append((key, snapshot.held if snapshot.draining else 0))
     return Survey(
         held=sum(count for _key, count in counts["held"]),
         stale=sum(count for _key, count in counts["stale"]),

@@ -43,9 +43,7 @@ class RowsSurvey(BaseSemaphoreBackend):
                 else taken.aggregate(**counts)
             )
             held = Listed(dict(sorted(((k, n) for k, n, _s in found if n), key=lambda pair: -pair[1])), complete)
-            stale = Listed(
-                {key: count for key, _held, count in found[:MOST] if count}, complete or not found[-1][2]
-            )
+            stale = Listed({key: count for key, _held, count in found[:MOST] if count}, complete or not found[-1][2])
             waiting, threads = self._waiting(clock)
             paused = Listed.of((key, 1) for key in self._paused().values_list("pk", flat=True)[: MOST + 1])
             of_paused = taken.filter(live, semaphore__in=self._paused().order_by().values("pk"))

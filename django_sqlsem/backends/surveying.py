@@ -59,6 +59,4 @@ def _key(snapshot: SemaphoreSnapshot) -> str:
 
 
 def _is(snapshot: SemaphoreSnapshot, state: SurveyState) -> bool:
-    if state == "draining":
-        return snapshot.paused and snapshot.held > 0
     return bool(getattr(snapshot, state))

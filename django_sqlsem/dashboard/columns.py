@@ -16,13 +16,13 @@ from django_sqlsem.admin_display import EMPTY, declared, snapshot_of
 from django_sqlsem.dashboard.cells import drawn
 from django_sqlsem.dashboard.overview import kind_of
 from django_sqlsem.durations import duration
-from django_sqlsem.plain import Lately, is_draining
+from django_sqlsem.plain import Lately
 
 if TYPE_CHECKING:
     from django_sqlsem.models import SemaphoreRow
 
 #: What stands where nothing is to be said, and a reader of screens passes over.
-NONE: Final = mark_safe('<span class="sqlsem-none" aria-hidden="true">·</span>')  # noqa: S308 - no input in it
+NONE: Final = mark_safe('<span class="sqlsem-none" aria-hidden="true">·</span>')
 
 COLUMNS: Final = (
     "name", "kind_word", "cells", "held", "stale", "waiting", "utilisation", "longest_hold", "longest_wait",
@@ -33,7 +33,7 @@ COLUMNS: Final = (
 class OverviewColumns:
     """One method per column; each shows the row's snapshot, which was read with the page."""
 
-    @admin.display(description=mark_safe('<input type="checkbox" id="action-toggle">'))  # noqa: S308 - Django's own
+    @admin.display(description=mark_safe('<input type="checkbox" id="action-toggle">'))
     def action_checkbox(self, row: SemaphoreRow) -> SafeString:
         """Return what Django does, without a template for each row."""
         return format_html(
@@ -61,7 +61,7 @@ class OverviewColumns:
         if getattr(row, "sqlsem_deadlocked", False):
             badges.append(("bad", _("deadlock")))
         if snapshot.paused:
-            badges.append(("draining", _("draining")) if is_draining(snapshot) else ("paused", _("paused")))
+            badges.append(("draining", _("draining")) if snapshot.draining else ("paused", _("paused")))
         if snapshot.operator_slots is not None:
             badges.append(("operator", _("set by operator")))
         for state, word in badges:

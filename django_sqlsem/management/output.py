@@ -26,7 +26,7 @@ SESSION: Final = "SESSION"
 SHRINKING: Final = {"WORK": 12, "NAME": 12, "HOLDER": 16}
 CSV_FIELDS: Final = (
     "name", "slot", "slots", "state", "host", "pid", "thread", "work", "user", "since", "age_seconds",
-    "lease_left_seconds", "token", "waiting", "session",
+    "lease_left_seconds", "token", "waiting", "session", "stop_by",
 )  # fmt: skip
 
 
@@ -61,6 +61,11 @@ def lease(holder: HolderSnapshot) -> str:
     return duration(holder.lease_left)
 
 
+def state(holder: HolderSnapshot) -> str:
+    """Return how a holder stands."""
+    return f"{holder.state.value}, asked to stop" if holder.stop_requested else holder.state.value
+
+
 def session(holder: HolderSnapshot) -> str:
     """Return the database session that holds, with its program and login if they are known."""
     if holder.session_id is None:
@@ -79,6 +84,8 @@ def sentence(holder: HolderSnapshot) -> str:
         parts.append(f"lease {lease(holder)}" if holder.expired else f"lease left {lease(holder)}")
     else:
         parts.append(f"its {session(holder)} has ended" if holder.expired else session(holder))
+    if holder.stop_requested:
+        parts.append(f"asked to stop by {clean(holder.stop_by)}")
     return f"{clean(holder.name)} {holder.where} ({holder.state}): {', '.join(filter(None, parts))}"
 
 
@@ -92,6 +99,8 @@ def summary(snapshot: SemaphoreSnapshot) -> str:
     parts.append(f"{snapshot.waiting} waiting")
     if snapshot.paused:
         parts.append("paused")
+    if snapshot.stopping:
+        parts.append(f"{snapshot.stopping} asked to stop")
     if snapshot.operator_slots is not None:
         parts.append(f"set by an operator (the code says {snapshot.declared_slots})")
     if snapshot.other_declared_slots is not None:
@@ -172,7 +181,7 @@ def _holder_rows(snapshot: SemaphoreSnapshot) -> list[tuple[str, ...]]:
         (
             holder.name,
             f"{holder.place}/{snapshot.slots}",
-            " ".join(filter(None, (holder.state.value, snapshot.role(holder)))),
+            " ".join(filter(None, (state(holder), snapshot.role(holder)))),
             who(holder),
             holder.label,
             holder.user,
@@ -240,13 +249,13 @@ def as_csv(snapshots: Iterable[SemaphoreSnapshot], *, header: bool = True) -> st
                 holder.name, holder.place, snapshot.slots, holder.state.value, holder.host, holder.pid, holder.thread,
                 holder.label, holder.user, holder.acquired_at.isoformat(), f"{holder.age:.3f}",
                 "" if holder.lease_left is None else f"{holder.lease_left:.3f}", holder.token, "",
-                holder.session_id,
+                holder.session_id, holder.stop_by,
             ))  # fmt: skip
         for waiter in snapshot.waiters:
             writer.writerow((
                 waiter.name, "", snapshot.slots, "waiting", waiter.host, waiter.pid, waiter.thread, waiter.label,
                 waiter.user, waiter.waiting_since.isoformat(), f"{waiter.age:.3f}", "", "", waiter.waiting,
-                waiter.session_id,
+                waiter.session_id, "",
             ))  # fmt: skip
     return stream.getvalue().rstrip("\n")
 

@@ -6,7 +6,8 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sqlsem', '0010_history'),
+        ('sqlsem', '0011_minute_writer'),
+        ('sqlsem', '0011_waits'),
     ]
 
     operations = [
