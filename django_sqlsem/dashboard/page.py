@@ -11,33 +11,25 @@ from django.core.exceptions import PermissionDenied
 from django.template.response import TemplateResponse
 from django.utils.html import format_html
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, ngettext
+from django.utils.translation import ngettext
 
 from django_sqlsem import queries
 from django_sqlsem.admin_display import snapshot_of
 from django_sqlsem.conf import config
 from django_sqlsem.dashboard import live, svg, tables
 from django_sqlsem.dashboard.acts import Acts
+from django_sqlsem.dashboard.cells import drawn
+from django_sqlsem.dashboard.overview import kind_of
 from django_sqlsem.dashboard.recent import recent
 from django_sqlsem.dashboard.scales import length
 from django_sqlsem.history import events as kinds
 
 if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponse
-    from django.utils.functional import _StrPromise
 
     from django_sqlsem.history.events import Event
     from django_sqlsem.snapshots import SemaphoreSnapshot
 
-#: What people call each kind of lock.
-KINDS: Final[dict[str, _StrPromise]] = {
-    "semaphore": gettext_lazy("semaphore"),
-    "mutex": gettext_lazy("mutex"),
-    "monitor": gettext_lazy("monitor"),
-    "rwlock": gettext_lazy("lock of readers and writers"),
-    "tokens": gettext_lazy("count of tokens"),
-    "claim": gettext_lazy("claimed rows"),
-}
 #: So many sentences about who waits for whom.
 _MAX_WAITS: Final = 50
 
@@ -90,7 +82,7 @@ def lock_page(
         "title": svg.visible(snapshot.name),
         "subtitle": None,
         "shown_name": svg.users(snapshot.name),
-        "kind": KINDS.get(snapshot.kind, snapshot.kind),
+        "kind": kind_of(snapshot.kind),
         "opts": model_admin.opts,
         "original": row,
         "preserved_filters": model_admin.get_preserved_filters(request),
@@ -107,6 +99,7 @@ def _changing(model_admin: Any, request: HttpRequest, snapshot: SemaphoreSnapsho
         "acts": acts,
         "notices": _notices(snapshot),
         "facts": _facts(snapshot),
+        "cells": drawn(snapshot),
         "holders": tables.holders(snapshot, acts.beside),
         "waiters": tables.waiters(snapshot),
         "waits": _waits(snapshot.name),
