@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import SEARCH_VAR
 from django.db import connections, transaction
+from django.forms import Script
 from django.http import HttpResponseRedirect
 from django.urls import reverse
 from django.utils.translation import gettext as _
@@ -151,7 +152,7 @@ class SemaphoreAdmin(OverviewColumns, OperatorAdmin):
 
     class Media:
         css = {"all": ("sqlsem/locks.css", "sqlsem/overview.css")}
-        js = ("sqlsem/locks.js",)
+        js = (Script("sqlsem/locks.js", defer=True),)
 
     def own_urls(self) -> list[URLPattern]:
         """Add where the buttons on the page of one lock lead, and the same as JSON."""
