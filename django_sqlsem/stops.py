@@ -23,7 +23,7 @@ def ask(hold: Hold, by: str) -> None:
     """Note, once and for all, that ``by`` asks the holder to stop, and tell the program."""
     whole = hold.part_of or hold
     hold.stop_by = hold.stop_by or by or SOMEBODY
-    if whole.foreign or whole.released or not whole.stop_told.acquire(blocking=False):
+    if whole.foreign or whole.releasing.locked() or not whole.stop_told.acquire(blocking=False):
         return
     whole.stop_by = hold.stop_by
     name = whole.claim.resource.name

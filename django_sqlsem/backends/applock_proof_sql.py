@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from django_sqlsem.backends.applock_sql import Batch, holds
+from django_sqlsem.backends.applock_sql import ROW_PATIENCE_MS, Batch, holds
 
 #: How long a proof of possession waits for rows, in milliseconds: what it reads there is not urgent.
 _WISH_PATIENCE_MS: Final = 100
@@ -26,11 +26,12 @@ def prove(resources: int, permits: int = 0) -> Batch:
         f" AND stop_token = token; END TRY BEGIN CATCH SET @asked{number} = NULL; END CATCH;"
         for number in range(permits)
     )
-    patience = f" SET LOCK_TIMEOUT {_WISH_PATIENCE_MS};" if permits else ""
+    if permits:
+        wishes = f"\nSET LOCK_TIMEOUT {_WISH_PATIENCE_MS};{wishes}\nSET LOCK_TIMEOUT {ROW_PATIENCE_MS};"
     told = "".join(f", @asked{number} AS asked{number}" for number in range(permits))
     about = tuple(f"{what}{number}" for number in range(permits) for what in ("key", "slot", "permit"))
     return Batch(
-        f"SET NOCOUNT ON;{patience}\nDECLARE @stamp varchar(60) = ?;{wishes}\n"
+        f"SET NOCOUNT ON;\nDECLARE @stamp varchar(60) = ?;{wishes}\n"
         "SELECT CASE WHEN CAST(SUBSTRING(CONTEXT_INFO(), 1, DATALENGTH(@stamp)) AS varchar(60)) = @stamp THEN 0"
         f" ELSE 1000000 END{held} AS missing{told};\n",
         ("stamp", *about, *(f"resource{number}" for number in range(resources))),

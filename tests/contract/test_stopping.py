@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import threading
@@ -13,14 +14,16 @@ from django.db.models import F
 
 from django_sqlsem import bells, control, mutex, queries, semaphore
 from django_sqlsem.backends import get_backend
+from django_sqlsem.claims import claim
 from django_sqlsem.keepers import keeper_for
-from django_sqlsem.locks import acquire_all, monitor, rwlock
+from django_sqlsem.locks import acquire_all, current_permit, monitor, rwlock
 from django_sqlsem.models import SlotRow
 from django_sqlsem.signals import permit_stop_requested
 from tests import applocks
 from tests.contract.actors import Actor
 from tests.databases import held_rows, kill_sessions, raw_connection, session_ids
 from tests.statements import CountedSession
+from tests.testapp.models import Inventory
 from tests.threads import run_in_threads, wait_until
 
 #: So long that no renewal comes while a test lasts: what is heard by then was brought by a bell.
@@ -349,3 +352,53 @@ def test_an_operators_drain(database):
         for each in (one, two, late):
             each.end()
     assert not control.drain("unknown", by="ann", using=database)
+
+
+def test_the_permit_of_a_decorated_call_is_found(database):
+    lock = mutex("decorated", using=database)
+    assert current_permit("decorated", using=database) is None
+
+    @lock
+    def work():
+        permit = current_permit("decorated", using=database)
+        control.request_stop("decorated", by="ann", using=database)
+        wait_until(lambda: permit.stop_requested, timeout=SOON)
+        elsewhere = run_in_threads(1, lambda _: current_permit("decorated", using=database))
+        assert elsewhere == [None]
+        return permit
+
+    permit = work()
+    assert permit.released
+    assert current_permit("decorated", using=database) is None
+
+    @lock
+    async def works():
+        mine = current_permit("decorated", using=database)
+        assert await asyncio.to_thread(current_permit, "decorated", using=database) is mine
+        return mine.token
+
+    assert asyncio.run(works()) > permit.token
+
+
+def test_a_claim_passes_it_on(database):
+    for _ in range(3):
+        Inventory.objects.using(database).create()
+    told, done = [], []
+    with claim(Inventory.objects.using(database).order_by("pk"), n=3, using=database) as jobs:
+        assert (jobs.stop_requested, jobs.stop_requested_by) == (False, "")
+        jobs.on_stop_requested(told.append)
+        for job in jobs:
+            if jobs.stop_requested:
+                jobs.give_back(job)
+                continue
+            done.append(job.pk)
+            jobs.finish(job)
+            control.request_stop(jobs.permit.name, jobs.permit.slot, jobs.permit.token, by="ann", using=database)
+            wait_until(lambda: told, timeout=SOON)
+        assert told == [jobs.permit]
+        assert jobs.stop_requested_by == "ann"
+    assert len(done) == 1
+    assert Inventory.objects.using(database).filter(status="Not Started").count() == 2
+    with claim(Inventory.objects.using(database).filter(pk=0), using=database) as none:
+        none.on_stop_requested(told.append)
+        assert not none.stop_requested
