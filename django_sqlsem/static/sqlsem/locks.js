@@ -1,6 +1,7 @@
 // Refreshes the part #sqlsem-live of a page every few seconds; without it the page is whole, and has a plain link.
 "use strict";
-(() => {
+(function start() {
+  if (document.readyState === "loading") return document.addEventListener("DOMContentLoaded", start);
   const live = document.getElementById("sqlsem-live");
   const bar = document.querySelector("[data-sqlsem-bar]");
   if (!live || !bar || "sqlsemRuns" in live.dataset) return;
