@@ -13,10 +13,12 @@ from django.utils.translation import ngettext
 from django_sqlsem import queries
 from django_sqlsem.dashboard import charts, tables, timeline
 from django_sqlsem.dashboard.scales import TimeScale, length
-from django_sqlsem.dashboard.timeline import Bar, Lane, Mark
+from django_sqlsem.dashboard.timeline import Average, Bar, Lane, Mark
 from django_sqlsem.durations import duration
-from django_sqlsem.history.events import ACTS, DEADLOCK, LOST, PURGED, REVOKED
+from django_sqlsem.history.events import ACTS, DEADLOCK, LOST, PURGED, REVOKED, Totals
+from django_sqlsem.history.reading import MAX_SPANS
 from django_sqlsem.modes import WRITER
+from django_sqlsem.plain import lately
 from django_sqlsem.snapshots import SlotState
 
 if TYPE_CHECKING:
@@ -53,8 +55,10 @@ class Recent:
     timeline: SafeString | None
     timeline_notes: Sequence[str]
     bars: Table
+    facts: Sequence[tuple[str, str]]
     charts: Sequence[Chart]
     minutes: Table
+    acts: Table
     events: Table
 
 
@@ -64,14 +68,21 @@ def recent(snapshot: SemaphoreSnapshot) -> Recent:
     scale = TimeScale(queries.history_clock(), WINDOW)
     spans = queries.spans(name, window=WINDOW)
     minutes = queries.minutes(name, window=WINDOW, step=STEP)
-    acts = queries.events(name, what=(*ACTS, DEADLOCK), limit=timeline.MAX_MARKS)
+    rare = queries.events(name, what=(*ACTS, DEADLOCK, LOST), limit=2 * timeline.MAX_MARKS)
+    acts = [event for event in rare if event.what != LOST]
     lanes = _lanes(snapshot, spans)
     drawing = None
     if lanes:
         title = _("Who held which slot in the last hour")
         about = _about(lanes, spans, minutes, acts, scale)
         drawing = timeline.draw(
-            lanes, _bars(snapshot, spans, scale), _marks(acts, scale), scale, title=title, description=about
+            lanes,
+            _bars(snapshot, spans, scale),
+            _marks(acts, scale),
+            _averages(snapshot, spans, minutes),
+            scale,
+            title=title,
+            description=about,
         )
     return Recent(
         up_to=scale.now,
@@ -79,10 +90,40 @@ def recent(snapshot: SemaphoreSnapshot) -> Recent:
         timeline=drawing,
         timeline_notes=_notes(snapshot, lanes, spans, minutes),
         bars=tables.bars(spans),
+        facts=_facts(snapshot, minutes),
         charts=_charts(minutes, scale),
         minutes=tables.by_minute(minutes),
+        acts=tables.rare(rare),
         events=tables.recent(queries.events(name, limit=tables.MAX_ROWS)),
     )
+
+
+def _facts(snapshot: SemaphoreSnapshot, minutes: Sequence[Minute]) -> list[tuple[str, str]]:
+    """Return the figures of the hour with their words, as the overview has them."""
+    holds = [each.holds.longest for each in minutes if each.holds]
+    waits = [each.waits.longest for each in minutes if each.waits]
+    found = lately(
+        snapshot,
+        Totals(
+            granted=sum(each.granted for each in minutes),
+            released=sum(each.released for each in minutes),
+            turned_away=sum(each.turned_away for each in minutes),
+            lost=sum(each.lost for each in minutes),
+            held=sum(each.held for each in minutes),
+            longest_hold=max(holds, default=0.0),
+            longest_wait=max(waits, default=0.0),
+        ),
+    )
+    facts = [
+        (_("granted"), str(found.granted)),
+        (_("turned away"), str(found.turned_away)),
+        (_("lost"), str(found.lost)),
+        (_("longest wait"), length(found.longest_wait or 0.0)),
+        (_("longest hold"), length(found.longest_hold or 0.0)),
+    ]
+    if found.utilisation is not None:
+        facts.insert(0, (_("used"), _("%(percent)d %%") % {"percent": round(100 * found.utilisation)}))
+    return facts
 
 
 def _charts(minutes: Sequence[Minute], scale: TimeScale) -> list[Chart]:
@@ -168,6 +209,24 @@ def _marks(acts: Sequence[Event], scale: TimeScale) -> list[Mark]:
     return marks
 
 
+def _averages(snapshot: SemaphoreSnapshot, spans: Sequence[Span], minutes: Sequence[Minute]) -> list[Average]:
+    """Return how much was held before the first hold that is drawn, if there are more than can be."""
+    if len({_end(span) for span in spans}) < MAX_SPANS:
+        return []
+    first = min(span.end for span in spans)
+    found = []
+    for each in minutes:
+        end = min(first, each.at + STEP * _SECOND)
+        if each.held and end > each.at:
+            part = min(1.0, each.held / (snapshot.slots * STEP))
+            title = _("%(time)s: %(percent)d %% of all slots were held; single holds are not drawn here") % {
+                "time": f"{timezone.localtime(each.at):%H:%M}",
+                "percent": round(100 * part),
+            }
+            found.append(Average(each.at, end, part, title))
+    return found
+
+
 def _about(
     lanes: Sequence[Lane], spans: Sequence[Span], minutes: Sequence[Minute], acts: Sequence[Event], scale: TimeScale
 ) -> str:
@@ -200,11 +259,13 @@ def _notes(
     ended, listed = sum(each.released + each.lost for each in minutes), len({_end(span) for span in spans})
     if ended > listed * 1.02 + 2:
         text = ngettext(
-            "%(ended)d hold ended in this hour; %(listed)d of them are drawn, the newest.",
-            "%(ended)d holds ended in this hour; %(listed)d of them are drawn, the newest.",
+            "%(ended)d hold ended in this hour; %(listed)d are drawn one by one.",
+            "%(ended)d holds ended in this hour; %(listed)d are drawn one by one.",
             ended,
         )
         notes.append(text % {"ended": ended, "listed": listed})
+        if listed >= MAX_SPANS:
+            notes.append(_("Before the first of these: the average of all slots, minute by minute."))
     return notes
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: All drawings are as wide, so that one minute stands above the same minute of the others.
 WIDTH: Final = 960.0
 LEFT: Final = 56.0
-RIGHT: Final = 110.0
+RIGHT: Final = 130.0
 TICK: Final = datetime.timedelta(minutes=10)
 #: What a logarithmic axis may be marked with, in seconds.
 _STEPS: Final = (0.001, 0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 36000.0, 360000.0, 3600000.0)

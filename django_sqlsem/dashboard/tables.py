@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from django_sqlsem.history.events import Event, Minute, Percentiles, Span
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSnapshot
 
-#: So many rows of each table are shown.
-MAX_ROWS: Final = 50
+#: So many rows of a table are shown.
+MAX_ROWS: Final = 25
 
 #: What happened, in a word or two.
 WORDS: Final[dict[str, _StrPromise]] = {
@@ -89,17 +89,15 @@ def holders(snapshot: SemaphoreSnapshot, beside: Callable[[HolderSnapshot], Sequ
             holder.place,
             format_html('<span class="sqlsem-state sqlsem-{}">{}</span>', holder.state.value, state),
             _program(holder),
-            svg.users(holder.label) or EMPTY,
-            svg.users(holder.user) or EMPTY,
-            held_since(holder),
+            _work(holder),
+            format_html('{} <span class="sqlsem-second">{}</span>', held_since(holder), _token(holder.token)),
             lease_left(holder),
-            format_html("<code>{}</code>", holder.token),
         ]
         rows.append(Row(f"holder {holder.slot} {holder.token}", cells, beside(holder)))
     return Table(
         "sqlsem-holders",
         _("Holders"),
-        [_("Slot"), _("State"), _("Held by"), _("Work"), _("User"), _("For"), _("Lease left"), _("Token")],
+        [_("Slot"), _("State"), _("Held by"), _("Work, user"), _("For, token"), _("Lease left")],
         rows,
         _left_out(len(snapshot.holders), _("the stale ones and the oldest are listed")),
         _("Nobody holds it."),
@@ -114,8 +112,7 @@ def waiters(snapshot: SemaphoreSnapshot) -> Table:
             [
                 instant(waiter.age, waiter.waiting_since),
                 _program(waiter),
-                svg.users(waiter.label) or EMPTY,
-                svg.users(waiter.user) or EMPTY,
+                _work(waiter),
                 waiter.waiting,
                 _wanted(snapshot, waiter),
             ],
@@ -125,34 +122,53 @@ def waiters(snapshot: SemaphoreSnapshot) -> Table:
     return Table(
         "sqlsem-waiters",
         _("Waiters, first come first"),
-        [_("For"), _("Waits in"), _("Work"), _("User"), _("How many"), _("Wants")],
+        [_("For"), _("Waits in"), _("Work, user"), _("How many"), _("Wants")],
         rows,
         _left_out(len(snapshot.waiters), _("those who came first are listed")),
         _("Nobody waits."),
     )
 
 
+def rare(found: Sequence[Event]) -> Table:
+    """Return losses, deadlocks and what operators did, the newest first: these are kept for long."""
+    rows = [
+        Row(_event_key(event), [*_what(event), svg.users(event.by) or EMPTY, svg.users(event.detail) or EMPTY])
+        for event in found[:MAX_ROWS]
+    ]
+    columns = [_("When"), _("What"), _("Slot"), _("Who"), _("Work"), _("By"), _("Detail")]
+    return Table("sqlsem-rare", _("Losses, deadlocks and operators' acts"), columns, rows, empty=_("None is recorded."))
+
+
 def recent(found: Sequence[Event]) -> Table:
     """Return what happened lately, the newest first."""
     rows = [
         Row(
-            f"event {event.at.timestamp():.6f} {event.what} {event.slot} {event.pid}",
+            _event_key(event),
             [
-                moment(event.at),
-                format_html('<span class="sqlsem-event sqlsem-{}">{}</span>', event.what, word(event.what)),
-                EMPTY if event.slot is None else ", ".join(map(str, event.slots[:8])),
-                _program(event) if event.host or event.pid else EMPTY,
-                svg.users(event.label) or EMPTY,
+                *_what(event),
                 EMPTY if event.waited is None else length(event.waited),
                 EMPTY if event.held is None else length(event.held),
-                svg.users(event.by) or EMPTY,
-                svg.users(event.detail) or EMPTY,
+                svg.users(" ".join(filter(None, (event.by, event.detail)))) or EMPTY,
             ],
         )
         for event in found
     ]
-    columns = [_("When"), _("What"), _("Slot"), _("Who"), _("Work"), _("Waited"), _("Held"), _("By"), _("Detail")]
+    columns = [_("When"), _("What"), _("Slot"), _("Who"), _("Work"), _("Waited"), _("Held"), _("Detail")]
     return Table("sqlsem-events", _("Recent events"), columns, rows, empty=_("Nothing is recorded."))
+
+
+def _event_key(event: Event) -> str:
+    return f"event {event.at.timestamp():.6f} {event.what} {event.slot} {event.pid}"
+
+
+def _what(event: Event) -> list[Any]:
+    return [
+        moment(event.at),
+        format_html('<span class="sqlsem-event sqlsem-{}">{}</span>', event.what, word(event.what)),
+        EMPTY if event.slot is None else ", ".join(map(str, event.slots[:8])),
+        svg.users(_place(event)) or EMPTY,
+        svg.users(event.label) or EMPTY,
+    ]
 
 
 def bars(found: Sequence[Span]) -> Table:
@@ -214,10 +230,15 @@ def moment(at: datetime.datetime) -> SafeString:
     )
 
 
+def _place(someone: HolderSnapshot | WaiterSnapshot | Event) -> str:
+    if not someone.host and not someone.pid:
+        return getattr(someone, "program", "")
+    return _("%(host)s pid %(pid)d") % {"host": someone.host, "pid": someone.pid}
+
+
 def program_text(someone: HolderSnapshot | WaiterSnapshot | Event) -> str:
     """Return who somebody is, in one line: the program, and the work it does."""
-    who = f"{someone.host} pid {someone.pid}" if someone.host or someone.pid else getattr(someone, "program", "")
-    return ", ".join(filter(None, (who, someone.label)))
+    return ", ".join(filter(None, (_place(someone), someone.label)))
 
 
 def _program(someone: HolderSnapshot | WaiterSnapshot | Event) -> SafeString:
@@ -228,6 +249,15 @@ def _program(someone: HolderSnapshot | WaiterSnapshot | Event) -> SafeString:
     quiet += [svg.users(getattr(someone, each, "")) for each in ("login", "program")]
     second = format_html_join(" \N{MIDDLE DOT} ", "{}", ((each,) for each in quiet if each))
     return format_html('{} <span class="sqlsem-second">{}</span>', svg.users(someone.host) or EMPTY, second)
+
+
+def _work(someone: HolderSnapshot | WaiterSnapshot) -> SafeString:
+    work, user = svg.users(someone.label) or EMPTY, svg.users(someone.user)
+    return format_html('{} <span class="sqlsem-second">{}</span>', work, user) if user else format_html("{}", work)
+
+
+def _token(token: int) -> SafeString:
+    return format_html("<code>{}</code>", token)
 
 
 def _wanted(snapshot: SemaphoreSnapshot, waiter: WaiterSnapshot) -> str:

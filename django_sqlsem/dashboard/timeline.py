@@ -54,6 +54,16 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
+class Average:
+    """How much all slots were held in a while of which single holds are not drawn: ``part`` is 0 to 1."""
+
+    start: datetime.datetime
+    end: datetime.datetime
+    part: float
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
 class Lane:
     """One slot, with its word on the left and what is to be said of it now on the right."""
 
@@ -120,7 +130,14 @@ def _merged(narrow: Iterable[Piece], wide: float) -> list[Piece]:
 
 
 def draw(
-    lanes: Sequence[Lane], bars: Sequence[Bar], marks: Sequence[Mark], scale: TimeScale, *, title: str, description: str
+    lanes: Sequence[Lane],
+    bars: Sequence[Bar],
+    marks: Sequence[Mark],
+    averages: Sequence[Average],
+    scale: TimeScale,
+    *,
+    title: str,
+    description: str,
 ) -> SafeString:
     """Return the timeline as SVG."""
     place = {lane.slot: _TOP + number * _LANE for number, lane in enumerate(lanes)}
@@ -129,6 +146,7 @@ def draw(
     return svg.drawing(
         _hatch(),
         *scale.axis(_TOP - 4, bottom),
+        *(_average(each, scale, bottom) for each in averages if each.part > 0),
         *(part for lane in lanes for part in _lane(lane, place[lane.slot])),
         *(part for piece in drawn for part in _bar(piece, place[piece.slot])),
         *_marks(marks, scale, bottom),
@@ -152,6 +170,15 @@ def _hatch() -> SafeString:
         patternTransform="rotate(45)",
     )
     return svg.element("defs", pattern)
+
+
+def _average(each: Average, scale: TimeScale, bottom: float) -> SafeString:
+    left, right = scale.x(each.start), scale.x(each.end)
+    words = svg.element("title", svg.visible(each.title))
+    density = min(4, max(1, math.ceil(each.part * 4)))
+    wide = max(1.0, right - left - 1)
+    kind = f"sqlsem-bar-dense sqlsem-d{density}"
+    return svg.element("rect", words, x=left, y=_TOP, width=wide, height=bottom - _TOP, class_=kind)
 
 
 def _lane(lane: Lane, y: float) -> list[SafeString]:

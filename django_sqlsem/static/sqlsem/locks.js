@@ -1,9 +1,11 @@
 // Refreshes the part #sqlsem-live of a page every few seconds; without it the page is whole, and has a plain link.
 "use strict";
-(() => {
+(function start() {
+  if (document.readyState === "loading") return document.addEventListener("DOMContentLoaded", start);
   const live = document.getElementById("sqlsem-live");
   const bar = document.querySelector("[data-sqlsem-bar]");
-  if (!live || !bar) return;
+  if (!live || !bar || "sqlsemRuns" in live.dataset) return;
+  live.dataset.sqlsemRuns = "";
   const HEADER = "X-Sqlsem-Fragment";
   const PERIOD = 1000 * (Number(live.dataset.sqlsemRefresh) || 3);
   const [STALE, LONGEST_PAUSE, TIMEOUT, EVERY] = [10000, 30000, 10000, 5];
@@ -163,6 +165,7 @@
   document.addEventListener("visibilitychange", again);
   window.addEventListener("pageshow", (event) => event.persisted && again());
   live.tabIndex = -1;
+  for (const box of live.querySelectorAll("[data-sqlsem-end]")) box.scrollLeft = box.scrollWidth; // where "now" is
   setInterval(showAge, 1000);
   showAge();
   schedule(PERIOD);
