@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import SEARCH_VAR
 from django.db import connections, transaction
-from django.forms import Script
 from django.http import HttpResponseRedirect
 from django.urls import reverse
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-import django_sqlsem.admin_refresh  # noqa: F401 - it registers a list of its own
+import django_sqlsem.admin_refresh
+import django_sqlsem.admin_transaction_locks  # noqa: F401
 from django_sqlsem import admin_actions, admin_claims, admin_configure, queries
 from django_sqlsem.admin_confirm import ActionForm, DamagedFormError
 from django_sqlsem.admin_display import (
@@ -26,7 +26,6 @@ from django_sqlsem.admin_display import (
     holder_of,
     lease_left,
     program_of,
-    snapshot_of,
 )
 from django_sqlsem.dashboard import acts, live, page, snapshot_json
 from django_sqlsem.dashboard.columns import COLUMNS, OverviewColumns
@@ -147,12 +146,11 @@ class SemaphoreAdmin(OverviewColumns, OperatorAdmin):
         admin_configure.resume,
         admin_configure.drain,
     )
-    fields = ("name", "kind", "slots", "declared", "is_paused", "held", "stale")
+    fields = ("name", "kind_word", "cells", "held", "stale", "waiting", "declared")
     readonly_fields = fields
 
     class Media:
         css = {"all": ("sqlsem/locks.css", "sqlsem/overview.css")}
-        js = (Script("sqlsem/locks.js", defer=True),)
 
     def own_urls(self) -> list[URLPattern]:
         """Add where the buttons on the page of one lock lead, and the same as JSON."""
@@ -171,21 +169,6 @@ class SemaphoreAdmin(OverviewColumns, OperatorAdmin):
         """Answer with the whole page, or with the part that refreshes itself."""
         response = super().changelist_view(request, {"title": _("Locks"), **(extra_context or {})})
         return overview_answer(request, response)
-
-    @admin.display(description=gettext_lazy("slots"))
-    def slots(self, row: SemaphoreRow) -> int | str:
-        """Return the number that counts; of tokens, how many there are."""
-        if row.tokens is not None:
-            snapshot = snapshot_of(row)
-            return _("%(tokens)d tokens") % {"tokens": (snapshot and snapshot.tokens) or 0}
-        if row.operator_slots is None:
-            return row.slots
-        return _("%(slots)d (operator)") % {"slots": row.slots}
-
-    @admin.display(description=gettext_lazy("paused"))
-    def is_paused(self, row: SemaphoreRow) -> str:
-        """Return whether granting is stopped."""
-        return _("paused") if row.paused else EMPTY
 
     @live.guarded
     def change_view(

@@ -104,7 +104,7 @@ def drain(name: Name, *, by: str, using: str | None = None) -> bool:
     backend = get_backend(database_for(using))
     if not backend.set_paused(name, True):
         return False
-    _acted("drain", name, by, "")
+    _acted(backend, "drain", name, by, "")
     holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
     _ask(backend, name, [(holder.slot, holder.token) for holder in holders if holder.recorded], by)
     return True
@@ -116,7 +116,7 @@ def _ask(backend: BaseSemaphoreBackend, name: str, meant: list[tuple[int, int]],
         holder = backend.request_stop(name, number, shown, by=by or SOMEBODY)
         if holder is not None:
             asked.append(holder)
-            _acted("stop", name, by, str(holder))
+            _acted(backend, "stop", name, by, str(holder), holder=holder)
     return asked
 
 

@@ -84,7 +84,7 @@ class RecordingKeeper(CaringKeeper):
 
     def end_history(self) -> None:
         """Write what there is: the thread, or the process, ends."""
-        if self._writer.pending:
+        if self._writer.unfinished:
             self._writer.finish()
 
     def stop(self) -> None:

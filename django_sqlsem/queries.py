@@ -11,10 +11,11 @@ from django_sqlsem.naming import Name, validate_name
 
 if TYPE_CHECKING:
     import datetime
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from django.db.models import Q
 
+    from django_sqlsem.backends.transaction_base import Held
     from django_sqlsem.deadlocks.snapshots import DeadlockSnapshot, WaitSnapshot
     from django_sqlsem.history.events import Event, Minute, Span, Totals
     from django_sqlsem.plain import Lately
@@ -146,6 +147,16 @@ def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) ->
         and (holder.session_id, holder.session_us) in sessions
         and (holder.name, holder.slot) not in slots
     ]
+
+
+def transaction_locks_held(keys: Collection[str], *, using: str | None = None) -> Mapping[str, Held] | None:
+    """Return for each key of ``TransactionLockRow`` whether it is ``free``, ``shared`` or ``held`` right now.
+
+    They are tried, and let go of at once. ``None`` where the database does not tell. Raises ``BackendError``.
+    """
+    from django_sqlsem.backends import transaction_view  # it is not needed by who only reads semaphores
+
+    return transaction_view.held(database_for(using), keys)
 
 
 def survey(using: str | None = None) -> Survey:

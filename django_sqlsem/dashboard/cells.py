@@ -12,6 +12,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from django_sqlsem.admin_display import program_of
+from django_sqlsem.dashboard.svg import visible
 from django_sqlsem.modes import WRITER
 from django_sqlsem.snapshots import SlotState
 
@@ -101,4 +102,5 @@ def _state(snapshot: SemaphoreSnapshot, holder: HolderSnapshot | None) -> str:
 def _title(slot: int, state: str, holder: HolderSnapshot | None) -> str:
     place = _("Upgradable place") if slot == WRITER else _("Slot %(slot)s") % {"slot": slot}
     who = [] if holder is None else [program_of(holder), holder.label, holder.user]
-    return _("%(place)s: %(state)s") % {"place": place, "state": ", ".join([str(WORDS[state]), *filter(None, who)])}
+    said = ", ".join([str(WORDS[state]), *(visible(part) for part in who if part)])
+    return _("%(place)s: %(state)s") % {"place": place, "state": said}

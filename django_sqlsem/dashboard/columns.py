@@ -15,6 +15,7 @@ from django.utils.translation import gettext_lazy
 from django_sqlsem.admin_display import EMPTY, declared, snapshot_of
 from django_sqlsem.dashboard.cells import drawn
 from django_sqlsem.dashboard.overview import kind_of
+from django_sqlsem.dashboard.svg import users
 from django_sqlsem.durations import duration
 from django_sqlsem.plain import Lately
 
@@ -25,15 +26,14 @@ if TYPE_CHECKING:
 NONE: Final = mark_safe('<span class="sqlsem-none" aria-hidden="true">·</span>')
 
 COLUMNS: Final = (
-    "name", "kind_word", "cells", "held", "stale", "waiting", "utilisation", "longest_hold", "longest_wait",
-    "turned_away", "declared",
+    "lock_name", "cells", "held", "waiting", "stale", "utilisation", "longest_hold", "longest_wait", "turned_away",
+    "kind_word", "declared",
 )  # fmt: skip
 
 
 class OverviewColumns:
     """One method per column; each shows the row's snapshot, which was read with the page."""
 
-    @admin.display(description=mark_safe('<input type="checkbox" id="action-toggle">'))
     def action_checkbox(self, row: SemaphoreRow) -> SafeString:
         """Return what Django does, without a template for each row."""
         return format_html(
@@ -42,6 +42,11 @@ class OverviewColumns:
             row.pk,
             _("Choose %(name)s for an action") % {"name": row.name},
         )
+
+    @admin.display(description=gettext_lazy("name"), ordering="name")
+    def lock_name(self, row: SemaphoreRow) -> SafeString:
+        """Return the name, whatever characters it is made of."""
+        return users(row.name)
 
     @admin.display(description=gettext_lazy("kind"), ordering="kind")
     def kind_word(self, row: SemaphoreRow) -> str:

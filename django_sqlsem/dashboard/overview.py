@@ -200,16 +200,18 @@ def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpRespons
         return response
     changelist = context["cl"]
     survey = changelist.trouble.survey
-    context["sqlsem_refresh"] = live.REFRESH_SECONDS
-    context["sqlsem_summary"] = [
+    chosen = changelist.params.get("state")
+    context["refresh_seconds"] = live.REFRESH_SECONDS
+    context["sqlsem_states"] = [
         {
             "state": state,
-            "count": getattr(survey, state),
+            "count": getattr(survey, state, ""),
             "word": word,
-            "chosen": changelist.params.get("state") == state,
-            "url": changelist.get_query_string({"state": state}, [PAGE_VAR, "state"]),
+            "chosen": chosen == (state or None),
+            "url": changelist.get_query_string({"state": state or None}, [PAGE_VAR]),
         }
         for state, word in (
+            ("", _("All")),
             ("held", ngettext("slot held", "slots held", survey.held)),
             ("stale", _("stale")),
             ("waiting", _("waiting")),
@@ -217,6 +219,8 @@ def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpRespons
             ("draining", _("draining")),
         )
     ]
+    kinds = (spec for spec in changelist.filter_specs if isinstance(spec, KindFilter))
+    context["sqlsem_kinds"] = [choice for spec in kinds for choice in spec.choices(changelist)]
     if not live.is_fragment(request):
         return response
     return live.fragment(request, "admin/sqlsem/semaphorerow/_overview.html", context)

@@ -78,6 +78,11 @@ class Writer:
         """Whether there is anything to write."""
         return bool(self.recorder.entries) or self.tallies.changed
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is anything to write, or to say, before the end."""
+        return self.pending or bool(self._lost or self.recorder.dropped)
+
     def due(self, now: float) -> bool:
         """Whether to write now, by the boot clock. Counts what has been noted, meanwhile."""
         if self._offset_us is not None and self.recorder.entries:
@@ -106,11 +111,12 @@ class Writer:
         self._left = None
         while self.pending and not self._refusals and boot_now() < give_up and self._attempt(LONGEST, LONGEST):
             self._left = None
-        self._lost += len(self.recorder.entries) + len(self.tallies.listed)
+        self._lost += len(self.recorder.entries) + len(self.tallies.listed) + self.recorder.dropped
         self._lost += sum(tally.changed for tally in self.tallies.minutes.values())
         if self._lost:
-            logger.warning("The history of %r ends with %d entries that could not be written.", self.alias, self._lost)
+            logger.warning("The history of %r ends; %d entries are missing.", self.alias, self._lost)
         self.recorder.entries.clear()
+        self.recorder.dropped = 0
         # Whatever comes later is told under another number: it must not replace what is written.
         self.tallies, self._writer, self._left = Tallies(), secrets.randbits(62), None
         self._refusals, self._told, self._lost, self._rest = 0, False, 0, EVERY

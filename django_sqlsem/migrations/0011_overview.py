@@ -7,7 +7,6 @@ class Migration(migrations.Migration):
 
     dependencies = [
         ('sqlsem', '0011_minute_writer'),
-        ('sqlsem', '0011_waits'),
     ]
 
     operations = [
