@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem import scopes
+from django_sqlsem.backends.counting import TOKENS
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.conf import config
@@ -87,7 +88,9 @@ class Watch:
 
     def add(self, hold: Hold) -> None:
         """Watch a wait from now on."""
-        if config(self._alias).deadlocks != "ignore" and self._has_rows():
+        if hold.claim.resource.kind == TOKENS or config(self._alias).deadlocks == "ignore":
+            return  # anybody may add tokens
+        if self._has_rows():
             self._waits[id(hold)] = (hold, hold.arrived + LATE)
 
     @property
