@@ -18,6 +18,7 @@ from django_sqlsem.snapshots import SlotState
 from django_sqlsem.timeouts import to_seconds
 
 if TYPE_CHECKING:
+    from django_sqlsem.backends.base import BaseSemaphoreBackend
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
     from django_sqlsem.timeouts import Seconds
 
@@ -81,7 +82,7 @@ def revoke(
         holder = backend.revoke(name, number, shown, by=by, kill=kill)
         if holder is not None:
             revoked.append(holder)
-            _acted("revoke", name, by, str(holder), logging.WARNING)
+            _acted(backend, "revoke", name, by, str(holder), logging.WARNING, holder=holder)
     return revoked
 
 
@@ -137,13 +138,13 @@ def execute_purge(plan: PurgePlan, *, by: str) -> PurgeResult:
     for holder in plan.slots:
         if backend.purge_slot(holder.name, holder.slot, holder.token):
             freed.append(holder)
-            _acted("purge", holder.name, by, str(holder))
+            _acted(backend, "purge", holder.name, by, str(holder), holder=holder)
         else:
             changed.append(holder)
     for snapshot in plan.names:
         if backend.purge_idle(snapshot.name):
             deleted.append(snapshot.name)
-            _acted("purge", snapshot.name, by, "deleted: idle")
+            _acted(backend, "purge", snapshot.name, by, "deleted: idle")
         else:
             in_use.append(snapshot.name)
     return PurgeResult(tuple(freed), tuple(deleted), tuple(changed), tuple(in_use))
@@ -158,9 +159,10 @@ def set_slots(name: Name, slots: int | None, *, by: str, using: str | None = Non
     name = validate_name(name)
     if slots is not None:
         validate_slots(slots)
-    done = get_backend(database_for(using)).set_slots(name, slots)
+    backend = get_backend(database_for(using))
+    done = backend.set_slots(name, slots)
     if done:
-        _acted("set slots", name, by, "as declared by the code" if slots is None else f"{slots} slots")
+        _acted(backend, "set slots", name, by, "as declared by the code" if slots is None else f"{slots} slots")
     return done
 
 
@@ -196,14 +198,28 @@ def change_procedures(*, drop: bool = False, by: str, using: str | None = None) 
 
 def _set_paused(name: Name, paused: bool, by: str, using: str | None) -> bool:
     name = validate_name(name)
-    done = get_backend(database_for(using)).set_paused(name, paused)
+    backend = get_backend(database_for(using))
+    done = backend.set_paused(name, paused)
     if done:
-        _acted("pause" if paused else "resume", name, by, "")
+        _acted(backend, "pause" if paused else "resume", name, by, "")
     return done
 
 
-def _acted(action: str, name: str, by: str, detail: str, level: int = logging.INFO) -> None:
+def _acted(
+    backend: BaseSemaphoreBackend,
+    action: str,
+    name: str,
+    by: str,
+    detail: str,
+    level: int = logging.INFO,
+    *,
+    holder: HolderSnapshot | None = None,
+) -> None:
     logger.log(level, "%s of %r by %s%s", action, name, by or "somebody", f": {detail}" if detail else "")
+    if not backend.process_local:
+        from django_sqlsem.history import acts  # it needs the models, which this module must not
+
+        acts.record(backend.alias, action, name, by, detail, holder)
     for receiver, result in operator_acted.send_robust(sender=None, action=action, name=name, by=by, detail=detail):
         if isinstance(result, Exception):  # the act is done: a receiver's fault must not hide that
             logger.error("operator_acted receiver %r failed", receiver, exc_info=result)

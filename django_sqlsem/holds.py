@@ -92,6 +92,7 @@ class Hold:
         self.releasing = threading.Lock()
         self.releasing_since = 0.0
         self.release_retried = False
+        self.recorded = False  # whether the history knows how it ended
         self.callbacks: list[Callable[[Permit], object]] = []
         self.permit: Callable[[], Permit | None] = lambda: None
         self.owner: weakref.ref[Any] | None = None

@@ -18,7 +18,8 @@ from django_sqlsem.clocks import boot_now
 from django_sqlsem.conf import config
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.holds import Hold
-from django_sqlsem.keeper_care import DARK, DOUBTS, LOOK_AROUND, CaringKeeper
+from django_sqlsem.keeper_care import DARK, DOUBTS, LOOK_AROUND
+from django_sqlsem.keeper_history import RecordingKeeper
 from django_sqlsem.sessions import OwnSession
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ NAP: Final = HEARTBEAT * 0.85
 MANY: Final = 8
 
 
-class ThreadKeeper(CaringKeeper):
+class ThreadKeeper(RecordingKeeper):
     """A keeper with one thread, which starts with the first hold and ends ``IDLE`` seconds after the last."""
 
     def __init__(self, backend: BaseSemaphoreBackend) -> None:
@@ -244,6 +245,7 @@ class ThreadKeeper(CaringKeeper):
             return False
         if self._unused() < self._idle():
             return False
+        self.end_history()
         with self._life:
             self._thread = None
             # Whoever registered before it could see that no thread runs is seen here, and the other way round.
@@ -275,7 +277,8 @@ class ThreadKeeper(CaringKeeper):
                 self._scan(now)
         # Renewals and waiters come first.
         if self._watch.next_at <= now and not (self.holds and boot_now() >= self._scan_at):
-            self._watch.step()
+            self._watch.step(self._leisure(now))
+        self.write_history(boot_now())
 
 
 def _wake() -> None:

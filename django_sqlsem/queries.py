@@ -9,9 +9,11 @@ from django_sqlsem.globs import literal_prefix, matcher
 from django_sqlsem.naming import Name, validate_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    import datetime
+    from collections.abc import Callable, Collection, Iterable
 
     from django_sqlsem.deadlocks.snapshots import DeadlockSnapshot, WaitSnapshot
+    from django_sqlsem.history.events import Event, Minute, Span, Totals
     from django_sqlsem.snapshots import HolderSnapshot, RefreshSnapshot, SemaphoreSnapshot
 
 State: TypeAlias = Literal["held", "stale", "waiting", "free", "paused"]
@@ -127,3 +129,47 @@ def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) ->
 def notes(using: str | None = None) -> list[str]:
     """Return sentences about what these snapshots cannot show: usually none."""
     return get_backend(database_for(using)).notes()
+
+
+# What has happened: see ``history``. Its reader needs the models, which this module must not.
+
+
+def events(name: Name, *, limit: int = 50, using: str | None = None) -> list[Event]:
+    """Return what happened to a name, the newest first. Raises ``BackendError`` if the database fails."""
+    from django_sqlsem.history import reading
+
+    return reading.events(validate_name(name), limit=limit, using=using)
+
+
+def spans(name: Name, *, window: float = 3600.0, using: str | None = None) -> list[Span]:
+    """Return the holds of each slot that ended within the last ``window`` seconds; of many, the newest thousand."""
+    from django_sqlsem.history import reading
+
+    return reading.spans(validate_name(name), window=window, using=using)
+
+
+def minutes(name: Name, *, window: float = 3600.0, step: float = 60.0, using: str | None = None) -> list[Minute]:
+    """Return what happened in each ``step`` (whole minutes, in seconds) of the last ``window`` seconds.
+
+    The oldest first, and those too in which nothing did. The last one is not over yet.
+    """
+    from django_sqlsem.history import reading
+
+    return reading.minutes(validate_name(name), window=window, step=step, using=using)
+
+
+def totals(names: Collection[str], *, window: float = 3600.0, using: str | None = None) -> dict[str, Totals]:
+    """Return what happened to each of these names within the last ``window`` seconds, all read at once.
+
+    Those to which nothing did are left out.
+    """
+    from django_sqlsem.history import reading
+
+    return reading.totals(names, window=window, using=using)
+
+
+def history_clock(using: str | None = None) -> datetime.datetime:
+    """Return the instant now, by the clock of the database, which the history goes by."""
+    from django_sqlsem.history import reading
+
+    return reading.clock(using)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import random
@@ -19,6 +20,8 @@ from django_sqlsem.deadlocks import graph, statements
 from django_sqlsem.deadlocks.statements import RefusedError, briefly
 from django_sqlsem.exceptions import BackendError, DeadlockError
 from django_sqlsem.holds import Hold, State
+from django_sqlsem.identity import HolderIdentity
+from django_sqlsem.naming import resource_for
 from django_sqlsem.session_settings import is_transient
 from django_sqlsem.sessions import OwnSession
 
@@ -109,16 +112,21 @@ class Watch:
                 at = min(at, due)
         return max(at, self._rest_until)
 
-    def step(self) -> None:
-        """Write what has changed, look around if it is time, and do what follows from that."""
+    def step(self, seconds: float) -> None:
+        """Write what has changed, look around if it is time, and do what follows from that.
+
+        No statement may take longer than ``seconds``, as something else is due by then.
+        """
         plan = self._plan(boot_now())
         if plan.gone or plan.looks:
             # The keeper's session is the keeper's to open, which takes a while when the database is away.
-            if self._session is self._keeper.own and not self._session.is_open:
+            closed = self._session is self._keeper.own and not self._session.is_open
+            if closed or seconds < statements.shortest(self._session.connection):
                 self._rest_until = boot_now() + LOCKED
                 return
+            seconds = min(seconds, statements.LONGEST)
             try:
-                look = briefly(self._session, lambda cursor: self._ask(cursor, plan))
+                look = briefly(self._session, lambda cursor: self._ask(cursor, plan), seconds)
             except (BackendError, RefusedError) as error:
                 self._refused(error)
                 return
@@ -254,7 +262,7 @@ class Watch:
         broken = breaks and self._end(youngest, _error(youngest, deadlock))
         if knot.identity not in self._told:
             self._told.add(knot.identity)
-            _tell(deadlock, youngest, broken=broken)
+            _tell(self._keeper, deadlock, youngest, broken=broken)
 
     # Trouble with the database.
 
@@ -289,8 +297,14 @@ def _error(hold: Hold, deadlock: DeadlockSnapshot) -> DeadlockError:
     return DeadlockError(f"Waiting for {name!r} was broken off, as it could not have ended: {deadlock}.", deadlock)
 
 
-def _tell(deadlock: DeadlockSnapshot, youngest: Hold, *, broken: bool) -> None:
+def _tell(keeper: KeeperBase, deadlock: DeadlockSnapshot, youngest: Hold, *, broken: bool) -> None:
     """Log a deadlock, and note it in the history of each name."""
-    name = youngest.claim.resource.name
+    claim = youngest.claim
+    name = claim.resource.name
     end = f" The last wait, for {name!r}, was broken off." if broken else ""
     logger.error("Deadlock: %s.%s", deadlock, end, extra={"semaphores": deadlock.names, "broken": broken})
+    history = getattr(keeper, "history", None)
+    for wait in {each.name: each for each in deadlock.waits}.values() if history is not None else ():
+        who = HolderIdentity(wait.host, wait.pid, wait.thread, wait.label, wait.user, "")
+        theirs = dataclasses.replace(claim, resource=resource_for(wait.name, claim.resource.kind), holder=who)
+        history.deadlock(theirs, wait.age, f"{deadlock}.{end}")
