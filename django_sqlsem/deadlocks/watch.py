@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import random
@@ -18,19 +17,17 @@ from django_sqlsem.clocks import boot_now
 from django_sqlsem.conf import config
 from django_sqlsem.deadlocks import graph, statements
 from django_sqlsem.deadlocks.statements import RefusedError, briefly
-from django_sqlsem.exceptions import BackendError, DeadlockError
+from django_sqlsem.deadlocks.telling import error, tell
+from django_sqlsem.exceptions import BackendError
 from django_sqlsem.holds import Hold, State
-from django_sqlsem.identity import HolderIdentity
-from django_sqlsem.naming import resource_for
 from django_sqlsem.session_settings import is_transient
 from django_sqlsem.sessions import OwnSession
 
 if TYPE_CHECKING:
     from django_sqlsem.cursors import AnyCursor
     from django_sqlsem.deadlocks.graph import Knot
-    from django_sqlsem.deadlocks.snapshots import DeadlockSnapshot
     from django_sqlsem.deadlocks.statements import Look
-    from django_sqlsem.keeper_base import KeeperBase
+    from django_sqlsem.keeper import Keeper
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -68,7 +65,7 @@ class Watch:
     ``end`` breaks off a wait with an error, and returns whether it was still waiting.
     """
 
-    def __init__(self, keeper: KeeperBase, end: Callable[[Hold, Exception], bool]) -> None:
+    def __init__(self, keeper: Keeper, end: Callable[[Hold, Exception], bool]) -> None:
         self._keeper = keeper
         self._alias = keeper.alias
         self._end = end
@@ -127,8 +124,8 @@ class Watch:
             seconds = min(seconds, statements.LONGEST)
             try:
                 look = briefly(self._session, lambda cursor: self._ask(cursor, plan), seconds)
-            except (BackendError, RefusedError) as error:
-                self._refused(error)
+            except (BackendError, RefusedError) as refused:
+                self._refused(refused)
                 return
             self._answered()
             self._written = plan.kept | plan.new
@@ -259,10 +256,10 @@ class Watch:
 
         dialect, leases = dialect_for(self._session.connection), self._keeper.backend.supports_renewal
         deadlock = Teller(look, dialect, leases=leases).deadlock(knot)
-        broken = breaks and self._end(youngest, _error(youngest, deadlock))
+        broken = breaks and self._end(youngest, error(youngest, deadlock))
         if knot.identity not in self._told:
             self._told.add(knot.identity)
-            _tell(self._keeper, deadlock, youngest, broken=broken)
+            tell(self._keeper, deadlock, youngest, broken=broken)
 
     # Trouble with the database.
 
@@ -290,21 +287,3 @@ class Watch:
 
 def _goes_on(hold: Hold) -> bool:
     return hold.state is State.QUEUED and not hold.abandoned and not hold.told
-
-
-def _error(hold: Hold, deadlock: DeadlockSnapshot) -> DeadlockError:
-    name = hold.claim.resource.name
-    return DeadlockError(f"Waiting for {name!r} was broken off, as it could not have ended: {deadlock}.", deadlock)
-
-
-def _tell(keeper: KeeperBase, deadlock: DeadlockSnapshot, youngest: Hold, *, broken: bool) -> None:
-    """Log a deadlock, and note it in the history of each name."""
-    claim = youngest.claim
-    name = claim.resource.name
-    end = f" The last wait, for {name!r}, was broken off." if broken else ""
-    logger.error("Deadlock: %s.%s", deadlock, end, extra={"semaphores": deadlock.names, "broken": broken})
-    history = getattr(keeper, "history", None)
-    for wait in {each.name: each for each in deadlock.waits}.values() if history is not None else ():
-        who = HolderIdentity(wait.host, wait.pid, wait.thread, wait.label, wait.user, "")
-        theirs = dataclasses.replace(claim, resource=resource_for(wait.name, claim.resource.kind), holder=who)
-        history.deadlock(theirs, wait.age, f"{deadlock}.{end}")

@@ -261,7 +261,7 @@ def test_what_was_handed_on_is_not_held_meanwhile_and_tokens_belong_to_nobody(da
             if detached:
                 permit.detach()
             with contextlib.suppress(AcquireTimeoutError):
-                lock.acquire(watch.LATE + 3)
+                lock.acquire(timeout=watch.LATE + 3)
 
     with mutex("a", using=database).acquire(20):
         lock = mutex("a", using=database)
