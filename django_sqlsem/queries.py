@@ -188,11 +188,16 @@ def notes(using: str | None = None) -> list[str]:
 # What has happened: see ``history``. Its reader needs the models, which this module must not.
 
 
-def events(name: Name, *, limit: int = 50, using: str | None = None) -> list[Event]:
-    """Return what happened to a name, the newest first. Raises ``BackendError`` if the database fails."""
+def events(
+    name: Name, *, limit: int = 50, what: Collection[str] | None = None, using: str | None = None
+) -> list[Event]:
+    """Return what happened to a name, the newest first: all, or these kinds of ``history.events``.
+
+    Raises ``BackendError`` if the database fails.
+    """
     from django_sqlsem.history import reading
 
-    return reading.events(validate_name(name), limit=limit, using=using)
+    return reading.events(validate_name(name), limit=limit, what=what, using=using)
 
 
 def spans(name: Name, *, window: float = 3600.0, using: str | None = None) -> list[Span]:
