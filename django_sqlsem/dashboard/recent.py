@@ -11,6 +11,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
 from django_sqlsem import queries
+from django_sqlsem.conf import config
 from django_sqlsem.dashboard import charts, tables, timeline
 from django_sqlsem.dashboard.scales import TimeScale, length
 from django_sqlsem.dashboard.timeline import Average, Bar, Lane, Mark
@@ -99,7 +100,9 @@ def recent(snapshot: SemaphoreSnapshot) -> Recent:
 
 
 def _facts(snapshot: SemaphoreSnapshot, minutes: Sequence[Minute]) -> list[tuple[str, str]]:
-    """Return the figures of the hour with their words, as the overview has them."""
+    """Return the figures of the hour with their words, as the overview has them; none if nothing is recorded."""
+    if not config(queries.locks_database()).history:
+        return []
     holds = [each.holds.longest for each in minutes if each.holds]
     waits = [each.waits.longest for each in minutes if each.waits]
     found = lately(
