@@ -24,6 +24,7 @@ from django_sqlsem.snapshots import SlotState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     from django.utils.safestring import SafeString
 
@@ -78,7 +79,7 @@ def recent(snapshot: SemaphoreSnapshot) -> Recent:
         about = _about(lanes, spans, minutes, acts, scale)
         drawing = timeline.draw(
             lanes,
-            _bars(snapshot, spans, scale),
+            _bars(snapshot, spans, scale, {lane.slot for lane in lanes}),
             _marks(acts, scale),
             _averages(snapshot, spans, minutes),
             scale,
@@ -172,9 +173,11 @@ def _lane(slot: int, holder: HolderSnapshot | None, *, beyond: bool) -> Lane:
     return Lane(slot, word, age, "held")
 
 
-def _bars(snapshot: SemaphoreSnapshot, spans: Sequence[Span], scale: TimeScale) -> list[Bar]:
+def _bars(snapshot: SemaphoreSnapshot, spans: Sequence[Span], scale: TimeScale, drawn: AbstractSet[int]) -> list[Bar]:
     found = []
     for span in spans:
+        if span.slot not in drawn:
+            continue
         event = span.event
         title = _("slot %(slot)s: %(who)s, held %(length)s from %(start)s to %(end)s, %(end_word)s") % {
             "slot": span.slot,
@@ -187,7 +190,8 @@ def _bars(snapshot: SemaphoreSnapshot, spans: Sequence[Span], scale: TimeScale) 
         kind = timeline.LOST if event.what in _BADLY else timeline.PAST
         found.append(Bar(span.slot, span.start, span.end, kind, title))
     for holder in snapshot.holders:
-        if holder.recorded:
+        slots = [slot for slot in holder.numbers if slot in drawn]
+        if holder.recorded and slots:
             title = _("slot %(slot)s: %(who)s, held %(age)s up to now, %(state)s") % {
                 "slot": holder.place,
                 "who": tables.program_text(holder),
@@ -196,7 +200,7 @@ def _bars(snapshot: SemaphoreSnapshot, spans: Sequence[Span], scale: TimeScale) 
             }
             kind = timeline.STALE if holder.state is SlotState.STALE else timeline.HELD
             start = scale.now - min(holder.age, WINDOW * 2) * _SECOND
-            found += [Bar(slot, start, scale.now, kind, title) for slot in holder.numbers]
+            found += [Bar(slot, start, scale.now, kind, title) for slot in slots]
     return found
 
 
