@@ -283,10 +283,10 @@ class ThreadKeeper(RecordingKeeper):
             # A thousand names take a while.
             if self.holds and (now := boot_now()) >= self._scan_at:
                 self._scan(now)
-        self.write_history(boot_now())
         # Renewals and waiters come first.
         if self._watch.next_at <= now and not (self.holds and boot_now() >= self._scan_at):
-            self._watch.step()
+            self._watch.step(self._leisure(now))
+        self.write_history(boot_now())
 
 
 def _wake() -> None:

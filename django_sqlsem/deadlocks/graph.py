@@ -129,7 +129,7 @@ def _blockers(
     wait: Wait, name: Name | None, left: Mapping[str, Wait], owners: Mapping[str, AbstractSet[str]]
 ) -> frozenset[str]:
     """Return which of those who are ``left`` keep this one from being served; empty: nobody does."""
-    if name is None or name.paused:
+    if name is None or name.paused or wait.take > _bound(wait, name):
         return frozenset()  # it waits for an operator
     mine = {permit for _key, permit in wait.permits}
     found = {
@@ -157,10 +157,15 @@ def _in_the_way(wait: Wait, name: Name, kept: list[Slot], mine: AbstractSet[str]
         return alone + [slot for slot in kept if slot.number == WRITER]
     if alone:
         return alone
-    bound = next(each for each in (name.operator, wait.slots, name.declared) if each is not None)
+    bound = _bound(wait, name)
     # After an operator has taken slots away, those above count until they are given back.
     taken = [slot for slot in kept if slot.number != WRITER and (name.operator is not None or slot.number <= bound)]
-    return taken if bound - len(taken) < wait.take <= bound else []
+    return taken if bound - len(taken) < wait.take else []
+
+
+def _bound(wait: Wait, name: Name) -> int:
+    """Return how many slots count: the operator's number, else the claim's own, else the declared one."""
+    return next(each for each in (name.operator, wait.slots, name.declared) if each is not None)
 
 
 def _is_ahead(other: Wait, wait: Wait) -> bool:

@@ -13,15 +13,17 @@ from django_sqlsem.deadlocks.graph import Name, Slot, Wait, entangled
 from django_sqlsem.session_settings import STATEMENT_TIMEOUT_MS, is_disconnect
 
 if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
     from django_sqlsem.backends.dialects import Dialect
     from django_sqlsem.cursors import AnyCursor
     from django_sqlsem.sessions import Session
 
 T = TypeVar("T")
 
-#: How long a statement may wait for a lock, and how long it may take, in milliseconds.
-LOCK_MS: Final = 150
-LONGEST_MS: Final = 400
+#: How long a statement may wait for a lock, and how long it may take, in seconds.
+LOCK_PATIENCE: Final = 0.15
+LONGEST: Final = 0.4
 #: A row whose process has not been heard of for so long is swept away, in microseconds.
 SWEEP_US: Final = 60_000_000
 #: How many values one statement takes.
@@ -60,39 +62,21 @@ _DELETE: Final = "DELETE FROM sqlsem_wait WHERE wait_id IN ({some})"
 
 _ROW_LOCKS: Final = "SET SESSION innodb_lock_wait_timeout = {0}, SESSION lock_wait_timeout = {0}"
 _USUAL: Final = STATEMENT_TIMEOUT_MS // 1000
-#: By vendor: how a piece of work with short limits begins, and how it ends well or badly. SQLite waits for nothing.
-_LIMITS: Final[Mapping[str, tuple[str, str, str]]] = {
-    "postgresql": (
-        f"BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL lock_timeout = {LOCK_MS};"
-        f" SET LOCAL statement_timeout = {LONGEST_MS}; SET LOCAL synchronous_commit = off",
-        "COMMIT",
-        "ROLLBACK",
-    ),
-    "mariadb": (
-        f"SET SESSION max_statement_time = {LONGEST_MS / 1000}",
-        f"SET SESSION max_statement_time = {_USUAL}",
-        f"SET SESSION max_statement_time = {_USUAL}",
-    ),
-    "mysql": (_ROW_LOCKS.format(1), _ROW_LOCKS.format(_USUAL - 1), _ROW_LOCKS.format(_USUAL - 1)),
-    "microsoft": (f"SET LOCK_TIMEOUT {LOCK_MS}", "SET LOCK_TIMEOUT -1", "SET LOCK_TIMEOUT -1"),
-}
 
 
 class RefusedError(Exception):
     """The database refused a statement, and its session goes on; the driver's error is in ``__cause__``."""
 
 
-def briefly(session: Session, work: Callable[[AnyCursor], T]) -> T:
-    """Call ``work`` with a cursor on which no statement takes long.
+def briefly(session: Session, work: Callable[[AnyCursor], T], seconds: float = LONGEST) -> T:
+    """Call ``work`` with a cursor on which no statement takes longer than that, and none waits long for a lock.
 
-    Raises ``RefusedError`` if the database refused it, and ``BackendError`` if the connection is gone.
+    Raises ``RefusedError`` if the database refused one, and ``BackendError`` if the connection is gone.
     """
 
-    def guarded(cursor: AnyCursor) -> T | Exception:
+    def guarded(cursor: AnyCursor) -> T | RefusedError:
         connection: Any = cursor.db
-        errors = (connection.Database.Error, DjangoDatabaseError)
-        vendor = "mariadb" if getattr(connection, "mysql_is_mariadb", False) else connection.vendor
-        begin, end, undo = _LIMITS.get(vendor, ("", "", ""))
+        begin, end, undo = _limits(connection, seconds)
         try:
             if begin:
                 cursor.execute(begin)
@@ -100,10 +84,11 @@ def briefly(session: Session, work: Callable[[AnyCursor], T]) -> T:
             if end:
                 cursor.execute(end)
             return result
-        except errors as error:
+        except (connection.Database.Error, DjangoDatabaseError) as error:
             if is_disconnect(error):
                 raise
-            if undo:  # whatever goes wrong here costs the connection
+            # On an error that a session hears of it throws its connection away, and others count on this one.
+            if undo:
                 cursor.execute(undo)
             refused = RefusedError(str(error).strip())
             refused.__cause__ = error.with_traceback(None)
@@ -112,7 +97,31 @@ def briefly(session: Session, work: Callable[[AnyCursor], T]) -> T:
     result = session.run(guarded, again=False)
     if isinstance(result, RefusedError):
         raise result
-    return result  # type: ignore[return-value]
+    return result
+
+
+def shortest(connection: BaseDatabaseWrapper) -> float:
+    """Return the shortest time that a statement's work can be limited to, in seconds."""
+    return 1.5 if connection.vendor == "mysql" and not getattr(connection, "mysql_is_mariadb", False) else 0.05
+
+
+def _limits(connection: Any, seconds: float) -> tuple[str, str, str]:
+    """Return how work with short limits begins, and how it ends well or badly. SQLite waits for nothing anyhow."""
+    if connection.vendor == "postgresql":
+        begin = (
+            "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL synchronous_commit = off;"
+            f" SET LOCAL lock_timeout = {min(seconds, LOCK_PATIENCE) * 1000:.0f};"
+            f" SET LOCAL statement_timeout = {seconds * 1000:.0f}"
+        )
+        return begin, "COMMIT", "ROLLBACK"
+    if connection.vendor == "mysql" and getattr(connection, "mysql_is_mariadb", False):
+        usual = f"SET SESSION max_statement_time = {_USUAL}"
+        return f"SET SESSION max_statement_time = {seconds:.3f}", usual, usual
+    if connection.vendor == "mysql":
+        return _ROW_LOCKS.format(1), _ROW_LOCKS.format(_USUAL - 1), _ROW_LOCKS.format(_USUAL - 1)
+    if connection.vendor == "microsoft":
+        return f"SET LOCK_TIMEOUT {LOCK_PATIENCE * 1000:.0f}", "SET LOCK_TIMEOUT -1", "SET LOCK_TIMEOUT -1"
+    return "", "", ""
 
 
 def insert(cursor: AnyCursor, dialect: Dialect, values: Mapping[str, Any]) -> None:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem import scopes
+from django_sqlsem.backends.counting import TOKENS
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.conf import config
 from django_sqlsem.deadlocks import graph, statements
 from django_sqlsem.deadlocks.statements import RefusedError, briefly
-from django_sqlsem.exceptions import BackendError, DeadlockError
+from django_sqlsem.deadlocks.telling import error, tell
+from django_sqlsem.exceptions import BackendError
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.session_settings import is_transient
 from django_sqlsem.sessions import OwnSession
@@ -24,9 +26,8 @@ from django_sqlsem.sessions import OwnSession
 if TYPE_CHECKING:
     from django_sqlsem.cursors import AnyCursor
     from django_sqlsem.deadlocks.graph import Knot
-    from django_sqlsem.deadlocks.snapshots import DeadlockSnapshot
     from django_sqlsem.deadlocks.statements import Look
-    from django_sqlsem.keeper_base import KeeperBase
+    from django_sqlsem.keeper import Keeper
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -64,7 +65,7 @@ class Watch:
     ``end`` breaks off a wait with an error, and returns whether it was still waiting.
     """
 
-    def __init__(self, keeper: KeeperBase, end: Callable[[Hold, Exception], bool]) -> None:
+    def __init__(self, keeper: Keeper, end: Callable[[Hold, Exception], bool]) -> None:
         self._keeper = keeper
         self._alias = keeper.alias
         self._end = end
@@ -87,7 +88,9 @@ class Watch:
 
     def add(self, hold: Hold) -> None:
         """Watch a wait from now on."""
-        if config(self._alias).deadlocks != "ignore" and self._has_rows():
+        if hold.claim.resource.kind == TOKENS or config(self._alias).deadlocks == "ignore":
+            return  # anybody may add tokens
+        if self._has_rows():
             self._waits[id(hold)] = (hold, hold.arrived + LATE)
 
     @property
@@ -106,18 +109,23 @@ class Watch:
                 at = min(at, due)
         return max(at, self._rest_until)
 
-    def step(self) -> None:
-        """Write what has changed, look around if it is time, and do what follows from that."""
+    def step(self, seconds: float) -> None:
+        """Write what has changed, look around if it is time, and do what follows from that.
+
+        No statement may take longer than ``seconds``, as something else is due by then.
+        """
         plan = self._plan(boot_now())
         if plan.gone or plan.looks:
             # The keeper's session is the keeper's to open, which takes a while when the database is away.
-            if self._session is self._keeper.own and not self._session.is_open:
+            closed = self._session is self._keeper.own and not self._session.is_open
+            if closed or seconds < statements.shortest(self._session.connection):
                 self._rest_until = boot_now() + LOCKED
                 return
+            seconds = min(seconds, statements.LONGEST)
             try:
-                look = briefly(self._session, lambda cursor: self._ask(cursor, plan))
-            except (BackendError, RefusedError) as error:
-                self._refused(error)
+                look = briefly(self._session, lambda cursor: self._ask(cursor, plan), seconds)
+            except (BackendError, RefusedError) as refused:
+                self._refused(refused)
                 return
             self._answered()
             self._written = plan.kept | plan.new
@@ -248,10 +256,10 @@ class Watch:
 
         dialect, leases = dialect_for(self._session.connection), self._keeper.backend.supports_renewal
         deadlock = Teller(look, dialect, leases=leases).deadlock(knot)
-        broken = breaks and self._end(youngest, _error(youngest, deadlock))
+        broken = breaks and self._end(youngest, error(youngest, deadlock))
         if knot.identity not in self._told:
             self._told.add(knot.identity)
-            _tell(deadlock, youngest, broken=broken)
+            tell(self._keeper, deadlock, youngest, broken=broken)
 
     # Trouble with the database.
 
@@ -279,15 +287,3 @@ class Watch:
 
 def _goes_on(hold: Hold) -> bool:
     return hold.state is State.QUEUED and not hold.abandoned and not hold.told
-
-
-def _error(hold: Hold, deadlock: DeadlockSnapshot) -> DeadlockError:
-    name = hold.claim.resource.name
-    return DeadlockError(f"Waiting for {name!r} was broken off, as it could not have ended: {deadlock}.", deadlock)
-
-
-def _tell(deadlock: DeadlockSnapshot, youngest: Hold, *, broken: bool) -> None:
-    """Log a deadlock, and note it in the history of each name."""
-    name = youngest.claim.resource.name
-    end = f" The last wait, for {name!r}, was broken off." if broken else ""
-    logger.error("Deadlock: %s.%s", deadlock, end, extra={"semaphores": deadlock.names, "broken": broken})

@@ -14,3 +14,11 @@ if not STRICT:
     INSTALLED_APPS = ["unfold", *INSTALLED_APPS]
 for _database in DATABASES.values():
     _database["ATOMIC_REQUESTS"] = True  # an act must count all the same
+
+# The reason for an answer 500 is in the server's log, which a failing test shows.
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "handlers": {"console": {"class": "logging.StreamHandler"}},
+    "loggers": {"django.request": {"handlers": ["console"], "level": "ERROR"}},
+}

@@ -110,7 +110,7 @@ class Visitor:
         self.context.expose_function("refused", lambda what: self.refused.append(what))
         self.context.add_init_script(LISTEN)
         self.page: Page = self.context.new_page()
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("pageerror", lambda error: self.errors.append(f"{error}\n{error.stack}"))
 
     def overview(self, query: str = "") -> Page:
         """Open the list of all locks."""
@@ -124,7 +124,7 @@ class Visitor:
         """Open a page, which must be there."""
         answer = self.page.goto(path)
         assert answer is not None
-        assert answer.status == 200, f"{path}: {answer.status}"
+        assert answer.status == 200, f"{path}: {answer.status}\n{self.server.log()[-4000:]}"
         return self.page
 
     def press(self, act: str) -> None:

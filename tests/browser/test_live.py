@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -95,10 +96,10 @@ def test_an_operator_can_stop_it_and_sees_how_old_the_view_is(page: Page) -> Non
     for _ in range(3):
         page.clock.run_for(10_000)
     assert not requests
-    expect(page.locator("[data-sqlsem-age]")).to_have_text("paused: as of 30 s ago")
+    expect(page.locator("[data-sqlsem-age]")).to_have_text(re.compile(r"paused: as of \d\d s ago"))
     with page.expect_response(lambda answer: answer.status == 200):
         page.get_by_role("button", name="Go on refreshing").press("Enter")
-    expect(page.locator("[data-sqlsem-age]")).to_contain_text("as of 0 s ago")
+    expect(page.locator("[data-sqlsem-age]")).to_have_text(re.compile(r"as of \d s ago"))
 
 
 @pytest.fixture

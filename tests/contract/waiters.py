@@ -34,7 +34,7 @@ def lock(alias: str, kind: str, name: str, *args: Any) -> Any:
 
 
 class Worker:
-    """Holds ``has``, says so, and after ``go`` waits for ``wants``; both are what ``lock()`` takes."""
+    """Holds ``has``, says so, and after ``go`` waits for ``wants``, if anything; both are what ``lock()`` takes."""
 
     def __init__(self, alias: str, has: list[Any], wants: list[Any] | None, timeout: float | None) -> None:
         self.alias, self.has, self.wants, self.timeout = alias, has, wants, timeout
@@ -53,8 +53,8 @@ class Worker:
         """Run in a thread."""
         with lock(self.alias, *self.has).acquire(20) as permit:
             say("held")
-            self.going.wait()
             if self.wants is not None:
+                self.going.wait()
                 try:
                     with self.acquire(permit):
                         say("got")
