@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 
 from django_sqlsem.models import SemaphoreRow
 from tests.browser.site import OVERVIEW, Server, Visitor, address
-from tests.operators import hold, make_semaphore, wait
+from tests.operators import hold, make_semaphore, slot_row, wait
 from tests.test_admin import key
 
 pytestmark = pytest.mark.leaves_held
@@ -66,7 +66,7 @@ def test_axe_finds_nothing_serious(server: Server, visit: Callable[..., Visitor]
     for name, open_page in PAGES.items():
         open_page(visitor)
         found[name] = findings(visitor.page)
-    assert found == dict.fromkeys(PAGES, [])
+    assert {name: each for name, each in found.items() if each} == {}
 
 
 def test_axe_would_find_something(operator: Visitor, scene: None) -> None:
@@ -122,7 +122,7 @@ def test_under_unfold(unfold: Server, visit: Callable[..., Visitor], scene: None
     visitor.confirm("Paused.")
     assert dict(SemaphoreRow.objects.values_list("name", "paused")) == {"reports": True, "calm": False, "one": False}
     page = visitor.open(reverse("admin:sqlsem_slotrow_changelist"))
-    page.locator("input[name=_selected_action]").first.check()
+    page.locator(f'input[name=_selected_action][value="{slot_row("default").pk}"]').check()
     page.locator("select[name=action]").first.select_option("revoke")
     page.locator("button[name=index]").first.click()
     visitor.confirm("Revoked 1 permit.")
