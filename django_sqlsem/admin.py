@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import SEARCH_VAR
@@ -58,7 +58,7 @@ class OperatorAdmin(ModelAdmin[Any]):
     list_per_page = 100
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER  # each count would read all that is held
-    list_filter = (StateFilter,)
+    list_filter: ClassVar[tuple[type[admin.SimpleListFilter], ...]] = (StateFilter,)
     action_form = ActionForm
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:

@@ -92,9 +92,11 @@ def test_semaphore_list(operator: Client, locks_alias: str) -> None:
         ]
         for row in rows
     ]
-    assert [row for row in cells if row] == [
-        ["calm", "semaphore", "4 (operator)", "0", "0", "0", "paused", "1"],
-        ["reports", "semaphore", "3", "1", "1", "2", "-", "3"],
+    shown = [[cell for cell in row if cell != "·"] for row in cells if row]
+    assert re.fullmatch(r"\d\.\d\xa0s", shown[0].pop(7))  # the longest wait
+    assert shown == [
+        ["reports", "", "1 of 3", "2", "1", "&lt; 1 %", "10\xa0s", "semaphore", "3"],
+        ["calm", "paused set by operator", "0 of 4", "0 %", "semaphore", "1"],
     ]
 
 
@@ -141,7 +143,7 @@ def test_filters(operator: Client, locks_alias: str, state: str, names: list[str
     hold(locks_alias, "busy", 1)
     wait(locks_alias, "busy")
     response = operator.get(reverse(SEMAPHORES), {"state": state})
-    assert [row.name for row in response.context["cl"].result_list] == names
+    assert sorted(row.name for row in response.context["cl"].result_list) == names
     if slots is not None:
         response = operator.get(reverse(SLOTS), {"state": state})
         assert [(row.semaphore.name, row.slot) for row in response.context["cl"].result_list] == slots
@@ -363,19 +365,6 @@ def test_strange_names(operator: Client, locks_alias: str) -> None:
     assert "<b>" not in re.sub(r"(?s)^.*?<h1>", "", page.content.decode()).replace("<br>", "")
     assert said(confirm(operator, SEMAPHORES, page)) == ["Revoked 1 permit."]
     assert operator.get(reverse(SEMAPHORES)).status_code == 200
-
-
-def test_a_failing_database_is_said(operator: Client, locks_alias: str) -> None:
-    with connections[locks_alias].cursor() as cursor:
-        cursor.execute("ALTER TABLE sqlsem_waiter RENAME TO sqlsem_waiter_away")
-    try:
-        make_semaphore(locks_alias)
-        response = operator.get(reverse(SEMAPHORES))
-        assert response.status_code == 302
-        assert "failed" in said(response)[0]
-    finally:
-        with connections[locks_alias].cursor() as cursor:
-            cursor.execute("ALTER TABLE sqlsem_waiter_away RENAME TO sqlsem_waiter")
 
 
 def test_templates_have_no_inline_style_or_script() -> None:

@@ -6,7 +6,7 @@ place that make claims cheap on PostgreSQL.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db.models import Count, Model, Q, QuerySet, Sum
 
@@ -34,7 +34,7 @@ class RowsSurvey(BaseSemaphoreBackend):
             live = clock.live() & (~Q(slot=WRITER) | Q(mode=UPDATE))
             counts = {"held": Count("pk", filter=live), "stale": Count("pk", filter=clock.stale())}
             taken = self._rows(SlotRow).filter(expires_us__isnull=False)
-            by_name = taken.order_by().values("semaphore").annotate(**counts)
+            by_name: QuerySet[Any, Any] = taken.order_by().values("semaphore").annotate(**counts)
             found = list(by_name.order_by("-stale", "-held").values_list("semaphore", "held", "stale")[: MOST + 1])
             complete = len(found) <= MOST
             totals = (
