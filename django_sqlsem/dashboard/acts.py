@@ -14,6 +14,7 @@ from django.utils.translation import gettext as _
 
 from django_sqlsem import admin_actions, admin_configure
 from django_sqlsem import admin_confirm as confirm
+from django_sqlsem.dashboard import svg
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.naming import ONE_SLOT, resource_for
 
@@ -75,7 +76,7 @@ class Acts:
             Button(
                 f"{act} {holder.slot} {holder.token}",
                 text,
-                _("%(act)s: %(holder)s") % {"act": text, "holder": holder},
+                _("%(act)s: %(holder)s") % {"act": text, "holder": svg.visible(str(holder))},
                 dangerous,
             )
             for act, text, dangerous in wanted
@@ -93,7 +94,7 @@ class Acts:
             "drain": (_("Drain"), not snapshot.paused or bool(unasked)),
         }
         return [
-            Button(act, text, _("%(act)s: %(name)s") % {"act": text, "name": snapshot.name})
+            Button(act, text, _("%(act)s: %(name)s") % {"act": text, "name": svg.visible(snapshot.name)})
             for act, (text, useful) in texts.items()
             if useful and act in self._may
         ]

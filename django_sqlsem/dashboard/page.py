@@ -89,7 +89,7 @@ def lock_page(
         "media": model_admin.media,
         "refresh_seconds": live.REFRESH_SECONDS,
     }
-    request.current_app = model_admin.admin_site.name  # type: ignore[attr-defined]
+    request.current_app = model_admin.admin_site.name
     return TemplateResponse(request, "admin/sqlsem/one.html", context)
 
 

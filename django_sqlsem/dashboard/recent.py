@@ -11,6 +11,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
 from django_sqlsem import queries
+from django_sqlsem.conf import config
 from django_sqlsem.dashboard import charts, tables, timeline
 from django_sqlsem.dashboard.scales import TimeScale, length
 from django_sqlsem.dashboard.timeline import Average, Bar, Lane, Mark
@@ -23,6 +24,7 @@ from django_sqlsem.snapshots import SlotState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     from django.utils.safestring import SafeString
 
@@ -77,7 +79,7 @@ def recent(snapshot: SemaphoreSnapshot) -> Recent:
         about = _about(lanes, spans, minutes, acts, scale)
         drawing = timeline.draw(
             lanes,
-            _bars(snapshot, spans, scale),
+            _bars(snapshot, spans, scale, {lane.slot for lane in lanes}),
             _marks(acts, scale),
             _averages(snapshot, spans, minutes),
             scale,
@@ -99,7 +101,9 @@ def recent(snapshot: SemaphoreSnapshot) -> Recent:
 
 
 def _facts(snapshot: SemaphoreSnapshot, minutes: Sequence[Minute]) -> list[tuple[str, str]]:
-    """Return the figures of the hour with their words, as the overview has them."""
+    """Return the figures of the hour with their words, as the overview has them; none if nothing is recorded."""
+    if not config(queries.locks_database()).history:
+        return []
     holds = [each.holds.longest for each in minutes if each.holds]
     waits = [each.waits.longest for each in minutes if each.waits]
     found = lately(
@@ -169,9 +173,11 @@ def _lane(slot: int, holder: HolderSnapshot | None, *, beyond: bool) -> Lane:
     return Lane(slot, word, age, "held")
 
 
-def _bars(snapshot: SemaphoreSnapshot, spans: Sequence[Span], scale: TimeScale) -> list[Bar]:
+def _bars(snapshot: SemaphoreSnapshot, spans: Sequence[Span], scale: TimeScale, drawn: AbstractSet[int]) -> list[Bar]:
     found = []
     for span in spans:
+        if span.slot not in drawn:
+            continue
         event = span.event
         title = _("slot %(slot)s: %(who)s, held %(length)s from %(start)s to %(end)s, %(end_word)s") % {
             "slot": span.slot,
@@ -184,7 +190,8 @@ def _bars(snapshot: SemaphoreSnapshot, spans: Sequence[Span], scale: TimeScale) 
         kind = timeline.LOST if event.what in _BADLY else timeline.PAST
         found.append(Bar(span.slot, span.start, span.end, kind, title))
     for holder in snapshot.holders:
-        if holder.recorded:
+        slots = [slot for slot in holder.numbers if slot in drawn]
+        if holder.recorded and slots:
             title = _("slot %(slot)s: %(who)s, held %(age)s up to now, %(state)s") % {
                 "slot": holder.place,
                 "who": tables.program_text(holder),
@@ -193,7 +200,7 @@ def _bars(snapshot: SemaphoreSnapshot, spans: Sequence[Span], scale: TimeScale) 
             }
             kind = timeline.STALE if holder.state is SlotState.STALE else timeline.HELD
             start = scale.now - min(holder.age, WINDOW * 2) * _SECOND
-            found += [Bar(slot, start, scale.now, kind, title) for slot in holder.numbers]
+            found += [Bar(slot, start, scale.now, kind, title) for slot in slots]
     return found
 
 

@@ -39,7 +39,7 @@ def number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def element(tag: str, *content: object, **attributes: object) -> SafeString:
+def element(tag: str, *content: str, **attributes: object) -> SafeString:
     """Return one element. A trailing ``_`` of an attribute is dropped, another one is a hyphen; ``None`` leaves it out.
 
     Raises ``ValueError`` for an attribute that drawings do not need, such as ``style`` or ``onclick``.
@@ -62,7 +62,7 @@ def text(words: str, x: float, y: float, class_: str = "", anchor: str | None = 
 
 
 def drawing(
-    *content: object, key: str, width: float, height: float, title: str, description: str, class_: str = ""
+    *content: str, key: str, width: float, height: float, title: str, description: str, class_: str = ""
 ) -> SafeString:
     """Return a whole drawing, which screen readers announce by its title and description. ``key``: part of its ids."""
     return element(
