@@ -76,7 +76,7 @@ class Writer:
     @property
     def pending(self) -> bool:
         """Whether there is anything to write."""
-        return bool(self.recorder.entries) or self.tallies.changed
+        return bool(self.recorder.notes) or self.tallies.changed
 
     @property
     def unfinished(self) -> bool:
@@ -85,11 +85,11 @@ class Writer:
 
     def due(self, now: float) -> bool:
         """Whether to write now, by the boot clock. Counts what has been noted, meanwhile."""
-        if self._offset_us is not None and self.recorder.entries:
+        if self._offset_us is not None and self.recorder.notes:
             self.tallies.gather(self.recorder, self._offset_us)
         if now >= self._write_at:
             return self.pending
-        many = len(self.tallies.listed) >= MANY or len(self.recorder.entries) >= 10 * MANY
+        many = len(self.tallies.listed) >= MANY or len(self.recorder.notes) >= 10 * MANY
         return many and not self._refusals
 
     def write(self, seconds: float) -> None:
@@ -111,11 +111,11 @@ class Writer:
         self._left = None
         while self.pending and not self._refusals and boot_now() < give_up and self._attempt(LONGEST, LONGEST):
             self._left = None
-        self._lost += len(self.recorder.entries) + len(self.tallies.listed) + self.recorder.dropped
+        self._lost += len(self.recorder.notes) + len(self.tallies.listed) + self.recorder.dropped
         self._lost += sum(tally.changed for tally in self.tallies.minutes.values())
         if self._lost:
             logger.warning("The history of %r ends; %d entries are missing.", self.alias, self._lost)
-        self.recorder.entries.clear()
+        self.recorder.notes.clear()
         self.recorder.dropped = 0
         # Whatever comes later is told under another number: it must not replace what is written.
         self.tallies, self._writer, self._left = Tallies(), secrets.randbits(62), None
