@@ -39,6 +39,7 @@ PAGES = {
     "JSON": "snapshot.json",
     "JSON, page 500": "snapshot.json?p=500",
 }
+HEADERS = "page                 queries median, ms least, ms  CPU, ms database, ms   kB"
 SLOTS = 3
 LEASE = 60_000_000
 BATCH = 1000
