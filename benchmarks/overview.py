@@ -85,9 +85,7 @@ def measure(options: argparse.Namespace) -> None:
             fill(before, count)
             before = count
             say(f"\n{count:,} names ({os.getloadavg()[0]:.1f} processes want one of {os.cpu_count()} CPUs)")
-            say(
-                f"{'page':20} {'queries':>7} {'median, ms':>10} {'least, ms':>9} {'CPU, ms':>8} {'database, ms':>12} {'kB':>4}"
-            )
+            say(HEADERS)
             for title, query in PAGES.items():
                 say(ask(client, title, query, int(options.requests)))
         if options.explain:
