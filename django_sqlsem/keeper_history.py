@@ -86,6 +86,7 @@ class RecordingKeeper(CaringKeeper):
         """Write what there is: the thread, or the process, ends."""
         if self._writer.unfinished:
             self._writer.finish()
+        self._writer.leave()
 
     def stop(self) -> None:
         """Give everything back, write what there is of that, and close the connections."""
@@ -96,9 +97,9 @@ class RecordingKeeper(CaringKeeper):
             self.own.close()
 
     def _leisure(self, now: float) -> float:
-        """For how many seconds nothing else is due that could not be late: half of what the nearest lease has left."""
+        """How long a statement may take, in seconds: there are two, and the nearest lease is to outlast them."""
         if not self.backend.supports_renewal or not self._writer.shares:
             return LONGEST
         deadlines = [hold.deadline for hold in list(self.holds.values()) if hold.grant is not None and not hold.loss]
         left = [deadline - now for deadline in deadlines if deadline > now]
-        return min([LONGEST, *(each / 2 for each in left)])
+        return min([LONGEST, *(each / 3 for each in left)])

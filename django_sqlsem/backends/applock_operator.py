@@ -160,9 +160,10 @@ class ApplockOperator(BaseSemaphoreBackend):
             if holder.stop_by:
                 return holder
             same = rows.filter(permit_id=row.permit_id).exclude(stop_token=F("token"))
-            if not same.update(stop_token=F("token"), stop_by=printable(by, MAX_USER_LENGTH)):
-                return None
-            return self._holder(name, slot, token)
+            same.update(stop_token=F("token"), stop_by=printable(by, MAX_USER_LENGTH))
+            # If nothing was updated, it has left, or somebody else was faster to ask it.
+            found = self._holder(name, slot, token)
+            return found if found is not None and found.stop_by and not found.expired else None
 
     def _holder(self, name: str, slot: int, token: int) -> HolderSnapshot | None:
         found = self.inspect([name])

@@ -1,9 +1,9 @@
-"""What one keeper has to tell: noted at any moment and from anywhere, at the price of one entry in a list."""
+"""What one keeper has to tell: noted at any moment and from anywhere, at the price of one tuple in a list."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.conf import config
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from django_sqlsem.backends.base import Claim, Grant
     from django_sqlsem.snapshots import Loss
 
-#: So many entries wait to be looked at; what comes beyond is only counted.
-MAX_ENTRIES: Final = 20_000
+#: So many notes wait to be looked at; what comes beyond is only counted.
+MAX_NOTES: Final = 20_000
 
 
 class Entry(NamedTuple):
@@ -24,14 +24,18 @@ class Entry(NamedTuple):
     at: float
     claim: Claim
     grant: Grant | None
-    waited: float | None = None
-    held: float | None = None
-    by: str = ""
-    detail: str = ""
+    waited: float | None
+    held: float | None
+    by: str
+    detail: str
+
+
+#: The same as it is noted: plain, as a busy process makes thousands in a second.
+Note: TypeAlias = "tuple[str, float, Claim, Grant | None, float | None, float | None, str, str]"
 
 
 class Recorder:
-    """The entries of one keeper. It takes no lock, so that a finaliser or a signal handler may use it too.
+    """The notes of one keeper. It takes no lock, so that a finaliser or a signal handler may use it too.
 
     A forked child has keepers of its own, and so begins with an empty one.
     """
@@ -40,45 +44,37 @@ class Recorder:
         self.alias = alias
         #: Whether nothing is told where no rows are kept beside the locks.
         self._beside_rows = beside_rows
-        self.entries: deque[Entry] = deque()
+        self.notes: deque[Note] = deque()
         #: How many could not be kept since it was last asked.
         self.dropped = 0
 
-    @property
-    def wanted(self) -> bool:
-        """Whether anything is to be recorded, by the settings."""
-        settings = config(self.alias)
-        return settings.history and (settings.record or not self._beside_rows)
-
     def granted(self, claim: Claim, grant: Grant, at: float, waited: float) -> None:
         """Note that a permit was granted, and how long it was waited for."""
-        if self.wanted:
-            self.put(Entry(GRANTED, at, claim, grant, waited))
+        self.put((GRANTED, at, claim, grant, waited, None, "", ""))
 
     def released(self, claim: Claim, grant: Grant, at: float, held: float, detail: str = "") -> None:
         """Note that a permit was given back."""
-        if self.wanted:
-            self.put(Entry(RELEASED, at, claim, grant, None, held, "", detail))
+        self.put((RELEASED, at, claim, grant, None, held, "", detail))
 
     def lost(self, claim: Claim, grant: Grant, held: float, loss: Loss) -> None:
         """Note that a permit was lost."""
-        if self.wanted:
-            self.put(Entry(LOST, boot_now(), claim, grant, None, held, loss.by, f"{loss.reason}: {loss.detail}"))
+        self.put((LOST, boot_now(), claim, grant, None, held, loss.by, f"{loss.reason}: {loss.detail}"))
 
     def turned_away(self, claim: Claim, waited: float | None) -> None:
         """Note that an acquire ended without a slot; ``None``: it did not want to wait."""
-        if self.wanted:
-            self.put(Entry(TIMED_OUT, boot_now(), claim, None, waited))
+        self.put((TIMED_OUT, boot_now(), claim, None, waited, None, "", ""))
 
     def deadlock(self, claim: Claim, waited: float, detail: str) -> None:
         """Note that a wait is part of a deadlock, in a sentence."""
-        if self.wanted:
-            self.put(Entry(DEADLOCK, boot_now(), claim, None, waited, None, "", detail))
+        self.put((DEADLOCK, boot_now(), claim, None, waited, None, "", detail))
 
-    def put(self, entry: Entry) -> None:
-        """Keep an entry, unless there are too many."""
-        if len(self.entries) < MAX_ENTRIES:
-            self.entries.append(entry)
+    def put(self, note: Note) -> None:
+        """Keep a note, unless none is wanted by the settings, or there are too many."""
+        settings = config(self.alias)
+        if not settings.history or (self._beside_rows and not settings.record):
+            return
+        if len(self.notes) < MAX_NOTES:
+            self.notes.append(note)
         else:
             self.dropped += 1
 

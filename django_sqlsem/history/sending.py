@@ -17,8 +17,15 @@ if TYPE_CHECKING:
     from django_sqlsem.cursors import AnyCursor
     from django_sqlsem.sessions import KeeperSession
 
+#: The shortest limit there, and a little more, in seconds.
+MYSQL_SECONDS: Final = 1.2
+
 _TIMED_OUT_SQLSTATE: Final = "57014"
 _TIMED_OUT_MYSQL: Final = (1969, 3024)
+
+
+class TooSoonError(Exception):
+    """So little time as there is now cannot be kept to on this database."""
 
 
 def in_transaction(
@@ -38,6 +45,8 @@ def in_transaction(
         # On an error that a session hears of it throws its connection away, and others count on this one.
         connection: Any = cursor.db
         refused = connection.Database.Error
+        if statements.is_mysql(connection) and seconds < MYSQL_SECONDS:
+            return TooSoonError()
         try:
             _begin(cursor, in_line, refused)
         except refused as error:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends.dialects import dialect_for
+from django_sqlsem.session_settings import STATEMENT_TIMEOUT_MS
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 EVENTS: Final = "sqlsem_event"
 MINUTES: Final = "sqlsem_minute"
+TABLES: Final = (EVENTS, MINUTES)
 EVENT_COLUMNS: Final = {
     "semaphore_key": "text",
     "name": "text",
@@ -64,32 +66,32 @@ _AGAIN: Final = {
 _AGAIN["sqlite"] = _AGAIN["postgresql"]
 
 
-def shortest(connection: BaseDatabaseWrapper) -> float:
-    """Return the shortest limit that a database can be told, in seconds."""
-    return 1.5 if connection.vendor == "mysql" and not getattr(connection, "mysql_is_mariadb", False) else 0.05
+def is_mysql(connection: BaseDatabaseWrapper) -> bool:
+    """Whether it is MySQL itself, which counts in whole seconds, and only for a session."""
+    return connection.vendor == "mysql" and not getattr(connection, "mysql_is_mariadb", False)
 
 
 def limit(cursor: AnyCursor, seconds: float) -> None:
     """Inside a transaction: have no statement of it take longer than ``seconds``, and none wait long for a lock."""
-    connection = cursor.db
-    if connection.vendor == "postgresql":
+    vendor = cursor.db.vendor
+    if vendor == "postgresql":
         # A loss of the last moments of history, when the server crashes, is nobody's loss.
         cursor.execute(
             "SELECT set_config('lock_timeout', %s, true), set_config('statement_timeout', %s, true),"
             " set_config('synchronous_commit', 'off', true)",
             [f"{min(seconds, LOCK_PATIENCE) * 1000:.0f}ms", f"{seconds * 1000:.0f}ms"],
         )
-    elif connection.vendor == "mysql" and not getattr(connection, "mysql_is_mariadb", False):
-        cursor.execute("SET @@innodb_lock_wait_timeout = 1, @@lock_wait_timeout = 1")
-    elif connection.vendor == "microsoft":
+    elif is_mysql(cursor.db):
+        cursor.execute("SET SESSION innodb_lock_wait_timeout = 1, SESSION lock_wait_timeout = 1")
+    elif vendor == "microsoft":
         cursor.execute(f"SET LOCK_TIMEOUT {LOCK_PATIENCE * 1000:.0f}")
 
 
 def unlimit(cursor: AnyCursor) -> None:
     """After the transaction: lift the limits that would outlive it."""
-    connection = cursor.db
-    if connection.vendor == "mysql" and not getattr(connection, "mysql_is_mariadb", False):
-        cursor.execute("SET @@innodb_lock_wait_timeout = 3, @@lock_wait_timeout = 3")
+    if is_mysql(cursor.db):
+        usual = STATEMENT_TIMEOUT_MS // 1000 - 1
+        cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {usual}, SESSION lock_wait_timeout = {usual}")
 
 
 def write_events(cursor: AnyCursor, rows: Sequence[Sequence[Any]], seconds: float) -> None:
@@ -142,7 +144,7 @@ def _skipping(connection: BaseDatabaseWrapper) -> str:
 
 def _limited(connection: BaseDatabaseWrapper, sql: str, seconds: float) -> str:
     """Return a statement with its time limit, where that is a part of it."""
-    if connection.vendor == "mysql" and getattr(connection, "mysql_is_mariadb", False):
+    if connection.vendor == "mysql" and not is_mysql(connection):
         return f"SET STATEMENT max_statement_time = {seconds:.3f} FOR {sql}"
     return sql
 

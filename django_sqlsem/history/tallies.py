@@ -1,4 +1,4 @@
-"""What a keeper's entries amount to: counts of each minute, and the events that are listed one by one."""
+"""What a keeper's notes amount to: counts of each minute, and the events that are listed one by one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from django_sqlsem.history import buckets
-from django_sqlsem.history.events import GRANTED, LOST, PASSING, RELEASED, TIMED_OUT
+from django_sqlsem.history.events import DEADLOCK, GRANTED, LOST, PASSING, RELEASED, TIMED_OUT
 from django_sqlsem.history.recorder import Entry, Recorder
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ LISTED_AT_MOST: Final = 60
 #: So many events wait to be written, and so many minutes of names are counted at once.
 MAX_LISTED: Final = 2_000
 MAX_TALLIES: Final = 5_000
-#: So many entries are looked at in one go: ten milliseconds, or so.
+#: So many notes are looked at in one go: ten milliseconds, or so.
 TURN: Final = 5_000
 
 
@@ -48,31 +48,22 @@ class Tally:
         self.waits: dict[int, int] = {}
         self.changed = True
 
-    def count(self, entry: Entry) -> None:
-        """Add one entry."""
-        self.changed = True
-        what = entry.what
-        if what == GRANTED:
-            self.granted += 1
-        elif what == RELEASED:
-            self.released += 1
-        elif what == TIMED_OUT:
-            self.turned_away += 1
-        elif what == LOST:
-            self.lost += 1
-        else:
-            return
-        if entry.waited is not None:
-            waited = round(entry.waited * 1e6)
-            number = buckets.bucket(waited)
-            self.waits[number] = self.waits.get(number, 0) + 1
-            self.longest_wait_us = max(self.longest_wait_us, waited)
-        if entry.held is not None:
-            held = round(entry.held * 1e6)
-            number = buckets.bucket(held)
-            self.holds[number] = self.holds.get(number, 0) + 1
-            self.longest_hold_us = max(self.longest_hold_us, held)
-            self.held_us += held * max(1, len(entry.grant.slots) if entry.grant is not None else 1)
+    def waited(self, seconds: float) -> None:
+        """Count a wait."""
+        length = int(seconds * 1e6)
+        number = buckets.bucket(length)
+        self.waits[number] = self.waits.get(number, 0) + 1
+        if length > self.longest_wait_us:
+            self.longest_wait_us = length
+
+    def held(self, seconds: float, slots: int) -> None:
+        """Count a hold."""
+        length = int(seconds * 1e6)
+        number = buckets.bucket(length)
+        self.holds[number] = self.holds.get(number, 0) + 1
+        self.held_us += length * slots
+        if length > self.longest_hold_us:
+            self.longest_hold_us = length
 
 
 class Tallies:
@@ -91,40 +82,54 @@ class Tallies:
         self._names: set[str] = set()
 
     def gather(self, recorder: Recorder, offset_us: int) -> bool:
-        """Count what has been noted. Returns whether there is more. ``offset_us``: Unix time less the boot clock."""
-        entries = recorder.entries
-        for _ in range(min(TURN, len(entries))):
-            entry = entries.popleft()
-            at_us = round(entry.at * 1e6) + offset_us
-            self._count(entry, at_us)
-            self._list(entry, at_us)
-        return bool(entries)
+        """Count what has been noted. Returns whether there is more. ``offset_us``: Unix time less the boot clock.
 
-    def _count(self, entry: Entry, at_us: int) -> None:
-        resource = entry.claim.resource
-        of_minute = (resource.key, max(self._closed_us, at_us - at_us % MINUTE_US))
-        tally = self.minutes.get(of_minute)
-        if tally is None:
-            if len(self.minutes) >= MAX_TALLIES:
+        It goes through everything that happens, and so counts every microsecond.
+        """
+        notes = recorder.notes
+        for _ in range(min(TURN, len(notes))):
+            note = notes.popleft()
+            what, at, claim, grant, waited, held, _by, _detail = note
+            at_us = int(at * 1e6) + offset_us
+            tally = self._tally(claim.resource, max(self._closed_us, at_us - at_us % MINUTE_US))
+            if tally is None:
                 self.dropped += 1
-                return
-            tally = self.minutes[of_minute] = Tally(resource)
-        tally.count(entry)
+            else:
+                tally.changed = True
+                if what == GRANTED:
+                    tally.granted += 1
+                elif what == RELEASED:
+                    tally.released += 1
+                elif what == TIMED_OUT:
+                    tally.turned_away += 1
+                elif what == LOST:
+                    tally.lost += 1
+                if waited is not None and what != DEADLOCK:
+                    tally.waited(waited)
+                if held is not None:
+                    tally.held(held, len(grant.slots) if grant is not None else 1)
+            if int(at) > self._second:
+                self._second, self._of_second = int(at), 0
+                self._names.clear()
+            if what not in PASSING or (self._of_second < LISTED_AT_MOST and self._may_list(claim.resource.key)):
+                self._list(at_us, Entry(*note))
+        return bool(notes)
 
-    def _list(self, entry: Entry, at_us: int) -> None:
-        if entry.what in PASSING and not self._may_list(int(entry.at), entry.claim.resource.key):
-            return
+    def _tally(self, resource: Resource, minute_us: int) -> Tally | None:
+        of_minute = (resource.key, minute_us)
+        tally = self.minutes.get(of_minute)
+        if tally is None and len(self.minutes) < MAX_TALLIES:
+            tally = self.minutes[of_minute] = Tally(resource)
+        return tally
+
+    def _list(self, at_us: int, entry: Entry) -> None:
         if len(self.listed) < MAX_LISTED:
             self.listed.append((at_us, entry))
         else:
             self.dropped += 1
 
-    def _may_list(self, second: int, key: str) -> bool:
-        if second != self._second:
-            self._second, self._of_second = second, 0
-            self._names.clear()
-        few = LISTED if key in self._names else LISTED_AT_MOST
-        if self._of_second >= few:
+    def _may_list(self, key: str) -> bool:
+        if self._of_second >= LISTED and key in self._names:
             return False
         self._names.add(key)
         self._of_second += 1

@@ -17,7 +17,7 @@ from django_sqlsem.cursors import BEGIN
 from django_sqlsem.history import buckets, statements
 from django_sqlsem.history.events import PASSING
 from django_sqlsem.history.recorder import Entry, Recorder, told
-from django_sqlsem.history.sending import in_transaction, passes
+from django_sqlsem.history.sending import TooSoonError, in_transaction, passes
 from django_sqlsem.history.tallies import MINUTE_US, Tallies, Tally
 from django_sqlsem.identity import printable
 from django_sqlsem.sessions import OwnSession
@@ -36,9 +36,11 @@ LONGEST_REST: Final = 60.0
 #: What has run out is deleted about so often, in seconds, a little at a time.
 PRUNE_EVERY: Final = 30.0
 #: A transaction of the writer takes no longer, in seconds; all of them at the end of a process; and those of one turn.
-LONGEST: Final = 1.0
+LONGEST: Final = 1.3
 AT_THE_END: Final = 3.0
 TURN: Final = 0.03
+#: It does not begin one when there is less time, in seconds.
+SHORTEST: Final = 0.05
 #: How long it stands in line for SQLite's one writer, in seconds.
 IN_LINE: Final = 0.1
 #: The clocks are compared so often, in seconds.
@@ -76,7 +78,7 @@ class Writer:
     @property
     def pending(self) -> bool:
         """Whether there is anything to write."""
-        return bool(self.recorder.entries) or self.tallies.changed
+        return bool(self.recorder.notes) or self.tallies.changed
 
     @property
     def unfinished(self) -> bool:
@@ -85,16 +87,16 @@ class Writer:
 
     def due(self, now: float) -> bool:
         """Whether to write now, by the boot clock. Counts what has been noted, meanwhile."""
-        if self._offset_us is not None and self.recorder.entries:
+        if self._offset_us is not None and self.recorder.notes:
             self.tallies.gather(self.recorder, self._offset_us)
         if now >= self._write_at:
             return self.pending
-        many = len(self.tallies.listed) >= MANY or len(self.recorder.entries) >= 10 * MANY
+        many = len(self.tallies.listed) >= MANY or len(self.recorder.notes) >= 10 * MANY
         return many and not self._refusals
 
     def write(self, seconds: float) -> None:
         """Write a few batches, none of which may take longer than ``seconds``. Never raises a database's error."""
-        if seconds < statements.shortest(connections[self.alias]):
+        if seconds < SHORTEST:
             return  # what is held comes first
         began = boot_now()
         while self._attempt(min(seconds, LONGEST), IN_LINE):
@@ -109,18 +111,23 @@ class Writer:
         """Write all there is, as nobody may come back to it. What cannot be written is let go, and counted."""
         give_up = boot_now() + AT_THE_END
         self._left = None
-        while self.pending and not self._refusals and boot_now() < give_up and self._attempt(LONGEST, LONGEST):
+        while self.pending and not self._told and boot_now() < give_up and self._attempt(LONGEST, LONGEST):
             self._left = None
-        self._lost += len(self.recorder.entries) + len(self.tallies.listed) + self.recorder.dropped
+        if not self._refusals:
+            self._prune(LONGEST)
+        self._lost += len(self.recorder.notes) + len(self.tallies.listed) + self.recorder.dropped
         self._lost += sum(tally.changed for tally in self.tallies.minutes.values())
         if self._lost:
             logger.warning("The history of %r ends; %d entries are missing.", self.alias, self._lost)
-        self.recorder.entries.clear()
+        self.recorder.notes.clear()
         self.recorder.dropped = 0
         # Whatever comes later is told under another number: it must not replace what is written.
         self.tallies, self._writer, self._left = Tallies(), secrets.randbits(62), None
         self._refusals, self._told, self._lost, self._rest = 0, False, 0, EVERY
         self._write_at = boot_now() + EVERY
+
+    def leave(self) -> None:
+        """Close the connection, if it is the writer's alone."""
         if not self.shares:
             self.session.close()
 
@@ -134,7 +141,7 @@ class Writer:
         self.session.last_used = used  # no connection stays open longer for the history's sake
         if error is None:
             self._written(batch)
-        else:
+        elif not isinstance(error, TooSoonError):
             self._refused(batch, error)
         return error is None
 
@@ -205,17 +212,18 @@ class Writer:
         """Delete a little of what has run out, if it is time for that."""
         if boot_now() < self._prune_at or self._offset_us is None:
             return
-        deleted: list[int] = []
-        now_us, used = boot_now_us() + self._offset_us, self.session.last_used
-        for table in (statements.EVENTS, statements.MINUTES):
-            in_transaction(
-                self.session,
-                lambda cursor, table=table: deleted.append(statements.prune(cursor, table, now_us, seconds)),  # type: ignore[misc]
-                seconds,
-                IN_LINE,
-            )
+        began, used = boot_now(), self.session.last_used
+        now_us, deleted = boot_now_us() + self._offset_us, 0
+
+        def prune(cursor: AnyCursor) -> None:
+            nonlocal deleted
+            deleted = max(statements.prune(cursor, table, now_us, seconds) for table in statements.TABLES)
+
+        more = True
+        while more and boot_now() - began < TURN:
+            failed = in_transaction(self.session, prune, seconds, IN_LINE) is not None
+            more = not failed and deleted >= statements.PRUNED
         self.session.last_used = used
-        more = max(deleted, default=0) >= statements.PRUNED
         self._prune_at = boot_now() + (0.0 if more else PRUNE_EVERY * random.uniform(0.7, 1.3))  # noqa: S311
 
 

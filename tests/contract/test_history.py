@@ -302,7 +302,7 @@ def test_a_minute_is_one_row_however_often_it_is_written(database: str) -> None:
         for _ in range(4):
             with semaphore("others", slots=3, using=database):
                 pass
-            assert wait_until(lambda: not writer.recorder.entries or written(writer))
+            assert wait_until(lambda: not writer.recorder.notes or written(writer))
     lifecycle.stop_all()
     rows = list(MinuteRow.objects.using(database).filter(writer=MinuteRow.objects.using(database).first().writer))
     by_minute = {(row.key, row.minute_us) for row in rows}
@@ -415,14 +415,14 @@ def test_many_who_prune_at_once_do_not_meet(database: str) -> None:
 def test_the_queue_is_bounded_and_counts_what_it_drops(
     database: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(recorder, "MAX_ENTRIES", 10)
+    monkeypatch.setattr(recorder, "MAX_NOTES", 10)
     keeper = keeper_of(database)
     monkeypatch.setattr(keeper, "write_history", lambda now: None)  # as if the database were away
     monkeypatch.setattr(keeper, "end_history", lambda: None)
     for _ in range(20):
         with semaphore("reports", using=database):
             pass
-    assert len(keeper.history.entries) == 10
+    assert len(keeper.history.notes) == 10
     assert keeper.history.dropped == 30
     monkeypatch.undo()
     lifecycle.stop_all()

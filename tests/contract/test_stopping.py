@@ -28,7 +28,7 @@ from tests.threads import run_in_threads, wait_until
 
 #: So long that no renewal comes while a test lasts: what is heard by then was brought by a bell.
 LONG = 3600
-LEASE = 4
+LEASE = 8
 SOON = 20.0
 
 
@@ -99,7 +99,7 @@ def test_whoever_gets_the_slot_next_is_not_meant(database):
         assert control.request_stop("passed", 1, old, by="ann", using=database) == []
         (seen,) = queries.semaphore("passed", using=database).holders
         assert (seen.token, seen.stop_by) == (new, "")
-        time.sleep(LEASE / 2)  # a renewal or two
+        time.sleep(LEASE / 4 + 0.5)  # a renewal
         assert waiter.ask("asked") == [False, ""]
         waiter.release()
         # Nor is the same process by its next permit.
@@ -224,11 +224,11 @@ def test_two_operators_at_once_are_heard_as_one(database):
 
 
 def test_a_wish_that_meets_a_locked_row_is_written_and_heard_when_that_is_free(database):
-    """Renewals pass the row over meanwhile, and the first one after it brings the wish."""
+    """A renewal passes the row over meanwhile, or waits; one after it brings the wish."""
     vendor = connections[database].vendor
     if vendor == "microsoft":
         pytest.skip("a lock of a row keeps no renewal from being proved there")
-    with Actor(database, "locked", lease=LEASE, heeds=True) as holder:
+    with Actor(database, "locked", lease=60, heeds=True) as holder:
         holder.ready().acquire()
         (row,) = held_rows(database)
         with contextlib.closing(raw_connection(database)) as raw:
@@ -238,6 +238,7 @@ def test_a_wish_that_meets_a_locked_row_is_written_and_heard_when_that_is_free(d
                 cursor.execute(f"SELECT id FROM sqlsem_slot WHERE id = {row.pk} FOR UPDATE")
             asking = threading.Thread(target=run_in_threads, args=(1, lambda _: ask_for_a_while(database, "locked")))
             asking.start()
+            assert bells.ring(row.channel, row.permit_id)  # it renews now
             time.sleep(0.5)
             assert holder.ask("asked") == [False, ""]
             cursor.execute("ROLLBACK")
@@ -265,7 +266,9 @@ def test_a_holder_that_was_cut_off_hears_when_it_is_back(database):
         pytest.skip("its sessions can't be cut without costing the permit")
     connections[database].ensure_connection()
     mine = set(session_ids(database))
-    with Actor(database, "cut", lease=20, heeds=True) as holder:
+    # With a beacon it would have to be back within a second.
+    env = {"SQLSEM_TEST_SETTINGS": json.dumps({"BEACONS": False})}
+    with Actor(database, "cut", lease=20, heeds=True, env=env) as holder:
         holder.ready().acquire()
         kill_sessions(database, [each for each in session_ids(database) if each not in mine])
         write_wish(database, "cut", "ann")
@@ -276,7 +279,7 @@ def test_a_holder_that_was_cut_off_hears_when_it_is_back(database):
 
 
 def test_a_wish_before_a_revocation_and_one_to_nobody(database):
-    with Actor(database, "both", lease=LEASE, heeds=True, announce=True) as holder:
+    with Actor(database, "both", lease=20, heeds=True, announce=True) as holder:
         _, (token,) = holder.ready().acquire()
         control.request_stop("both", 1, token, by="ann", using=database)
         assert heard(holder) == "ann"
@@ -291,25 +294,26 @@ def test_a_wish_before_a_revocation_and_one_to_nobody(database):
         holder.end()
 
 
-@pytest.mark.rows_only("renewals by statements")
+@pytest.mark.rows_only("row statements")
 def test_a_renewal_takes_no_statement_more_for_it(database):
     with semaphore("counted", slots=2, take=2, lease=LONG, using=database).acquire() as permit:
         backend, session = get_backend(database), CountedSession(database)
+
+        def renewal():
+            found = backend.renew(session, [permit._hold.held])
+            return found.renewed, dict(found.asked), session.sent()
+
+        mine, usual = frozenset({permit._hold.permit_id}), 2 if connections[database].vendor == "mysql" else 1
         try:
-            quiet = backend.renew(session, [permit._hold.held])
-            usual = session.sent()
+            # Again while the keeper is busy with the very rows.
+            wait_until(lambda: renewal() == (mine, {}, usual), timeout=SOON)
             control.request_stop("counted", by="ann", using=database)
-            wait_until(lambda: permit.stop_requested, timeout=SOON)  # then its keeper is not busy with the rows
-            told = backend.renew(session, [permit._hold.held])
-            assert session.sent() == usual
+            wait_until(lambda: renewal() == (mine, {permit._hold.permit_id: "ann"}, usual), timeout=SOON)
         finally:
             session.close()
-        assert usual == (2 if connections[database].vendor == "mysql" else 1)
-        assert (quiet.asked, told.asked) == ({}, {permit._hold.permit_id: "ann"})
-        assert quiet.renewed == told.renewed == {permit._hold.permit_id}
 
 
-@pytest.mark.rows_only("renewals by statements")
+@pytest.mark.rows_only("row statements")
 def test_the_next_holder_of_a_slot_may_be_of_the_same_process(database):
     """A renewal of both tells the first that it has lost it, and not that it is asked."""
     lock = semaphore("twice", lease=LONG, using=database)
