@@ -342,11 +342,23 @@ SETTINGS = cases(
      "SQLSEM['DATABASES'] names 'locks', which is not in DATABASES: {aliases}."),
     ("override unknown", {"DATABASES": {"default": {"LEESE": 3}}},
      "SQLSEM['DATABASES']['default'] has an unknown key 'LEESE'; allowed are BACKEND, "
-     "BEACONS, DURABLE, IDLE, LEASE, RECORD, TIMEOUT."),
+     "BEACONS, DEADLOCKS, DURABLE, HISTORY, HISTORY_ACTS, HISTORY_GRANTS, HISTORY_MINUTES, IDLE, LEASE,"
+     " RECORD, TIMEOUT."),
     ("override of a general one", {"DATABASES": {"default": {"BUSY_STATUS": 503}}},
      "SQLSEM['DATABASES']['default'] has an unknown key 'BUSY_STATUS'; allowed are BACKEND, "
-     "BEACONS, DURABLE, IDLE, LEASE, RECORD, TIMEOUT."),
+     "BEACONS, DEADLOCKS, DURABLE, HISTORY, HISTORY_ACTS, HISTORY_GRANTS, HISTORY_MINUTES, IDLE, LEASE,"
+     " RECORD, TIMEOUT."),
     ("DURABLE", {"DURABLE": None}, "SQLSEM['DURABLE'] must be True or False, not None."),
+    ("DEADLOCKS true", {"DEADLOCKS": True},
+     "SQLSEM['DEADLOCKS'] must be one of 'report', 'break', 'ignore', not True."),
+    ("DEADLOCKS none", {"DEADLOCKS": None},
+     "SQLSEM['DEADLOCKS'] must be one of 'report', 'break', 'ignore', not None."),
+    ("DEADLOCKS case", {"DEADLOCKS": "Break"},
+     "SQLSEM['DEADLOCKS'] must be one of 'report', 'break', 'ignore', not 'Break'."),
+    ("DEADLOCKS list", {"DEADLOCKS": ["break"]},
+     "SQLSEM['DEADLOCKS'] must be one of 'report', 'break', 'ignore', not ['break']."),
+    ("override DEADLOCKS", {"DATABASES": {"default": {"DEADLOCKS": ""}}},
+     "SQLSEM['DATABASES']['default']['DEADLOCKS'] must be one of 'report', 'break', 'ignore', not ''."),
     ("BEACONS", {"BEACONS": 1}, "SQLSEM['BEACONS'] must be True or False, not 1."),
     ("RECORD", {"RECORD": "yes"}, "SQLSEM['RECORD'] must be True or False, not 'yes'."),
     ("override DURABLE", {"DATABASES": {"default": {"DURABLE": "no"}}},
