@@ -95,7 +95,7 @@ def test_the_last_one_to_wait_is_broken_off_and_the_other_goes_on(database, asyn
         second.expect("left")
         first.expect("got", timeout=SOON)
         first.expect("left")
-        [told] = second.told()
+        [told] = wait_until(second.told, timeout=SOON)
         assert told["text"].endswith("The last wait, for 'a', was broken off.")
         assert not first.told()
         end(first, second)
@@ -345,7 +345,7 @@ def test_no_permit_and_no_waiter_suffers_from_the_table(database, trouble, count
     """Two with short leases wait crosswise, and one more stands in line: all goes on as if nothing were amiss."""
     env = {"SQLSEM_TEST_SETTINGS": json.dumps({"LEASE": 2})}
     with (
-        Waiter(database, A, B, env=env, timeout=9, stays=True) as first,
+        Waiter(database, A, B, env=env, timeout=12, stays=True) as first,
         Waiter(database, B, A, env=env, timeout=40) as second,
         Waiter(database, C, ["mutex", "d"], env=env) as third,
     ):
@@ -355,6 +355,7 @@ def test_no_permit_and_no_waiter_suffers_from_the_table(database, trouble, count
                 each.go()
             wait_until(lambda: WaiterRow.objects.using(database).count() == 3, timeout=SOON)
             places = set(WaiterRow.objects.using(database).values_list("pk", flat=True))
+            wait_until(lambda: first.told("WARNING"), timeout=SOON)
             first.expect("timeout", timeout=30)  # after several leases
             assert set(WaiterRow.objects.using(database).values_list("pk", flat=True)) <= places
             for each in (first, second, third):
