@@ -7,7 +7,7 @@ class Migration(migrations.Migration):
 
     dependencies = [
         ('sqlsem', '0011_minute_writer'),
-        ('sqlsem', '0011_waits'),
+        ('sqlsem', '0012_waits'),
     ]
 
     operations = [

@@ -6,7 +6,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sqlsem', '0011_overview'),
+        ('sqlsem', '0011_minute_writer'),
     ]
 
     operations = [
