@@ -6,7 +6,6 @@ import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.contrib import admin, messages
-from django.contrib.admin.views.main import SEARCH_VAR
 from django.db import connections, transaction
 from django.http import HttpResponseRedirect
 from django.urls import reverse
@@ -29,7 +28,13 @@ from django_sqlsem.admin_display import (
 )
 from django_sqlsem.dashboard import acts, live, page, snapshot_json
 from django_sqlsem.dashboard.columns import COLUMNS, OverviewColumns
-from django_sqlsem.dashboard.overview import KindFilter, OverviewChangeList, OverviewStateFilter, overview_answer
+from django_sqlsem.dashboard.overview import (
+    KindFilter,
+    OverviewChangeList,
+    OverviewStateFilter,
+    overview_answer,
+    searched,
+)
 from django_sqlsem.models import SemaphoreRow, SlotRow
 from django_sqlsem.snapshots import SlotState
 
@@ -160,10 +165,11 @@ class SemaphoreAdmin(OverviewColumns, OperatorAdmin):
         """Order and filter by what is read once for the whole page."""
         return OverviewChangeList
 
-    def get_search_fields(self, request: HttpRequest) -> tuple[str, ...]:
-        """Let case count only if the words have any: the comparison is quicker then."""
-        words = request.GET.get(SEARCH_VAR, "")
-        return ("name__contains",) if words.lower() == words.upper() else self.search_fields
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Search names alone, whatever the case of letters, on every database."""
+        return searched(queryset, search_term), False
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         """Answer with the whole page, or with the part that refreshes itself."""

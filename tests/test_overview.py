@@ -114,6 +114,8 @@ def test_columns_order_the_list(operator: Client, locks_alias: str) -> None:
         ({"kind": "mutex"}, set()),
         ({"q": "a"}, {"calm", "paused", "waited", "drains"}),
         ({"q": "no such"}, set()),
+        ({"q": "'AI' d"}, {"waited", "drains"}),
+        ({"q": "% \\"}, set()),
         ({"state": "odd"}, {"calm", "paused", "waited", "gone", "drains", "held"}),
     ],
 )

@@ -10,7 +10,11 @@ from django.contrib import admin
 from django.contrib.admin.options import IncorrectLookupParameters
 from django.contrib.admin.views.main import ORDER_VAR, PAGE_VAR
 from django.core.paginator import InvalidPage
+from django.db.models import Value
+from django.db.models.functions import Upper
+from django.db.models.lookups import Contains
 from django.template.response import TemplateResponse
+from django.utils.text import smart_split, unescape_string_literal
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
@@ -48,6 +52,17 @@ RANKED: Final = ("held", "stale", "waiting")
 def kind_of(kind: str) -> str:
     """Return what a kind of lock is called."""
     return str(KINDS.get(kind, kind))
+
+
+def searched(names: QuerySet[SemaphoreRow], words: str) -> QuerySet[SemaphoreRow]:
+    """Keep the names that have all these words somewhere, whatever the case of letters; a quoted phrase is one word."""
+    for word in smart_split(words):
+        part = unescape_string_literal(word) if word[0] in "'\"" and word[0] == word[-1] else word
+        if part.lower() == part.upper():  # the comparison of names as they are is much quicker
+            names = names.filter(name__contains=part)
+        else:  # what ignores case by itself does not where columns compare by code points
+            names = names.filter(Contains(Upper("name"), Upper(Value(part))))
+    return names
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ EPILOG: Final = """\
 exit codes:
   0    done; also when there was nothing to do
   1    error: no such name, the database failed, a holder changed before it could be revoked,
-       or (run) the permit was lost although the command ended with 0
+       or (run) the permit was lost although the command ended with 0; (waits) there is a deadlock
   2    wrong arguments
   75   run: no slot became free within the timeout; drain: somebody had not left within --wait
   126  run: the command can't be executed; 127: it was not found
@@ -126,6 +126,9 @@ def add_arguments(parser: CommandParser) -> None:
     )
     sub = add("show", "Shows all about one semaphore.")
     sub.add_argument("name", **name)
+    sub.add_argument("--format", choices=["table", "json"], default="table")
+
+    sub = add("waits", "Shows who waits for what while holding what, and the deadlocks; ends with 1 if there is one.")
     sub.add_argument("--format", choices=["table", "json"], default="table")
 
     sub = add("purge", "Frees slots whose lease has run out, or whose session has ended. Never touches a live holder.")
