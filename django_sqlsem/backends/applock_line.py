@@ -157,12 +157,7 @@ class Line:
                     return
                 continue
             try:
-                session = self.claimant.pool.alone()
-                try:
-                    self._wait_on(session)
-                finally:
-                    self.is_head = False
-                    self.claimant.pool.give_back(session)
+                self.stand()
                 failures = 0
             except Exception as error:  # noqa: BLE001 - it belongs to those who wait
                 failures += 1
@@ -171,6 +166,15 @@ class Line:
                 self._unwanted = None
                 with contextlib.suppress(BackendError):  # then its session has ended, and the server has freed it
                     self.claimant.discard(self.claimant.pool, claim.resource, claim.permit_id)
+
+    def stand(self) -> None:
+        """Wait on a session of its own, until there is a grant or nobody wants one."""
+        session = self.claimant.pool.alone()
+        try:
+            self._wait_on(session)
+        finally:
+            self.is_head = False
+            self.claimant.pool.give_back(session)
 
     def _fail(self, error: Exception, *, again: bool) -> None:
         """Leave an error for the keeper to find, unless it is our own doing, or a new session may do better."""
@@ -228,13 +232,13 @@ class Line:
                 self._changed.wait(SUCCESSION)
         return False
 
-    def _hand_over(self, session: LockSession, claim: Claim, granted: Granted) -> None:
+    def _hand_over(self, session: LockSession | None, claim: Claim, granted: Granted) -> None:
         with self._changed:
             wanted = self._claims.pop(claim.permit_id, None) is not None
         if not wanted:  # who left has looked already for what it might have got
             self._unwanted = claim
             successor = self._wanted()
-            if successor is None or _wants(successor) != _wants(claim):
+            if successor is None or session is None or _wants(successor) != _wants(claim):
                 return
             granted, claim = self.claimant.pass_on(session, claim, successor), successor
             with self._changed:

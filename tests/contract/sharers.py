@@ -11,7 +11,6 @@ from typing import Any
 
 from django_sqlsem import SemaphoreError, semaphore
 from django_sqlsem.locks import rwlock
-from tests import applocks
 from tests.children import listen
 from tests.contract.contenders import SharedCounter
 from tests.contract.queuers import Queuer
@@ -180,8 +179,7 @@ def churn(alias: str, name: str, options: dict[str, Any], seconds: float, seed: 
     chance = random.Random(seed)
     counters = Counters(alias)
     lock = rwlock(name, using=alias, **options)
-    upgrades = [] if applocks.are_at(alias) else ["upgrade"]
-    verbs = ["read", "read", "read", "write", *upgrades]
+    verbs = ["read", "read", "read", "write", "upgrade"]
     done = dict.fromkeys(verbs, 0)
     errors: list[str] = []
     say("ready")
