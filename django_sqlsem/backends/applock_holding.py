@@ -45,6 +45,8 @@ class ApplockHolding(ApplockOperator):
         super().__init__(alias)
         #: How sessions that have ended cost their permits, by permit id.
         self._lost: dict[str, Loss] = {}
+        #: Permits that were lost by their own downgrade: a release that follows at once has nothing to complain of.
+        self._displaced: set[str] = set()
 
     @property
     def record(self) -> bool:
@@ -58,7 +60,9 @@ class ApplockHolding(ApplockOperator):
     def _free(self, permit_id: str) -> bool:
         found = self.pool.holder(permit_id)
         if found is None:
-            return False
+            freed = permit_id in self._displaced
+            self._displaced.discard(permit_id)
+            return freed
         session, holding = found
         with self.pool.own(session):
             if session.held.get(holding.line) is not holding:
@@ -118,6 +122,7 @@ class ApplockHolding(ApplockOperator):
         if not keep or row["freed"]:
             self.pool.forget(session, reader)
         if keep and row["freed"]:
+            self._displaced.add(reader.permit_id)
             self._lose(reader, Loss(LossReason.CUT_OFF, DISPLACED))
         if row["error"]:
             logger.warning("A row of %r could not be changed with its lock: %s", self.alias, row["message"])

@@ -78,13 +78,13 @@ def test_readers_share_it_and_a_writer_is_alone(database):
 
 def test_readers_writers_and_upgrades_at_random(database):
     """Counted from outside; nobody waits for ever, and none is refused."""
-    seconds = 2.5
+    seconds = 10 if applocks.are_at(database) else 2.5
     target = "tests.contract.sharers:churn"
     with contextlib.ExitStack() as stack:
         arguments = [(database, LOCK, {"readers": 3}, seconds, seed) for seed in range(2)]
         children = [stack.enter_context(Child(target, *each)) for each in arguments]
         for child in children:
-            child.expect("ready", timeout=60)
+            child.expect("ready", timeout=120)
         for child in children:
             child.send()
         found = [json.loads(child.expect("done", timeout=120)) for child in children]
