@@ -21,6 +21,7 @@ from django_sqlsem.backends.applock_sql import (
     Batch,
     batch,
     get,
+    give,
     holds,
 )
 from django_sqlsem.modes import WRITER
@@ -52,11 +53,20 @@ BEGIN
     SET @status = CASE
         WHEN @seen IS NULL THEN {NEW}
         WHEN @seen <> @kind THEN {KIND}
-        WHEN @take > @n THEN {NEVER}
+        WHEN @take > @n AND (@operator IS NULL OR @take > CASE WHEN @slots > 0 THEN @slots ELSE @declared END) THEN {NEVER}
         WHEN @top IS NULL OR @top < @n THEN {NEW}
         WHEN @paused = 1 THEN {PAUSED}
         ELSE {DONE} END;
     IF @status = {KIND} SET @message = @seen;
+    -- An operator has left too few: who waits for more is not in the way of the others.
+    IF @status = {DONE} AND @take > @n
+    BEGIN
+        SET @status = {BUSY};
+        IF {holds("@gate")}
+        BEGIN
+            {give("@gate")}
+        END;
+    END;
 END;
 """
 

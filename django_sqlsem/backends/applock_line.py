@@ -34,7 +34,7 @@ CUT_AFTER: Final = 3 * SUCCESSION
 #: The longest wait for the gate in one batch, in seconds: where it can be cut short from here, and where it can't.
 LONGEST: Final = 86_400.0
 LONGEST_UNCUT: Final = 5.0
-#: A head looks again after so many seconds if the server did not let it wait: while paused, or shrinking.
+#: It looks again after so many seconds if the server did not let it wait: while paused, shrinking, or too small.
 PAUSE: Final = 0.1
 
 
@@ -224,7 +224,7 @@ class Line:
             return True
         if status not in (sql.BUSY, sql.PAUSED):
             raise failure(self.claimant.pool.alias, status)
-        if self.is_head and boot_now() - began < BUDGET_MS / 2000:
+        if boot_now() - began < min(patience, BUDGET_MS / 2000):
             with self._changed:
                 self._changed.wait(PAUSE)
         elif not self.is_head and patience < longest:
