@@ -53,7 +53,8 @@ BEGIN
     SET @status = CASE
         WHEN @seen IS NULL THEN {NEW}
         WHEN @seen <> @kind THEN {KIND}
-        WHEN @take > @n AND (@operator IS NULL OR @take > CASE WHEN @slots > 0 THEN @slots ELSE @declared END) THEN {NEVER}
+        WHEN @take > @n AND (@operator IS NULL OR @take > CASE WHEN @slots > 0 THEN @slots ELSE @declared END)
+            THEN {NEVER}
         WHEN @top IS NULL OR @top < @n THEN {NEW}
         WHEN @paused = 1 THEN {PAUSED}
         ELSE {DONE} END;
