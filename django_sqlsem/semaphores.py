@@ -279,8 +279,8 @@ class Semaphore:
         return permit
 
     def _note_grant(self, permit: Permit) -> None:
-        if self.name in refusals.lost:
-            permit._hold.lose(refusals.lost[self.name])
+        if refusals.lost or refusals.asked:
+            refusals.befall(permit._hold)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("Granted %r, slot %s, after %.3f s.", self.name, permit.slots, permit.waited)
 

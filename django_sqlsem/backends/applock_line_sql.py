@@ -59,7 +59,8 @@ SELECT @@ROWCOUNT AS freed;
 RENAME: Final = batch(
     ("key", "before", "permit", "lease", "thread", "label", "user"),
     """
-UPDATE sqlsem_slot SET permit_id = @permit, lease_us = @lease, thread = @thread, label = @label, user_name = @user
+UPDATE sqlsem_slot SET permit_id = @permit, lease_us = @lease, thread = @thread, label = @label, user_name = @user,
+    stop_token = NULL
 WHERE semaphore_key = @key AND permit_id = @before;
 SELECT @@ROWCOUNT AS renamed;
 """,

@@ -347,7 +347,7 @@ def test_waiters_are_served_in_the_order_of_their_coming(opened, one, two, name)
 def test_who_left_the_queue_is_passed_over(opened, one, two, name):
     """Documented: sp_getapplock, -1 after the time; the others keep their order."""
     one.get(name)
-    leaves = Request(opened(), name, ms=700).queued(two)
+    leaves = Request(opened(), name, ms=3000).queued(two)
     stays = Request(opened(), name).queued(two)
     assert leaves.result() == -1
     one.release(name)
