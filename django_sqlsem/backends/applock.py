@@ -69,7 +69,7 @@ class ApplockBackend(ApplockUpgrades):
             if granted is not None:
                 return Waited((granted,), at_once=True)
         names = lock_names(claim.resource.name).line(claim.mode)
-        kind = UpgradeLine if claim.mode == UPGRADE else Line
+        kind: Callable[..., Line] = UpgradeLine if claim.mode == UPGRADE else Line
         with self._lines_lock:
             line = self._lines.get(claim.line)
             if line is None:

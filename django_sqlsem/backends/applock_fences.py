@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from django_sqlsem.backends.applock_session import Holding, LockSession
     from django_sqlsem.backends.base import Held
-    from django_sqlsem.cursors import AnyCursor
     from django_sqlsem.sessions import Session
     from django_sqlsem.snapshots import Loss
 
@@ -48,7 +47,7 @@ class ApplockFencing(ApplockHolding):
             return False
         own, holding = found
         whole = bool(holding.whole) or line_of(holding.key, UPGRADE) in own.held
-        values = [holding.names.fence, "Shared" if whole else "IntentShared"]
+        values: list[Any] = [holding.names.fence, "Shared" if whole else "IntentShared"]
         values += ["" if whole else f"{','.join(map(str, holding.slots))},", PATIENCE_MS]
         status = CallerSession(caller).run(lambda cursor: _ask(cursor, HOLD, values))
         if status < 0 and status != _REFUSED:
@@ -101,7 +100,7 @@ class ApplockFencing(ApplockHolding):
             return False
 
 
-def _ask(cursor: AnyCursor, text: str, values: list[Any]) -> int:
+def _ask(cursor: Any, text: str, values: list[Any]) -> int:
     cursor.execute(text, values)
     while cursor.description is None:  # some servers send a word about each refused lock
         if not cursor.nextset():

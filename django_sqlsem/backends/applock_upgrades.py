@@ -7,13 +7,14 @@ that it stands, and can't be cut off without losing the permit.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends import applock_upgrade_sql as upgrading
 from django_sqlsem.backends.applock_claims import NO_STAND, Answer, ApplockClaims, Stand, holder_values
 from django_sqlsem.backends.applock_codes import failure
-from django_sqlsem.backends.applock_line import Line
+from django_sqlsem.backends.applock_line import Claimant, Line
 from django_sqlsem.backends.applock_session import Holding
 from django_sqlsem.backends.base import Granted
 from django_sqlsem.clocks import boot_now
@@ -22,6 +23,7 @@ from django_sqlsem.modes import UPGRADE, WRITER, line_of
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
+    from django_sqlsem.backends.applock_names import LockNames
     from django_sqlsem.backends.applock_session import LockSession
     from django_sqlsem.backends.base import Claim
 
@@ -94,10 +96,22 @@ class ApplockUpgrades(ApplockClaims):
                     self.settle(found[0], key, keep=True, ticket=ticket)
 
 
+class Upgrader(Claimant, Protocol):
+    """What such a line needs of the backend."""
+
+    def try_upgrade(self, claim: Claim, stand: Stand) -> Answer:
+        """Ask once for the upgrade."""
+
+    def stop_upgrading(self, key: str, ticket: str) -> None:
+        """Let newcomers in again."""
+
+
 class UpgradeLine(Line):
     """The thread that waits for an upgrade, on the session of the upgradable reader."""
 
-    claimant: ApplockUpgrades
+    def __init__(self, claimant: Upgrader, names: LockNames, ended: Callable[[Line], bool]) -> None:
+        super().__init__(claimant, names, ended)
+        self.upgrader = claimant
 
     def stand(self) -> None:
         """Ask again and again, until there is a grant or nobody wants one."""
@@ -114,7 +128,7 @@ class UpgradeLine(Line):
             self.is_head = False
             if self._in_line:
                 self._in_line = False
-                self.claimant.stop_upgrading(key, self.ticket)
+                self.upgrader.stop_upgrading(key, self.ticket)
 
     def _step(self, claim: Claim) -> bool:
         with self._changed:
@@ -123,7 +137,7 @@ class UpgradeLine(Line):
             _claim, place = self._claims[claim.permit_id]
         left = STEP_MS if place.patience is None else min(STEP_MS, 1 + int(place.patience * 1000))
         self._in_line = True
-        answer = self.claimant.try_upgrade(claim, Stand(self.ticket, place.waiting, None, place.arrived, left))
+        answer = self.upgrader.try_upgrade(claim, Stand(self.ticket, place.waiting, None, place.arrived, left))
         if answer.granted is None:
             if answer.status == sql.PAUSED:
                 threading.Event().wait(STEP_MS / 1000)
