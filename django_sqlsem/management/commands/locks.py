@@ -19,7 +19,7 @@ from django.db import close_old_connections
 
 from django_sqlsem import control, identity, mutex, queries, semaphore
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, SemaphoreError, kill_needed
-from django_sqlsem.management import arguments, output, refreshes, run
+from django_sqlsem.management import arguments, doctoring, output, refreshes, run
 from django_sqlsem.naming import ONE_SLOT
 
 if TYPE_CHECKING:
@@ -239,6 +239,12 @@ class Command(BaseCommand):
         if self._agreed(interactive):
             control.change_procedures(drop=drop, by=self._by(), using=database)
             self._print(self.style.SUCCESS("Removed." if drop else "Installed."))
+
+    def handle_doctor(self, *, database: str | None, format: str, acquire: bool, **_: Any) -> None:  # noqa: A002
+        """Examine, and end with 1 if something is wrong."""
+        colour = doctoring.colours(self.style)
+        if not doctoring.run(database=database, form=format, acquire=acquire, write=self._print, colour=colour):
+            sys.exit(1)
 
     def handle_run(
         self, *, name: str, slots: int | None, timeout: Any, command: list[str], database: str | None, **_: Any

@@ -1,0 +1,1 @@
+"""What ``manage.py locks doctor`` finds: it connects, measures, tries, and says so in plain words."""
