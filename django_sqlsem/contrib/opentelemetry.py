@@ -5,6 +5,7 @@ Needs the extra ``opentelemetry``, and a project that sets up the SDK and its ex
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -16,6 +17,8 @@ from opentelemetry.trace import Status, StatusCode
 from django_sqlsem.contrib.labels import MOST, Labels
 from django_sqlsem.contrib.receivers import HOLD_BUCKETS, WAIT_BUCKETS, Receivers, Standing
 from django_sqlsem.exceptions import BackendError
+
+logger = logging.getLogger("django_sqlsem")
 
 SCOPE: Final = "django_sqlsem"
 
@@ -116,7 +119,8 @@ def _gauges(meter: metrics.Meter, standing: Standing) -> None:
                 left.clear()
                 try:
                     left.update(standing.look())
-                except BackendError:  # no figures are better than wrong ones; the log says why
+                except BackendError as error:  # no figures are better than wrong ones
+                    logger.warning("There are no figures of the locks: %s", error)
                     return []
             return [Observation(value, _attributes(of)) for of, value in left.pop(figure).items()]
 
