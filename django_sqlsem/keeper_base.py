@@ -238,7 +238,8 @@ class KeeperBase(abc.ABC):
                 self.deliver(granted, hold.releasing_since, hold.claim.resource)
             self.released(hold, True)  # else the try that failed may have freed them all the same
         except BackendError as error:
-            logger.warning("%s could not be given back yet: %s", hold.claim.resource.name, error)
+            extra = {"semaphore": hold.claim.resource.name, "what": "release_failed"}
+            logger.warning("%s could not be given back yet: %s", hold.claim.resource.name, error, extra=extra)
 
     def abandon(self, hold: Hold) -> None:
         """The caller has gone in the middle of an acquire: nothing that was or will be granted may stay."""
@@ -274,7 +275,8 @@ class KeeperBase(abc.ABC):
         if hold.foreign or hold.abandoned or hold.released or hold.grant is None or hold.releasing.locked():
             return
         who = f"{hold.claim.resource.name!r} slot {numbers(hold.grant.slots)}"
-        logger.error("A permit of %s was forgotten (%s) and is given back; use a with block.", who, why)
+        extra = {"semaphore": hold.claim.resource.name, "what": "forgotten", "reason": LossReason.FORGOTTEN}
+        logger.error("A permit of %s was forgotten (%s) and is given back; use a with block.", who, why, extra=extra)
         hold.lose(Loss(LossReason.FORGOTTEN, f"it was forgotten: {why}"))
         self.give_back(hold, self.own)
 
