@@ -24,7 +24,6 @@ from django_sqlsem.exceptions import BackendError
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.sessions import OwnSession, Session
 from django_sqlsem.snapshots import Loss, LossReason
-from django_sqlsem.wording import numbers
 
 if TYPE_CHECKING:
     from django_sqlsem.arbiter import Arbiter
@@ -274,9 +273,7 @@ class KeeperBase(abc.ABC):
         """The program forgot a permit: say so, and give it back."""
         if hold.foreign or hold.abandoned or hold.released or hold.grant is None or hold.releasing.locked():
             return
-        who = f"{hold.claim.resource.name!r} slot {numbers(hold.grant.slots)}"
-        extra = {"semaphore": hold.claim.resource.name, "what": "forgotten", "reason": LossReason.FORGOTTEN}
-        logger.error("A permit of %s was forgotten (%s) and is given back; use a with block.", who, why, extra=extra)
+        losses.log_forgotten(hold, why)
         hold.lose(Loss(LossReason.FORGOTTEN, f"it was forgotten: {why}"))
         self.give_back(hold, self.own)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from django_sqlsem.notices import held
 from django_sqlsem.signals import permit_forgotten, permit_lost
 from django_sqlsem.snapshots import LossReason
+from django_sqlsem.wording import numbers
 
 if TYPE_CHECKING:
     from django_sqlsem.holds import Hold
@@ -46,6 +47,14 @@ def tell(hold: Hold) -> None:
             permit_forgotten.send_robust(None, name=name, using=hold.keeper.alias, loss=loss, held=lasted)
 
     threading.Thread(target=run, name="sqlsem-on-lost", daemon=True).start()
+
+
+def log_forgotten(hold: Hold, why: str) -> None:
+    """Log that the program forgot a permit, which is given back."""
+    name = hold.claim.resource.name
+    who = f"{name!r} slot {numbers(hold.grant.slots) if hold.grant else '-'}"
+    extra = {"semaphore": name, "what": "forgotten", "reason": LossReason.FORGOTTEN, "held": held(hold)}
+    logger.error("A permit of %s was forgotten (%s) and is given back; use a with block.", who, why, extra=extra)
 
 
 def call_back_soon(callback: Callable[[Any], object], permit: object) -> None:

@@ -33,7 +33,7 @@ class Receivers(abc.ABC):
     def connect(self) -> None:
         """Hear the signals from now on. Idempotent."""
         for signal, receiver in self._wanted():
-            signal.inline.connect(receiver, dispatch_uid=(id(self), id(signal)))
+            signal.inline.connect(receiver, weak=False, dispatch_uid=(id(self), id(signal)))
 
     def disconnect(self) -> None:
         """Hear them no more. Idempotent."""
