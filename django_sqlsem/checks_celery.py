@@ -60,12 +60,11 @@ _KEYS: Final = ("broker_url", "broker_transport_options", "task_soft_time_limit"
 
 
 def _of_app() -> dict[str, Any]:
-    celery: Any = sys.modules.get("celery")  # never imported for its own sake
+    state: Any = sys.modules.get("celery._state")  # never imported for its own sake
     try:
-        if celery is None or getattr(celery._state, "_tls").current_app is None:  # noqa: B009
-            return {}
-        conf = celery.current_app.conf
-        return {key: conf.get(key) for key in _KEYS}
+        # Asking for the current app would make one, were there none.
+        app = None if state is None else state._tls.current_app or state.default_app
+        return {} if app is None else {key: app.conf.get(key) for key in _KEYS}
     except Exception:  # noqa: BLE001 - of the project's own configuration: Celery says so when it starts
         return {}
 

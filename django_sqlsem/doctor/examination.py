@@ -65,6 +65,10 @@ def _looked(patient: Patient) -> Iterator[Finding]:
             yield from configuration.examine_mssql(patient)
         if patient.has_tables:
             yield from names.examine(patient)
+    except ImproperlyConfigured as wrong:
+        yield error(
+            "sqlsem.D001", f"The project's own connection cannot be opened: {wrong}", "Nothing works without it."
+        )
     except (DatabaseError, BackendError) as failed:
         yield note("sqlsem.D002", f"The tables could not be read: {str(failed).strip()}", "Look at the login's rights.")
 

@@ -22,7 +22,7 @@ from django_sqlsem.doctor.patients import Patient, milliseconds
 from django_sqlsem.exceptions import SemaphoreError
 
 #: The lease of the child that is killed, in seconds: well above what a beacon takes to be found out.
-LEASE: Final = 10.0
+LEASE: Final = 15.0
 #: A slot that comes back earlier than this did not come back with the lease.
 EARLY: Final = 0.75 * LEASE
 #: How long the child may take to start and to get its slot, in seconds.
@@ -38,7 +38,9 @@ def _own_name(alias: str) -> Iterator[str]:
     finally:
         give_up = time.monotonic() + 5.0
         with contextlib.suppress(SemaphoreError):
-            while not get_backend(alias).purge_idle(name) and time.monotonic() < give_up:
+            while queries.semaphore(name, using=alias) and time.monotonic() < give_up:
+                if get_backend(alias).purge_idle(name):
+                    break
                 time.sleep(0.05)
 
 
@@ -61,7 +63,7 @@ def acquire(patient: Patient) -> Iterator[Finding]:
 
 def crash(patient: Patient) -> Iterator[Finding]:
     """Have a child take a lock, kill it, and say how long its lock stays taken."""
-    if not getattr(settings, "SETTINGS_MODULE", None):
+    if not _settings_module():
         yield note("sqlsem.D017", "No holder was killed: the settings have no module that a child could load.")
         return
     with _own_name(patient.alias) as name:
@@ -105,10 +107,14 @@ def _judged(patient: Patient, took: float) -> Finding:
     return note("sqlsem.D017", text, "A shorter LEASE makes that faster, and short outages of the database dangerous.")
 
 
+def _settings_module() -> str:
+    return getattr(settings, "SETTINGS_MODULE", None) or os.environ.get("DJANGO_SETTINGS_MODULE", "")
+
+
 def _victim(alias: str, name: str) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
-        "DJANGO_SETTINGS_MODULE": str(settings.SETTINGS_MODULE),
+        "DJANGO_SETTINGS_MODULE": _settings_module(),
         "PYTHONPATH": os.pathsep.join(path for path in [*sys.path, os.getcwd()] if path),
     }
     return subprocess.Popen(  # noqa: S603 - this very Python
