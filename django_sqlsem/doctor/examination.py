@@ -48,8 +48,6 @@ def _examine(alias: str, *, acquire: bool) -> Iterator[Finding]:
         patient = Patient(alias, connection)
         yield from servers.examine(patient)
         yield from configuration.examine_connections(patient)
-        if patient.vendor == "sqlite":
-            yield from files.examine(patient)
         yield from _looked(patient)
         if acquire and patient.has_tables:
             yield from trials.acquire(patient)
@@ -60,6 +58,8 @@ def _examine(alias: str, *, acquire: bool) -> Iterator[Finding]:
 
 def _looked(patient: Patient) -> Iterator[Finding]:
     try:
+        if patient.vendor == "sqlite":
+            yield from files.examine(patient)
         yield from tables.examine(patient)
         if keeps_applocks(patient.alias):
             yield from configuration.examine_mssql(patient)
@@ -70,7 +70,7 @@ def _looked(patient: Patient) -> Iterator[Finding]:
             "sqlsem.D001", f"The project's own connection cannot be opened: {wrong}", "Nothing works without it."
         )
     except (DatabaseError, BackendError) as failed:
-        yield note("sqlsem.D002", f"The tables could not be read: {str(failed).strip()}", "Look at the login's rights.")
+        yield note("sqlsem.D002", f"The database could not be examined: {str(failed).strip()}", "Look at the login's rights.")
 
 
 def worst(findings: Iterable[Finding]) -> int:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from django.core.management.base import BaseCommand, CommandParser
 
 from django_sqlsem.doctor.examination import examine, worst
 from django_sqlsem.doctor.findings import Finding, Level
 from django_sqlsem.management import output
-
-if TYPE_CHECKING:
-    from django.core.management.base import CommandParser
 
 #: How wide sentences are printed.
 WIDTH: Final = 100
@@ -25,30 +25,36 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("--no-acquire", action="store_false", dest="acquire", help="take no lock, kill no child")
 
 
-def run(
-    *,
-    database: str | None,
-    form: str,
-    acquire: bool,
-    write: Callable[[str], object],
-    colour: Callable[..., str],
-) -> bool:
-    """Examine, print as findings come, and return whether there is no error."""
-    found: list[Finding] = []
-    where = None
-    for finding in examine(database, acquire=acquire):
-        found.append(finding)
-        if form == "text":
-            if finding.database != where:
-                where = finding.database
-                write(f"Database {where!r}:" if where else "Settings:")
-            for line in _lines(finding, colour):
-                write(line)
-    if form == "json":
-        write(json.dumps([each.as_dict() for each in found], indent=2))
-    else:
-        write(_summary(found))
-    return worst(found) < Level.ERROR.rank
+class DoctorVerb(BaseCommand):
+    """``locks doctor``."""
+
+    def handle_doctor(self, *, database: str | None, format: str, acquire: bool, **_: Any) -> None:  # noqa: A002
+        """Examine, print findings as they come, and end with 1 if one is an error."""
+        found: list[Finding] = []
+        where = None
+        for finding in examine(database, acquire=acquire):
+            found.append(finding)
+            if format == "text":
+                if finding.database != where:
+                    where = finding.database
+                    self._say(f"Database {where!r}:" if where else "Settings:")
+                self._say(*_lines(finding, self._coloured))
+        if format == "json":
+            self._say(json.dumps([each.as_dict() for each in found], indent=2))
+        else:
+            self._say(_summary(found))
+        if worst(found) >= Level.ERROR.rank:
+            sys.exit(1)
+
+    def _coloured(self, level: Level, text: str) -> str:
+        style: Any = self.style
+        styles = {Level.ERROR: style.ERROR, Level.WARNING: style.WARNING, Level.NOTE: style.NOTICE}
+        return str(styles.get(level, style.SUCCESS)(text))
+
+    def _say(self, *lines: str) -> None:
+        for line in lines:
+            self.stdout.write(output.encodable(line, getattr(self.stdout, "encoding", None) or "utf-8"))
+        self.stdout.flush()  # some of what comes takes a while
 
 
 def _lines(finding: Finding, colour: Callable[..., str]) -> Iterable[str]:
@@ -71,13 +77,3 @@ def _summary(found: list[Finding]) -> str:
     words = (("error", "errors"), ("warning", "warnings"), ("note", "notes"))
     told = [output.count(number, *pair) for number, pair in zip(counts, words, strict=True) if number]
     return f"Found {', '.join(told)}." if told else "All is well."
-
-
-def colours(style: Any) -> Callable[[Level, str], str]:
-    """Return how the command colours a level."""
-    styles = {Level.ERROR: style.ERROR, Level.WARNING: style.WARNING, Level.NOTE: style.NOTICE, Level.OK: style.SUCCESS}
-
-    def colour(level: Level, text: str) -> str:
-        return str(styles[level](text))
-
-    return colour

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from django_sqlsem.snapshots import SemaphoreSnapshot
 
 
-class Command(BaseCommand):
+class Command(doctoring.DoctorVerb, BaseCommand):
     """Operate the semaphores of one database."""
 
     help = (
@@ -239,12 +239,6 @@ class Command(BaseCommand):
         if self._agreed(interactive):
             control.change_procedures(drop=drop, by=self._by(), using=database)
             self._print(self.style.SUCCESS("Removed." if drop else "Installed."))
-
-    def handle_doctor(self, *, database: str | None, format: str, acquire: bool, **_: Any) -> None:  # noqa: A002
-        """Examine, and end with 1 if something is wrong."""
-        colour = doctoring.colours(self.style)
-        if not doctoring.run(database=database, form=format, acquire=acquire, write=self._print, colour=colour):
-            sys.exit(1)
 
     def handle_run(
         self, *, name: str, slots: int | None, timeout: Any, command: list[str], database: str | None, **_: Any
