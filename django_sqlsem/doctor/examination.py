@@ -70,7 +70,8 @@ def _looked(patient: Patient) -> Iterator[Finding]:
             "sqlsem.D001", f"The project's own connection cannot be opened: {wrong}", "Nothing works without it."
         )
     except (DatabaseError, BackendError) as failed:
-        yield note("sqlsem.D002", f"The database could not be examined: {str(failed).strip()}", "Look at the login's rights.")
+        text = f"The database could not be examined: {str(failed).strip()}"
+        yield note("sqlsem.D002", text, "Look at the login's rights.")
 
 
 def worst(findings: Iterable[Finding]) -> int:
