@@ -11,3 +11,5 @@ from typing import Final
 ENVIRONMENT: Final = "SQLSEM_BENCH_DATABASES"
 #: Ends the names of aliases that are the same databases with ``RECORD=False``.
 UNRECORDED: Final = "_unrecorded"
+#: Ends the names of aliases that are the same databases with ``HISTORY=False``.
+SILENT: Final = "_silent"

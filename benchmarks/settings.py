@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 
-from benchmarks import ENVIRONMENT, UNRECORDED
+from benchmarks import ENVIRONMENT, SILENT, UNRECORDED
 
 DATABASES = json.loads(os.environ.get(ENVIRONMENT, "{}"))
 if any(database.get("ENGINE", "").endswith(".mysql") for database in DATABASES.values()):
@@ -14,8 +14,12 @@ if any(database.get("ENGINE", "").endswith(".mysql") for database in DATABASES.v
 
     install_mysql_driver()
 _locked = {alias: database for alias, database in DATABASES.items() if database.get("ENGINE") == "mssql"}
-DATABASES |= {f"{alias}{UNRECORDED}": database for alias, database in _locked.items()}
-SQLSEM = {"DATABASES": {f"{alias}{UNRECORDED}": {"RECORD": False} for alias in _locked}}
+_twins = {f"{alias}{SILENT}": database for alias, database in DATABASES.items() if "ENGINE" in database}
+_unrecorded = {f"{alias}{UNRECORDED}": database for alias, database in _locked.items()}
+DATABASES |= _twins | _unrecorded
+SQLSEM = {
+    "DATABASES": {alias: {"RECORD": False} for alias in _unrecorded} | {alias: {"HISTORY": False} for alias in _twins}
+}
 DATABASE_CONNECTION_POOLING = False
 
 SECRET_KEY = "for benchmarks only"  # noqa: S105 - it signs nothing

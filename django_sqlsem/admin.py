@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.contrib import admin, messages
 from django.db import connections, transaction
 from django.http import HttpResponseRedirect
 from django.urls import reverse
-from django.utils.html import format_html, format_html_join
-from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-import django_sqlsem.admin_refresh  # noqa: F401 - it registers a list of its own
-from django_sqlsem import admin_actions, admin_claims, queries
-from django_sqlsem.admin_confirm import DamagedFormError
+import django_sqlsem.admin_refresh
+import django_sqlsem.admin_transaction_locks  # noqa: F401
+from django_sqlsem import admin_actions, admin_claims, admin_configure, queries
+from django_sqlsem.admin_confirm import ActionForm, DamagedFormError
 from django_sqlsem.admin_display import (
     EMPTY,
     STATES,
     SnapshotChangeList,
     StateFilter,
-    declared,
     held_since,
     holder_of,
-    instant,
     lease_left,
-    program,
     program_of,
-    snapshot_of,
 )
-from django_sqlsem.exceptions import BackendError
+from django_sqlsem.dashboard import acts, live, page, snapshot_json
+from django_sqlsem.dashboard.columns import COLUMNS, OverviewColumns
+from django_sqlsem.dashboard.overview import (
+    KindFilter,
+    OverviewChangeList,
+    OverviewStateFilter,
+    overview_answer,
+    searched,
+)
 from django_sqlsem.models import SemaphoreRow, SlotRow
 from django_sqlsem.snapshots import SlotState
 
@@ -59,7 +63,8 @@ class OperatorAdmin(ModelAdmin[Any]):
     list_per_page = 100
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER  # each count would read all that is held
-    list_filter = (StateFilter,)
+    list_filter: ClassVar[tuple[type[admin.SimpleListFilter], ...]] = (StateFilter,)
+    action_form = ActionForm
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Read from the database that keeps the locks."""
@@ -71,20 +76,24 @@ class OperatorAdmin(ModelAdmin[Any]):
 
     def get_urls(self) -> list[URLPattern]:
         """Keep the requests out of ATOMIC_REQUESTS: an act counts at once, whatever becomes of the request."""
-        urls = super().get_urls()
+        urls = [*self.own_urls(), *super().get_urls()]
         for url in urls:
             for alias in connections:
                 transaction.non_atomic_requests(using=alias)(url.callback)
         return urls
 
+    def own_urls(self) -> list[URLPattern]:
+        """Return what comes before Django's own addresses, whose last one would take any."""
+        return []
+
+    @live.guarded
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         """Say it if the locks database fails, or a confirmation comes back damaged."""
+        acts.refuse(self, request)
         try:
             response = super().changelist_view(request, extra_context)
             self._note(request)
             return response
-        except BackendError as error:
-            self.message_user(request, str(error), messages.ERROR)
         except DamagedFormError:
             self.message_user(request, _("The form came back damaged: nothing was done."), messages.ERROR)
         return HttpResponseRedirect(reverse("admin:index", current_app=self.admin_site.name))
@@ -95,7 +104,7 @@ class OperatorAdmin(ModelAdmin[Any]):
         return super().render_change_form(request, *args, **kwargs)
 
     def _note(self, request: HttpRequest) -> None:
-        if request.method == "GET":
+        if request.method == "GET" and not live.is_fragment(request):
             for note in queries.notes():
                 self.message_user(request, note, messages.INFO)
 
@@ -112,115 +121,68 @@ class OperatorAdmin(ModelAdmin[Any]):
         return False
 
     def has_operate_permission(self, request: HttpRequest) -> bool:
-        """Whether the user may revoke and purge."""
+        """Whether the user may ask to stop, revoke and purge."""
         return request.user.has_perm("sqlsem.operate_semaphorerow")
 
     def has_configure_permission(self, request: HttpRequest) -> bool:
         """Whether the user may set slots, pause and resume."""
         return request.user.has_perm("sqlsem.configure_semaphorerow")
 
+    def has_drain_permission(self, request: HttpRequest) -> bool:
+        """Whether the user may drain, which is to pause and to ask holders to stop."""
+        return self.has_configure_permission(request) and self.has_operate_permission(request)
+
 
 @admin.register(SemaphoreRow)
-class SemaphoreAdmin(OperatorAdmin):
-    """Semaphores, with their holders and waiters."""
+class SemaphoreAdmin(OverviewColumns, OperatorAdmin):
+    """The overview of all locks, and a page of each with its holders and waiters."""
 
-    list_display = ("name", "kind", "slots", "held", "stale", "waiting", "is_paused", "declared")
+    list_display = COLUMNS
+    list_filter = (OverviewStateFilter, KindFilter)
+    list_per_page = 50
     search_fields = ("name",)
     ordering = ("name",)
     actions = (
+        admin_actions.stop,
         admin_actions.revoke,
         admin_actions.purge_stale,
-        admin_actions.set_slots,
-        admin_actions.pause,
-        admin_actions.resume,
+        admin_configure.set_slots,
+        admin_configure.pause,
+        admin_configure.resume,
+        admin_configure.drain,
     )
-    fields = ("name", "kind", "slots", "declared", "is_paused", "held", "stale", "holders", "waiters")
+    fields = ("name", "kind_word", "cells", "held", "stale", "waiting", "declared")
     readonly_fields = fields
 
-    @admin.display(description=gettext_lazy("slots"))
-    def slots(self, row: SemaphoreRow) -> int | str:
-        """Return the number that counts; of tokens, how many there are."""
-        if row.tokens is not None:
-            snapshot = snapshot_of(row)
-            return _("%(tokens)d tokens") % {"tokens": (snapshot and snapshot.tokens) or 0}
-        if row.operator_slots is None:
-            return row.slots
-        return _("%(slots)d (operator)") % {"slots": row.slots}
+    class Media:
+        css = {"all": ("sqlsem/locks.css", "sqlsem/overview.css")}
 
-    @admin.display(description=gettext_lazy("held"))
-    def held(self, row: SemaphoreRow) -> int | str:
-        """Return how many slots are taken by live permits."""
-        snapshot = snapshot_of(row)
-        return snapshot.held if snapshot else EMPTY
+    def own_urls(self) -> list[URLPattern]:
+        """Add where the buttons on the page of one lock lead, and the same as JSON."""
+        return [*acts.urls(self), *snapshot_json.urls(self), *super().own_urls()]
 
-    @admin.display(description=gettext_lazy("stale"))
-    def stale(self, row: SemaphoreRow) -> int | str:
-        """Return how many slots belong to holders that seem gone."""
-        snapshot = snapshot_of(row)
-        return snapshot.stale if snapshot else EMPTY
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[OverviewChangeList]:
+        """Order and filter by what is read once for the whole page."""
+        return OverviewChangeList
 
-    @admin.display(description=gettext_lazy("waiting"))
-    def waiting(self, row: SemaphoreRow) -> int | str:
-        """Return how many threads and tasks wait."""
-        snapshot = snapshot_of(row)
-        return snapshot.waiting if snapshot else EMPTY
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Search names alone, whatever the case of letters, on every database."""
+        return searched(queryset, search_term), False
 
-    @admin.display(description=gettext_lazy("paused"))
-    def is_paused(self, row: SemaphoreRow) -> str:
-        """Return whether granting is stopped."""
-        return _("paused") if row.paused else EMPTY
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """Answer with the whole page, or with the part that refreshes itself."""
+        response = super().changelist_view(request, {"title": _("Locks"), **(extra_context or {})})
+        return overview_answer(request, response)
 
-    @admin.display(description=gettext_lazy("declared"))
-    def declared(self, row: SemaphoreRow) -> str:
-        """Return what the code says, and whether processes disagree."""
-        snapshot = snapshot_of(row)
-        return declared(snapshot) if snapshot else EMPTY
-
-    @admin.display(description=gettext_lazy("holders"))
-    def holders(self, row: SemaphoreRow) -> SafeString | str:
-        """Return one line per holder."""
-        snapshot = snapshot_of(row)
-        if not snapshot or not snapshot.holders:
-            return _("Nobody holds it.")
-        return _lines(
-            [
-                _("Slot %(slot)s") % {"slot": holder.place},
-                snapshot.role(holder),
-                STATES[holder.state],
-                program_of(holder),
-                holder.label,
-                holder.user,
-                format_html(_("for {}"), held_since(holder)) if holder.recorded else "",
-                format_html(_("lease: {}"), lease_left(holder)) if holder.lease_left is not None else "",
-            ]
-            for holder in snapshot.holders
-        )
-
-    @admin.display(description=gettext_lazy("waiters"))
-    def waiters(self, row: SemaphoreRow) -> SafeString | str:
-        """Return one line per waiting process."""
-        snapshot = snapshot_of(row)
-        if not snapshot or not snapshot.waiters:
-            return _("Nobody waits.")
-        return _lines(
-            [
-                program(waiter.host, waiter.pid, waiter.thread),
-                snapshot.role(waiter),
-                waiter.label,
-                waiter.user,
-                _("%(count)d waiting") % {"count": waiter.waiting},
-                format_html(_("for {}"), instant(waiter.age, waiter.waiting_since)),
-            ]
-            for waiter in snapshot.waiters
-        )
-
-
-def _lines(lines: Any) -> SafeString:
-    return format_html_join("", "<div>{}</div>", ((_join(line),) for line in lines))
-
-
-def _join(parts: list[Any]) -> SafeString:
-    return format_html_join(", ", "{}", ((part,) for part in parts if part))
+    @live.guarded
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show one lock, or what changes of it."""
+        usual = functools.partial(super().change_view, request, object_id, form_url, extra_context)
+        return page.lock_page(self, request, object_id, usual)
 
 
 @admin.register(SlotRow)
@@ -232,7 +194,7 @@ class SlotAdmin(OperatorAdmin):
     list_select_related = ("semaphore",)
     search_fields = ("semaphore__name", "host", "label", "user")
     ordering = ("semaphore__name", "slot")
-    actions = (admin_actions.revoke, admin_actions.purge_stale)
+    actions = (admin_actions.stop, admin_actions.revoke, admin_actions.purge_stale)
     fields = (*list_display, "token")
     readonly_fields = fields
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from django import forms
 from django.contrib import admin, messages
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
@@ -12,15 +11,19 @@ from django.utils.translation import gettext_lazy, ngettext
 from django_sqlsem import admin_confirm as confirm
 from django_sqlsem import control, queries
 from django_sqlsem.admin_confirm import Page
-from django_sqlsem.exceptions import BackendError, KillNeededError
+from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.models import SemaphoreRow, SlotRow
-from django_sqlsem.naming import MAX_SLOTS
 from django_sqlsem.snapshots import SlotState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from django.contrib.admin import ModelAdmin
     from django.db.models import QuerySet
     from django.http import HttpRequest, HttpResponse
+    from django.utils.functional import _StrPromise
+
+    from django_sqlsem.snapshots import HolderSnapshot
 
 RowT = TypeVar("RowT", SemaphoreRow, SlotRow)
 
@@ -35,16 +38,43 @@ _KILLS: Final = gettext_lazy(
 )
 
 
-class SlotsForm(forms.Form):
-    """An operator's number of slots."""
-
-    slots = forms.IntegerField(
-        label=gettext_lazy("Slots"),
-        min_value=1,
-        max_value=MAX_SLOTS,
-        required=False,
-        help_text=gettext_lazy("Leave it empty to go by the number that the code declares."),
+@admin.action(description=gettext_lazy("Ask to stop"), permissions=["operate"])
+def stop(model_admin: ModelAdmin[RowT], request: HttpRequest, queryset: QuerySet[RowT]) -> HttpResponse | None:
+    """Ask holders to stop, and leave them their slots until they do."""
+    targets = confirm.slot_targets(request)
+    if targets is None:
+        _semaphores, holders = confirm.shown(request, queryset)
+        new = [holder for holder in holders if not (holder.expired or holder.stop_requested)]
+        if not new:
+            text = _("Nobody holds any of these who has not been asked already.")
+            model_admin.message_user(request, text, messages.INFO)
+            return None
+        page = Page(
+            action="stop",
+            title=_("Ask to stop"),
+            question=_(
+                "These holders will be asked to stop. They keep their slots until they are done; nothing is taken from"
+                " anybody. Each learns it at its next renewal at the latest, if its code asks at all."
+            ),
+            confirm=_("Yes, ask to stop"),
+            targets=confirm.targets_of(new),
+            holders=new,
+            others=[holder for holder in holders if holder.stop_requested and not holder.expired],
+            others_title=_("Asked already"),
+        )
+        return confirm.confirmation(model_admin, request, page)
+    by, using = confirm.by(request), queries.locks_database()
+    asked = _each(
+        model_admin,
+        request,
+        targets,
+        lambda name, slot, token: control.request_stop(name, slot, token, by=by, using=using),
+        gettext_lazy("Asked %(holder)s to stop."),
     )
+    if asked:
+        text = ngettext("Asked %(count)d holder to stop.", "Asked %(count)d holders to stop.", asked)
+        model_admin.message_user(request, text % {"count": asked}, messages.SUCCESS)
+    return None
 
 
 @admin.action(description=gettext_lazy("Revoke permits"), permissions=["operate"])
@@ -52,7 +82,7 @@ def revoke(model_admin: ModelAdmin[RowT], request: HttpRequest, queryset: QueryS
     """Take slots away from their holders."""
     targets = confirm.slot_targets(request)
     if targets is None:
-        _semaphores, holders = confirm.shown(queryset)
+        _semaphores, holders = confirm.shown(request, queryset)
         if not holders:
             model_admin.message_user(request, _("Nobody holds any of these: nothing to revoke."), messages.INFO)
             return None
@@ -68,24 +98,43 @@ def revoke(model_admin: ModelAdmin[RowT], request: HttpRequest, queryset: QueryS
             others_title=_("To be lost as well: the same sessions hold these"),
             dangerous=True,
         )
-        return confirm.confirmation(model_admin, request, queryset, page)
-    revoked, changed, by = 0, [], confirm.by(request)
+        return confirm.confirmation(model_admin, request, page)
+    by, using = confirm.by(request), queries.locks_database()
+    revoked = _each(
+        model_admin,
+        request,
+        targets,
+        lambda name, slot, token: control.revoke(name, slot, token, by=by, using=using, kill=True),
+        gettext_lazy("Revoked %(holder)s."),
+    )
+    if revoked:
+        text = ngettext("Revoked %(count)d permit.", "Revoked %(count)d permits.", revoked)
+        model_admin.message_user(request, text % {"count": revoked}, messages.SUCCESS)
+    return None
+
+
+def _each(
+    model_admin: ModelAdmin[RowT],
+    request: HttpRequest,
+    targets: list[tuple[str, int, int]],
+    act: Callable[[str, int, int], list[HolderSnapshot]],
+    message: _StrPromise,
+) -> int:
+    """Do ``act`` to every holder that is still there, log it, and say who was not; return how many were."""
+    done, changed = 0, []
     for name, slot, token in targets:
         try:
-            holders = control.revoke(name, slot, token, by=by, using=queries.locks_database(), kill=True)
-        except (BackendError, KillNeededError) as error:
+            holders = act(name, slot, token)
+        except SemaphoreError as error:
             model_admin.message_user(request, str(error), messages.ERROR)
             continue
         if not holders:
             changed.append(confirm.place(name, slot))
         for holder in holders:
-            revoked += 1
-            confirm.log(model_admin, request, name, _("Revoked %(holder)s.") % {"holder": holder})
-    if revoked:
-        text = ngettext("Revoked %(count)d permit.", "Revoked %(count)d permits.", revoked)
-        model_admin.message_user(request, text % {"count": revoked}, messages.SUCCESS)
+            done += 1
+            confirm.log(model_admin, request, name, message % {"holder": holder})
     confirm.report_changed(model_admin, request, changed)
-    return None
+    return done
 
 
 @admin.action(description=gettext_lazy("Purge stale slots"), permissions=["operate"])
@@ -93,7 +142,7 @@ def purge_stale(model_admin: ModelAdmin[RowT], request: HttpRequest, queryset: Q
     """Free slots whose lease has run out."""
     targets = confirm.slot_targets(request)
     if targets is None:
-        _semaphores, holders = confirm.shown(queryset)
+        _semaphores, holders = confirm.shown(request, queryset)
         expired = [holder for holder in holders if holder.expired]
         others = [holder for holder in holders if holder.state is SlotState.STALE and not holder.expired]
         if not expired:
@@ -119,7 +168,7 @@ def purge_stale(model_admin: ModelAdmin[RowT], request: HttpRequest, queryset: Q
             others=others,
             others_title=_("Left alone: these seem gone, but their lease still runs"),
         )
-        return confirm.confirmation(model_admin, request, queryset, page)
+        return confirm.confirmation(model_admin, request, page)
     shown = {(name, slot): token for name, slot, token in targets}
     found = queries.by_name({name for name, _slot in shown}).values()
     holders = [
@@ -135,129 +184,3 @@ def purge_stale(model_admin: ModelAdmin[RowT], request: HttpRequest, queryset: Q
     freed = {(holder.name, holder.slot) for holder in result.freed}
     confirm.report_changed(model_admin, request, [confirm.place(*place) for place in shown if place not in freed])
     return None
-
-
-def _configure(
-    model_admin: ModelAdmin[SemaphoreRow], request: HttpRequest, names: list[str], act: Any, message: str
-) -> None:
-    """Do ``act`` to every name, log it, and say what happened."""
-    done = 0
-    for name in names:
-        try:
-            known = act(name)
-        except (TypeError, ValueError) as error:
-            model_admin.message_user(request, str(error), messages.ERROR)
-            continue
-        if known:
-            done += 1
-            confirm.log(model_admin, request, name, message)
-        else:
-            text = _("There is no semaphore %(name)s any more.") % {"name": name}
-            model_admin.message_user(request, text, messages.WARNING)
-    if done:
-        text = ngettext("%(count)d semaphore: %(message)s", "%(count)d semaphores: %(message)s", done)
-        model_admin.message_user(request, text % {"count": done, "message": message}, messages.SUCCESS)
-
-
-@admin.action(description=gettext_lazy("Set slots"), permissions=["configure"])
-def set_slots(
-    model_admin: ModelAdmin[SemaphoreRow], request: HttpRequest, queryset: QuerySet[SemaphoreRow]
-) -> HttpResponse | None:
-    """Set the number of slots, whatever the code says."""
-    targets = confirm.confirmed(request)
-    form = SlotsForm(request.POST if targets is not None else None)
-    if targets is not None and form.is_valid():
-        slots = form.cleaned_data["slots"]
-        message = (
-            _("Slots as declared by the code.") if slots is None else _("Slots set to %(slots)d.") % {"slots": slots}
-        )
-        by, using = confirm.by(request), queries.locks_database()
-        _configure(
-            model_admin,
-            request,
-            confirm.name_targets(targets),
-            lambda name: control.set_slots(name, slots, by=by, using=using),
-            message,
-        )
-        return None
-    if targets is None:
-        semaphores, holders = confirm.shown(queryset)
-    else:
-        semaphores = list(queries.by_name(confirm.name_targets(targets)).values())
-        holders = [holder for snapshot in semaphores for holder in snapshot.holders]
-    page = Page(
-        action="set_slots",
-        title=_("Set slots"),
-        question=_("The number counts at once, for every process. No holder is interrupted by a smaller one: nothing is"
-                   " granted until fewer are held."),
-        confirm=_("Set slots"),
-        targets=[snapshot.name for snapshot in semaphores],
-        semaphores=semaphores,
-        others=holders,
-        others_title=_("Holders, who keep their slots"),
-        form=form,
-    )  # fmt: skip
-    return confirm.confirmation(model_admin, request, queryset, page)
-
-
-@admin.action(description=gettext_lazy("Pause"), permissions=["configure"])
-def pause(
-    model_admin: ModelAdmin[SemaphoreRow], request: HttpRequest, queryset: QuerySet[SemaphoreRow]
-) -> HttpResponse | None:
-    """Stop granting."""
-    return _pause_or_resume(
-        model_admin,
-        request,
-        queryset,
-        act=control.pause,
-        message=_("Paused."),
-        action="pause",
-        title=_("Pause"),
-        question=_("Nothing more will be granted until these are resumed. Whoever waits goes on waiting."),
-        confirm=_("Yes, pause"),
-    )
-
-
-@admin.action(description=gettext_lazy("Resume"), permissions=["configure"])
-def resume(
-    model_admin: ModelAdmin[SemaphoreRow], request: HttpRequest, queryset: QuerySet[SemaphoreRow]
-) -> HttpResponse | None:
-    """Grant again."""
-    return _pause_or_resume(
-        model_admin,
-        request,
-        queryset,
-        act=control.resume,
-        message=_("Resumed."),
-        action="resume",
-        title=_("Resume"),
-        question=_("Slots will be granted again, first to those who have waited longest."),
-        confirm=_("Yes, resume"),
-    )
-
-
-def _pause_or_resume(
-    model_admin: ModelAdmin[SemaphoreRow],
-    request: HttpRequest,
-    queryset: QuerySet[SemaphoreRow],
-    *,
-    act: Any,
-    message: str,
-    **texts: str,
-) -> HttpResponse | None:
-    targets = confirm.confirmed(request)
-    if targets is not None:
-        by, using = confirm.by(request), queries.locks_database()
-        _configure(
-            model_admin, request, confirm.name_targets(targets), lambda name: act(name, by=by, using=using), message
-        )
-        return None
-    semaphores, holders = confirm.shown(queryset)
-    page = Page(
-        targets=[snapshot.name for snapshot in semaphores],
-        semaphores=semaphores,
-        others=holders,
-        others_title=_("Holders, who keep their slots"),
-        **texts,  # type: ignore[arg-type]
-    )
-    return confirm.confirmation(model_admin, request, queryset, page)

@@ -1,4 +1,4 @@
-"""The page between an admin's action and its execution: it names whom the action means, and brings just those back."""
+"""The page between an admin's act and its execution: it names whom the act means, and brings just those back."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import messages
-from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin import helpers
+from django.contrib.admin.utils import unquote
 from django.template.response import TemplateResponse
+from django.urls import reverse
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
 from django_sqlsem import queries
-from django_sqlsem.admin_display import STATES, held_since, lease_left, program_of
+from django_sqlsem.admin_display import EMPTY, STATES, held_since, lease_left, program_of
 from django_sqlsem.models import SemaphoreRow
 from django_sqlsem.modes import WRITER
 from django_sqlsem.naming import MAX_SLOTS, resource_for, validate_name
@@ -32,6 +34,18 @@ class DamagedFormError(Exception):
     """The confirmation did not come back as it was sent."""
 
 
+class ActionForm(helpers.ActionForm):
+    """Chooses an action. django-unfold shows the button beside it once what ``x-model`` names has a value."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fields["action"].widget.attrs["x-model"] = "action"
+
+
+class ChangedError(Exception):
+    """Whom a button was beside is gone: the message says where."""
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
     """What a confirmation page says."""
@@ -41,7 +55,7 @@ class Page:
     question: str
     confirm: str
     #: What the confirmation brings back: names, or names with slots and tokens.
-    targets: Sequence[Any]
+    targets: Sequence[Any] = ()
     holders: Sequence[HolderSnapshot] = ()
     #: Holders that are shown but left alone, and why.
     others: Sequence[HolderSnapshot] = ()
@@ -50,24 +64,34 @@ class Page:
     form: forms.Form | None = None
     dangerous: bool = False
 
+    @property
+    def named(self) -> str:
+        """The name of the one lock that it is about."""
+        names = {each.name for each in self.semaphores} | {each.name for each in (*self.holders, *self.others)}
+        return names.pop() if len(names) == 1 else ""
 
-def confirmation(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any], page: Page) -> HttpResponse:
+
+def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResponse:
     # Any one row makes the list view call the action again; whom it means is said by the targets alone.
-    selected = request.POST.getlist(ACTION_CHECKBOX_NAME)[:1]
+    selected = request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)[:1]
+    site, opts = model_admin.admin_site, model_admin.opts
+    lock = one_lock(request)
+    back = lock and reverse(f"admin:{opts.app_label}_{opts.model_name}_change", args=[lock], current_app=site.name)
     context = {
-        **model_admin.admin_site.each_context(request),
+        **site.each_context(request),
         "title": page.title,
-        "opts": model_admin.opts,
+        "opts": opts,
         "page": page,
         "holders": [_cells(holder) for holder in page.holders],
         "others": [_cells(holder) for holder in page.others],
         "targets": json.dumps(page.targets),
         "selected": selected,
-        "action_checkbox_name": ACTION_CHECKBOX_NAME,
-        "back": request.get_full_path(),
+        "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
+        "back": back or request.get_full_path(),
+        "one": page.named if lock else "",
         "media": model_admin.media,
     }
-    request.current_app = model_admin.admin_site.name
+    request.current_app = site.name
     return TemplateResponse(request, "admin/sqlsem/confirm_action.html", context)
 
 
@@ -81,7 +105,29 @@ def _cells(holder: HolderSnapshot) -> list[Any]:
         holder.user,
         held_since(holder),
         lease_left(holder),
+        f"{holder.acquired_at:%Y-%m-%d %H:%M:%S} UTC" if holder.recorded else EMPTY,
+        str(holder.token),
     ]
+
+
+def one_lock(request: HttpRequest) -> str:
+    """Return the key of the lock on whose page the request is; ``""`` on a list."""
+    match = request.resolver_match
+    return unquote(match.kwargs.get("object_id", "")) if match else ""
+
+
+def button(request: HttpRequest) -> tuple[str, tuple[int, int] | None]:
+    """Return the act that a button of a lock's page stands for, and the slot and token of the holder beside it.
+
+    ``("", None)``: no such button was pressed. Raises ``DamagedFormError``.
+    """
+    match request.POST.get("do", "").split(" "):
+        case [act]:
+            return act, None
+        case [act, slot, token]:
+            return act, _place(_int(slot), _int(token))
+        case _:
+            raise DamagedFormError
 
 
 def confirmed(request: HttpRequest) -> list[Any] | None:
@@ -104,8 +150,8 @@ def slot_targets(request: HttpRequest) -> list[tuple[str, int, int]] | None:
     found = []
     for target in targets:
         match target:
-            case [str() as name, int() as slot, int() as token] if WRITER <= slot <= MAX_SLOTS and 0 <= token < 2**63:
-                found.append((_name(name), slot, token))
+            case [str() as name, int() as slot, int() as token]:
+                found.append((_name(name), *_place(slot, token)))
             case _:
                 raise DamagedFormError
     return found
@@ -115,6 +161,18 @@ def name_targets(targets: list[Any]) -> list[str]:
     return [_name(target) for target in targets]
 
 
+def _int(text: str) -> int:
+    if len(text) > 20 or not (text.isascii() and text.isdigit()):
+        raise DamagedFormError
+    return int(text)
+
+
+def _place(slot: int, token: int) -> tuple[int, int]:
+    if WRITER <= slot <= MAX_SLOTS and 0 <= token < 2**63:
+        return slot, token
+    raise DamagedFormError
+
+
 def _name(target: object) -> str:
     try:
         return validate_name(target)
@@ -122,8 +180,11 @@ def _name(target: object) -> str:
         raise DamagedFormError from None
 
 
-def shown(queryset: QuerySet[Any]) -> tuple[list[SemaphoreSnapshot], list[HolderSnapshot]]:
-    """Return the semaphores of the selected rows, and the holders of the selected slots."""
+def shown(request: HttpRequest, queryset: QuerySet[Any]) -> tuple[list[SemaphoreSnapshot], list[HolderSnapshot]]:
+    """Return the semaphores of the selected rows, and the holders of the selected slots, or the one beside a button.
+
+    Raises ``ChangedError`` if that one has gone since the button was shown.
+    """
     if queryset.model is SemaphoreRow:
         snapshots = queries.by_name(queryset.values_list("name", flat=True))
         holders = [holder for snapshot in snapshots.values() for holder in snapshot.holders]
@@ -136,6 +197,11 @@ def shown(queryset: QuerySet[Any]) -> tuple[list[SemaphoreSnapshot], list[Holder
             for holder in snapshot.holders
             if any((holder.name, slot) in rows for slot in holder.numbers)
         ]
+    beside = button(request)[1]
+    if beside is not None:
+        holders = [holder for holder in holders if (holder.slot, holder.token) == beside]
+        if not holders:
+            raise ChangedError(place(next(iter(snapshots), ""), beside[0]))
     return list(snapshots.values()), holders
 
 

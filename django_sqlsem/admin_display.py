@@ -13,7 +13,6 @@ from django.utils.translation import gettext_lazy
 from django_sqlsem import queries
 from django_sqlsem.durations import duration
 from django_sqlsem.models import SemaphoreRow, SlotRow
-from django_sqlsem.naming import resource_for
 from django_sqlsem.snapshots import SlotState
 
 if TYPE_CHECKING:
@@ -122,34 +121,16 @@ class SnapshotChangeList(ChangeList):
 
 
 class StateFilter(admin.SimpleListFilter):
-    """Keeps semaphores that have a slot or a waiter in a state, or slots in that state."""
+    """Keeps slots in a state, or slots of names that are waited for."""
 
     title = gettext_lazy("state")
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
         """Return the states."""
-        states = [("held", _("held")), ("stale", _("stale")), ("waiting", _("waited for"))]
-        return [*states, ("paused", _("paused"))] if model_admin.model is SemaphoreRow else states
+        return [("held", _("held")), ("stale", _("stale")), ("waiting", _("waited for"))]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Ask the query layer, whose clock is the database's."""
         state = cast("Any", self.value())
-        if state is None:
-            return queryset
-        found = queries.semaphores(state=state)
-        keys = {snapshot.name: resource_for(snapshot.name, snapshot.kind).key for snapshot in found}
-        if queryset.model is SemaphoreRow:
-            return queryset.filter(pk__in=keys.values())
-        slots = queryset.filter(semaphore__in=keys.values())
-        if state == "waiting":
-            return slots
-        wanted = {
-            (keys[snapshot.name], slot)
-            for snapshot in found
-            for holder in snapshot.holders
-            for slot in holder.numbers
-            if (holder.state is SlotState.STALE if state == "stale" else not holder.expired)
-        }
-        taken = slots.values_list("pk", "semaphore", "slot")  # a lock that other programs took has no holder there
-        return queryset.filter(pk__in=[pk for pk, key, slot in taken if (key, slot) in wanted])
+        return queryset if state is None else queryset.filter(queries.slots_in_state(state))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.db.models import Model
@@ -13,6 +13,9 @@ from django_sqlsem.claim_blocks import NEW, OVER, ClaimBlock
 from django_sqlsem.claim_rows import Outcome
 from django_sqlsem.timeouts import UNSET, Unset
 from django_sqlsem.wording import shown
+
+if TYPE_CHECKING:
+    from django_sqlsem.permits import Permit
 
 M = TypeVar("M", bound=Model)
 
@@ -53,6 +56,21 @@ class Claim(ClaimBlock[M]):
         """Raise ``PermitLostError`` if the rows are no longer ours. No database access."""
         if self.permit is not None:
             self.permit.check()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether an operator asks this worker to stop. The rows are its own all the same. No database access."""
+        return self.permit is not None and self.permit.stop_requested
+
+    @property
+    def stop_requested_by(self) -> str:
+        """By whom it was asked; empty if by nobody."""
+        return "" if self.permit is None else self.permit.stop_requested_by
+
+    def on_stop_requested(self, callback: Callable[[Permit], object]) -> None:
+        """Have ``callback(permit)`` called if an operator asks this worker to stop; see ``Permit``."""
+        if self.permit is not None:
+            self.permit.on_stop_requested(callback)
 
     def finish(self, row: M, status: Any = UNSET) -> bool:
         """Give one row its final status now: ``status``, else the claim's ``done``.

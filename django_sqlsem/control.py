@@ -14,10 +14,11 @@ from django_sqlsem.globs import literal_prefix, matcher
 from django_sqlsem.naming import Name, validate_name, validate_slots
 from django_sqlsem.sessions import backend_error
 from django_sqlsem.signals import operator_acted
-from django_sqlsem.snapshots import SlotState
+from django_sqlsem.snapshots import SOMEBODY, SlotState
 from django_sqlsem.timeouts import to_seconds
 
 if TYPE_CHECKING:
+    from django_sqlsem.backends.base import BaseSemaphoreBackend
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
     from django_sqlsem.timeouts import Seconds
 
@@ -68,21 +69,65 @@ def revoke(
     ``KillNeededError`` where that is needed and was not said.
     """
     name = validate_name(name)
-    if token is not None and slot is None:
-        raise ValueError("A token belongs to a slot: give the slot too.")
     backend = get_backend(database_for(using))
-    if slot is not None and token is not None:
-        meant = [(slot, token)]
-    else:
-        holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
-        meant = [(holder.slot, holder.token) for holder in holders if slot is None or slot in holder.numbers]
     revoked = []
-    for number, shown in meant:
+    for number, shown in _meant(backend, name, slot, token):
         holder = backend.revoke(name, number, shown, by=by, kill=kill)
         if holder is not None:
             revoked.append(holder)
-            _acted("revoke", name, by, str(holder), logging.WARNING)
+            _acted(backend, "revoke", name, by, str(holder), logging.WARNING, holder=holder)
     return revoked
+
+
+def request_stop(
+    name: Name, slot: int | None = None, token: int | None = None, *, by: str, using: str | None = None
+) -> list[HolderSnapshot]:
+    """Ask holders to stop, and return those who were asked. Nothing is taken from them: they decide.
+
+    Without ``slot`` all holders of this moment; without ``token`` the holder of this moment; with a ``token`` only the
+    holder who has it. Who has several slots is asked as a whole. One that has left meanwhile is not asked, and whoever
+    got its slot isn't either. ``by`` is told to the holder; whoever asked first is. Raises ``SemaphoreError`` where a
+    holder cannot be told: on SQL Server without rows.
+    """
+    name = validate_name(name)
+    backend = get_backend(database_for(using))
+    return _ask(backend, name, _meant(backend, name, slot, token), by)
+
+
+def drain(name: Name, *, by: str, using: str | None = None) -> bool:
+    """Grant nothing more until ``resume``, and ask every holder to stop. ``False`` if there is no such name.
+
+    It is done when nobody holds any more: nobody is waited for here, and nothing is taken from anybody. This is not
+    ``Semaphore.drain()``, by which a program has the semaphore for itself.
+    """
+    name = validate_name(name)
+    backend = get_backend(database_for(using))
+    if not backend.set_paused(name, True):
+        return False
+    _acted(backend, "drain", name, by, "")
+    holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
+    _ask(backend, name, [(holder.slot, holder.token) for holder in holders if holder.recorded], by)
+    return True
+
+
+def _ask(backend: BaseSemaphoreBackend, name: str, meant: list[tuple[int, int]], by: str) -> list[HolderSnapshot]:
+    asked = []
+    for number, shown in meant:
+        holder = backend.request_stop(name, number, shown, by=by or SOMEBODY)
+        if holder is not None:
+            asked.append(holder)
+            _acted(backend, "stop", name, by, str(holder), holder=holder)
+    return asked
+
+
+def _meant(backend: BaseSemaphoreBackend, name: str, slot: int | None, token: int | None) -> list[tuple[int, int]]:
+    """Return whom an operator means, by slot and token."""
+    if token is not None and slot is None:
+        raise ValueError("A token belongs to a slot: give the slot too.")
+    if slot is not None and token is not None:
+        return [(slot, token)]
+    holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
+    return [(holder.slot, holder.token) for holder in holders if slot is None or slot in holder.numbers]
 
 
 def plan_purge(
@@ -137,13 +182,13 @@ def execute_purge(plan: PurgePlan, *, by: str) -> PurgeResult:
     for holder in plan.slots:
         if backend.purge_slot(holder.name, holder.slot, holder.token):
             freed.append(holder)
-            _acted("purge", holder.name, by, str(holder))
+            _acted(backend, "purge", holder.name, by, str(holder), holder=holder)
         else:
             changed.append(holder)
     for snapshot in plan.names:
         if backend.purge_idle(snapshot.name):
             deleted.append(snapshot.name)
-            _acted("purge", snapshot.name, by, "deleted: idle")
+            _acted(backend, "purge", snapshot.name, by, "deleted: idle")
         else:
             in_use.append(snapshot.name)
     return PurgeResult(tuple(freed), tuple(deleted), tuple(changed), tuple(in_use))
@@ -158,9 +203,10 @@ def set_slots(name: Name, slots: int | None, *, by: str, using: str | None = Non
     name = validate_name(name)
     if slots is not None:
         validate_slots(slots)
-    done = get_backend(database_for(using)).set_slots(name, slots)
+    backend = get_backend(database_for(using))
+    done = backend.set_slots(name, slots)
     if done:
-        _acted("set slots", name, by, "as declared by the code" if slots is None else f"{slots} slots")
+        _acted(backend, "set slots", name, by, "as declared by the code" if slots is None else f"{slots} slots")
     return done
 
 
@@ -196,16 +242,30 @@ def change_procedures(*, drop: bool = False, by: str, using: str | None = None) 
 
 def _set_paused(name: Name, paused: bool, by: str, using: str | None) -> bool:
     name = validate_name(name)
-    done = get_backend(database_for(using)).set_paused(name, paused)
+    backend = get_backend(database_for(using))
+    done = backend.set_paused(name, paused)
     if done:
-        _acted("pause" if paused else "resume", name, by, "")
+        _acted(backend, "pause" if paused else "resume", name, by, "")
     return done
 
 
-def _acted(action: str, name: str, by: str, detail: str, level: int = logging.INFO) -> None:
+def _acted(
+    backend: BaseSemaphoreBackend,
+    action: str,
+    name: str,
+    by: str,
+    detail: str,
+    level: int = logging.INFO,
+    *,
+    holder: HolderSnapshot | None = None,
+) -> None:
     extra = {"semaphore": name, "what": "acted", "action": action, "by": by, "detail": detail}
     told = f": {detail}" if detail else ""
     logger.log(level, "%s of %r by %s%s", action, name, by or "somebody", told, extra=extra)
+    if not backend.process_local:
+        from django_sqlsem.history import acts  # it needs the models, which this module must not
+
+        acts.record(backend.alias, action, name, by, detail, holder)
     for receiver, result in operator_acted.send_robust(sender=None, action=action, name=name, by=by, detail=detail):
         if isinstance(result, Exception):  # the act is done: a receiver's fault must not hide that
             extra = {"semaphore": name, "what": "receiver_failed"}

@@ -9,6 +9,7 @@ from django.core.exceptions import ImproperlyConfigured
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from django_sqlsem.deadlocks.snapshots import DeadlockSnapshot
     from django_sqlsem.snapshots import HolderSnapshot, Loss, SemaphoreSnapshot
 
 
@@ -60,7 +61,12 @@ class NotEnteredError(SemaphoreError, RuntimeError):
 
 
 class DeadlockError(SemaphoreError):
-    """The database chose this caller to break a deadlock; nothing is held."""
+    """This caller was chosen to break a deadlock; what it asked for is not held."""
+
+    def __init__(self, message: str | None = None, deadlock: DeadlockSnapshot | None = None) -> None:
+        super().__init__(message)
+        #: Who waited for whom; ``None`` if it was the database that chose.
+        self.deadlock = deadlock
 
 
 class BackendError(SemaphoreError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -92,11 +93,20 @@ class Hold:
         self.releasing = threading.Lock()
         self.releasing_since = 0.0
         self.release_retried = False
+        self.recorded = False  # whether the history knows how it ended
         self.callbacks: list[Callable[[Permit], object]] = []
+        #: By whom its holder was asked to stop; empty: by nobody. And whom to tell of that: see ``stops``.
+        self.stop_by = ""
+        self.stop_callbacks: collections.deque[Callable[[Permit], object]] = collections.deque()
+        self.stop_told = threading.Lock()
+        #: The grant that it belongs to, if it is only a part of what its holder has.
+        self.part_of: Hold | None = None
         self.permit: Callable[[], Permit | None] = lambda: None
         self.owner: weakref.ref[Any] | None = None
         self.worker: weakref.ref[threading.Thread] | None = None
         self.scope: tuple[int, str, str] | None = None
+        #: What its thread or task had taken when it asked.
+        self.beside: tuple[weakref.ref[Hold], ...] = ()
         self._generation = _generation
         self._notified = threading.Lock()
         self._unanswered = _taken_lock()
@@ -122,7 +132,8 @@ class Hold:
         """What to tell the backend of it."""
         assert self.grant is not None  # noqa: S101
         claim = self.claim
-        return Held(claim.permit_id, claim.resource, self.grant, self.keeper.presence, claim.durable, claim.mode)
+        asked = bool(self.stop_by)
+        return Held(claim.permit_id, claim.resource, self.grant, self.keeper.presence, claim.durable, claim.mode, asked)
 
     def patience(self, now: float) -> float | None:
         """For how many more seconds its caller waits; ``None``: for ever."""
@@ -209,6 +220,7 @@ class Hold:
         """Forget a grant that came to nothing, and ask anew."""
         self.fresh_claim()
         self.state, self.grant, self.loss = State.NEW, None, None
+        self.stop_by, self.stop_told = "", threading.Lock()
         self.settled = self.queued = self.told = False
         self._notified = threading.Lock()
         self._unanswered = _taken_lock()

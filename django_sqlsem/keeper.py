@@ -23,6 +23,7 @@ from django_sqlsem.sessions import Session
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.base import Claim, Grant, Granted, Queue
+    from django_sqlsem.history.recorder import Recorder
     from django_sqlsem.naming import Resource
 
 logger = logging.getLogger("django_sqlsem")
@@ -40,6 +41,8 @@ class Keeper(KeeperBase):
     without the caller is posted to the keeper, which uses the session ``own``. A hold is registered before its
     claim is sent, so that nothing that may have been granted is ever unknown here.
     """
+
+    history: Recorder | None = None  #: Where to tell what happens, if that is recorded.
 
     # Acquiring, in the caller's thread or from its event loop.
 

@@ -8,9 +8,10 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from django_sqlsem import scopes
+from django_sqlsem import scopes, stops
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.conf import config
+from django_sqlsem.deadlocks.watch import Watch
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.keeper import Keeper
@@ -20,6 +21,7 @@ from django_sqlsem.sessions import OwnSession
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+    from django_sqlsem.arbiter import Arbiter
     from django_sqlsem.backends.base import BaseSemaphoreBackend, Presence
     from django_sqlsem.naming import Resource
     from django_sqlsem.sessions import Session
@@ -45,6 +47,7 @@ class CaringKeeper(Keeper):
         self._scan_at = 0.0
         self._renewals_fail = False
         self._reach = Reach(self.alias)
+        self._watch = Watch(self, self.break_off)
         if isinstance(self.own, OwnSession):
             self.own.opened = self._opened
         #: When the beacon went out unasked, on the boot clock, and when to try to light it again.
@@ -73,6 +76,26 @@ class CaringKeeper(Keeper):
                     self.own.run(lambda cursor: None)
         hold.claim = self.present(hold.claim)
         return super().try_now(hold, session, enrol=enrol)
+
+    def _queue(self, arbiter: Arbiter, hold: Hold) -> None:
+        super()._queue(arbiter, hold)
+        if hold.beside:  # who holds nothing keeps nobody waiting
+            self._watch.add(hold)
+
+    def break_off(self, hold: Hold, error: Exception) -> bool:
+        """Have a wait end with an error. Return whether it was still waiting."""
+        with self.queue_lock:
+            arbiter = self.arbiters.get(hold.claim.line)
+            if arbiter is None or hold not in arbiter.queue or hold.state is not State.QUEUED:
+                return False
+            if arbiter.enrolled is hold:
+                arbiter.unwanted.append(hold.claim)
+            arbiter.remove(hold)
+            self.waiting.pop(hold.permit_id, None)
+            hold.state = State.OVER
+        hold.answer(error)
+        self.poke(arbiter)
+        return True
 
     def doubt_permit(self, resource: Resource, permit_id: str) -> None:
         """Free what the claim with this id may have got, now and again until its statement must have ended."""
@@ -139,6 +162,8 @@ class CaringKeeper(Keeper):
             logger.warning("Permits are renewed again.")
             self._renewals_fail = False
         for hold in holds:
+            if hold.permit_id in renewal.asked:
+                stops.ask(hold, renewal.asked[hold.permit_id])
             if hold.permit_id in renewal.renewed:
                 hold.renewed(sent)
             elif hold.releasing.locked() or not hold.settled:

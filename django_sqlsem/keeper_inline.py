@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from django_sqlsem import stops
 from django_sqlsem.keeper import Keeper
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ class InlineKeeper(Keeper):
     def _look_again(self) -> None:
         for arbiter in list(self.arbiters.values()):
             self.poke(arbiter)
+        holds = [hold for hold in list(self.holds.values()) if hold.grant is not None and hold.kept]
+        asked = self.backend.renew(self.own, [hold.held for hold in holds]).asked
+        for hold in holds:
+            if hold.permit_id in asked:
+                stops.ask(hold, asked[hold.permit_id])
 
     def renew_now(self, hold: Hold) -> None:
         """Nothing to prove: what is held here never runs out."""

@@ -18,7 +18,8 @@ from django_sqlsem.clocks import boot_now
 from django_sqlsem.conf import config
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.holds import Hold
-from django_sqlsem.keeper_care import DARK, DOUBTS, LOOK_AROUND, CaringKeeper
+from django_sqlsem.keeper_care import DARK, DOUBTS, LOOK_AROUND
+from django_sqlsem.keeper_history import RecordingKeeper
 from django_sqlsem.sessions import OwnSession
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ NAP: Final = HEARTBEAT * 0.85
 MANY: Final = 8
 
 
-class ThreadKeeper(CaringKeeper):
+class ThreadKeeper(RecordingKeeper):
     """A keeper with one thread, which starts with the first hold and ends ``IDLE`` seconds after the last."""
 
     def __init__(self, backend: BaseSemaphoreBackend) -> None:
@@ -118,6 +119,7 @@ class ThreadKeeper(CaringKeeper):
         for arbiter in arbiters:
             if not self.own.unreachable(started):
                 arbiter.step(self.own)
+        self._watch.finish()
         self.give_up_unanswered()
         super().stop()
         self._reach.close()
@@ -202,6 +204,14 @@ class ThreadKeeper(CaringKeeper):
                     granted = self.backend.granted(self.own, hold.claim)
                     if granted is not None:
                         self.deliver(granted, sent)
+            else:
+                self._renew_soon(each)
+
+    def _renew_soon(self, permit_id: str) -> None:
+        """An operator has something to say to a holder: its renewal brings it."""
+        for hold in list(self.holds.values()):
+            if hold.permit_id == permit_id:
+                hold.renew_at = self._scan_at = 0.0
 
     def _probe(self) -> None:
         """Something is to be read where nothing should be: the server has most likely ended the session."""
@@ -219,9 +229,9 @@ class ThreadKeeper(CaringKeeper):
         now = boot_now()
         if self._reach.reopened:
             return 0.0
-        if not (self.holds or self.arbiters or self._doubts):
+        if not (self.holds or self.arbiters or self._doubts or self._watch.busy):
             return min(LOOK_AROUND, max(self._idle() - self._unused(), 0.0))
-        due = [now + NAP]
+        due = [now + NAP, self._watch.next_at]
         if self.holds:
             due.append(self._scan_at)
             if not self.own.is_open and self._open_at:
@@ -239,16 +249,18 @@ class ThreadKeeper(CaringKeeper):
         return 0.0 if testmode.active() else config(self.alias).idle
 
     def _may_end(self) -> bool:
-        if self.holds or self.arbiters or self._doubts or not self.inbox.empty():
+        if self.holds or self.arbiters or self._doubts or self._watch.busy or not self.inbox.empty():
             return False
         if self._unused() < self._idle():
             return False
+        self.end_history()
         with self._life:
             self._thread = None
             # Whoever registered before it could see that no thread runs is seen here, and the other way round.
             if self.holds or self.arbiters or not self.inbox.empty():
                 self._thread = threading.current_thread()
                 return False
+            self._watch.forget()
             self.own.close()
             self.work.close()
             self._reach.close()
@@ -271,6 +283,10 @@ class ThreadKeeper(CaringKeeper):
             # A thousand names take a while.
             if self.holds and (now := boot_now()) >= self._scan_at:
                 self._scan(now)
+        # Renewals and waiters come first.
+        if self._watch.next_at <= now and not (self.holds and boot_now() >= self._scan_at):
+            self._watch.step(self._leisure(now))
+        self.write_history(boot_now())
 
 
 def _wake() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from django_sqlsem.fences import fenced
 from django_sqlsem.monitor_permits import MonitorPermit
 from django_sqlsem.monitors import Monitor, monitor
+from django_sqlsem.permits import current_permit
 from django_sqlsem.rwlocks import RwLock, rwlock
 from django_sqlsem.several import PendingPermits, Permits, aacquire_all, acquire_all
 from django_sqlsem.table_locks import table_lock
@@ -27,6 +28,7 @@ __all__ = [
     "TransactionPermit",
     "aacquire_all",
     "acquire_all",
+    "current_permit",
     "fenced",
     "locked_atomic",
     "monitor",

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from django_sqlsem import fences, losses, notices, scopes, transactions
+from django_sqlsem import fences, losses, notices, scopes, stops, transactions
+from django_sqlsem.backends import database_for
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError, PermitLostError
 from django_sqlsem.holds import Hold, State
+from django_sqlsem.naming import Name, resource_for, validate_name
 from django_sqlsem.snapshots import Loss
 from django_sqlsem.wording import numbers, shown
 
@@ -114,6 +116,25 @@ class Permit:
         self._hold.callbacks.append(callback)
         if self._hold.loss is not None:
             losses.call_back_soon(callback, self)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether an operator asks its holder to stop. The permit is its own all the same. No database access."""
+        return bool(self._hold.stop_by)
+
+    @property
+    def stop_requested_by(self) -> str:
+        """By whom its holder was asked to stop first; empty if by nobody."""
+        return self._hold.stop_by
+
+    def on_stop_requested(self, callback: Callable[[Permit], object]) -> None:
+        """Have ``callback(permit)`` called once, on a thread of its own, if an operator asks its holder to stop.
+
+        At once if one has asked already. Its exception is logged. Raises ``TypeError`` for what can't be called.
+        """
+        if not callable(callback):
+            raise TypeError(f"on_stop_requested takes a callable, not {shown(callback)}.")
+        stops.call_back(self._hold, callback)
 
     def release(self) -> None:
         """Give the slots back. Idempotent; removes only what this very permit holds.
@@ -235,3 +256,18 @@ class Permit:
             hold.keeper.inbox_put(lambda: hold.keeper.forget(hold, "it was garbage-collected"))
         else:
             hold.keeper.abandon(hold)
+
+
+def current_permit(name: Name, *, using: str | None = None) -> Permit | None:
+    """Return the permit by which the calling thread or task holds ``name``; ``None`` if it does not.
+
+    It is for the body of a decorated function, which is not handed its permit: under which name it was called is up to
+    the caller to know. One that was detached is nobody's. No database access. Raises ``TypeError`` or ``ValueError``
+    for a bad name.
+    """
+    key = resource_for(validate_name(name), "semaphore").key
+    for hold in scopes.taken_by(scopes.current_owner(), database_for(using), key):
+        permit = hold.permit()
+        if permit is not None and hold.grant is not None and not permit.released:
+            return permit
+    return None

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from django_sqlsem import conf, plain
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.globs import literal_prefix, matcher
 from django_sqlsem.naming import Name, validate_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    import datetime
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from django.db.models import Q
+
+    from django_sqlsem.backends.transaction_base import Held
+    from django_sqlsem.deadlocks.snapshots import DeadlockSnapshot, WaitSnapshot
+    from django_sqlsem.history.events import Event, Minute, Span, Totals
+    from django_sqlsem.plain import Lately
     from django_sqlsem.snapshots import HolderSnapshot, RefreshSnapshot, SemaphoreSnapshot
+    from django_sqlsem.surveys import Survey, SurveyState
 
 State: TypeAlias = Literal["held", "stale", "waiting", "free", "paused"]
 
@@ -102,6 +111,44 @@ def refreshes(name_glob: str | None = None, *, using: str | None = None) -> list
     return [each for each in refresh_view.refreshes(database_for(using), prefix) if matches(each.name)]
 
 
+def lately(snapshots: Iterable[SemaphoreSnapshot], *, using: str | None = None) -> dict[str, Lately]:
+    """Return what each of these was like in the last hour, by name, all read at once.
+
+    Raises ``BackendError`` if the database fails.
+    """
+    found = list(snapshots)
+    recorded = conf.config(database_for(using)).history
+    names = [snapshot.name for snapshot in found]
+    known = totals(names, window=plain.WINDOW, using=using) if recorded and names else {}
+    return {each.name: plain.lately(each, known.get(each.name), recorded=recorded) for each in found}
+
+
+def deadlocked(using: str | None = None) -> frozenset[str]:
+    """Return the names that wait for each other in a circle. Raises ``BackendError`` if the database fails."""
+    return frozenset(wait.name for deadlock in deadlocks(using=using) for wait in deadlock.waits)
+
+
+def waits(using: str | None = None) -> list[WaitSnapshot]:
+    """Return who waits while holding something, since when, and who has what it waits for; the longest waits first.
+
+    Waits shorter than about a second, and those of who holds nothing else, are not known here. Raises
+    ``BackendError`` if the database fails.
+    """
+    from django_sqlsem.deadlocks import reading  # it needs the models, which this module must not
+
+    return reading.waits(database_for(using))
+
+
+def deadlocks(using: str | None = None) -> list[DeadlockSnapshot]:
+    """Return the deadlocks over named locks, each with its waits in order round the cycle; the oldest first.
+
+    ``str()`` of one is a sentence. Raises ``BackendError`` if the database fails.
+    """
+    from django_sqlsem.deadlocks import reading  # it needs the models, which this module must not
+
+    return reading.deadlocks(database_for(using))
+
+
 def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) -> list[HolderSnapshot]:
     """Return who else would lose slots if the database sessions that hold the ``chosen`` ones were ended."""
     slots = {(holder.name, holder.slot) for holder in chosen}
@@ -117,6 +164,86 @@ def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) ->
     ]
 
 
+def transaction_locks_held(keys: Collection[str], *, using: str | None = None) -> Mapping[str, Held] | None:
+    """Return for each key of ``TransactionLockRow`` whether it is ``free``, ``shared`` or ``held`` right now.
+
+    They are tried, and let go of at once. ``None`` where the database does not tell. Raises ``BackendError``.
+    """
+    from django_sqlsem.backends import transaction_view  # it is not needed by who only reads semaphores
+
+    return transaction_view.held(database_for(using), keys)
+
+
+def survey(using: str | None = None) -> Survey:
+    """Return how all names stand: totals, and which are held, stale, waited for, paused or draining.
+
+    A few reads, whatever the number of names. Raises ``BackendError``.
+    """
+    return get_backend(database_for(using)).survey()
+
+
+def in_state(state: SurveyState, using: str | None = None) -> Q:
+    """Return the condition on ``SemaphoreRow`` that a name is in a state. Raises ``BackendError``."""
+    return get_backend(database_for(using)).in_state(state)
+
+
+def slots_in_state(state: SurveyState, using: str | None = None) -> Q:
+    """Return the condition on ``SlotRow`` that a slot is held or stale, or that its name is in another state.
+
+    Raises ``BackendError``.
+    """
+    return get_backend(database_for(using)).slots_in_state(state)
+
+
 def notes(using: str | None = None) -> list[str]:
     """Return sentences about what these snapshots cannot show: usually none."""
     return get_backend(database_for(using)).notes()
+
+
+# What has happened: see ``history``. Its reader needs the models, which this module must not.
+
+
+def events(
+    name: Name, *, limit: int = 50, what: Collection[str] | None = None, using: str | None = None
+) -> list[Event]:
+    """Return what happened to a name, the newest first: all, or these kinds of ``history.events``.
+
+    Raises ``BackendError`` if the database fails.
+    """
+    from django_sqlsem.history import reading
+
+    return reading.events(validate_name(name), limit=limit, what=what, using=using)
+
+
+def spans(name: Name, *, window: float = 3600.0, using: str | None = None) -> list[Span]:
+    """Return the holds of each slot that ended within the last ``window`` seconds; of many, the newest thousand."""
+    from django_sqlsem.history import reading
+
+    return reading.spans(validate_name(name), window=window, using=using)
+
+
+def minutes(name: Name, *, window: float = 3600.0, step: float = 60.0, using: str | None = None) -> list[Minute]:
+    """Return what happened in each ``step`` (whole minutes, in seconds) of the last ``window`` seconds.
+
+    The oldest first, and those too in which nothing did. The last one is not over yet.
+    """
+    from django_sqlsem.history import reading
+
+    return reading.minutes(validate_name(name), window=window, step=step, using=using)
+
+
+def totals(names: Collection[str], *, window: float = 3600.0, using: str | None = None) -> dict[str, Totals]:
+    """Return what happened to each of these names within the last ``window`` seconds, all read at once.
+
+    Those to which nothing did are left out.
+    """
+    from django_sqlsem.history import reading
+
+    return reading.totals(names, window=window, using=using)
+
+
+def history_clock(using: str | None = None) -> datetime.datetime:
+    """Return the instant now, by the clock of the database, which the history goes by."""
+    from django_sqlsem.history import reading
+
+    return reading.clock(using)

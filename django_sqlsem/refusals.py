@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from django_sqlsem import stops
 from django_sqlsem.estimates import retry_after
 from django_sqlsem.exceptions import AcquireTimeoutError, never_met, wrong_kind
 from django_sqlsem.modes import refused
 
 if TYPE_CHECKING:
+    from django_sqlsem.holds import Hold
     from django_sqlsem.snapshots import Loss, SemaphoreSnapshot
 
 #: Names that ``testing.busy()`` makes busy, with the depth of its blocks.
@@ -17,11 +19,22 @@ forced: dict[str, int] = {}
 
 #: Names whose new permits ``testing.lost()`` makes lost ones.
 lost: dict[str, Loss] = {}
+#: Names whose new holders ``testing.stop_requested()`` asks to stop, and in whose name.
+asked: dict[str, str] = {}
 
 
 def forced_refusal(name: str) -> bool:
     """Whether a test wants this name to be busy."""
     return bool(forced) and name in forced
+
+
+def befall(hold: Hold) -> None:
+    """Have a new grant suffer what a test wants."""
+    name = hold.claim.resource.name
+    if name in lost:
+        hold.lose(lost[name])
+    if name in asked:
+        stops.ask(hold, asked[name])
 
 
 def refusal(

@@ -15,7 +15,7 @@ from django_sqlsem.exceptions import AlreadyHeldError
 from django_sqlsem.wording import numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from django_sqlsem.holds import Hold
 
@@ -89,6 +89,8 @@ def enter(owner: Any, alias: str, hold: Hold) -> None:
             owner.add_done_callback(_hand_over)
     hold.owner = weakref.ref(owner)
     hold.scope = scope
+    if flow:
+        hold.beside = beside(owner, flow)
     _held[scope] = hold
     _taken.set((*(weakref.ref(taken) for taken in flow), weakref.ref(hold)))
 
@@ -108,6 +110,11 @@ def taken_here() -> list[Hold]:
     """Return what this flow of control has taken and not given back, oldest first."""
     holds = [ref() for ref in _taken.get()]
     return [hold for hold in holds if hold is not None and not hold.releasing.locked() and not hold.abandoned]
+
+
+def beside(owner: Any, flow: Iterable[Hold]) -> tuple[weakref.ref[Hold], ...]:
+    """Return what of ``flow`` is the owner's own: of its parent's, a child task gives nothing back."""
+    return tuple(weakref.ref(hold) for hold in flow if hold.owner is not None and hold.owner() is owner)
 
 
 def is_held(hold: Hold) -> bool:

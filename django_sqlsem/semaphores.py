@@ -278,8 +278,8 @@ class Semaphore:
         return permit
 
     def _apply_test(self, permit: Permit) -> None:
-        if self.name in refusals.lost:
-            permit._hold.lose(refusals.lost[self.name])
+        if refusals.lost or refusals.asked:
+            refusals.befall(permit._hold)
 
     def _refuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
         error = refusals.refusal(snapshot, timeout, self.kind, self.take, self.mode)

@@ -58,6 +58,21 @@ class Permits(Sequence[Any]):
             if not isinstance(permit, TakenTokens):
                 permit.check()
 
+    @property
+    def stop_requested(self) -> bool:
+        """Whether an operator asks the holder of any of the permits to stop. No database access."""
+        return any(permit.stop_requested for permit in self._held())
+
+    @property
+    def stop_requested_by(self) -> str:
+        """By whom it was asked; empty if by nobody."""
+        return next((permit.stop_requested_by for permit in self._held() if permit.stop_requested), "")
+
+    def on_stop_requested(self, callback: Callable[[Any], object]) -> None:
+        """Have ``callback(permit)`` called for each of the permits whose holder is asked to stop; see ``Permit``."""
+        for permit in self._held():
+            permit.on_stop_requested(callback)
+
     def release(self) -> None:
         """Give everything back, what was taken last first. Idempotent.
 

@@ -43,6 +43,8 @@ permit_lost = PermitSignal()
 #: A permit was forgotten by its program and is given back; sent on a thread of its own, without a sender, as there may
 #: be no permit any more. Arguments: ``name``, ``using`` (the database's alias), ``loss``, ``held`` (seconds).
 permit_forgotten = PermitSignal()
+#: An operator asks a holder to stop; sent on a thread of its own. Arguments: ``semaphore``, ``permit``, ``by``.
+permit_stop_requested = PermitSignal()
 #: No slot was free in time. Arguments: ``semaphore``, ``error``, ``waited`` (seconds).
 acquire_timed_out = PermitSignal()
 #: An operator acted. Arguments: ``action``, ``name``, ``by``, ``detail``.

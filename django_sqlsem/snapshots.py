@@ -6,8 +6,12 @@ import datetime
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from django_sqlsem.modes import UPDATE, WHOLE, WRITER, word
+
+#: Who asked a holder to stop, if they did not say.
+SOMEBODY: Final = "an operator"
 
 
 class LossReason(enum.StrEnum):
@@ -75,6 +79,13 @@ class HolderSnapshot:
     #: How it shares the name with others, and all its slots, if that is by more than one slot: see ``modes``.
     mode: str = ""
     slots: tuple[int, ...] = ()
+    #: By whom it was asked to stop; empty: by nobody.
+    stop_by: str = ""
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether an operator has asked the holder to stop."""
+        return bool(self.stop_by)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -191,6 +202,16 @@ class SemaphoreSnapshot:
         return max(0, self.slots - self.held + beside) if self.tokens is None else self.tokens
 
     @property
+    def draining(self) -> bool:
+        """Whether it is paused, and somebody holds it still."""
+        return self.paused and any(not holder.expired for holder in self.holders)
+
+    @property
+    def stopping(self) -> int:
+        """How many holders have been asked to stop."""
+        return sum(holder.stop_requested for holder in self.holders if not holder.expired)
+
+    @property
     def exclusive(self) -> HolderSnapshot | None:
         """Who has all slots at once: the writer, or whoever drains it."""
         return next((holder for holder in self.holders if holder.mode == WHOLE and not holder.expired), None)
@@ -230,5 +251,6 @@ def grouped(holders: Iterable[HolderSnapshot]) -> tuple[HolderSnapshot, ...]:
         if place is not None and WRITER not in slots and not first.expired:  # an upgrade, which came beside it
             found.remove(place)
             first, slots = replace(first, slot=WRITER, token=place.token), (WRITER, *slots)
+            first = replace(first, stop_by=first.stop_by or place.stop_by)
         found.append(replace(first, slots=slots))
     return tuple(sorted(found, key=lambda holder: holder.slot))

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from django_sqlsem import refusals, scopes
+from django_sqlsem import refusals, scopes, stops
 from django_sqlsem.factories import semaphore
 from django_sqlsem.keepers import all_holds
 from django_sqlsem.naming import Name, validate_name, validate_slots
@@ -16,7 +16,7 @@ from django_sqlsem.permits import Permit
 from django_sqlsem.semaphores import Semaphore
 from django_sqlsem.snapshots import Loss, LossReason
 
-__all__ = ["busy", "held", "lost"]
+__all__ = ["busy", "held", "lost", "stop_requested"]
 
 T = TypeVar("T")
 
@@ -100,3 +100,29 @@ def lost(target: Name | Semaphore | Permit) -> Iterator[None]:
             del refusals.lost[name]
         else:
             refusals.lost[name] = outer
+
+
+@contextlib.contextmanager
+def stop_requested(target: Name | Semaphore | Permit, by: str = "a test") -> Iterator[None]:
+    """Ask the holder of a permit to stop, or every one that this process has or gets of this name inside the block.
+
+    Their ``stop_requested`` is set for good, ``stop_requested_by`` is ``by``, and ``on_stop_requested`` runs. Nothing
+    is written, and nothing is taken from them.
+    """
+    if isinstance(target, Permit):
+        stops.ask(target._hold, by)
+        yield
+        return
+    name = _name(target)
+    for hold in all_holds():
+        if hold.claim.resource.name == name and hold.grant is not None:
+            stops.ask(hold, by)
+    outer = refusals.asked.get(name)
+    refusals.asked[name] = by
+    try:
+        yield
+    finally:
+        if outer is None:
+            del refusals.asked[name]
+        else:
+            refusals.asked[name] = outer

@@ -55,6 +55,8 @@ def _take(keeper: Keeper, hold: Hold, session: Session) -> bool:
     if taken:
         hold.released = True  # nothing is held from here on
         keeper.holds.pop(id(hold), None)
+        if keeper.history is not None and hold.grant is not None:
+            keeper.history.granted(hold.claim, hold.grant, hold.granted_at, hold.waited)
     return taken
 
 

@@ -132,6 +132,9 @@ class UpgradablePermit(Permit):
                 mine.claim, permit_id=uuid.uuid4().hex, mode=UPGRADE, take=0, rank="", presence=mine.keeper.presence
             )
             hold = Hold(mine.keeper, claim, max_hold=None)
+            hold.part_of = mine  # who is asked to stop, is asked once
+            flow = {id(each): each for each in (*scopes.taken_here(), mine)}
+            hold.beside = scopes.beside(scopes.current_owner(), flow.values())
             permit = Permit(self.semaphore, hold)
             self._upgrade = permit
         name = self.name

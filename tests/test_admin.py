@@ -92,9 +92,11 @@ def test_semaphore_list(operator: Client, locks_alias: str) -> None:
         ]
         for row in rows
     ]
-    assert [row for row in cells if row] == [
-        ["calm", "semaphore", "4 (operator)", "0", "0", "0", "paused", "1"],
-        ["reports", "semaphore", "3", "1", "1", "2", "-", "3"],
+    shown = [[cell for cell in row if cell != "·"] for row in cells if row]
+    assert re.fullmatch(r"\d\.\d\xa0s", shown[0].pop(7))  # the longest wait
+    assert shown == [
+        ["reports", "", "1 of 3", "2", "1", "&lt; 1 %", "10\xa0s", "semaphore", "3"],
+        ["calm", "paused set by operator", "0 of 4", "0 %", "semaphore", "1"],
     ]
 
 
@@ -141,7 +143,7 @@ def test_filters(operator: Client, locks_alias: str, state: str, names: list[str
     hold(locks_alias, "busy", 1)
     wait(locks_alias, "busy")
     response = operator.get(reverse(SEMAPHORES), {"state": state})
-    assert [row.name for row in response.context["cl"].result_list] == names
+    assert sorted(row.name for row in response.context["cl"].result_list) == names
     if slots is not None:
         response = operator.get(reverse(SLOTS), {"state": state})
         assert [(row.semaphore.name, row.slot) for row in response.context["cl"].result_list] == slots
@@ -167,8 +169,8 @@ def test_one_semaphore_with_holders_and_waiters(operator: Client, locks_alias: s
     response = operator.get(url)
     assert "<script>alert" not in response.content.decode()
     shown = text(response)
-    assert "Slot 1, held, web1 pid 4711 MainThread, <script>alert(1)</script>, ann, for 10 s , lease: 50 s" in shown
-    assert "web2 pid 99 worker, GET /wait/, bob, 2 waiting, for 3." in shown
+    assert re.search(r"1 held web1 pid 4711 · MainThread <script>alert\(1\)</script> ann 1\d s 7 [45]\d s", shown)
+    assert re.search(r"\d\.\d s web2 pid 99 · worker GET /wait/ bob 2 1 slot", shown)
     assert "Save" not in shown
     assert operator.get(reverse("admin:sqlsem_slotrow_change", args=[slot_row(locks_alias).pk])).status_code == 200
 
@@ -306,7 +308,8 @@ def test_permissions(operator: Client, locks_alias: str) -> None:
     helper = login("helper", "view_semaphorerow", "view_slotrow", "operate_semaphorerow")
     owner = login("owner", "view_semaphorerow", "configure_semaphorerow")
     assert actions(viewer, SEMAPHORES) == set()
-    assert actions(helper, SEMAPHORES) == actions(helper, SLOTS) == {"revoke", "purge_stale"}
+    assert actions(helper, SEMAPHORES) == actions(helper, SLOTS) == {"stop", "revoke", "purge_stale"}
+    assert actions(operator, SEMAPHORES) >= {"drain"}
     assert actions(owner, SEMAPHORES) == {"set_slots", "pause", "resume"}
     assert owner.get(reverse(SLOTS)).status_code == 403
     assert login("nobody").get(reverse(SEMAPHORES)).status_code == 403
@@ -314,7 +317,7 @@ def test_permissions(operator: Client, locks_alias: str) -> None:
 
     page = ask(operator, SEMAPHORES, "revoke", key())
     for client in (viewer, owner):  # the confirmation alone is no permission
-        confirm(client, SEMAPHORES, page)
+        assert confirm(client, SEMAPHORES, page).status_code == 403
         assert slot_row(locks_alias).permit_id
     confirm(helper, SEMAPHORES, page)
     assert slot_row(locks_alias).revoked_by == "helper"
@@ -362,19 +365,6 @@ def test_strange_names(operator: Client, locks_alias: str) -> None:
     assert "<b>" not in re.sub(r"(?s)^.*?<h1>", "", page.content.decode()).replace("<br>", "")
     assert said(confirm(operator, SEMAPHORES, page)) == ["Revoked 1 permit."]
     assert operator.get(reverse(SEMAPHORES)).status_code == 200
-
-
-def test_a_failing_database_is_said(operator: Client, locks_alias: str) -> None:
-    with connections[locks_alias].cursor() as cursor:
-        cursor.execute("ALTER TABLE sqlsem_waiter RENAME TO sqlsem_waiter_away")
-    try:
-        make_semaphore(locks_alias)
-        response = operator.get(reverse(SEMAPHORES))
-        assert response.status_code == 302
-        assert "failed" in said(response)[0]
-    finally:
-        with connections[locks_alias].cursor() as cursor:
-            cursor.execute("ALTER TABLE sqlsem_waiter_away RENAME TO sqlsem_waiter")
 
 
 def test_templates_have_no_inline_style_or_script() -> None:

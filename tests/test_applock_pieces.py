@@ -19,6 +19,7 @@ from django_sqlsem.backends.applock_codes import Meaning, meaning
 from django_sqlsem.backends.applock_line import Line
 from django_sqlsem.backends.applock_names import lock_names
 from django_sqlsem.backends.applock_pool import LockPool
+from django_sqlsem.backends.applock_proof_sql import prove
 from django_sqlsem.backends.applock_session import Holding, LockSession
 from django_sqlsem.backends.base import Claim, Grant, Granted, Place
 from django_sqlsem.clocks import boot_now
@@ -215,3 +216,12 @@ def test_a_statement_that_is_not_answered_is_cut(monkeypatch: pytest.MonkeyPatch
     for each in (silent, at_rest):
         watch.remove(each)
     wait_until(lambda: watch._thread is None, what="no thread for nothing")
+
+
+def test_a_proof_has_a_mark_for_each_parameter_and_tells_of_wishes_only_where_rows_are() -> None:
+    for resources, permits in ((1, 0), (1, 1), (100, 37)):
+        batch = prove(resources, permits)
+        assert batch.text.count("?") == len(batch.parameters) == 1 + resources + 3 * permits
+        assert "{" not in batch.text
+        assert batch.text.count("stop_token = token") == permits
+    assert "LOCK_TIMEOUT" not in prove(3).text

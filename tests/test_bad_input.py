@@ -302,6 +302,10 @@ def test_templates_are_refused_by_the_call_that_fills_them_in(value, error, mess
     assert not called
 
 
+KEYS_OF_AN_ALIAS = (
+    "BACKEND", "BEACONS", "DEADLOCKS", "DURABLE", "HISTORY", "HISTORY_ACTS", "HISTORY_GRANTS", "HISTORY_MINUTES",
+    "IDLE", "LEASE", "RECORD", "TIMEOUT",
+)  # fmt: skip
 SETTINGS = cases(
     ("list", [], "SQLSEM must be a dict, not []."),
     ("none", None, "SQLSEM must be a dict, not None."),
@@ -341,13 +345,28 @@ SETTINGS = cases(
     ("DATABASES unknown", {"DATABASES": {"locks": {}}},
      "SQLSEM['DATABASES'] names 'locks', which is not in DATABASES: {aliases}."),
     ("override unknown", {"DATABASES": {"default": {"LEESE": 3}}},
-     "SQLSEM['DATABASES']['default'] has an unknown key 'LEESE'; allowed are BACKEND, "
-     "BEACONS, DURABLE, IDLE, LEASE, RECORD, TIMEOUT."),
+     "SQLSEM['DATABASES']['default'] has an unknown key 'LEESE'; allowed are "
+     f"{', '.join(KEYS_OF_AN_ALIAS)}."),
     ("override of a general one", {"DATABASES": {"default": {"BUSY_STATUS": 503}}},
-     "SQLSEM['DATABASES']['default'] has an unknown key 'BUSY_STATUS'; allowed are BACKEND, "
-     "BEACONS, DURABLE, IDLE, LEASE, RECORD, TIMEOUT."),
+     "SQLSEM['DATABASES']['default'] has an unknown key 'BUSY_STATUS'; allowed are "
+     f"{', '.join(KEYS_OF_AN_ALIAS)}."),
     ("DURABLE", {"DURABLE": None}, "SQLSEM['DURABLE'] must be True or False, not None."),
+    ("DEADLOCKS true", {"DEADLOCKS": True},
+     "SQLSEM['DEADLOCKS'] must be one of 'report', 'break', 'ignore', not True."),
+    ("DEADLOCKS none", {"DEADLOCKS": None},
+     "SQLSEM['DEADLOCKS'] must be one of 'report', 'break', 'ignore', not None."),
+    ("DEADLOCKS case", {"DEADLOCKS": "Break"},
+     "SQLSEM['DEADLOCKS'] must be one of 'report', 'break', 'ignore', not 'Break'."),
+    ("DEADLOCKS list", {"DEADLOCKS": ["break"]},
+     "SQLSEM['DEADLOCKS'] must be one of 'report', 'break', 'ignore', not ['break']."),
+    ("override DEADLOCKS", {"DATABASES": {"default": {"DEADLOCKS": ""}}},
+     "SQLSEM['DATABASES']['default']['DEADLOCKS'] must be one of 'report', 'break', 'ignore', not ''."),
     ("BEACONS", {"BEACONS": 1}, "SQLSEM['BEACONS'] must be True or False, not 1."),
+    ("HISTORY", {"HISTORY": 1}, "SQLSEM['HISTORY'] must be True or False, not 1."),
+    ("HISTORY_GRANTS none", {"HISTORY_GRANTS": None}, f"SQLSEM['HISTORY_GRANTS'] {LEASE[6:]}None of type NoneType."),
+    ("HISTORY_ACTS -1", {"HISTORY_ACTS": -1}, "SQLSEM['HISTORY_ACTS'] must be from 0 to 1e+09 seconds, not -1."),
+    ("HISTORY_MINUTES text", {"HISTORY_MINUTES": "7 days"},
+     f"SQLSEM['HISTORY_MINUTES'] {LEASE[6:]}'7 days' of type str."),
     ("RECORD", {"RECORD": "yes"}, "SQLSEM['RECORD'] must be True or False, not 'yes'."),
     ("override DURABLE", {"DATABASES": {"default": {"DURABLE": "no"}}},
      "SQLSEM['DATABASES']['default']['DURABLE'] must be True or False, not 'no'."),

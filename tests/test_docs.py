@@ -23,8 +23,9 @@ from django.test import RequestFactory, override_settings
 import django_sqlsem
 from django_sqlsem import conf, mutex, semaphore
 from django_sqlsem.management.commands.locks import Command
-from django_sqlsem.testing import busy
+from django_sqlsem.testing import busy, stop_requested
 from tests.databases import ROOT
+from tests.threads import wait_until
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *DOCS]
@@ -134,6 +135,22 @@ def test_the_tests_in_testing_md_pass(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 passed" in done.stdout
+
+
+def test_who_is_asked_to_stop_stops(database: str, settings: Any) -> None:
+    settings.SQLSEM = {"DATABASE": database}
+    page = run_page(ROOT / "docs" / "stopping.md")
+    pages = ["a", "b"]
+    assert page["rebuild"](pages) == page["rebuild_all"](pages) == pages
+    put_off = []
+    page["rebuild_all"].apply_async = lambda args, countdown: put_off.append(args)
+    with stop_requested("index"):
+        assert page["rebuild"](pages) == page["rebuild_all"](pages) == []
+    assert put_off == [[pages]]
+    with semaphore("reports", slots=2) as permit:
+        assert page["before_the_deployment"]() == [os.getpid()]
+        wait_until(lambda: permit.stop_requested)
+    assert page["INDEX"].status().paused
 
 
 @pytest.mark.parametrize("page", [ROOT / "docs" / "settings.md"], ids=["settings.md"])

@@ -33,7 +33,6 @@ NAMELESS = {
     "keeper_care.py": "Permits ",
     "keeper_thread.py": "The keeper of %r met an error",
     "reach.py": "",
-    "stops.py": "An on_stop_requested callback",
     "transactions.py": "A callback ",
 }
 #: Their records are of several names, or of a database: their own pages say what is in them.

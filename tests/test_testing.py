@@ -23,6 +23,7 @@ from django_sqlsem import (
     testing,
 )
 from django_sqlsem.backends import get_backend
+from django_sqlsem.locks import rwlock
 from django_sqlsem.snapshots import LossReason
 from tests import databases
 from tests.threads import run_in_threads, wait_until
@@ -442,3 +443,56 @@ def test_other_settings_keep_the_locks(db, settings):
         del settings.SQLSEM
         assert run_in_threads(1, lambda _: lock.try_acquire()) == [None]
     assert lock.status().held == 0
+
+
+def test_stop_requested_asks_who_holds_and_who_comes(world):
+    lock, told = semaphore("asked", slots=2, using=world), []
+    with lock.acquire() as before:
+        before.detach()
+        before.on_stop_requested(told.append)
+        with testing.stop_requested("asked", by="ann"):
+            assert (before.stop_requested, before.stop_requested_by) == (True, "ann")
+            with lock as inside:
+                assert inside.stop_requested
+                inside.check()
+            with semaphore("others", using=world) as other:
+                assert not other.stop_requested
+        wait_until(lambda: told == [before])
+        with lock as after:
+            assert not after.stop_requested
+            with testing.stop_requested(after):
+                assert after.stop_requested_by == "a test"
+
+
+def test_an_operator_asks_in_a_test(world):
+    """Also on the process-local backend, where it is known at once."""
+    lock = semaphore("asked", slots=3, using=world)
+    with lock.acquire() as one:
+        one.detach()
+        with lock.acquire() as two:
+            (found,) = control.request_stop("asked", two.slot, two.token, by="ann", using=world)
+            assert (found.slot, found.stop_by) == (two.slot, "ann")
+            wait_until(lambda: two.stop_requested, timeout=20)
+            assert not one.stop_requested
+            assert control.request_stop("asked", two.slot, two.token + 1, by="ann", using=world) == []
+            assert control.drain("asked", by="bob", using=world)
+            wait_until(lambda: one.stop_requested, timeout=20)
+            assert (one.stop_requested_by, two.stop_requested_by) == ("bob", "ann")
+            status = queries.semaphore("asked", using=world)
+            assert (status.draining, status.stopping) == (True, 2)
+    assert not control.drain("nothing of the name", by="ann", using=world)
+    control.resume("asked", by="ann", using=world)
+    with lock as permit:
+        assert not permit.stop_requested
+        old = permit
+    assert control.request_stop("asked", old.slot, old.token, by="ann", using=world) == []
+
+
+def test_modes_are_asked_as_a_whole(world):
+    prices = rwlock("prices", using=world)
+    with prices.upgradable() as permit:
+        permit.upgrade()
+        assert len(control.request_stop("prices", by="ann", using=world)) == 1
+        wait_until(lambda: permit.stop_requested, timeout=20)
+    with prices.read() as reader:
+        assert not reader.stop_requested

@@ -123,10 +123,12 @@ class ApplockHolding(ApplockOperator):
         for session_ in self.pool.sessions():
             if ids := {holding.permit_id for holding in list(session_.held.values())} & wanted:
                 asked[session_] = ids
-        renewed = {permit_id for each in self._standing(list(asked)) for permit_id in asked[each]}
+        standing = self._standing(list(asked))
+        renewed = {permit_id for each in standing for permit_id in asked[each]}
+        wishes = {permit_id: by for each in standing for permit_id, by in each.wishes.items()}
         self.pool.trim(config(self.alias).idle)
         lost = {each.permit_id: loss for each in held if (loss := self.taken_away(each)) is not None}
-        return Renewal(frozenset(renewed), lost)
+        return Renewal(frozenset(renewed), lost, wishes)
 
     def taken_away(self, held: Held) -> Loss | None:
         """Return how a permit's session ended, if it did."""
@@ -164,7 +166,7 @@ class ApplockHolding(ApplockOperator):
     def _stands(self, session: LockSession) -> bool:
         """Have a session prove that it stands and has its locks; bury it if it does not."""
         with contextlib.suppress(BackendError):
-            if session.prove():
+            if session.prove(record=self.record):
                 return True
         if session.ended:
             self.bury(session)

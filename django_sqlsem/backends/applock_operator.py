@@ -15,7 +15,8 @@ from django_sqlsem.backends.applock_names import LockNames, lock_names
 from django_sqlsem.backends.applock_pool import LockPool
 from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.backends.rows_acts import database_errors
-from django_sqlsem.exceptions import BackendError, kill_needed
+from django_sqlsem.conf import config
+from django_sqlsem.exceptions import BackendError, SemaphoreError, kill_needed
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.naming import ONE_SLOT, resource_for, validate_slots
@@ -134,6 +135,35 @@ class ApplockOperator(BaseSemaphoreBackend):
                 if not killed:
                     rows.filter(revoked_token=F("token")).update(revoked_token=None, revoked_by="")
             return holder if killed else None
+
+    def request_stop(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
+        """Write the wish into the row beside the lock: the session's next proof of possession reads it.
+
+        Raises ``SemaphoreError`` where there is no row.
+        """
+        if not config(self.alias).record:
+            raise SemaphoreError(
+                "A wish to stop is kept in the row beside the lock, and here are none: set SQLSEM['RECORD'] to True."
+            )
+        with database_errors(self.alias):
+            holder = self._holder(name, slot, token)
+            if holder is None or holder.expired:
+                return None
+            if not holder.recorded:
+                raise SemaphoreError(
+                    f"Slot {slot} of {name!r} is held by a program that keeps no row of it, and can't be asked to stop."
+                )
+            rows = SlotRow.objects.using(self.alias).filter(semaphore=_key(name), expires_us__isnull=False)
+            row = rows.filter(slot=slot, token=token).first()
+            if row is None:
+                return None
+            if holder.stop_by:
+                return holder
+            same = rows.filter(permit_id=row.permit_id).exclude(stop_token=F("token"))
+            same.update(stop_token=F("token"), stop_by=printable(by, MAX_USER_LENGTH))
+            # If nothing was updated, it has left, or somebody else was faster to ask it.
+            found = self._holder(name, slot, token)
+            return found if found is not None and found.stop_by and not found.expired else None
 
     def _holder(self, name: str, slot: int, token: int) -> HolderSnapshot | None:
         found = self.inspect([name])

@@ -16,6 +16,7 @@ from django_sqlsem.backends import applock_sockets, applock_watch
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_codes import Meaning, failure, meaning
 from django_sqlsem.backends.applock_connect import answer_timeout, connect
+from django_sqlsem.backends.applock_proof_sql import prove
 from django_sqlsem.backends.applock_turns import Turn
 from django_sqlsem.backends.base import Grant
 from django_sqlsem.clocks import boot_now
@@ -68,6 +69,8 @@ class LockSession:
         self.held: dict[str, Holding] = {}
         #: Names of which a claim was cut short: what it may have got is to be freed first. With how many slots, or 0.
         self.unclear: dict[str, tuple[LockNames, int]] = {}
+        #: By whom holders were asked to stop, by permit id, as its last proof told.
+        self.wishes: dict[str, str] = {}
         #: Why it is gone; empty while it stands.
         self.ended = ""
         #: Whether that is certain: the server, or the network on its behalf, has said so.
@@ -201,15 +204,29 @@ class LockSession:
             return False
         return True
 
-    def prove(self) -> bool:
-        """Ask the server whether all its locks are still there. Raises ``BackendError`` if the session has ended."""
-        resources = [each.names.slot(slot) for each in list(self.held.values()) for slot in each.slots]
-        for start in range(0, len(resources) or 1, 100):
-            some = resources[start : start + 100]
-            values = {"stamp": self.stamp} | {f"resource{number}": name for number, name in enumerate(some)}
-            if self.run(sql.prove(len(some)), values)["missing"]:
+    def prove(self, *, record: bool = False) -> bool:
+        """Ask the server whether all its locks are still there. Raises ``BackendError`` if the session has ended.
+
+        ``record``: by the way, also who asks its permits' holders to stop.
+        """
+        held = list(self.held.values())
+        resources = [each.names.slot(slot) for each in held for slot in each.slots]
+        permits = held if record else []
+        wishes = {}
+        for start in range(0, max(len(resources), 1), 100):
+            some, about = resources[start : start + 100], permits[start : start + 100]
+            values: dict[str, Any] = {"stamp": self.stamp}
+            values |= {f"resource{number}": name for number, name in enumerate(some)}
+            for number, each in enumerate(about):
+                values |= {f"key{number}": each.key, f"slot{number}": each.slots[0], f"permit{number}": each.permit_id}
+            row = self.run(prove(len(some), len(about)), values)
+            if row["missing"]:
                 self.end("its locks are gone: another session stands in its place")
                 return False
+            for number, each in enumerate(about):
+                if row[f"asked{number}"] is not None:
+                    wishes[each.permit_id] = str(row[f"asked{number}"])
+        self.wishes = wishes
         return True
 
     def clean(self, key: str) -> None:

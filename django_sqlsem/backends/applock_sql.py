@@ -228,7 +228,8 @@ SELECT @revoked AS revoked_token, @by AS revoked_by;
 RENAME: Final = batch(
     ("key", "before", "permit", "lease", "thread", "label", "user"),
     """
-UPDATE sqlsem_slot SET permit_id = @permit, lease_us = @lease, thread = @thread, label = @label, user_name = @user
+UPDATE sqlsem_slot SET permit_id = @permit, lease_us = @lease, thread = @thread, label = @label, user_name = @user,
+    stop_token = NULL
 WHERE semaphore_key = @key AND permit_id = @before;
 SELECT @@ROWCOUNT AS renamed;
 """,
@@ -285,15 +286,3 @@ SELECT @@SPID AS session_id, @used AS used,
 """,
     ("stamp",),
 )
-
-
-@functools.cache
-def prove(resources: int) -> Batch:
-    """Ask whether the session is the one that we opened, and still has these locks."""
-    held = "".join(f" + CASE WHEN {holds('?')} THEN 0 ELSE 1 END" for _ in range(resources))
-    return Batch(
-        "SET NOCOUNT ON;\nDECLARE @stamp varchar(60) = ?;\n"
-        "SELECT CASE WHEN CAST(SUBSTRING(CONTEXT_INFO(), 1, DATALENGTH(@stamp)) AS varchar(60)) = @stamp THEN 0"
-        f" ELSE 1000000 END{held} AS missing;\n",
-        ("stamp", *(f"resource{number}" for number in range(resources))),
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django_sqlsem.backends import applock_acquire_sql as waiting
 from django_sqlsem.backends import applock_line_sql as line
-from django_sqlsem.backends import applock_procedures, applock_quick_sql
+from django_sqlsem.backends import applock_procedures, applock_proof_sql, applock_quick_sql
 from django_sqlsem.backends import applock_sql as sql
 
 #: What the names of stored procedures' texts begin with.
@@ -33,7 +33,8 @@ def all_batches() -> dict[str, sql.Batch]:
         "create": sql.CREATE,
         "declare": sql.DECLARE,
         "open": sql.OPEN,
-        "prove": sql.prove(2),
+        "prove": applock_proof_sql.prove(2),
+        "prove_recorded": applock_proof_sql.prove(2, 2),
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 from django_sqlsem.backends.applock_dmv import Lock, Locks
 from django_sqlsem.backends.applock_names import PREFIX, LockNames, lock_names
 from django_sqlsem.backends.applock_sql import NOW
-from django_sqlsem.backends.row_clock import RowClock
+from django_sqlsem.backends.row_clock import RowClock, stop_by
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.modes import WHOLE
 from django_sqlsem.naming import resource_for
@@ -43,6 +43,7 @@ _RESOURCE: Final = f"CASE WHEN {_PLAIN} THEN CONCAT(s.slot, N'-', m.name) ELSE N
 _SLOTS: Final = (
     "SELECT s.semaphore_key AS semaphore_id, s.slot, s.token, s.acquired_us, s.expires_us, s.lease_us, s.host, s.pid,"
     " s.thread, s.label, s.user_name AS [user], s.session_id, s.session_us, s.lock_mode AS mode,"
+    " s.stop_token, s.stop_by,"
     f" CASE WHEN {_PLAIN} THEN {_TAKEN.format(resource=_RESOURCE)} END AS taken"
     " FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE {where} ORDER BY s.slot"
 )
@@ -145,6 +146,7 @@ def _holder(
         session_id=slot.session_id,
         session_us=slot.session_us,
         mode=slot.mode,
+        stop_by=stop_by(slot),
     )
 
 

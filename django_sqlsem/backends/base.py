@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,13 +12,14 @@ from django_sqlsem.backends.claiming import UNREACHED
 from django_sqlsem.backends.claiming import Claim as Claim
 from django_sqlsem.backends.claiming import Presence as Presence
 from django_sqlsem.backends.fencing import Fencing
+from django_sqlsem.backends.surveying import Surveying
 from django_sqlsem.bells import MAX_NOTE
 from django_sqlsem.modes import SHARED
 from django_sqlsem.sessions import OwnSession
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -103,6 +104,8 @@ class Held:
     presence: Presence = UNREACHED
     durable: bool = True
     mode: str = SHARED
+    #: Whether its holder knows that it was asked to stop.
+    asked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +124,11 @@ class Renewal:
 
     renewed: frozenset[str]
     lost: Mapping[str, Loss]
+    #: Whose holders an operator asks to stop, and who does.
+    asked: Mapping[str, str] = field(default_factory=dict)
 
 
-class BaseSemaphoreBackend(Fencing, abc.ABC):
+class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
     """How one database alias grants, keeps and shows slots.
 
     It holds configuration only: it is shared by all threads, and is created anew after a fork. Methods that take a
@@ -237,10 +242,6 @@ class BaseSemaphoreBackend(Fencing, abc.ABC):
 
     # The operator's side. It runs on the alias's ordinary connection.
 
-    @abc.abstractmethod
-    def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
-        """Return snapshots, ordered by name: of ``names`` if given, else of all names that begin with ``prefix``."""
-
     def notes(self) -> list[str]:
         """Return sentences for operators about what cannot be shown."""
         return []
@@ -250,6 +251,13 @@ class BaseSemaphoreBackend(Fencing, abc.ABC):
         """Atomically take a slot away from the holder with this token. ``None`` if it is no longer the holder.
 
         ``kill``: its database session may be ended for that. Raises ``KillNeededError`` where nothing else helps.
+        """
+
+    @abc.abstractmethod
+    def request_stop(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
+        """Ask the holder with this token to stop, whatever else it has of the name; ``None`` if it holds no longer.
+
+        It learns of it at its next renewal at the latest. Raises ``SemaphoreError`` where it cannot be told.
         """
 
     @abc.abstractmethod

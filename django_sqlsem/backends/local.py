@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from django_sqlsem.backends.base import (
@@ -157,7 +157,15 @@ class LocalBackend(LocalOperator, Counting):
 
     def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
         """Nothing runs out here."""
-        return Renewal(frozenset(each.permit_id for each in held), dict[str, Loss]())
+        return Renewal(frozenset(each.permit_id for each in held), dict[str, Loss](), dict(self._asked(held)))
+
+    def _asked(self, held: Sequence[Held]) -> Iterator[tuple[str, str]]:
+        with self._lock:
+            for each in held:
+                known = self._world().get(each.resource.name)
+                token = each.grant.tokens[0] if each.grant.tokens else 0
+                if known is not None and token in known.asked:
+                    yield each.permit_id, known.asked[token]
 
     def taken_away(self, held: Held) -> Loss | None:
         """Look whether all the slots are still the permit's."""

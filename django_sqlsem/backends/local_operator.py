@@ -32,6 +32,8 @@ class LocalName:
     held: dict[int, tuple[Claim, int, float]] = field(default_factory=dict)
     #: By whom permits were revoked, by token.
     revoked: dict[int, str] = field(default_factory=dict)
+    #: By whom holders were asked to stop, by token.
+    asked: dict[int, str] = field(default_factory=dict)
     #: Who waits for everybody else to leave, by permit id.
     keeping_out: set[str] = field(default_factory=set)
     tokens: int = 0
@@ -49,6 +51,7 @@ class LocalName:
             self,
             held=dict(self.held),
             revoked=dict(self.revoked),
+            asked=dict(self.asked),
             handed=dict(self.handed),
             keeping_out=set(self.keeping_out),
         )
@@ -125,6 +128,7 @@ class LocalOperator(BaseSemaphoreBackend):
             age=age,
             lease_left=claim.lease,
             mode=claim.got,
+            stop_by=known.asked.get(token, ""),
         )
 
     def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
@@ -139,6 +143,21 @@ class LocalOperator(BaseSemaphoreBackend):
             if snapshot.mode:  # a part of it is nothing
                 for each in [number for number, (claim, *_) in known.held.items() if claim.got]:
                     known.revoked[known.held.pop(each)[1]] = by
+        self._changed()
+        return snapshot
+
+    def request_stop(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
+        """Note the wish for the holder with this token, and have its keeper look."""
+        with self._lock:
+            known = self._world().get(name)
+            if known is None or slot not in known.held or known.held[slot][1] != token:
+                return None
+            claim = known.held[slot][0]
+            by = known.asked.get(token, by)
+            for each, number, _since in known.held.values():
+                if each.permit_id == claim.permit_id or (each.got and claim.got):  # all that it has
+                    known.asked.setdefault(number, by)
+            snapshot = self._holder(known, slot)
         self._changed()
         return snapshot
 

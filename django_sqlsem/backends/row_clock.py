@@ -7,10 +7,11 @@ from typing import Final
 
 from django.db import connections
 from django.db.models import BigIntegerField, Case, F, Q, Value, When
+from django.db.models.lookups import LessThan
 
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
-from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot, grouped
+from django_sqlsem.snapshots import SOMEBODY, HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot, grouped
 
 #: For how long another number of slots counts as declared lately.
 DISAGREEMENT_US: Final = 3_600_000_000
@@ -47,6 +48,12 @@ class RowClock:
         """Rows that are taken and have not expired."""
         live = Q(expires_us__gt=self.now)
         return live & Q(boot_id=self.boot_id) if self.boot_id else live
+
+    def stale(self) -> Q:
+        """Taken rows whose holder we judge gone: what ``holder()`` says of one row, for all of them."""
+        late = LessThan(F("expires_us") * 2 - F("lease_us"), Value(2 * self.now, output_field=BigIntegerField()))
+        overdue = Q(late, acquired_us__lt=self.now - round(CONFIRMED * 1e6))
+        return Q(expires_us__isnull=False) & (Q(suspect_us__isnull=False) | self.expired() | overdue)
 
     def grant_instant(self) -> Case:
         """When a slot was granted last: at the latest by the boot, if that was before it."""
@@ -92,6 +99,7 @@ class RowClock:
             age=age,
             lease_left=left,
             mode=row.mode,
+            stop_by=stop_by(row),
         )
 
     def waiter(self, name: str, row: WaiterRow) -> WaiterSnapshot:
@@ -142,3 +150,8 @@ class RowClock:
             away=0 if counted else away,
             tokens=None if row.tokens is None else row.tokens + overdue,
         )
+
+
+def stop_by(row: SlotRow) -> str:
+    """Return by whom the holder of a slot was asked to stop; a wish to another grant of the slot is none to it."""
+    return (row.stop_by or SOMEBODY) if row.stop_token == row.token else ""

@@ -10,19 +10,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections, transaction
-from django.db.models import Avg, BigIntegerField, F, FloatField, Max, Model, OuterRef, Q, QuerySet, Subquery
+from django.db.models import Avg, BigIntegerField, F, FloatField, Max, OuterRef, Q, QuerySet, Subquery
 
-from django_sqlsem.backends import rows_grants, rows_ledger
-from django_sqlsem.backends.base import BaseSemaphoreBackend
+from django_sqlsem.backends import rows_grants, rows_ledger, rows_stopping
 from django_sqlsem.backends.counting import TOKENS
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.backends.row_clock import RowClock
 from django_sqlsem.backends.rows_acts import database_errors, repeated
 from django_sqlsem.backends.rows_fence import unfenced
 from django_sqlsem.backends.rows_server import server_since
+from django_sqlsem.backends.rows_survey import RowsSurvey
 from django_sqlsem.caller_sessions import OrdinarySession
 from django_sqlsem.exceptions import BackendError, FencedError
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
@@ -34,8 +34,6 @@ from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSna
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-ModelT = TypeVar("ModelT", bound=Model)
-
 #: How long a revocation waits for the end of a transaction that is fenced with the permit, in seconds.
 FENCED_PATIENCE: Final = 5.0
 #: How many names one query asks for; every database takes as many parameters.
@@ -46,7 +44,7 @@ class _KeepError(Exception):
     """Roll back: the name is in use."""
 
 
-class RowsOperator(BaseSemaphoreBackend):
+class RowsOperator(RowsSurvey):
     """Shows and changes the rows of one alias, on its ordinary connection."""
 
     def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
@@ -138,6 +136,15 @@ class RowsOperator(BaseSemaphoreBackend):
             time.sleep(0.02)
         self._hand_out(_key(name))
         return clock.holder(name, row)
+
+    @repeated
+    def request_stop(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
+        """Write the wish beside the holder's token, and wake its process where a bell or NOTIFY reaches it."""
+        held = self._rows(SlotRow).filter(semaphore=_key(name), slot=slot, token=token, expires_us__isnull=False)
+        with self._act(_key(name)) as clock:
+            live = held.exclude(clock.expired())
+            row = rows_stopping.ask(live, self._companions, printable(by, MAX_USER_LENGTH))
+            return None if row is None else clock.holder(name, row)
 
     @repeated
     def purge_slot(self, name: str, slot: int, token: int) -> bool:
@@ -258,9 +265,6 @@ class RowsOperator(BaseSemaphoreBackend):
                 self._rows(SemaphoreRow).filter(key=key).update(shrinking=F("shrinking"))
                 # Read after the lock: the clock is never older than what the lock waited for.
                 yield RowClock.of(self.alias, since=since)
-
-    def _rows(self, model: type[ModelT]) -> QuerySet[ModelT]:
-        return model._default_manager.using(self.alias)
 
     def _delete(self, rows: QuerySet[Any]) -> int:
         # Without Django's collector: it would read first, and cascade over rows that this act must not touch.

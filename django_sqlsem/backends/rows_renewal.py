@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from django_sqlsem.backends import rows_sql as sql
 from django_sqlsem.backends.base import Held, Renewal
@@ -20,22 +21,39 @@ RENEW_AT_ONCE: Final = 500
 
 def renew(session: Session, dialect: Dialect, held: Sequence[Held]) -> Renewal:
     """Extend all these grants, some hundred to a statement."""
-    renewed: set[str] = set()
-    lost: dict[str, Loss] = {}
+    told = _Told()
     for start in range(0, len(held), RENEW_AT_ONCE):
-        _renew_some(session, dialect, held[start : start + RENEW_AT_ONCE], renewed, lost)
-    return Renewal(frozenset(renewed), lost)
+        _renew_some(session, dialect, held[start : start + RENEW_AT_ONCE], told)
+    return Renewal(frozenset(told.renewed), told.lost, told.asked)
 
 
-def _renew_some(
-    session: Session, dialect: Dialect, held: Sequence[Held], renewed: set[str], lost: dict[str, Loss]
-) -> None:
+#: What rows say, by their ids: whose they are, by whom that holder was asked to stop, and perhaps more.
+_Rows: TypeAlias = dict[int, tuple[Any, ...]]
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the database has said of grants, by permit id."""
+
+    renewed: set[str] = field(default_factory=set)
+    lost: dict[str, Loss] = field(default_factory=dict)
+    #: Who asks their holders to stop.
+    asked: dict[str, str] = field(default_factory=dict)
+
+    def note_asked(self, held: Sequence[Held], rows: _Rows) -> None:
+        """Note by whom holders were asked to stop."""
+        wishes = {row[0]: row[1] for row in rows.values() if row[1] is not None}
+        if wishes:
+            self.asked.update((each.permit_id, wishes[each.permit_id]) for each in held if each.permit_id in wishes)
+
+
+def _renew_some(session: Session, dialect: Dialect, held: Sequence[Held], told: _Told) -> None:
     row_ids = _row_ids(held)
     permit_ids = ",".join(f"'{each.permit_id}'" for each in held)  # our own hex digits
     wanted = sum(len(each.grant.row_ids) for each in held)
     beacon = {"beacon": held[0].presence.beacon}
 
-    def extend(cursor: AnyCursor) -> set[int] | None:
+    def extend(cursor: AnyCursor) -> _Rows | None:
         if dialect.arrays:
             parameters = beacon | {
                 "row_ids": [row_id for each in held for row_id in each.grant.row_ids],
@@ -43,17 +61,20 @@ def _renew_some(
             }
             dialect.execute(cursor, sql.renew_arrays(dialect), parameters)
         else:
-            dialect.execute(cursor, sql.renew(dialect, row_ids, permit_ids), beacon)
+            known = "" if dialect.returning else _row_ids([each for each in held if each.asked]) or "0"
+            dialect.execute(cursor, sql.renew(dialect, row_ids, permit_ids, known), beacon)
         if dialect.returning:
-            return {row[0] for row in cursor.fetchall()}
-        return None if cursor.rowcount < wanted else {row_id for each in held for row_id in each.grant.row_ids}
+            return _by_id(cursor)
+        if cursor.rowcount < wanted:
+            return None
+        return {row_id: (each.permit_id, None) for each in held for row_id in each.grant.row_ids}
 
-    def extend_unlocked(cursor: AnyCursor) -> list[set[int] | None]:
+    def extend_unlocked(cursor: AnyCursor) -> list[_Rows | None]:
         if not (dialect.for_update and session.connection.features.has_select_for_update_skip_locked):
             return [extend(cursor)]
         # One row that someone keeps locked must not cost the other permits their leases.
         dialect.execute(cursor, sql.UNLOCKED % (row_ids, permit_ids), {})
-        found = {row[0] for row in cursor.fetchall()}
+        found = _by_id(cursor)
         if found:
             dialect.execute(cursor, sql.renew(dialect, ",".join(map(str, found)), permit_ids), beacon)
         return [found]
@@ -63,34 +84,36 @@ def _renew_some(
     else:
         [extended] = session.transaction(extend_unlocked) or [None]
     if extended is not None:
-        renewed.update(each.permit_id for each in held if extended.issuperset(each.grant.row_ids))
-    doubtful = [each for each in held if each.permit_id not in renewed]
-    if doubtful:
-        _ask_fate(session, dialect, doubtful, extended is not None, renewed, lost)
+        told.renewed.update(each.permit_id for each in held if _carried(each, extended))
+        told.note_asked(held, extended)
+    doubtful = [each for each in held if each.permit_id not in told.renewed]
+    if not doubtful:
+        return
+    passed_over = _ask_fate(session, dialect, doubtful, extended is not None, told)
+    if passed_over:
+        _renew_some(session, dialect, [replace(each, asked=True) for each in passed_over], told)
 
 
 def fate(session: Session, dialect: Dialect, held: Held) -> Loss | None:
     """Return how a grant was lost, or ``None`` if its rows still carry it. Changes nothing."""
-    lost: dict[str, Loss] = {}
-    _ask_fate(session, dialect, [held], True, set(), lost)
-    return lost.get(held.permit_id)
+    told = _Told()
+    _ask_fate(session, dialect, [held], True, told)
+    return told.lost.get(held.permit_id)
 
 
-def _ask_fate(
-    session: Session,
-    dialect: Dialect,
-    held: Sequence[Held],
-    told: bool,
-    renewed: set[str],
-    lost: dict[str, Loss],
-) -> None:
-    """Find out what became of grants that were not extended, or may not have been (``told`` is false)."""
+def _ask_fate(session: Session, dialect: Dialect, held: Sequence[Held], known: bool, told: _Told) -> list[Held]:
+    """Find out what became of grants that were not extended, or may not have been (``known`` is false).
 
-    def read(cursor: AnyCursor) -> dict[int, tuple[Any, ...]]:
+    Returns those that were passed over, since their holders did not know yet that they are asked to stop.
+    """
+
+    def read(cursor: AnyCursor) -> _Rows:
         dialect.execute(cursor, sql.FATE % _row_ids(held), {})
-        return {row[0]: row[1:] for row in cursor.fetchall()}
+        return _by_id(cursor)
 
     rows = session.run(read)
+    told.note_asked(held, rows)
+    passed_over = []
     for each in held:
         losses = [
             _loss(token, rows.get(row_id))
@@ -98,9 +121,21 @@ def _ask_fate(
             if rows.get(row_id, (None,))[0] != each.permit_id
         ]
         if losses:
-            lost[each.permit_id] = losses[0]
-        elif not told:  # the statement only told how many rows it extended: this one's are among them
-            renewed.add(each.permit_id)
+            told.lost[each.permit_id] = losses[0]
+        elif not known and each.permit_id in told.asked and not each.asked:
+            passed_over.append(each)
+        elif not known:  # the statement only told how many rows it extended: this one's are among them
+            told.renewed.add(each.permit_id)
+    return passed_over
+
+
+def _by_id(cursor: AnyCursor) -> _Rows:
+    return {row[0]: row[1:] for row in cursor.fetchall()}
+
+
+def _carried(held: Held, rows: _Rows) -> bool:
+    """Whether all rows of a grant are its own: the next holder of one may be of this process too."""
+    return all(rows.get(row_id, (None,))[0] == held.permit_id for row_id in held.grant.row_ids)
 
 
 def _row_ids(held: Sequence[Held]) -> str:
@@ -110,7 +145,7 @@ def _row_ids(held: Sequence[Held]) -> str:
 def _loss(token: int, row: tuple[Any, ...] | None) -> Loss:
     if row is None:
         return Loss(LossReason.EXPIRED, "its row was deleted")
-    _permit_id, revoked_token, revoked_by = row
+    _permit_id, _asked, revoked_token, revoked_by = row
     if revoked_token == token:
         return Loss(LossReason.REVOKED, f"revoked by {revoked_by or 'an operator'}", revoked_by or "")
     return Loss(LossReason.EXPIRED, "its lease ran out and its slot was taken or purged")

@@ -20,7 +20,18 @@ _WHO: Final = ("host", "pid", "thread", "label", "user", "boot_id")
 _SEMAPHORE: Final = (
     "name", "kind", "declared_slots", "declared_us", "operator_slots", "paused", "other_slots", "other_us", "tokens",
 )  # fmt: skip
-_SLOT: Final = ("slot", "token", "acquired_us", "expires_us", "lease_us", "suspect_us", "mode", *_WHO)
+_SLOT: Final = (
+    "slot",
+    "token",
+    "acquired_us",
+    "expires_us",
+    "lease_us",
+    "suspect_us",
+    "mode",
+    "stop_token",
+    "stop_by",
+    *_WHO,
+)
 _WAITER: Final = ("queued_us", "waiting", "take", "mode", *_WHO)
 _USUAL: Final = (
     "SELECT (SELECT AVG(held_us) FROM sqlsem_slot WHERE semaphore_key = %(key)s AND held_us > 0),"

@@ -201,11 +201,16 @@ def release(dialect: Dialect, rows: int, unwanted: bool) -> str:
 
 DISCARD: Final = f"{_FREE} WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s"
 
+#: By whom a slot's holder was asked to stop; NULL if it was not, or another one was.
+ASKED: Final = "CASE WHEN stop_token = token THEN stop_by END"
+#: Leaves out whom somebody has asked since the last renewal: the number of rows tells of that, where nothing else can.
+_TOLD: Final = " AND (stop_token IS NULL OR stop_token <> token OR id IN ({told}))"
+
 UNLOCKED: Final = (
-    "SELECT id FROM sqlsem_slot WHERE id IN (%s) AND permit_id IN (%s) AND expires_us IS NOT NULL"
+    f"SELECT id, permit_id, {ASKED} FROM sqlsem_slot WHERE id IN (%s) AND permit_id IN (%s) AND expires_us IS NOT NULL"
     " FOR UPDATE SKIP LOCKED"
 )
-FATE: Final = "SELECT id, permit_id, revoked_token, revoked_by FROM sqlsem_slot WHERE id IN (%s)"
+FATE: Final = f"SELECT id, permit_id, {ASKED}, revoked_token, revoked_by FROM sqlsem_slot WHERE id IN (%s)"
 
 
 @functools.cache
@@ -214,13 +219,18 @@ def renew_arrays(dialect: Dialect) -> str:
     return renew(dialect, "SELECT unnest(%(row_ids)s::bigint[])", "SELECT unnest(%(permit_ids)s::varchar[])")
 
 
-def renew(dialect: Dialect, row_ids: str, permit_ids: str) -> str:
-    """Extend the grants that these rows still carry. A row that someone has locked is passed over, not waited for."""
+def renew(dialect: Dialect, row_ids: str, permit_ids: str, told: str = "") -> str:
+    """Extend the grants that these rows still carry. A row that someone has locked is passed over, not waited for.
+
+    ``told``: of those whose holders are asked to stop only these rows, whose holders know.
+    """
     conditions = f"id IN ({row_ids}) AND permit_id IN ({permit_ids}) AND expires_us IS NOT NULL"
+    if told:
+        conditions += _TOLD.format(told=told)
     if dialect.renewal_locked:
         conditions = f"id IN (SELECT s.id FROM sqlsem_slot s WHERE {conditions} {dialect.renewal_locked})"
     text = (
         "UPDATE sqlsem_slot SET expires_us = {now} + lease_us, beacon = %(beacon)s, suspect_us = NULL"
         f" WHERE {conditions}"
     )
-    return f"{text} RETURNING id" if dialect.returning else text
+    return f"{text} RETURNING id, permit_id, {ASKED}" if dialect.returning else text

@@ -47,13 +47,16 @@ class MySQLLocking(RowLocking):
     def _level(self) -> str:
         return "@@tx_isolation" if self._is_mariadb else "@@transaction_isolation"
 
+    def strength(self, *, shared: bool) -> str:
+        """Say it as MariaDB or MySQL does."""
+        return "LOCK IN SHARE MODE" if shared and self._is_mariadb else super().strength(shared=shared)
+
     @property
     def _is_mariadb(self) -> bool:
         return bool(self.connection.mysql_is_mariadb)  # type: ignore[attr-defined]
 
     def _sql(self, wanted: Wanted, *, hint: str = "", skip: bool = False) -> str:
-        shared = "LOCK IN SHARE MODE" if self._is_mariadb else "FOR SHARE"
-        strength = (shared if wanted.shared else "FOR UPDATE") + (" SKIP LOCKED" if skip else "")
+        strength = self.strength(shared=wanted.shared) + (" SKIP LOCKED" if skip else "")
         return _LOCK.format(hint=hint, level=self._level, strength=strength)
 
     def try_now(self, wanted: Wanted) -> Outcome:

@@ -44,7 +44,7 @@ class PostgreSQLLocking(RowLocking):
         if wanted.table:
             return self._try_table(wanted)
         with self.connection.cursor() as cursor:
-            cursor.execute(_TRY.format(strength=_strength(wanted)), {"key": wanted.resource.key})
+            cursor.execute(_TRY.format(strength=self.strength(shared=wanted.shared)), {"key": wanted.resource.key})
             level, there, locked = cursor.fetchone()
         self._check(level)
         if locked:
@@ -74,7 +74,7 @@ class PostgreSQLLocking(RowLocking):
                 if wanted.table:
                     cursor.execute(_lock_table(wanted))
                     return Outcome.GRANTED
-                cursor.execute(f"{_LOCK} {_strength(wanted)}", {"key": wanted.resource.key})
+                cursor.execute(f"{_LOCK} {self.strength(shared=wanted.shared)}", {"key": wanted.resource.key})
                 return Outcome.GRANTED if cursor.fetchone() else Outcome.MISSING
         except DjangoDatabaseError as error:
             # pg_cancel_backend() has the same number, but not this time.
@@ -110,10 +110,6 @@ def _limits(cursor: CursorWrapper, limit: int) -> Iterator[None]:
     cursor.execute(change, [str(limit), "0"])
     yield
     cursor.execute(change, before)
-
-
-def _strength(wanted: Wanted) -> str:
-    return "FOR SHARE" if wanted.shared else "FOR UPDATE"
 
 
 def _lock_table(wanted: Wanted) -> str:

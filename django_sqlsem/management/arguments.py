@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,9 +27,10 @@ EPILOG: Final = """\
 exit codes:
   0    done; also when there was nothing to do
   1    error: no such name, the database failed, a holder changed before it could be revoked,
-       (doctor) something is wrong, or (run) the permit was lost although the command ended with 0
+       (doctor) something is wrong, (waits) there is a deadlock,
+       or (run) the permit was lost although the command ended with 0
   2    wrong arguments
-  75   run: no slot became free within the timeout
+  75   run: no slot became free within the timeout; drain: somebody had not left within --wait
   126  run: the command can't be executed; 127: it was not found
   else run: the command's own exit code, 128+n if signal n ended it
 """
@@ -62,6 +64,15 @@ def _slots_or_default(text: str) -> int | None:
 
 def _timeout(text: str) -> float | None:
     return None if text == "none" else parse_duration(text)
+
+
+def _stop_signal(text: str) -> int | None:
+    if text == "none":
+        return None
+    found = getattr(signal, f"SIG{text.upper().removeprefix('SIG')}", None)
+    if not isinstance(found, signal.Signals):
+        raise ValueError(f"{text!r} is no signal: write TERM, INT, USR1, or none.")
+    return int(found)
 
 
 def _interval(text: str) -> float:
@@ -119,6 +130,9 @@ def add_arguments(parser: CommandParser) -> None:
     sub.add_argument("name", **name)
     sub.add_argument("--format", choices=["table", "json"], default="table")
 
+    sub = add("waits", "Shows who waits for what while holding what, and the deadlocks; ends with 1 if there is one.")
+    sub.add_argument("--format", choices=["table", "json"], default="table")
+
     sub = add("purge", "Frees slots whose lease has run out, or whose session has ended. Never touches a live holder.")
     sub.add_argument("--idle", action="store_true", help="also delete names that nobody holds or waits for")
     sub.add_argument(
@@ -136,6 +150,21 @@ def add_arguments(parser: CommandParser) -> None:
     sub.add_argument("--slot", metavar="N", type=_type(_slot), help="only this slot; default: all of them")
     sub.add_argument("--kill", action="store_true", help="SQL Server: end the holders' sessions, with all they hold")
     _add_noinput(sub)
+
+    sub = add("stop", "Asks holders to stop. Nothing is taken from them: they leave when they heed it.")
+    sub.add_argument("name", **name)
+    sub.add_argument("--slot", metavar="N", type=_type(_slot), help="only this slot; default: all of them")
+    sub.add_argument("--token", metavar="TOKEN", type=int, help="only if its holder still has this token")
+
+    sub = add("drain", "Grants nothing more until it is resumed, and asks all holders to stop.")
+    sub.add_argument("name", **name)
+    sub.add_argument(
+        "--wait",
+        metavar="AGE",
+        type=_type(_timeout),
+        default=UNSET,
+        help="wait so long for the holders to leave: 90s, 15m, none (for ever); default: not at all",
+    )
 
     sub = add("set", "Sets the number of slots, or stops and resumes granting.")
     sub.add_argument("name", **name)
@@ -163,7 +192,7 @@ def add_arguments(parser: CommandParser) -> None:
     sub = add(
         "run",
         "Runs a command under a semaphore. It gets SIGTERM, SIGINT and SIGHUP, and is stopped if the permit is lost.",
-        usage="%(prog)s NAME [--slots N] [--timeout AGE] [--database ALIAS] -- COMMAND...",
+        usage="%(prog)s NAME [--slots N] [--timeout AGE] [--stop-signal SIGNAL] [--database ALIAS] -- COMMAND...",
     )
     sub.add_argument("name", **name)
     sub.add_argument("--slots", metavar="N", type=_type(_slots), help="how many may run; default: as declared, else 1")
@@ -173,6 +202,13 @@ def add_arguments(parser: CommandParser) -> None:
         type=_type(_timeout),
         default=UNSET,
         help="how long to wait: 0, 90s, none; default: as configured",
+    )
+    sub.add_argument(
+        "--stop-signal",
+        metavar="SIGNAL",
+        type=_type(_stop_signal),
+        default=signal.SIGTERM,
+        help="what the command gets when an operator asks to stop: INT, USR1, none; default: TERM",
     )
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import json
 import re
 import shutil
 import unicodedata
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from django_sqlsem.durations import duration
 from django_sqlsem.snapshots import SlotState
@@ -27,11 +26,8 @@ SESSION: Final = "SESSION"
 SHRINKING: Final = {"WORK": 12, "NAME": 12, "HOLDER": 16}
 CSV_FIELDS: Final = (
     "name", "slot", "slots", "state", "host", "pid", "thread", "work", "user", "since", "age_seconds",
-    "lease_left_seconds", "token", "waiting", "session",
+    "lease_left_seconds", "token", "waiting", "session", "stop_by",
 )  # fmt: skip
-
-
-_OF_SESSIONS: Final = ("session_id", "session_us", "login", "program", "recorded")
 
 
 def clean(text: str) -> str:
@@ -65,6 +61,11 @@ def lease(holder: HolderSnapshot) -> str:
     return duration(holder.lease_left)
 
 
+def state(holder: HolderSnapshot) -> str:
+    """Return how a holder stands."""
+    return f"{holder.state.value}, asked to stop" if holder.stop_requested else holder.state.value
+
+
 def session(holder: HolderSnapshot) -> str:
     """Return the database session that holds, with its program and login if they are known."""
     if holder.session_id is None:
@@ -83,6 +84,8 @@ def sentence(holder: HolderSnapshot) -> str:
         parts.append(f"lease {lease(holder)}" if holder.expired else f"lease left {lease(holder)}")
     else:
         parts.append(f"its {session(holder)} has ended" if holder.expired else session(holder))
+    if holder.stop_requested:
+        parts.append(f"asked to stop by {clean(holder.stop_by)}")
     return f"{clean(holder.name)} {holder.where} ({holder.state}): {', '.join(filter(None, parts))}"
 
 
@@ -96,6 +99,8 @@ def summary(snapshot: SemaphoreSnapshot) -> str:
     parts.append(f"{snapshot.waiting} waiting")
     if snapshot.paused:
         parts.append("paused")
+    if snapshot.stopping:
+        parts.append(f"{snapshot.stopping} asked to stop")
     if snapshot.operator_slots is not None:
         parts.append(f"set by an operator (the code says {snapshot.declared_slots})")
     if snapshot.other_declared_slots is not None:
@@ -176,7 +181,7 @@ def _holder_rows(snapshot: SemaphoreSnapshot) -> list[tuple[str, ...]]:
         (
             holder.name,
             f"{holder.place}/{snapshot.slots}",
-            " ".join(filter(None, (holder.state.value, snapshot.role(holder)))),
+            " ".join(filter(None, (state(holder), snapshot.role(holder)))),
             who(holder),
             holder.label,
             holder.user,
@@ -232,28 +237,6 @@ def _pad(text: str, width: int) -> str:
     return text + " " * (width - _width(text))
 
 
-def as_dict(snapshot: SemaphoreSnapshot) -> dict[str, Any]:
-    """Return a semaphore as plain data for JSON, with the counts that are computed."""
-    plain = dataclasses.asdict(snapshot)
-    for holder in plain["holders"]:
-        if not holder["mode"]:  # one slot
-            del holder["mode"], holder["slots"]
-        if holder["lease_left"] is not None:  # no session has its lock
-            for key in _OF_SESSIONS:
-                del holder[key]
-    for waiter in plain["waiters"]:
-        if not waiter["mode"]:
-            del waiter["mode"]
-        if waiter["session_id"] is None:
-            del waiter["session_id"]
-    return plain | {key: getattr(snapshot, key) for key in ("held", "free", "stale", "waiting")}
-
-
-def as_json(data: object, *, indent: int | None = 2) -> str:
-    """Return JSON with ISO 8601 instants."""
-    return json.dumps(data, indent=indent, ensure_ascii=False, default=lambda value: value.isoformat())
-
-
 def as_csv(snapshots: Iterable[SemaphoreSnapshot], *, header: bool = True) -> str:
     """Return one line per holder and per waiting process, with a header."""
     stream = io.StringIO()
@@ -266,13 +249,13 @@ def as_csv(snapshots: Iterable[SemaphoreSnapshot], *, header: bool = True) -> st
                 holder.name, holder.place, snapshot.slots, holder.state.value, holder.host, holder.pid, holder.thread,
                 holder.label, holder.user, holder.acquired_at.isoformat(), f"{holder.age:.3f}",
                 "" if holder.lease_left is None else f"{holder.lease_left:.3f}", holder.token, "",
-                holder.session_id,
+                holder.session_id, holder.stop_by,
             ))  # fmt: skip
         for waiter in snapshot.waiters:
             writer.writerow((
                 waiter.name, "", snapshot.slots, "waiting", waiter.host, waiter.pid, waiter.thread, waiter.label,
                 waiter.user, waiter.waiting_since.isoformat(), f"{waiter.age:.3f}", "", "", waiter.waiting,
-                waiter.session_id,
+                waiter.session_id, "",
             ))  # fmt: skip
     return stream.getvalue().rstrip("\n")
 

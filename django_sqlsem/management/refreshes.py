@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from django_sqlsem import plain, queries
 from django_sqlsem.durations import duration
 from django_sqlsem.management import output
+from django_sqlsem.plain import as_plain
 from django_sqlsem.snapshots import SemaphoreSnapshot
 
 if TYPE_CHECKING:
@@ -42,19 +44,28 @@ def due(refresh: RefreshSnapshot) -> str:
     return when if refresh.failed is None else f"{when}, failed {duration(refresh.failed)} ago"
 
 
-def as_dicts(
-    snapshots: Sequence[SemaphoreSnapshot], refreshes: Iterable[RefreshSnapshot], *, whole: bool
-) -> list[dict[str, Any]]:
-    """Return the semaphores as plain data, those of refreshed values with ``refresh``.
+def as_json(
+    snapshots: Sequence[SemaphoreSnapshot],
+    refreshes: Iterable[RefreshSnapshot],
+    *,
+    using: str | None,
+    whole: bool,
+    only: bool = False,
+    indent: int | None = 2,
+) -> str:
+    """Return the semaphores as JSON with what they were like in the last hour, those of values with ``refresh``.
 
-    ``whole``: also the values of which nothing is known as a semaphore, since that was purged.
+    ``whole``: also the values of which nothing is known as a semaphore, since that was purged. ``only``: the one
+    semaphore itself, not a list.
     """
     values = {each.name: each for each in refreshes}
     known = {snapshot.name for snapshot in snapshots}
     purged = [SemaphoreSnapshot(name, "refresh", 1, 1, None, False) for name in values if name not in known]
     shown = sorted([*snapshots, *purged], key=lambda snapshot: snapshot.name) if whole else snapshots
-    return [
-        output.as_dict(snapshot)
+    lately, deadlocked = queries.lately(shown, using=using), queries.deadlocked(using=using)
+    found = [
+        as_plain(snapshot, lately[snapshot.name], deadlocked=snapshot.name in deadlocked)
         | ({"refresh": dataclasses.asdict(values[snapshot.name])} if snapshot.name in values else {})
         for snapshot in shown
     ]
+    return plain.as_json(found[0] if only else found, indent=indent)

@@ -44,7 +44,9 @@ def system_user() -> str:
 class Signals:
     """What this process does with a signal: end while it waits, pass it on once the command runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_stop: int | None = None) -> None:
+        #: What the command gets when an operator asks to stop; ``None``: nothing.
+        self.at_stop = at_stop
         self._forward: Callable[[int], None] | None = None
         self._pending: list[int] | None = None
 
@@ -129,7 +131,14 @@ def run_command(command: Sequence[str], permit: Permit, signals: Signals, say: C
         ended.set()
 
     threading.Thread(target=wait, name="sqlsem-run", daemon=True).start()
+    asked = False
     while not ended.wait(POLL):
+        if permit.stop_requested and not asked:
+            asked = True
+            gets = "nothing" if signals.at_stop is None else signal.Signals(signals.at_stop).name
+            say(f"{permit.stop_requested_by} asks whoever holds {permit.name!r} to stop: the command gets {gets}.")
+            if signals.at_stop is not None:
+                send(signals.at_stop)
         if permit.lost:
             say(f"The permit for {permit.name!r} is lost: {permit.lost}. The command is being stopped.")
             _stop(send, ended)

@@ -50,12 +50,15 @@ class EventRow(models.Model):
 class MinuteRow(models.Model):
     """What one process counted of one name in one minute: several rows may be of the same minute, and add up.
 
-    ``waits`` and ``holds`` are histograms as text: see ``history.buckets``.
+    Its writer writes it anew while the minute lasts. ``waits`` and ``holds`` are histograms as text: see
+    ``history.buckets``.
     """
 
     id = models.BigAutoField(primary_key=True)
     key = ExactCharField(_("key"), max_length=32, editable=False, db_column="semaphore_key")
     minute_us = models.BigIntegerField(_("minute"))
+    #: A random number of the process.
+    writer = models.BigIntegerField(_("writer"), default=0)
     until_us = models.BigIntegerField(_("kept until"))
     granted = models.PositiveIntegerField(_("granted"), default=0)
     released = models.PositiveIntegerField(_("released"), default=0)
@@ -72,10 +75,8 @@ class MinuteRow(models.Model):
         db_table = "sqlsem_minute"
         verbose_name = _("minute")
         verbose_name_plural = _("minutes")
-        indexes = [
-            models.Index(fields=["key", "minute_us"], name="sqlsem_minute_name"),
-            models.Index(fields=["until_us"], name="sqlsem_minute_until"),
-        ]
+        constraints = [models.UniqueConstraint(fields=["key", "minute_us", "writer"], name="sqlsem_minute_uniq")]
+        indexes = [models.Index(fields=["until_us"], name="sqlsem_minute_until")]
         default_permissions = ()
 
     def __str__(self) -> str:

@@ -28,6 +28,7 @@ class SemaphoreRow(models.Model):
         db_table = "sqlsem_semaphore"
         verbose_name = _("semaphore")
         verbose_name_plural = _("semaphores")
+        indexes = [models.Index(fields=["paused"], name="sqlsem_semaphore_paused")]
         permissions = [
             ("operate_semaphorerow", "Can revoke permits and purge stale slots"),
             ("configure_semaphorerow", "Can set slots, pause and resume"),

@@ -12,7 +12,8 @@ from django_sqlsem.models.semaphores import HolderFields
 class WaitRow(HolderFields):
     """One thread or task that has waited for a while, and holds permits meanwhile.
 
-    ``permits`` are the ids of what it holds, separated by spaces. Instants are as in ``WaiterRow``.
+    ``wait_id`` is the id of the permit that it waits for. ``permits`` is what it holds, as ``key/permit id``, separated
+    by spaces. Instants are as in ``WaiterRow``.
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -20,7 +21,9 @@ class WaitRow(HolderFields):
     key = ExactCharField(_("key"), max_length=32, editable=False, db_column="semaphore_key")
     name = ExactCharField(_("name"), max_length=200)
     take = models.PositiveIntegerField(_("slots wanted"), default=1)
+    slots = models.PositiveIntegerField(_("slots declared"), null=True)
     mode = ExactCharField(_("mode"), max_length=8, default="", blank=True, db_column="lock_mode")
+    fair = models.BooleanField(_("stands in line"), default=True)
     permits = models.TextField(_("permits held"))
     since_us = models.BigIntegerField(_("waiting since"))
     expires_us = models.BigIntegerField(_("expires at"))

@@ -23,7 +23,11 @@ def obey(alias: str, name: str, options: dict[str, Any]) -> None:
         if announce:
             say(f"on_lost {json.dumps(told[-1])}")
 
+    def on_stop(permit: Permit) -> None:
+        say(f"on_stop {json.dumps([threading.current_thread().name, permit.stop_requested_by])}")
+
     announce = options.pop("announce", False)
+    heeds = options.pop("heeds", False)
     shared = semaphore(name, on_lost=on_lost, using=alias, **options)
     permit: Permit | None = None
     say("ready")
@@ -33,6 +37,8 @@ def obey(alias: str, name: str, options: dict[str, Any]) -> None:
             started = time.monotonic()
             try:
                 permit = shared.acquire(timeout=float(argument) if argument else None)
+                if heeds:
+                    permit.on_stop_requested(on_stop)
                 say(f"held {json.dumps([permit.slots, permit.tokens, permit.waited])}")
             except AcquireTimeoutError:
                 say(f"busy {time.monotonic() - started}")
@@ -50,6 +56,9 @@ def obey(alias: str, name: str, options: dict[str, Any]) -> None:
                 say("ours")
             except PermitLostError as error:
                 say(f"lost {json.dumps([error.loss.reason.value if error.loss else '', str(error)])}")
+        elif verb == "asked":
+            assert permit is not None
+            say(f"asked {json.dumps([permit.stop_requested, permit.stop_requested_by])}")
         elif verb == "told":
             say(f"told {json.dumps(told)}")
         elif verb == "status":
@@ -105,7 +114,7 @@ class Actor(Child):
         return found
 
     def ask(self, what: str) -> Any:
-        """Return its answer to ``told`` or ``status``."""
+        """Return its answer to ``told``, ``asked`` or ``status``."""
         self.send(what)
         return json.loads(self.expect(what))
 

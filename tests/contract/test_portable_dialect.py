@@ -19,6 +19,7 @@ from django_sqlsem.locks import tokens
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import LossReason
 from tests.databases import held_rows, query
+from tests.statements import CountedSession
 from tests.threads import run_in_threads, wait_until
 
 pytestmark = pytest.mark.rows_only("row statements")
@@ -364,3 +365,41 @@ def test_tokens(plain):
         jobs.acquire(2, timeout=0.8)  # longer than a heartbeat
     assert jobs.acquire(timeout=30).count == 1
     assert WaiterRow.objects.using(plain).count() == 0
+
+
+def test_a_holder_is_asked_to_stop_and_its_renewals_tell_of_it(plain):
+    """Where a renewal only tells how many rows it extended, and no locking select goes before it."""
+    with semaphore("asked", slots=3, take=2, using=plain).acquire() as pair, mutex("other", using=plain).acquire():
+        control.request_stop("asked", by="ann", using=plain)
+        keeper = pair._hold.keeper
+        keeper.renew_now(pair._hold)
+        wait_until(lambda: pair.stop_requested, timeout=20)
+        assert pair.stop_requested_by == "ann"
+        renewed = pair._hold.deadline
+        keeper.renew_now(pair._hold)
+        wait_until(lambda: pair._hold.deadline > renewed, timeout=20)
+        assert pair.lost is None
+
+
+def test_no_locking_select_tells_of_wishes_either(plain, monkeypatch):
+    """Databases that cannot pass over locked rows: the count of rows that a renewal extended has to do."""
+    monkeypatch.setattr(type(dialect_for(connections[plain])), "for_update", "")
+    with mutex("asked", using=plain).acquire() as permit, mutex("other", using=plain).acquire() as other:
+        backend, session = permit._hold.keeper.backend, CountedSession(plain)
+        unaware, usual = permit._hold.held, 1
+
+        def renewal(*held):
+            found = backend.renew(session, held)
+            return dict(found.asked), session.sent()
+
+        try:
+            wait_until(lambda: renewal(unaware, other._hold.held)[1] == usual, timeout=20)
+            control.request_stop("asked", by="ann", using=plain)
+            asked, more = renewal(unaware, other._hold.held)
+            assert asked == {permit._hold.permit_id: "ann"}
+            assert more > usual
+            wait_until(lambda: permit.stop_requested, timeout=20)
+            # Once its holder knows, it costs nothing any more; but while its keeper is busy with the row it may.
+            wait_until(lambda: renewal(permit._hold.held, other._hold.held) == ({}, usual), timeout=20)
+        finally:
+            session.close()

@@ -14,12 +14,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import close_old_connections
 
 from django_sqlsem import control, identity, mutex, queries, semaphore
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, SemaphoreError, kill_needed
-from django_sqlsem.management import arguments, doctoring, output, refreshes, run
+from django_sqlsem.management import arguments, doctoring, output, refreshes, run, stopping, waits
 from django_sqlsem.naming import ONE_SLOT
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from django_sqlsem.snapshots import SemaphoreSnapshot
 
 
-class Command(doctoring.DoctorVerb, BaseCommand):
+class Command(doctoring.DoctorVerb, waits.WaitsVerb, stopping.StoppingVerbs):
     """Operate the semaphores of one database."""
 
     help = (
@@ -105,7 +105,7 @@ class Command(doctoring.DoctorVerb, BaseCommand):
         shown = [output.only_stale(snapshot) for snapshot in found] if stale else found
         if form == "json":
             values = queries.refreshes(name_glob, using=database)
-            self._print(output.as_json(refreshes.as_dicts(shown, values, whole=not stale), indent=indent))
+            self._print(refreshes.as_json(shown, values, using=database, whole=not stale, indent=indent))
         elif form == "csv":
             text = output.as_csv(shown, header=header)
             if text:
@@ -125,7 +125,7 @@ class Command(doctoring.DoctorVerb, BaseCommand):
             header, *lines = output.table(body, output.headers(shown), fit=self.stdout.isatty())
             self._print(self.style.MIGRATE_HEADING(header))
             for line, row in zip(lines, body, strict=True):
-                self._print(self.style.WARNING(line) if row[2] == "stale" else line)
+                self._print(self.style.WARNING(line) if row[2].startswith("stale") else line)
             self._print("")
         busy = [each for each in found if each.holders or each.waiters or each.paused or each.tokens]
         for snapshot in busy:
@@ -142,7 +142,7 @@ class Command(doctoring.DoctorVerb, BaseCommand):
         snapshot = self._known(name, database)
         values = [each for each in queries.refreshes(using=database) if each.name == snapshot.name]
         if format == "json":
-            self._print(output.as_json(refreshes.as_dicts([snapshot], values, whole=False)[0]))
+            self._print(refreshes.as_json([snapshot], values, using=database, whole=False, only=True))
             return
         self._print(self.style.MIGRATE_HEADING(output.summary(snapshot)))
         for line in output.details(snapshot):
@@ -241,7 +241,7 @@ class Command(doctoring.DoctorVerb, BaseCommand):
             self._print(self.style.SUCCESS("Removed." if drop else "Installed."))
 
     def handle_run(
-        self, *, name: str, slots: int | None, timeout: Any, command: list[str], database: str | None, **_: Any
+        self, *, name: str, slots: int | None, timeout: Any, command: list[str], database: str | None, **options: Any
     ) -> None:
         """Run the command under a permit, and end with its exit code."""
         if not command:
@@ -253,7 +253,7 @@ class Command(doctoring.DoctorVerb, BaseCommand):
             lock = mutex(name, timeout=timeout, using=database)._as(known.kind)
         else:
             lock = semaphore(name, slots, timeout=timeout, using=database)
-        signals = run.Signals()
+        signals = run.Signals(options["stop_signal"])
         say: Callable[[str], None] = self.stderr.write
         with signals.installed(), identity.activity(shlex.join(command), run.system_user()):
             try:

@@ -1,0 +1,62 @@
+"""What operators do, written at once on their own connection: of an act nothing may be lost on the way."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from django.db import Error as DatabaseError
+from django.db import connections, transaction
+
+from django_sqlsem.backends.dialects import dialect_for
+from django_sqlsem.conf import config
+from django_sqlsem.history.events import DRAINED, PAUSED, PURGED, RESIZED, RESUMED, REVOKED, STOP_ASKED, several
+from django_sqlsem.identity import MAX_USER_LENGTH, printable
+from django_sqlsem.models import EventRow
+from django_sqlsem.naming import resource_for
+
+if TYPE_CHECKING:
+    from django_sqlsem.snapshots import HolderSnapshot
+
+logger = logging.getLogger("django_sqlsem")
+
+#: By the words that ``control`` has for them.
+_KINDS: Final = {
+    "stop": STOP_ASKED,
+    "revoke": REVOKED,
+    "purge": PURGED,
+    "set slots": RESIZED,
+    "pause": PAUSED,
+    "resume": RESUMED,
+    "drain": DRAINED,
+}
+#: Of these the holder's time ends.
+_ENDS: Final = (REVOKED, PURGED)
+
+
+def record(alias: str, action: str, name: str, by: str, detail: str, holder: HolderSnapshot | None = None) -> None:
+    """Write that an operator has acted on a name, and on which holder. The act stands, whatever becomes of this."""
+    settings = config(alias)
+    what = _KINDS.get(action)
+    if what is None or not (settings.history and settings.history_acts):
+        return
+    connection = connections[alias]
+    dialect = dialect_for(connection)
+    row = EventRow(key=resource_for(name, "").key, name=name, what=what, by=printable(by, MAX_USER_LENGTH))
+    row.detail = detail
+    if holder is not None:
+        row.slot, row.token = holder.slot, holder.token
+        row.host, row.pid, row.thread = holder.host, holder.pid, holder.thread
+        row.label, row.user = holder.label, holder.user
+        row.held_us = round(holder.age * 1e6) if what in _ENDS and holder.recorded else None
+        row.detail = several(holder.numbers)
+    row.detail = printable(row.detail, 500)
+    try:
+        # A savepoint, if the operator's request is a transaction: it must not fail with this.
+        with transaction.atomic(using=alias):
+            with connection.cursor() as cursor:
+                row.at_us = dialect.token_clock(dialect.now(cursor))
+            row.until_us = row.at_us + round(settings.history_acts * 1e6)
+            row.save(using=alias, force_insert=True)
+    except DatabaseError as error:
+        logger.warning("That %s acted on %r is missing in the history: %s", by or "somebody", name, error)

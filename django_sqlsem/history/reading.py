@@ -1,0 +1,166 @@
+"""What operators read of the history, on the alias's ordinary connection. All instants are the database's."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import connections
+
+from django_sqlsem.backends import database_for
+from django_sqlsem.backends.dialects import dialect_for
+from django_sqlsem.backends.rows_acts import database_errors
+from django_sqlsem.history import buckets
+from django_sqlsem.history.events import LOST, PURGED, RELEASED, REVOKED, Event, Minute, Span, Totals
+from django_sqlsem.models import EventRow, MinuteRow
+from django_sqlsem.naming import resource_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MINUTE_US: Final = 60_000_000
+#: No timeline shows more.
+MAX_SPANS: Final = 1000
+#: A statement names so many keys.
+_PAGE: Final = 500
+_ENDS: Final = (RELEASED, LOST, REVOKED, PURGED)
+
+_TOTALS: Final = """SELECT semaphore_key, SUM(granted), SUM(released), SUM(turned_away), SUM(lost), SUM(held_us),
+ MAX(longest_hold_us), MAX(longest_wait_us) FROM {table}
+ WHERE semaphore_key IN ({keys}) AND minute_us > {clock} - %(window)s GROUP BY semaphore_key"""
+
+
+def clock(using: str | None = None) -> datetime.datetime:
+    """Return the instant now, by the clock that the history goes by. Raises ``BackendError``."""
+    return _instant(_now(database_for(using)))
+
+
+def events(name: str, *, limit: int = 50, what: Collection[str] | None = None, using: str | None = None) -> list[Event]:
+    """Return what happened to a name, the newest first: all, or these kinds. Raises ``BackendError``."""
+    alias = database_for(using)
+    with database_errors(alias):
+        wanted = _events(alias, name) if what is None else _events(alias, name).filter(what__in=what)
+        return [_event(row) for row in wanted.order_by("-at_us", "-id")[:limit]]
+
+
+def spans(name: str, *, window: float = 3600.0, using: str | None = None) -> list[Span]:
+    """Return the holds that ended within the last ``window`` seconds, by slot and time; of many, the newest thousand.
+
+    Raises ``BackendError``.
+    """
+    alias = database_for(using)
+    since = _now(alias) - int(window * 1e6)
+    with database_errors(alias):
+        ended = _events(alias, name).filter(what__in=_ENDS, held_us__isnull=False, at_us__gte=since)
+        newest = [_event(row) for row in ended.order_by("-at_us", "-id")[:MAX_SPANS]]
+    found: dict[tuple[int, int | None, datetime.datetime | None], Span] = {}
+    for event in newest:
+        start = event.at - datetime.timedelta(seconds=event.held or 0.0)
+        for slot in event.slots:
+            # Who revokes and who loses both tell of the same end: the earlier one was it.
+            known = (slot, event.token, None if event.token is not None else event.at)
+            found[known] = Span(slot, start, event.at, event)
+    return sorted(found.values(), key=lambda span: (span.slot, span.start))
+
+
+def minutes(name: str, *, window: float = 3600.0, step: float = 60.0, using: str | None = None) -> list[Minute]:
+    """Return what happened in each ``step`` of the last ``window`` seconds: the oldest first, the last goes on.
+
+    A step is at least a minute, in whole minutes. Raises ``BackendError``.
+    """
+    alias = database_for(using)
+    step_us = max(1, round(step / 60)) * MINUTE_US
+    last = _now(alias) // step_us * step_us
+    first = last - (max(1, math.ceil(window * 1e6 / step_us)) - 1) * step_us
+    steps: dict[int, list[MinuteRow]] = {at: [] for at in range(first, last + 1, step_us)}
+    with database_errors(alias):
+        rows = MinuteRow._default_manager.using(alias).filter(key=_key(name), minute_us__gte=first)
+        for row in rows:
+            # One that was written a moment after the clock was asked is of the last step.
+            steps[min(last, row.minute_us // step_us * step_us)].append(row)
+    return [_minute(at, rows_of_step) for at, rows_of_step in steps.items()]
+
+
+def totals(names: Collection[str], *, window: float = 3600.0, using: str | None = None) -> dict[str, Totals]:
+    """Return what happened to each of these names within the last ``window`` seconds, read by one statement a page.
+
+    Names to which nothing happened are left out. Raises ``BackendError``.
+    """
+    alias = database_for(using)
+    by_key = {_key(name): name for name in names}
+    keys, found = list(by_key), {}
+    with database_errors(alias):
+        for start in range(0, len(keys), _PAGE):
+            for key, *numbers in _totals(alias, keys[start : start + _PAGE], int(window * 1e6)):
+                granted, released, turned_away, lost, held, hold, wait = (int(number or 0) for number in numbers)
+                found[by_key[key]] = Totals(granted, released, turned_away, lost, held / 1e6, hold / 1e6, wait / 1e6)
+    return found
+
+
+def _totals(alias: str, keys: Sequence[str], window_us: int) -> Iterator[Sequence[Any]]:
+    connection = connections[alias]
+    dialect = dialect_for(connection)
+    named = {f"key{number}": key for number, key in enumerate(keys)}
+    places = ", ".join(f"%({name})s" for name in named)
+    table = connection.ops.quote_name(MinuteRow._meta.db_table)
+    sql = _TOTALS.replace("{table}", table).replace("{keys}", places).replace("{clock}", dialect.token_now)
+    with connection.cursor() as cursor:
+        dialect.execute(cursor, sql, {**named, "window": window_us})
+        yield from cursor.fetchall()
+
+
+def _now(alias: str) -> int:
+    connection = connections[alias]
+    dialect = dialect_for(connection)
+    with database_errors(alias), connection.cursor() as cursor:
+        return dialect.token_clock(dialect.now(cursor))
+
+
+def _key(name: str) -> str:
+    return resource_for(name, "").key
+
+
+def _events(alias: str, name: str) -> Any:
+    return EventRow._default_manager.using(alias).filter(key=_key(name))
+
+
+def _instant(microseconds: int) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(0, datetime.UTC) + datetime.timedelta(microseconds=microseconds)
+
+
+def _event(row: EventRow) -> Event:
+    return Event(
+        at=_instant(row.at_us),
+        what=row.what,
+        name=row.name,
+        slot=row.slot,
+        token=row.token,
+        waited=None if row.waited_us is None else row.waited_us / 1e6,
+        held=None if row.held_us is None else row.held_us / 1e6,
+        host=row.host,
+        pid=row.pid,
+        thread=row.thread,
+        label=row.label,
+        user=row.user,
+        by=row.by,
+        detail=row.detail,
+    )
+
+
+def _minute(at: int, rows: Sequence[MinuteRow]) -> Minute:
+    return Minute(
+        at=_instant(at),
+        granted=sum(row.granted for row in rows),
+        released=sum(row.released for row in rows),
+        turned_away=sum(row.turned_away for row in rows),
+        lost=sum(row.lost for row in rows),
+        held=sum(row.held_us for row in rows) / 1e6,
+        waits=buckets.percentiles(
+            buckets.add_up(row.waits for row in rows), max((row.longest_wait_us for row in rows), default=0)
+        ),
+        holds=buckets.percentiles(
+            buckets.add_up(row.holds for row in rows), max((row.longest_hold_us for row in rows), default=0)
+        ),
+    )

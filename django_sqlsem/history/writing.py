@@ -1,0 +1,281 @@
+"""Writing the history down, on a keeper's thread and between its other duties: late rather than in anybody's way."""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import connections
+
+from django_sqlsem.backends.dialects import dialect_for
+from django_sqlsem.clocks import boot_now, boot_now_us
+from django_sqlsem.conf import Config, config
+from django_sqlsem.cursors import BEGIN
+from django_sqlsem.history import buckets, statements
+from django_sqlsem.history.events import PASSING
+from django_sqlsem.history.recorder import Entry, Recorder, told
+from django_sqlsem.history.sending import TooSoonError, in_transaction, passes
+from django_sqlsem.history.tallies import MINUTE_US, Tallies, Tally
+from django_sqlsem.identity import printable
+from django_sqlsem.sessions import OwnSession
+
+if TYPE_CHECKING:
+    from django_sqlsem.cursors import AnyCursor
+    from django_sqlsem.sessions import KeeperSession
+
+logger = logging.getLogger("django_sqlsem")
+
+#: What happens is written down so often, in seconds; sooner if this many events wait.
+EVERY: Final = 5.0
+MANY: Final = 1_000
+#: After an error it rests, for twice as long each time, in seconds.
+LONGEST_REST: Final = 60.0
+#: What has run out is deleted about so often, in seconds, a little at a time.
+PRUNE_EVERY: Final = 30.0
+#: A transaction of the writer takes no longer, in seconds; all of them at the end of a process; and those of one turn.
+LONGEST: Final = 1.3
+AT_THE_END: Final = 3.0
+TURN: Final = 0.03
+#: It does not begin one when there is less time, in seconds.
+SHORTEST: Final = 0.05
+#: How long it stands in line for SQLite's one writer, in seconds.
+IN_LINE: Final = 0.1
+#: The clocks are compared so often, in seconds.
+COMPARED: Final = 30.0
+#: That something is missing is said so often at the most, in seconds.
+TOLD_EVERY: Final = 60.0
+#: Refusals that pass by themselves are worth a word when there were so many in a row.
+WORTH_A_WORD: Final = 3
+
+
+class Writer:
+    """Writes what one recorder has noted. All its methods are the keeper's to call."""
+
+    def __init__(self, recorder: Recorder, session: KeeperSession) -> None:
+        self.recorder = recorder
+        self.alias = recorder.alias
+        self.tallies = Tallies()
+        vendor = connections[self.alias].vendor
+        #: Whether it writes on the keeper's own session: not where that is none for statements of any kind.
+        self.shares = isinstance(session, OwnSession) and vendor in BEGIN
+        self.session: KeeperSession = session if self.shares else OwnSession(self.alias)
+        self._writer = secrets.randbits(62)
+        self._offset_us: int | None = None
+        self._compare_at = 0.0
+        self._write_at = boot_now() + EVERY
+        self._prune_at = boot_now() + random.uniform(0, PRUNE_EVERY)  # noqa: S311 - no two processes in step
+        self._rest = EVERY
+        self._refusals = 0
+        self._told = False
+        self._tell_at = 0.0
+        self._lost = 0
+        #: The minutes that are left to be written in this turn; ``None``: the next one begins with all that changed.
+        self._left: list[tuple[int, Tally]] | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is anything to write."""
+        return bool(self.recorder.notes) or self.tallies.changed
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is anything to write, or to say, before the end."""
+        return self.pending or bool(self._lost or self.recorder.dropped)
+
+    def due(self, now: float) -> bool:
+        """Whether to write now, by the boot clock. Counts what has been noted, meanwhile."""
+        if self._offset_us is not None and self.recorder.notes:
+            self.tallies.gather(self.recorder, self._offset_us)
+        if now >= self._write_at:
+            return self.pending
+        many = len(self.tallies.listed) >= MANY or len(self.recorder.notes) >= 10 * MANY
+        return many and not self._refusals
+
+    def write(self, seconds: float) -> None:
+        """Write a few batches, none of which may take longer than ``seconds``. Never raises a database's error."""
+        if seconds < SHORTEST:
+            return  # what is held comes first
+        began = boot_now()
+        while self._attempt(min(seconds, LONGEST), IN_LINE):
+            if not (self.tallies.listed or self._left):
+                self._left, self._write_at = None, boot_now() + EVERY
+                self._prune(min(seconds, LONGEST))
+                return
+            if boot_now() - began > TURN:
+                return
+
+    def finish(self) -> None:
+        """Write all there is, as nobody may come back to it. What cannot be written is let go, and counted."""
+        give_up = boot_now() + AT_THE_END
+        self._left = None
+        while self.pending and not self._told and boot_now() < give_up and self._attempt(LONGEST, LONGEST):
+            self._left = None
+        if not self._refusals:
+            self._prune(LONGEST)
+        self._lost += len(self.recorder.notes) + len(self.tallies.listed) + self.recorder.dropped
+        self._lost += sum(tally.changed for tally in self.tallies.minutes.values())
+        if self._lost:
+            logger.warning("The history of %r ends; %d entries are missing.", self.alias, self._lost)
+        self.recorder.notes.clear()
+        self.recorder.dropped = 0
+        # Whatever comes later is told under another number: it must not replace what is written.
+        self.tallies, self._writer, self._left = Tallies(), secrets.randbits(62), None
+        self._refusals, self._told, self._lost, self._rest = 0, False, 0, EVERY
+        self._write_at = boot_now() + EVERY
+
+    def leave(self) -> None:
+        """Close the connection, if it is the writer's alone."""
+        if not self.shares:
+            self.session.close()
+
+    # One transaction.
+
+    def _attempt(self, seconds: float, in_line: float) -> bool:
+        """Write one batch. Return whether it went well."""
+        batch = _Batch()
+        used = self.session.last_used
+        error = in_transaction(self.session, lambda cursor: self._send(cursor, batch, seconds), seconds, in_line)
+        self.session.last_used = used  # no connection stays open longer for the history's sake
+        if error is None:
+            self._written(batch)
+        elif not isinstance(error, TooSoonError):
+            self._refused(batch, error)
+        return error is None
+
+    def _send(self, cursor: AnyCursor, batch: _Batch, seconds: float) -> None:
+        now_us = self._clock(cursor)
+        while self.tallies.gather(self.recorder, self._offset_us or 0):
+            pass
+        if self._left is None:
+            self._left = [(at, tally) for (_, at), tally in self.tallies.minutes.items() if tally.changed]
+        settings = config(self.alias)
+        batch.now_us = now_us
+        batch.listed = min(len(self.tallies.listed), statements.BATCH)
+        batch.minutes = self._left[: statements.BATCH]
+        listed = (self.tallies.listed[nth] for nth in range(batch.listed))
+        events = [_event_row(at_us, entry, settings) for at_us, entry in listed]
+        statements.write_events(cursor, [row for row in events if row is not None], seconds)
+        if settings.history_minutes:
+            rows = [_minute_row(at_us, tally, self._writer, settings) for at_us, tally in batch.minutes]
+            statements.write_minutes(cursor, rows, seconds)
+        batch.sent = True
+
+    def _clock(self, cursor: AnyCursor) -> int:
+        """Return Unix time by the database's clock, in microseconds."""
+        now = boot_now()
+        if self._offset_us is None or now >= self._compare_at:
+            dialect = dialect_for(cursor.db)
+            self._offset_us = dialect.token_clock(dialect.now(cursor)) - boot_now_us()
+            self._compare_at = now + COMPARED
+        return boot_now_us() + self._offset_us
+
+    def _written(self, batch: _Batch) -> None:
+        self._forget(batch)
+        self.tallies.close(batch.now_us - MINUTE_US)
+        self._rest, self._refusals = EVERY, 0
+        self._lost += self.recorder.dropped + self.tallies.dropped
+        self.recorder.dropped = self.tallies.dropped = 0
+        if self._told or (self._lost and boot_now() >= self._tell_at):
+            lost = f"; {self._lost} entries are missing" if self._lost else ""
+            logger.warning("The history of %r is written%s%s.", self.alias, " again" if self._told else "", lost)
+            self._told, self._lost, self._tell_at = False, 0, boot_now() + TOLD_EVERY
+
+    def _refused(self, batch: _Batch, error: Exception) -> None:
+        self._refusals += 1
+        passing = passes(error)
+        if batch.sent or not passing:  # it may have been committed; or it would be refused again
+            self._lost += batch.listed
+            self._forget(_Batch(listed=batch.listed))
+        if not passing:
+            self.tallies.close(boot_now_us() + (self._offset_us or 0), unwritten=True)
+        self._left = None
+        if not self._told and (not passing or self._refusals >= WORTH_A_WORD):
+            self._told = True
+            message = "The history of %r cannot be written just now, which is no permit's concern: %s"
+            logger.warning(message, self.alias, str(error).strip() or type(error).__name__)
+        self._rest = min(2 * self._rest, LONGEST_REST) if self._told else EVERY
+        self._write_at = boot_now() + self._rest
+
+    def _forget(self, batch: _Batch) -> None:
+        """Let go of what has been written."""
+        for _ in range(batch.listed):
+            self.tallies.listed.popleft()
+        for _, tally in batch.minutes:
+            tally.changed = False
+        if self._left is not None:
+            del self._left[: len(batch.minutes)]
+
+    def _prune(self, seconds: float) -> None:
+        """Delete a little of what has run out, if it is time for that."""
+        if boot_now() < self._prune_at or self._offset_us is None:
+            return
+        began, used = boot_now(), self.session.last_used
+        now_us, deleted = boot_now_us() + self._offset_us, 0
+
+        def prune(cursor: AnyCursor) -> None:
+            nonlocal deleted
+            deleted = max(statements.prune(cursor, table, now_us, seconds) for table in statements.TABLES)
+
+        more = True
+        while more and boot_now() - began < TURN:
+            failed = in_transaction(self.session, prune, seconds, IN_LINE) is not None
+            more = not failed and deleted >= statements.PRUNED
+        self.session.last_used = used
+        self._prune_at = boot_now() + (0.0 if more else PRUNE_EVERY * random.uniform(0.7, 1.3))  # noqa: S311
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What one transaction writes."""
+
+    now_us: int = 0
+    listed: int = 0
+    minutes: list[tuple[int, Tally]] = field(default_factory=list)
+    #: Whether all of it was sent, and only the commit was left.
+    sent: bool = False
+
+
+def _event_row(at_us: int, entry: Entry, settings: Config) -> list[Any] | None:
+    kept = settings.history_grants if entry.what in PASSING else settings.history_acts
+    if not kept:
+        return None
+    claim, grant, who = entry.claim, entry.grant, entry.claim.holder
+    return [
+        claim.resource.key,
+        claim.resource.name,
+        at_us,
+        at_us + round(kept * 1e6),
+        entry.what,
+        grant.slots[0] if grant is not None and grant.slots else None,
+        grant.tokens[0] if grant is not None and grant.tokens else None,
+        None if entry.waited is None else round(entry.waited * 1e6),
+        None if entry.held is None else round(entry.held * 1e6),
+        who.host,
+        who.pid,
+        who.thread,
+        who.label,
+        who.user,
+        printable(entry.by, 150),
+        printable(told(entry), 500),
+    ]
+
+
+def _minute_row(at_us: int, tally: Tally, writer: int, settings: Config) -> list[Any]:
+    return [
+        tally.resource.key,
+        at_us,
+        writer,
+        at_us + MINUTE_US + round(settings.history_minutes * 1e6),
+        tally.granted,
+        tally.released,
+        tally.turned_away,
+        tally.lost,
+        tally.held_us,
+        tally.longest_hold_us,
+        tally.longest_wait_us,
+        buckets.to_text(tally.holds),
+        buckets.to_text(tally.waits),
+    ]

@@ -1,0 +1,172 @@
+// Refreshes the part #sqlsem-live of a page every few seconds; without it the page is whole, and has a plain link.
+"use strict";
+(function start() {
+  if (document.readyState === "loading") return document.addEventListener("DOMContentLoaded", start);
+  const live = document.getElementById("sqlsem-live");
+  const bar = document.querySelector("[data-sqlsem-bar]");
+  if (!live || !bar || "sqlsemRuns" in live.dataset) return;
+  live.dataset.sqlsemRuns = "";
+  const HEADER = "X-Sqlsem-Fragment";
+  const PERIOD = 1000 * (Number(live.dataset.sqlsemRefresh) || 3);
+  const [STALE, LONGEST_PAUSE, TIMEOUT, EVERY] = [10000, 30000, 10000, 5];
+  const age = bar.querySelector("[data-sqlsem-age]");
+  const problem = bar.querySelector("[data-sqlsem-error]");
+  const toggle = bar.querySelector("[data-sqlsem-toggle]");
+  const text = bar.dataset;
+  let asked = 0; // when the view that is shown was asked for: 0 is when this page was
+  let [pause, paused, timer, busy] = [PERIOD, false, 0, false];
+  let light = EVERY - 1; // so many more answers need not have what costs most
+
+  const showAge = () => {
+    const old = performance.now() - asked;
+    const stale = old > STALE;
+    const words = paused ? text.textPaused : stale ? text.textStale : text.textAge;
+    const shown = words.replace("%s", Math.round(old / 1000));
+    if (age.textContent !== shown) age.textContent = shown;
+    for (const each of [bar, live]) each.classList.toggle("sqlsem-old", stale);
+  };
+
+  const say = (words, link) => {
+    if (problem.dataset.said === words) return;
+    problem.dataset.said = words;
+    problem.textContent = words;
+    if (link) {
+      const anchor = document.createElement("a");
+      anchor.href = location.href;
+      anchor.textContent = link;
+      problem.append(" ", anchor);
+    }
+  };
+
+  const keyOf = (node) => {
+    if (node.nodeType !== Node.ELEMENT_NODE) return "";
+    if (node.id || node.dataset.sqlsemKey) return node.id || node.dataset.sqlsemKey;
+    const box = node.tagName === "TR" && node.querySelector("input[name=_selected_action]");
+    return box ? box.value : "";
+  };
+
+  // Makes `old` like `fresh`, keeping whatever is the same: focus, checked boxes and open details stay by themselves.
+  const morph = (old, fresh) => {
+    if (old.nodeType !== Node.ELEMENT_NODE) {
+      if (old.data !== fresh.data) old.data = fresh.data;
+      return;
+    }
+    if ("sqlsemKeep" in old.dataset || "sqlsemKeep" in fresh.dataset) return;
+    const kept = (name) => name === "open" && old.tagName === "DETAILS";
+    if (old.tagName === "TR" && old.classList.contains("selected")) fresh.classList.add("selected");
+    for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name) && !kept(name)) old.removeAttribute(name);
+    for (const { name, value } of fresh.attributes) {
+      if (old.getAttribute(name) !== value && !kept(name)) old.setAttribute(name, value);
+    }
+    morphChildren(old, fresh);
+  };
+
+  const morphChildren = (old, fresh) => {
+    const keyed = new Map();
+    for (const child of old.childNodes) if (keyOf(child)) keyed.set(keyOf(child), child);
+    const wanted = new Set([...fresh.childNodes].map(keyOf));
+    let at = old.firstChild;
+    for (const child of [...fresh.childNodes]) {
+      const key = keyOf(child);
+      // One with a key is found by it when its turn comes, or removed below.
+      while (at && keyOf(at) && !(key && wanted.has(keyOf(at)))) at = at.nextSibling;
+      const same = key ? keyed.get(key) : at;
+      if (same && same.nodeName === child.nodeName) {
+        keyed.delete(key);
+        if (same === at) at = at.nextSibling;
+        else old.insertBefore(same, at);
+        morph(same, child);
+        same.sqlsemSeen = true;
+      } else {
+        child.sqlsemSeen = true;
+        old.insertBefore(child, at);
+      }
+    }
+    for (const child of [...old.childNodes]) {
+      if (child.sqlsemSeen) delete child.sqlsemSeen;
+      else child.remove();
+    }
+  };
+
+  const inUse = () => {
+    const active = document.activeElement;
+    const field = "select, textarea, input:not([type=checkbox]):not([type=radio]):not([type=submit]):not([type=button])";
+    const selection = document.getSelection();
+    const marked = selection && !selection.isCollapsed && live.contains(selection.anchorNode);
+    return marked || (live.contains(active) && active.matches(field) && !active.closest("[data-sqlsem-keep]"));
+  };
+
+  const replace = (html) => {
+    if ("sqlsemReload" in live.dataset) return location.reload();
+    const active = document.activeElement;
+    const had = live.contains(active);
+    const fresh = new DOMParser().parseFromString(html, "text/html").body;
+    morphChildren(live, fresh);
+    if (had && document.activeElement !== active) (active.isConnected ? active : live).focus({ preventScroll: true });
+  };
+
+  const schedule = (wait) => {
+    clearTimeout(timer);
+    if (!paused && !document.hidden) timer = setTimeout(refresh, wait);
+  };
+
+  const refresh = async () => {
+    clearTimeout(timer);
+    if (busy || paused || document.hidden) return;
+    if (inUse()) return schedule(PERIOD);
+    busy = true;
+    const controller = new AbortController();
+    const limit = setTimeout(() => controller.abort(), TIMEOUT);
+    const sent = performance.now();
+    try {
+      const headers = { [HEADER]: "1" };
+      if (light > 0) headers["X-Sqlsem-Light"] = "1";
+      const options = { headers, cache: "no-store", redirect: "manual", signal: controller.signal };
+      const answer = await fetch(live.dataset.sqlsemUrl, options);
+      const body = await answer.text();
+      const ours = answer.headers.has(HEADER);
+      if (answer.ok && ours && !inUse()) {
+        if (!paused) {
+          replace(body);
+          asked = sent;
+          light = light > 0 ? light - 1 : EVERY - 1;
+        }
+        pause = PERIOD;
+        say("");
+      } else if (!(answer.ok && ours)) {
+        pause = Math.min(LONGEST_PAUSE, pause * 2);
+        if (answer.type === "opaqueredirect" || answer.ok) say(text.textEnded, text.textLogin);
+        else say(ours ? body : text.textStatus.replace("%s", answer.status));
+      }
+    } catch {
+      pause = Math.min(LONGEST_PAUSE, pause * 2);
+      say(controller.signal.aborted ? text.textSlow : text.textUnreachable);
+    } finally {
+      clearTimeout(limit);
+      busy = false;
+      showAge();
+      schedule(pause);
+    }
+  };
+
+  const again = () => {
+    light = 0;
+    clearTimeout(timer);
+    refresh();
+  };
+
+  toggle.hidden = false;
+  toggle.addEventListener("click", () => {
+    paused = !paused;
+    toggle.textContent = paused ? text.textResume : text.textPause;
+    showAge();
+    again();
+  });
+  document.addEventListener("visibilitychange", again);
+  window.addEventListener("pageshow", (event) => event.persisted && again());
+  live.tabIndex = -1;
+  for (const box of live.querySelectorAll("[data-sqlsem-end]")) box.scrollLeft = box.scrollWidth; // where "now" is
+  setInterval(showAge, 1000);
+  showAge();
+  schedule(PERIOD);
+})();

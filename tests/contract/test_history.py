@@ -1,0 +1,456 @@
+"""What happens to locks is recorded, in batches and beside the work; and no failure of that is a permit's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.db import connections, transaction
+
+from django_sqlsem import control, lifecycle, locks, queries, semaphore
+from django_sqlsem.backends import get_backend
+from django_sqlsem.clocks import boot_now
+from django_sqlsem.history import recorder, statements, tallies, writing
+from django_sqlsem.history.events import Event
+from django_sqlsem.keeper_history import RecordingKeeper
+from django_sqlsem.keepers import keeper_for
+from django_sqlsem.models import EventRow, MinuteRow
+from tests import databases
+from tests.processes import Child
+from tests.test_history import clock_us, event, minute
+
+PATIENT = 20.0
+
+
+def wait_until(condition: Callable[[], Any], *, within: float = PATIENT) -> Any:
+    """Wait for a condition, and return what it says."""
+    deadline = time.monotonic() + within
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def whats(alias: str, name: str = "reports") -> list[str]:
+    """The kinds of events of a name, the oldest first."""
+    return [event.what for event in reversed(queries.events(name, using=alias))]
+
+
+def only(alias: str, what: str, name: str = "reports") -> Event:
+    """The one event of this kind."""
+    assert wait_until(lambda: what in whats(alias, name)), f"no {what!r} but {whats(alias, name)}"
+    [found] = [event for event in queries.events(name, using=alias) if event.what == what]
+    return found
+
+
+def keeper_of(alias: str) -> RecordingKeeper:
+    """The keeper of this process."""
+    keeper = keeper_for(get_backend(alias))
+    assert isinstance(keeper, RecordingKeeper)
+    return keeper
+
+
+@pytest.fixture
+def sooner(monkeypatch: pytest.MonkeyPatch, database: str) -> None:
+    """This process writes what has happened several times a second."""
+    monkeypatch.setattr(writing, "EVERY", 0.2)
+    keeper_of(database)._writer._write_at = 0.0
+
+
+def test_a_grant_and_its_end_are_seen_from_another_process(database: str) -> None:
+    with Child("hold", database, "reports", 3) as child:
+        slot, token = (int(each) for each in child.expect("held").split())
+        assert wait_until(lambda: whats(database) == ["granted"])  # while it is held
+        child.send()
+        child.expect("released")
+        child.finish()
+    assert whats(database) == ["granted", "released"]  # the end of a process leaves nothing unwritten
+    released, granted = queries.events("reports", using=database)
+    assert (granted.slot, granted.token, granted.waited) == (slot, token, 0.0)
+    assert granted.pid == released.pid == child.pid
+    assert granted.host
+    assert released.token == token
+    assert released.held is not None
+    assert 0 < released.held < 60
+    [span] = queries.spans("reports", using=database)
+    assert (span.slot, span.event) == (slot, released)
+    assert abs((span.start - granted.at).total_seconds()) < 0.01
+    total = queries.totals(["reports"], using=database)["reports"]
+    assert (total.granted, total.released, total.turned_away, total.lost) == (1, 1, 0, 0)
+    assert total.held == pytest.approx(released.held, abs=0.001)
+    minutes = queries.minutes("reports", using=database)
+    assert sum(minute.granted for minute in minutes) == 1
+    assert sum(minute.holds.count for minute in minutes if minute.holds is not None) == 1
+
+
+@pytest.mark.leaves_held
+def test_a_killed_process_leaves_what_it_had_written(database: str) -> None:
+    with Child("hold", database, "reports", 3) as child:
+        child.expect("held")
+        assert wait_until(lambda: whats(database) == ["granted"])
+        child.kill()
+    with semaphore("reports", slots=3, using=database):
+        pass
+    assert wait_until(lambda: whats(database) == ["granted", "granted", "released"])
+    assert len(queries.spans("reports", using=database)) == 1
+
+
+@pytest.mark.usefixtures("sooner")
+def test_who_waited_and_who_was_turned_away(database: str) -> None:
+    lock = semaphore("reports", using=database)
+    with lock, Child("hold", database, "reports") as child:
+        assert wait_until(lambda: (found := queries.semaphore("reports", using=database)) and found.waiting)
+        with Child(
+            "from django_sqlsem import semaphore\n"
+            "lock = semaphore('reports', using=args[0])\n"
+            "assert lock.try_acquire() is None\n"
+            "try:\n"
+            "    lock.acquire(timeout=0.2)\n"
+            "except TimeoutError:\n"
+            "    say('turned away')\n",
+            database,
+        ) as other:
+            other.expect("turned away")
+            other.finish()
+        lock_held_by_us = [event for event in queries.events("reports", using=database) if event.what == "timed_out"]
+        assert len(lock_held_by_us) == 2
+        at_once, later = sorted(lock_held_by_us, key=lambda event: event.at)
+        assert (at_once.waited, at_once.slot, at_once.pid) == (None, None, other.pid)
+        assert later.waited is not None
+        assert 0.2 <= later.waited < PATIENT
+        lifecycle.stop_all()  # gives it back, and notes why
+        child.expect("held")
+        child.send()
+        child.expect("released")
+        child.finish()
+    waited = max(event.waited or 0.0 for event in queries.events("reports", using=database) if event.pid == child.pid)
+    assert waited > 0.2
+    ended = [event for event in queries.events("reports", using=database) if event.what == "released"]
+    assert "the process is ending" in {event.detail for event in ended}
+    total = queries.totals(["reports"], using=database)["reports"]
+    assert (total.granted, total.released, total.turned_away, total.lost) == (2, 2, 2, 0)
+    assert total.longest_wait == pytest.approx(max(waited, later.waited), abs=0.01)
+
+
+@pytest.mark.usefixtures("sooner")
+def test_a_loss_is_told_once_with_its_reason(database: str) -> None:
+    with semaphore("reports", slots=2, lease=2.0, using=database) as permit:
+        [holder] = control.revoke("reports", by="ann", using=database)
+        assert wait_until(lambda: permit.lost)
+    lost = only(database, "lost")
+    assert (lost.slot, lost.token) == (permit.slot, permit.token)
+    assert lost.detail.startswith("revoked")
+    assert lost.by == "ann"
+    assert lost.held is not None
+    revoked = only(database, "revoked")
+    assert (revoked.by, revoked.slot, revoked.token) == ("ann", holder.slot, holder.token)
+    assert revoked.held is not None
+    assert sorted(whats(database)) == ["granted", "lost", "revoked"]
+    assert len(queries.spans("reports", using=database)) == 1
+    lifecycle.stop_all()
+    assert sorted(whats(database)) == ["granted", "lost", "revoked"]
+
+
+def test_acts_are_there_at_once_and_say_who(database: str) -> None:
+    semaphore("reports", slots=3, using=database).acquire().release()
+    control.pause("reports", by="ann", using=database)
+    control.resume("reports", by="bob", using=database)
+    control.set_slots("reports", 5, by="cid", using=database)
+    acts = [each for each in queries.events("reports", using=database) if each.what not in ("granted", "released")]
+    assert [(act.what, act.by, act.detail) for act in reversed(acts)] == [
+        ("paused", "ann", ""),
+        ("resumed", "bob", ""),
+        ("resized", "cid", "5 slots"),
+    ]
+    month = 30 * 86400 * 1_000_000
+    kept = EventRow.objects.using(database).filter(what="paused").get()
+    assert kept.until_us - kept.at_us == month
+
+
+def test_an_act_stands_without_its_entry(database: str, caplog: pytest.LogCaptureFixture) -> None:
+    semaphore("reports", slots=3, using=database).acquire().release()
+    lifecycle.stop_all()
+    with no_table(database), transaction.atomic(using=database):
+        assert control.pause("reports", by="ann", using=database)
+    found = queries.semaphore("reports", using=database)
+    assert found is not None
+    assert found.paused
+    assert "missing in the history" in caplog.text
+
+
+@contextlib.contextmanager
+def no_table(alias: str) -> Iterator[None]:
+    """Inside the block the tables of the history are not there."""
+    rename = (
+        "EXEC sp_rename '{0}', '{1}'" if connections[alias].vendor == "microsoft" else "ALTER TABLE {0} RENAME TO {1}"
+    )
+    tables = (statements.EVENTS, statements.MINUTES)
+    for table in tables:
+        databases.query(alias, rename.format(table, f"{table}_away"))
+    try:
+        yield
+    finally:
+        for table in tables:
+            databases.query(alias, rename.format(f"{table}_away", table))
+
+
+@pytest.mark.usefixtures("sooner")
+def test_permits_go_on_without_the_tables(database: str, caplog: pytest.LogCaptureFixture) -> None:
+    lock = semaphore("reports", slots=3, lease=1.0, using=database)
+    with caplog.at_level(logging.WARNING, "django_sqlsem"), lock as permit:
+        with no_table(database):
+
+            def use() -> bool:
+                with semaphore("others", slots=1, using=database):
+                    permit.check()
+                return "cannot be written" in caplog.text
+
+            assert wait_until(use)
+            ends = time.monotonic() + 2.5
+            while time.monotonic() < ends:
+                use()
+                time.sleep(0.02)
+        told = [record for record in caplog.records if "cannot be written" in record.getMessage()]
+        assert len(told) == 1
+        keeper_of(database)._writer._write_at = 0.0  # it rests longer after each failure
+        assert wait_until(lambda: "written again" in caplog.text)
+        permit.check()
+    assert "are missing" in caplog.text
+    lifecycle.stop_all()
+    assert whats(database)[-1] == "released"
+
+
+@pytest.mark.rows_only("lease")
+@pytest.mark.usefixtures("sooner")
+def test_a_locked_table_delays_no_renewal(database: str) -> None:
+    vendor = connections[database].vendor
+    if vendor == "sqlite":
+        pytest.skip("a lock of one table locks the database")
+    lock = semaphore("reports", slots=3, lease=1.0, using=database)
+    with contextlib.closing(databases.raw_connection(database)) as raw, lock as permit:
+        cursor = raw.cursor()
+        if vendor == "postgresql":
+            cursor.execute("BEGIN")
+            cursor.execute(f"LOCK TABLE {statements.EVENTS}, {statements.MINUTES} IN ACCESS EXCLUSIVE MODE")
+        else:
+            cursor.execute(f"LOCK TABLES {statements.EVENTS} WRITE, {statements.MINUTES} WRITE")
+        refused = 0
+        ends = time.monotonic() + 4.0
+        while time.monotonic() < ends:
+            permit.check()
+            refused = max(refused, keeper_of(database)._writer._refusals)
+            with semaphore("others", slots=1, using=database):
+                time.sleep(0.02)
+        assert refused
+        cursor.execute("ROLLBACK" if vendor == "postgresql" else "UNLOCK TABLES")
+        keeper_of(database)._writer._write_at = 0.0
+        assert wait_until(lambda: "granted" in whats(database))  # nothing of it was dropped
+        permit.check()
+
+
+def test_off_means_that_nothing_is_written(database: str, settings: Any) -> None:
+    settings.SQLSEM = settings.SQLSEM | {"HISTORY": False}
+    with semaphore("reports", lease=2.0, using=database) as permit:
+        control.revoke("reports", by="ann", using=database)
+        assert wait_until(lambda: permit.lost)
+    lifecycle.stop_all()
+    assert not keeper_of(database)._writer.pending
+    for model in (EventRow, MinuteRow):
+        assert not model.objects.using(database).exists()
+
+
+@pytest.mark.django_db(databases="__all__")
+def test_the_locks_of_a_test_case_are_not_recorded() -> None:
+    with semaphore("reports"):
+        pass
+    control.pause("reports", by="ann")
+    assert not EventRow.objects.exists()
+    assert not MinuteRow.objects.exists()
+    assert queries.events("reports") == []
+
+
+def test_all_slots_of_a_permit_are_told(database: str) -> None:
+    with semaphore("gpu", slots=4, take=3, using=database) as permit:
+        slots = permit.slots
+    lifecycle.stop_all()
+    [span, *others] = queries.spans("gpu", using=database)
+    assert (span.slot, *(each.slot for each in others)) == slots
+    assert span.event.slots == slots
+    total = queries.totals(["gpu"], using=database)["gpu"]
+    assert span.event.held is not None
+    assert total.held == pytest.approx(3 * span.event.held, abs=0.001)
+    assert total.longest_hold == pytest.approx(span.event.held, abs=0.001)
+
+
+def test_tokens_are_granted_and_never_come_back(database: str) -> None:
+    jobs = locks.tokens("jobs", 2, using=database)
+    jobs.acquire(timeout=PATIENT)
+    assert jobs.try_acquire(5) is None
+    lifecycle.stop_all()
+    assert sorted(whats(database, "jobs")) == ["granted", "timed_out"]
+    assert queries.spans("jobs", using=database) == []
+
+
+def test_a_minute_is_one_row_however_often_it_is_written(database: str) -> None:
+    writer = keeper_of(database)._writer
+    lock = semaphore("reports", slots=3, using=database)
+    with lock:
+        for _ in range(4):
+            with semaphore("others", slots=3, using=database):
+                pass
+            assert wait_until(lambda: not writer.recorder.notes or written(writer))
+    lifecycle.stop_all()
+    rows = list(MinuteRow.objects.using(database).filter(writer=MinuteRow.objects.using(database).first().writer))
+    by_minute = {(row.key, row.minute_us) for row in rows}
+    assert len(by_minute) == len(rows)
+    assert queries.totals(["others"], using=database)["others"].granted == 4
+
+
+def written(writer: writing.Writer) -> bool:
+    """Have the keeper write now; return whether it has written everything."""
+    writer._write_at = 0.0
+    return not writer.pending
+
+
+def test_nothing_is_counted_twice_or_forgotten_by_many_threads(database: str) -> None:
+    lock = semaphore("reports", slots=4, using=database)
+
+    def work() -> None:
+        for _ in range(30):
+            with lock:
+                pass
+        connections.close_all()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    lifecycle.stop_all()
+    total = queries.totals(["reports"], using=database)["reports"]
+    assert (total.granted, total.released, total.turned_away, total.lost) == (240, 240, 0, 0)
+    # Of a busy name not everything is listed.
+    assert 0 < len(queries.events("reports", limit=1000, using=database)) <= 480
+
+
+def test_a_forked_child_tells_only_its_own(database: str) -> None:
+    code = (
+        "import os\n"
+        "from django_sqlsem import semaphore\n"
+        "lock = semaphore('reports', slots=2, using=args[0])\n"
+        "with lock:\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        with semaphore('childs', using=args[0]):\n"
+        "            pass\n"
+        "        from django_sqlsem import lifecycle\n"
+        "        lifecycle.stop_all()\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(pid, 0)[1] == 0\n"
+        "say('done')\n"
+    )
+    with Child(code, database) as child:
+        child.expect("done")
+        child.finish()
+    assert whats(database) == ["granted", "released"]
+    assert whats(database, "childs") == ["granted", "released"]
+    assert {each.pid for each in queries.events("reports", using=database)} == {child.pid}
+    assert child.pid not in {each.pid for each in queries.events("childs", using=database)}
+
+
+def test_pruning_takes_what_has_run_out_and_nothing_else(database: str) -> None:
+    for number in range(statements.PRUNED + 50):
+        event(database, "granted", ago=7200 + number, name=f"old:{number % 7}")
+        minute(database, ago=120 + number, name="old")
+    EventRow.objects.using(database).update(until_us=clock_us(database) - 1)
+    MinuteRow.objects.using(database).update(until_us=clock_us(database) - 1)
+    kept = [event(database, "lost", ago=60).pk, event(database, "granted", ago=60).pk]
+    stays = minute(database, ago=5).pk
+    writer = keeper_of(database)._writer
+    with semaphore("others", using=database):
+
+        def prune() -> bool:
+            writer._prune_at = writer._write_at = 0.0
+            with semaphore("more", using=database):
+                old = EventRow.objects.using(database).filter(name__startswith="old:").exists()
+            return not old and not MinuteRow.objects.using(database).filter(until_us__lt=clock_us(database)).exists()
+
+        assert wait_until(prune)
+    assert EventRow.objects.using(database).filter(pk__in=kept).count() == 2
+    assert MinuteRow.objects.using(database).filter(pk=stays).exists()
+
+
+def test_many_who_prune_at_once_do_not_meet(database: str) -> None:
+    for number in range(600):
+        event(database, "granted", ago=7200 + number)
+    EventRow.objects.using(database).update(until_us=1)
+    barrier, failures, deleted = threading.Barrier(3), [], []
+
+    def prune() -> None:
+        session = get_backend(database).session() if connections[database].vendor != "microsoft" else None
+        session = session or writing.OwnSession(database)
+        barrier.wait(60)
+        for _ in range(3):
+            error = writing.in_transaction(
+                session, lambda cursor: deleted.append(statements.prune(cursor, statements.EVENTS, 2, 1.0)), 1.0, 5.0
+            )
+            failures.extend([error] if error else [])
+        session.close()
+        connections.close_all()
+
+    threads = [threading.Thread(target=prune) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    assert not EventRow.objects.using(database).exists()
+    assert sum(deleted) == 600
+
+
+def test_the_queue_is_bounded_and_counts_what_it_drops(
+    database: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recorder, "MAX_NOTES", 10)
+    keeper = keeper_of(database)
+    monkeypatch.setattr(keeper, "write_history", lambda now: None)  # as if the database were away
+    monkeypatch.setattr(keeper, "end_history", lambda: None)
+    for _ in range(20):
+        with semaphore("reports", using=database):
+            pass
+    assert len(keeper.history.notes) == 10
+    assert keeper.history.dropped == 30
+    monkeypatch.undo()
+    lifecycle.stop_all()
+    assert len(whats(database)) == 10
+    assert "30 entries are missing" in caplog.text
+    assert queries.totals(["reports"], using=database)["reports"].granted == 5
+
+
+def test_a_busy_name_does_not_drown_a_quiet_one() -> None:
+    from django_sqlsem.backends.base import Claim, Grant
+    from django_sqlsem.identity import current
+    from django_sqlsem.naming import resource_for
+
+    noted = recorder.Recorder("default")
+    now = float(int(boot_now()))
+
+    def note(name: str) -> None:
+        resource = resource_for(name, "semaphore")
+        claim = Claim(resource, "0" * 32, 1, 1, 60.0, True, current())
+        noted.granted(claim, Grant((1,), (5,), (1,)), now, 0.0)
+
+    for _ in range(1000):
+        note("busy")
+    note("quiet")
+    counted = tallies.Tallies()
+    while counted.gather(noted, 0):
+        pass
+    listed = [entry.claim.resource.name for _, entry in counted.listed]
+    assert listed.count("busy") == tallies.LISTED
+    assert listed.count("quiet") == 1
+    assert sorted(tally.granted for tally in counted.minutes.values()) == [1, 1000]
