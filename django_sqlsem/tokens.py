@@ -246,7 +246,8 @@ class Tokens:
 
     def _taken(self, hold: Hold) -> TakenTokens:
         taken = TakenTokens(self, hold.claim.take, hold.waited)
-        logger.debug("Took %d of the tokens %r, after %.3f s.", taken.count, self.name, taken.waited)
+        extra = {"semaphore": self.name, "what": "tokens_taken", "count": taken.count, "waited": taken.waited}
+        logger.debug("Took %d of the tokens %r, after %.3f s.", taken.count, self.name, taken.waited, extra=extra)
         return taken
 
     def _put_back(self, keeper: Keeper, count: int) -> None:

@@ -281,7 +281,7 @@ def test_a_plain_user_lacks_rights_that_are_named(server):
         ids, text = found(databases=[server], tags=[checks.Tags.database])
     # Without any right on the tables the server does not even say that they are there.
     assert "sqlsem.I001" in ids
-    assert set(ids) <= {"sqlsem.E006", "sqlsem.W007", "sqlsem.I001", "sqlsem.I002"}
+    assert set(ids) <= {"sqlsem.E006", "sqlsem.W013", "sqlsem.I001", "sqlsem.I002"}
     assert "sqlsem_plain_" in text
 
 
@@ -307,12 +307,12 @@ def test_rights_that_only_some_features_need(server):
     others = [*checks_rights.HISTORY, *checks_rights.DEADLOCKS, *checks_rights.KINDS]
     with a_plain_user(server, *needed, *(f"SELECT ON {table}" for table in others)):
         ids, text = found(databases=[server], tags=[checks.Tags.database])
-        assert set(ids) - {"sqlsem.I001"} == {"sqlsem.W007", "sqlsem.I002"}
+        assert set(ids) - {"sqlsem.I001"} == {"sqlsem.W013", "sqlsem.I002"}
         for right in ("INSERT on sqlsem_event", "DELETE on sqlsem_minute", "UPDATE on sqlsem_wait"):
             assert right in text
         assert "DELETE on sqlsem_claim" in text
         with override_settings(SQLSEM={"DATABASE": server, "HISTORY": False, "DEADLOCKS": "ignore"}):
-            assert "sqlsem.W007" not in found(databases=[server], tags=[checks.Tags.database])[0]
+            assert "sqlsem.W013" not in found(databases=[server], tags=[checks.Tags.database])[0]
 
 
 @needs_server
