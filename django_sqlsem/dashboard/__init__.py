@@ -1,1 +1,3 @@
 """What the admin shows of locks: drawings, the page of one lock, and how pages refresh themselves."""
+
+from __future__ import annotations

@@ -51,10 +51,15 @@ class WaitSnapshot:
         """What it holds in one phrase; empty if that is nothing."""
         return _listed(f"{holder.name!r} ({holder.where})" for holder in self.holds)
 
+    @property
+    def held_by_text(self) -> str:
+        """Who holds what it waits for in one phrase; empty if that is nobody."""
+        return _listed(f"{_who(holder)} ({holder.where})" for holder in self.held_by)
+
     def __str__(self) -> str:
         text = f"{self.who} has waited {duration(self.age)} for {self.name!r}"
         if self.held_by:
-            text += f", held by {_listed(f'{_who(holder)} ({holder.where})' for holder in self.held_by)}"
+            text += f", held by {self.held_by_text}"
         return f"{text}, and holds {self.holds_text}" if self.holds else text
 
 

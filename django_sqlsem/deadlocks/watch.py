@@ -38,10 +38,12 @@ LOOK: Final = 1.0
 CROWD: Final = 20
 #: A process that has not been heard of for so many looks is not counted.
 MISSED: Final = 3.5
-#: After a refusal it rests for so many seconds; where SQLite was merely being written to, for less.
+#: After a refusal it rests for one look, then for twice as long each time up to this, in seconds.
 REST: Final = 10.0
+#: So many in a row are worth a word.
+WORTH_A_WORD: Final = 3
+#: Where SQLite was merely being written to, it rests for so many seconds, unless there were so many in a row.
 LOCKED: Final = 0.1
-#: So many refusals of the latter kind in a row are one of the former.
 PATIENCE: Final = 50
 #: So many waits of one process are written down.
 MANY: Final = 100
@@ -268,13 +270,14 @@ class Watch:
         return not backend.process_local and (backend.supports_renewal or config(self._alias).record)
 
     def _refused(self, error: Exception) -> None:
+        self._refusals += 1
         # SQLite has one writer, and does not wait for it here.
         if self._session.connection.vendor == "sqlite" and is_transient(error) and self._refusals < PATIENCE:
-            self._refusals += 1
             self._rest_until = boot_now() + LOCKED * random.uniform(0.5, 1.5)  # noqa: S311
             return
-        self._rest_until = boot_now() + REST
-        if not self._failing:
+        # A busy server may take too long now and then.
+        self._rest_until = boot_now() + min(REST, LOOK * 2 ** min(self._refusals - 1, 10))
+        if self._refusals >= WORTH_A_WORD and not self._failing:
             self._failing = True
             logger.warning("Deadlocks over the locks of %r cannot be looked for now: %s", self._alias, error)
 

@@ -13,6 +13,7 @@ from django.db import connections
 
 from django_sqlsem import naming
 from django_sqlsem.durations import parse_duration
+from django_sqlsem.management import doctoring
 from django_sqlsem.modes import WRITER
 from django_sqlsem.timeouts import UNSET
 
@@ -26,6 +27,7 @@ EPILOG: Final = """\
 exit codes:
   0    done; also when there was nothing to do
   1    error: no such name, the database failed, a holder changed before it could be revoked,
+       (doctor) something is wrong, (waits) there is a deadlock,
        or (run) the permit was lost although the command ended with 0
   2    wrong arguments
   75   run: no slot became free within the timeout; drain: somebody had not left within --wait
@@ -128,6 +130,9 @@ def add_arguments(parser: CommandParser) -> None:
     sub.add_argument("name", **name)
     sub.add_argument("--format", choices=["table", "json"], default="table")
 
+    sub = add("waits", "Shows who waits for what while holding what, and the deadlocks; ends with 1 if there is one.")
+    sub.add_argument("--format", choices=["table", "json"], default="table")
+
     sub = add("purge", "Frees slots whose lease has run out, or whose session has ended. Never touches a live holder.")
     sub.add_argument("--idle", action="store_true", help="also delete names that nobody holds or waits for")
     sub.add_argument(
@@ -173,6 +178,10 @@ def add_arguments(parser: CommandParser) -> None:
     )
     what.add_argument("--pause", action="store_true", help="grant nothing more; holders are not disturbed")
     what.add_argument("--resume", action="store_true", help="grant again")
+
+    sub = add("doctor", "Examines the settings and each database that keeps locks, and says what it finds.")
+    sub.add_argument("--using", dest="database", metavar="ALIAS", type=_type(_database), help="the same as --database")
+    doctoring.add_arguments(sub)
 
     sub = add("sql", "SQL Server: prints the stored procedures with which programs without Django join semaphores.")
     what = sub.add_mutually_exclusive_group()

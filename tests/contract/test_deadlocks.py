@@ -8,12 +8,14 @@ import threading
 import time
 
 import pytest
+from django.db import connections
 
 from django_sqlsem import AcquireTimeoutError, control, identity, mutex, queries
 from django_sqlsem.deadlocks import watch
 from django_sqlsem.locks import rwlock, tokens
-from django_sqlsem.models import WaitRow
+from django_sqlsem.models import WaiterRow, WaitRow
 from tests.contract.waiters import Waiter
+from tests.databases import raw_connection
 from tests.threads import wait_until
 
 A, B, C = ["mutex", "a"], ["mutex", "b"], ["mutex", "c"]
@@ -93,7 +95,7 @@ def test_the_last_one_to_wait_is_broken_off_and_the_other_goes_on(database, asyn
         second.expect("left")
         first.expect("got", timeout=SOON)
         first.expect("left")
-        [told] = second.told()
+        [told] = wait_until(second.told, timeout=SOON)
         assert told["text"].endswith("The last wait, for 'a', was broken off.")
         assert not first.told()
         end(first, second)
@@ -290,3 +292,103 @@ def test_ignored_waits_write_nothing(database):
         first.expect("timeout", timeout=SOON)
         second.expect("got", timeout=SOON)
         end(first, second)
+
+
+def test_it_is_an_event_in_the_history_of_each_name(database):
+    with Waiter(database, A, B) as first, Waiter(database, B, A, env=BREAK) as second:
+        started(first, second)
+        wait_in_turn(database, first, second)
+        second.expect("deadlock", timeout=SOON)
+        end(first, second)  # what they have to tell is written at their ends
+    events = [event for name in "ab" for event in queries.events(name, using=database)]
+    told = {event.name: event for event in events if event.what == "deadlock"}
+    assert {name: event.pid for name, event in told.items()} == {"b": first.pid, "a": second.pid}
+    for event in told.values():
+        assert f"pid {first.pid} " in event.detail
+        assert f"pid {second.pid} " in event.detail
+
+
+@pytest.fixture(params=["missing", "locked"])
+def trouble(request, database):
+    """The table is missing, or somebody has locked it, until the context that this returns ends."""
+    connection = connections[database]
+
+    @contextlib.contextmanager
+    def missing():
+        with connection.schema_editor() as editor:
+            editor.alter_db_table(WaitRow, "sqlsem_wait", "sqlsem_elsewhere")
+        try:
+            yield
+        finally:
+            with connection.schema_editor() as editor:
+                editor.alter_db_table(WaitRow, "sqlsem_elsewhere", "sqlsem_wait")
+
+    @contextlib.contextmanager
+    def locked():
+        with contextlib.closing(raw_connection(database)) as raw:
+            cursor = raw.cursor()
+            if connection.vendor == "postgresql":
+                cursor.execute("BEGIN")
+                cursor.execute("LOCK TABLE sqlsem_wait")
+            else:
+                cursor.execute("LOCK TABLES sqlsem_wait WRITE")
+            yield
+            cursor.execute("ROLLBACK" if connection.vendor == "postgresql" else "UNLOCK TABLES")
+
+    if request.param == "locked" and connection.vendor == "sqlite":
+        pytest.skip("its only lock is that of the whole file")
+    return missing if request.param == "missing" else locked
+
+
+@pytest.mark.rows_only("lease")
+def test_no_permit_and_no_waiter_suffers_from_the_table(database, trouble, counter):
+    """Two with short leases wait crosswise, and one more stands in line: all goes on as if nothing were amiss."""
+    env = {"SQLSEM_TEST_SETTINGS": json.dumps({"LEASE": 2})}
+    with (
+        Waiter(database, A, B, env=env, timeout=12, stays=True) as first,
+        Waiter(database, B, A, env=env, timeout=40) as second,
+        Waiter(database, C, ["mutex", "d"], env=env) as third,
+    ):
+        with mutex("d", using=database).acquire(20), trouble():
+            started(first, second, third)
+            for each in (first, second, third):
+                each.go()
+            wait_until(lambda: WaiterRow.objects.using(database).count() == 3, timeout=SOON)
+            places = set(WaiterRow.objects.using(database).values_list("pk", flat=True))
+            wait_until(lambda: first.told("WARNING"), timeout=SOON)
+            first.expect("timeout", timeout=30)  # after several leases
+            assert set(WaiterRow.objects.using(database).values_list("pk", flat=True)) <= places
+            for each in (first, second, third):
+                assert each.told() == []  # no permit was lost
+            warned = [told["text"] for told in first.told("WARNING")]
+            assert len([text for text in warned if "cannot be looked for" in text]) == 1
+        first.send("leave")
+        second.expect("got", timeout=SOON)
+        third.expect("got", timeout=SOON)
+        end(first, second, third)
+
+
+@pytest.mark.rows_only("lease")
+def test_it_is_looked_for_again_once_the_table_is_there(database, monkeypatch, trouble, caplog):
+    monkeypatch.setattr(watch, "REST", 1.0)
+    caplog.set_level("WARNING", logger="django_sqlsem")
+    lock = mutex("a", using=database)
+
+    def wait():
+        with mutex("b", using=database).acquire(20), lock.acquire(60):
+            pass
+
+    def said(text):
+        return [record for record in caplog.records if text in record.getMessage()]
+
+    thread = threading.Thread(target=wait)
+    with lock.acquire(20) as permit:
+        with trouble():
+            thread.start()
+            wait_until(lambda: said("cannot be looked for now"), timeout=SOON)
+            time.sleep(2)
+        wait_until(lambda: queries.waits(database), timeout=SOON)
+        permit.check()
+    thread.join(SOON)
+    assert len(said("cannot be looked for now")) == len(said("are looked for again")) == 1
+    wait_until(lambda: rows(database) == 0, timeout=SOON)

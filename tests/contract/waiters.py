@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -16,6 +17,8 @@ from tests.children import listen
 from tests.processes import Child
 
 _saying = threading.Lock()
+#: How a line of its stderr begins that it has logged.
+TOLD = "told "
 
 
 def say(line: str) -> None:
@@ -82,13 +85,13 @@ class Worker:
 
 def serve(alias: str, has: list[Any], wants: list[Any] | None, timeout: float | None, asynchronous: bool) -> None:
     """What the child runs."""
-    told: list[dict[str, Any]] = []
 
-    class Keep(logging.Handler):
+    class Tell(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            told.append({"level": record.levelname, "text": record.getMessage(), "at": time.monotonic()})
+            told = {"level": record.levelname, "text": record.getMessage(), "at": time.monotonic()}
+            os.write(2, f"{TOLD}{json.dumps(told)}\n".encode())
 
-    logging.getLogger("django_sqlsem").addHandler(Keep())
+    logging.getLogger("django_sqlsem").addHandler(Tell())
     worker = Worker(alias, has, wants, timeout)
     run = (lambda: asyncio.run(worker.arun())) if asynchronous else worker.run
     thread = threading.Thread(target=run, name="worker")
@@ -98,8 +101,6 @@ def serve(alias: str, has: list[Any], wants: list[Any] | None, timeout: float | 
             worker.going.set()
         elif word == "leave":
             worker.leaving.set()
-        elif word == "told":
-            say(f"told {json.dumps(told)}")
     thread.join()
 
 
@@ -127,8 +128,8 @@ class Waiter(Child):
 
     def told(self, level: str = "ERROR") -> list[dict[str, Any]]:
         """Return what it has logged so far."""
-        self.send("told")
-        return [each for each in json.loads(self.expect("told", timeout=20)) if each["level"] == level]
+        told = [json.loads(line.removeprefix(TOLD)) for line in self.stderr.splitlines() if line.startswith(TOLD)]
+        return [each for each in told if each["level"] == level]
 
     def end(self) -> None:
         """Have it end in good order."""
