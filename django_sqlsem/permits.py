@@ -105,7 +105,7 @@ class Permit:
         permit waits for its end. ``using`` is the alias of the transaction's database, which must be the one that
         keeps the locks (else ``ValueError``). Outside a transaction it raises ``TransactionManagementError``, and
         ``PermitLostError`` when the permit is not live: the transaction is then rolled back even if that is caught.
-        Raises ``BackendError`` if the database failed, and ``SemaphoreError`` where locks are not rows.
+        Raises ``BackendError`` if the database failed, and ``SemaphoreError`` where nothing is recorded.
         """
         fences.fence(self, using)
 

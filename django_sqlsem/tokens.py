@@ -214,6 +214,7 @@ class Tokens:
         if refusals.forced_refusal(self.name):
             return None
         keeper = self._keeper()
+        token_grants.get_ready(keeper)
         hold = self._hold(keeper, take)
         try:
             while keeper.acquire(hold, timeout):
@@ -230,6 +231,7 @@ class Tokens:
         if refusals.forced_refusal(self.name):
             return None
         keeper = self._keeper()
+        await token_grants.aget_ready(keeper)
         hold = self._hold(keeper, take)
         try:
             while await keeper.aacquire(hold, timeout):

@@ -161,11 +161,19 @@ def test_more_than_a_survey_lists(locks_alias: str, operator: Client, monkeypatc
     fill(locks_alias)
     for module in ("backends.rows_survey", "dashboard.overview", "surveys"):
         monkeypatch.setattr(f"django_sqlsem.{module}.MOST", 1)
+    monkeypatch.setattr(overview, "FEW", 1)
+    monkeypatch.setattr(overview, "SEARCHED", 3)
     survey = queries.survey(using=locks_alias)
     assert (survey.held, survey.stale, survey.waiting) == (4, 1, 3)
     assert set(listed(operator, state="held")) == {"held", "waited", "drains"}
     assert set(listed(operator, state="stale")) == {"gone"}
     assert set(listed(operator)) == {"calm", "paused", "waited", "gone", "drains", "held"}
+    response = operator.get(reverse(SEMAPHORES), {"q": "e"})
+    assert response.context["cl"].result_count == 3
+    assert "More names match" in text(response)
+    response = operator.get(reverse(SEMAPHORES), {"q": "s"})
+    assert set(names(response)) == {"paused", "drains"}
+    assert "More names match" not in text(response)
 
 
 @pytest.mark.parametrize("last", [False, True])
