@@ -55,7 +55,7 @@ def messages(alias: str, where: str, login: str, row: Row) -> Iterator[checks.Ch
         yield checks.Warning(
             f"{where} does not let the login {login!r} record what happens, or who waits for whom: {missing}.",
             hint='Grant these rights, or turn it off: SQLSEM["HISTORY"], SQLSEM["DEADLOCKS"]. '
-            "See docs/checks.md#sqlsemw007.",
+            "See docs/checks.md#sqlsemw013.",
             id="sqlsem.W013",
         )
     if missing := _missing(row, KINDS):

@@ -28,6 +28,7 @@ NAMELESS = {
     "backends/applock_holding.py": "A row of %r could not be freed",
     "backends/beacons.py": "",
     "backends/rows_grants.py": "A slot was freed, and could not",
+    "backends/rows_stopping.py": "A holder could not be woken",
     "contrib/opentelemetry.py": "There are no figures",
     "control.py": "stored procedures",
     "keeper_care.py": "Permits ",
@@ -76,7 +77,8 @@ def test_every_record_that_concerns_a_name_says_so() -> None:
 
 
 def test_what_records_say_is_in_the_table() -> None:
-    sources = "".join(path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py")))
+    texts = [path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))]
+    sources = "".join(text for text in texts if "logger = " in text)
     said = set(re.findall(r'"what": "(\w+)"', sources)) | set(re.findall(r'_fields\([\w.]+, "(\w+)"', sources))
     page = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `(\w+)` \| (?:DEBUG|INFO|WARNING|ERROR)", page, re.MULTILINE))
@@ -206,7 +208,6 @@ def test_a_forgotten_permit_is_told_of_without_a_permit(database: str, caplog: A
         mutex("lost property", using=database).acquire()
         (told,) = wait_until(lambda: heard.of("permit_forgotten"))
     assert (told["name"], told["using"], told["loss"].reason) == ("lost property", database, LossReason.FORGOTTEN)
-    assert not heard.of("permit_lost")
     (record,) = fields(caplog, "forgotten")
     assert (record["semaphore"], record["reason"]) == ("lost property", LossReason.FORGOTTEN)
 
