@@ -14,10 +14,10 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
+from django_sqlsem import checks_rights
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.applock_connect import split
 from django_sqlsem.conf import config
-from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 
 #: What mssql-django tries if ``OPTIONS`` names no driver.
 DEFAULT_DRIVERS: Final = ("ODBC Driver 18 for SQL Server", "ODBC Driver 17 for SQL Server")
@@ -44,21 +44,15 @@ SELECT @rc AS rc, (SELECT login_time FROM sys.dm_exec_sessions WHERE session_id 
 #: Azure SQL Database has other names for the right, and tiers without it: there only trying tells.
 LOOK: Final = "SET NOCOUNT ON;\nSELECT TOP (1) request_mode FROM sys.dm_tran_locks WHERE request_session_id = @@SPID;\n"
 
-_RIGHTS: Final = {
-    SemaphoreRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
-    SlotRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
-    WaiterRow._meta.db_table: ("SELECT", "INSERT", "UPDATE", "DELETE"),
-}
-
 
 def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Iterable[checks.CheckMessage]:
     """Report a missing driver, and settings of SQL Server aliases under which application locks are not safe."""
-    for alias in _named():
+    for alias in named():
         settings = connections.settings[alias]
         missing = list(driver_messages(alias, settings))
         if missing:
             yield from missing
-        elif _keeps_applocks(alias):
+        elif keeps_applocks(alias):
             yield from settings_messages(alias, settings)
 
 
@@ -66,12 +60,12 @@ def check_databases(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> Iterable[checks.CheckMessage]:
     """Ask the servers of SQL Server aliases for the rights that application locks need."""
-    for alias in _named():
-        if alias in (databases or ()) and _keeps_applocks(alias):
+    for alias in named():
+        if alias in (databases or ()) and keeps_applocks(alias):
             yield from database_messages(alias)
 
 
-def _named() -> list[str]:
+def named() -> list[str]:
     """Return the aliases that ``SQLSEM`` names for locks, or the router chooses; none while ``SQLSEM`` is wrong."""
     try:
         config()
@@ -81,7 +75,8 @@ def _named() -> list[str]:
     return list(dict.fromkeys(named))
 
 
-def _keeps_applocks(alias: str) -> bool:
+def keeps_applocks(alias: str) -> bool:
+    """Whether an alias's locks are application locks, or would be once its server answers."""
     try:
         if connections[alias].vendor != "microsoft":
             return False
@@ -238,13 +233,7 @@ def _asked(alias: str, where: str, cursor: Any) -> Iterator[checks.CheckMessage]
             hint="GRANT EXECUTE ON sys.sp_getapplock, and the like. See docs/checks.md#sqlseme005.",
             id="sqlsem.E005",
         )
-    missing = [right for right, granted in _table_rights(alias, cursor).items() if not granted]
-    if missing:
-        yield checks.Error(
-            f"{where} does not let the login {login!r} record who holds what: {', '.join(missing)}.",
-            hint="Grant these rights. See docs/checks.md#sqlseme006.",
-            id="sqlsem.E006",
-        )
+    yield from checks_rights.messages(alias, where, login, lambda sql: _row(cursor, sql))
     if 1 not in (server_state, performance_state):
         try:
             _row(cursor, LOOK)
@@ -262,20 +251,6 @@ def _refusal(cursor: Any) -> str:
     except Exception as error:  # noqa: BLE001 - of the driver, whatever it is
         return str(error)
     return "" if code >= 0 else f"sp_getapplock returns {code}"
-
-
-def _table_rights(alias: str, cursor: Any) -> dict[str, bool]:
-    """Return which rights on the lock tables the login has. Tables that are not there yet count as granted."""
-    if not config(alias).record:
-        return {}
-    asked = {
-        f"{right} on {table}": f"CASE WHEN OBJECT_ID(N'{table}') IS NULL THEN 1"
-        f" ELSE HAS_PERMS_BY_NAME(N'{table}', N'OBJECT', N'{right}') END"
-        for table, rights in _RIGHTS.items()
-        for right in rights
-    }
-    granted = _row(cursor, f"SET NOCOUNT ON;\nSELECT {', '.join(asked.values())};\n")
-    return {right: answer != 0 for right, answer in zip(asked, granted, strict=True)}
 
 
 def _row(cursor: Any, sql: str) -> tuple[Any, ...]:

@@ -104,6 +104,14 @@ def kill_needed(holder: HolderSnapshot) -> KillNeededError:
     )
 
 
+def fenced(name: str, slot: int) -> FencedError:
+    """Return the error for a slot that an open transaction keeps."""
+    return FencedError(
+        f"Slot {slot} of {name!r} can't be revoked now: a transaction that is fenced with its permit is open. Try again"
+        " when that has ended."
+    )
+
+
 def never_met(name: str, slots: int, take: int) -> SemaphoreError:
     """Return the error for a claim of more slots than there are."""
     return SemaphoreError(f"{name!r} has {slots} slots: take={take} can never be met.")

@@ -94,11 +94,13 @@ class _Fenced(Expression):
         """Return the condition as of now: false for a permit that is known to be lost or was given back."""
         permit, hold = self.permit, self.permit._hold
         _refuse_elsewhere(connection, hold)
-        if permit.lost is not None or permit.released:
-            return "1 = 0", ()
-        sql, parameters = hold.keeper.backend.fenced_sql(connection, hold.held)
-        if transactions.in_transaction(connection):
-            _begin(permit, connection)  # what the statement locks is not to be given back before its transaction ends
+        sql, parameters = "1 = 0", list[Any]()
+        if permit.lost is None and not permit.released:
+            sql, parameters = hold.keeper.backend.fenced_sql(connection, hold.held)
+            if transactions.in_transaction(connection):
+                _begin(permit, connection)  # what the statement locks is not given back before its transaction ends
+        if not connection.ops.conditional_expression_supported_in_where_clause(self):  # then it is compared with 1
+            sql = f"CASE WHEN {sql} THEN 1 ELSE 0 END"
         return sql, tuple(parameters)
 
     def __repr__(self) -> str:

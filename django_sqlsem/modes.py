@@ -21,6 +21,14 @@ RWLOCK: Final = "rwlock"
 WRITER: Final = 0
 
 
+def line_of(key: str, mode: str) -> str:
+    """Return the line in which a claim of a name's key waits inside its process.
+
+    Who may become the writer waits beside the readers, whom it does not keep out, and an upgrade before everybody.
+    """
+    return key if mode in (SHARED, WHOLE) else f"{key}/{mode}"
+
+
 def word(kind: str, mode: str) -> str:
     """Return what someone with this mode is; nothing for who merely has a slot of a semaphore."""
     if kind != RWLOCK:

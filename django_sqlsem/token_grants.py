@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from django_sqlsem.backends.counting import Counting
 from django_sqlsem.caller_sessions import CallerSession
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError
+from django_sqlsem.sessions import OwnSession
 
 if TYPE_CHECKING:
     from django_sqlsem.holds import Hold
@@ -19,6 +22,38 @@ if TYPE_CHECKING:
     from django_sqlsem.sessions import Session
 
 logger = logging.getLogger("django_sqlsem")
+
+#: A login that takes longer is not waited for before the claim, in seconds.
+LONGEST_LOGIN: Final = 20.0
+
+
+def get_ready(keeper: Keeper) -> None:
+    """Open the connections that a grant and its taking need: a slow login would outlast what is handed over.
+
+    Raises ``BackendError``.
+    """
+    if not isinstance(keeper.session_here(), CallerSession):
+        _open(keeper.work)
+    if isinstance(keeper.own, OwnSession) and not keeper.own.is_open:
+        opened = threading.Event()
+        keeper.post(lambda: _try_to_open(keeper.own))
+        keeper.post(opened.set)
+        opened.wait(LONGEST_LOGIN)
+
+
+async def aget_ready(keeper: Keeper) -> None:
+    """Do what ``get_ready()`` does, from a coroutine, whose statements are the keeper's."""
+    await keeper.call(lambda: _open(keeper.own))
+
+
+def _open(session: Session) -> None:
+    if isinstance(session, OwnSession) and not session.is_open:
+        session.run(lambda cursor: None)
+
+
+def _try_to_open(session: Session) -> None:
+    with contextlib.suppress(BackendError):  # then the claim meets it too
+        _open(session)
 
 
 def take(keeper: Keeper, hold: Hold) -> bool:
@@ -71,7 +106,8 @@ def give_up(keeper: Keeper, hold: Hold, put_back: Callable[[Keeper, int], None])
             put_back(keeper, hold.claim.take)
         except BackendError:
             name, count = hold.claim.resource.name, hold.claim.take
-            logger.exception("%d of the tokens %r were taken by who had gone, and could not be put back.", count, name)
+            message = "%d of the tokens %r were taken by who had gone, and could not be put back."
+            logger.exception(message, count, name, extra={"semaphore": name, "what": "tokens_lost", "count": count})
 
     keeper.post(undo)
 

@@ -214,6 +214,7 @@ class Tokens:
         if refusals.forced_refusal(self.name):
             return None
         keeper = self._keeper()
+        token_grants.get_ready(keeper)
         hold = self._hold(keeper, take)
         try:
             while keeper.acquire(hold, timeout):
@@ -230,6 +231,7 @@ class Tokens:
         if refusals.forced_refusal(self.name):
             return None
         keeper = self._keeper()
+        await token_grants.aget_ready(keeper)
         hold = self._hold(keeper, take)
         try:
             while await keeper.aacquire(hold, timeout):
@@ -244,7 +246,8 @@ class Tokens:
 
     def _taken(self, hold: Hold) -> TakenTokens:
         taken = TakenTokens(self, hold.claim.take, hold.waited)
-        logger.debug("Took %d of the tokens %r, after %.3f s.", taken.count, self.name, taken.waited)
+        extra = {"semaphore": self.name, "what": "tokens_taken", "count": taken.count, "waited": taken.waited}
+        logger.debug("Took %d of the tokens %r, after %.3f s.", taken.count, self.name, taken.waited, extra=extra)
         return taken
 
     def _put_back(self, keeper: Keeper, count: int) -> None:

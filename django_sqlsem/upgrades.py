@@ -85,30 +85,45 @@ class UpgradablePermit(Permit):
         raise refusal(await self.semaphore.astatus(), seconds, self.semaphore.kind, 0, UPGRADE)
 
     def downgrade(self) -> None:
-        """Become a reader that is upgradable again: others may read. Idempotent. Raises ``BackendError``."""
-        upgrade, self._upgrade = self._upgrade, None
-        if upgrade is not None:
-            upgrade.release()
+        """Become a reader that is upgradable again: others may read. Idempotent.
+
+        Raises ``BackendError``, and ``PermitLostError`` if it was lost meanwhile.
+        """
+        if self._upgrade is not None:
+            self._step_down()
+            if self.lost is not None:
+                self.check()
 
     async def adowngrade(self) -> None:
         """Do what ``downgrade()`` does, from a coroutine."""
-        upgrade, self._upgrade = self._upgrade, None
-        if upgrade is not None:
-            await upgrade.arelease()
+        if self._upgrade is not None:
+            await self._astep_down()
+            if self.lost is not None:
+                self.check()
 
     def release(self) -> None:
         """Give it all back; see ``Permit.release()``."""
         try:
-            self.downgrade()
+            self._step_down()
         finally:
             super().release()
 
     async def arelease(self) -> None:
         """Give it all back from a coroutine; see ``Permit.arelease()``."""
         try:
-            await self.adowngrade()
+            await self._astep_down()
         finally:
             await super().arelease()
+
+    def _step_down(self) -> None:
+        upgrade, self._upgrade = self._upgrade, None
+        if upgrade is not None:
+            upgrade.release()
+
+    async def _astep_down(self) -> None:
+        upgrade, self._upgrade = self._upgrade, None
+        if upgrade is not None:
+            await upgrade.arelease()
 
     def detach(self) -> None:
         """Untie the permit from this thread or task; see ``Permit.detach()``."""

@@ -29,7 +29,6 @@ ROWS_ONLY: Final = {
     "ranks": "whoever comes back to application locks queues anew: a place in the server's queue needs a session",
     "slot rows": "application locks need no row of a slot before its first grant, and none is closed",
     "one of a name": "a session keeps one permit of a name, as its locks are re-entrant: many need as many sessions",
-    "upgrades": "a converted application lock keeps its mode until its release, so none is upgraded",
     "key rows": "application locks of a transaction have no rows",
     "sessions": "application locks end with the session that has them, and no other session keeps them",
 }

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Final
 
 from django_sqlsem.backends import applock_line_sql as line_sql
 from django_sqlsem.backends import applock_sql as sql
-from django_sqlsem.backends.applock_claims import ApplockClaims, Stand
+from django_sqlsem.backends.applock_claims import Stand
 from django_sqlsem.backends.applock_line import Line
 from django_sqlsem.backends.applock_names import LockNames, lock_names
 from django_sqlsem.backends.applock_session import LockSession
+from django_sqlsem.backends.applock_upgrades import ApplockUpgrades, UpgradeLine
 from django_sqlsem.backends.base import Claim, Granted, Place, Queue, Waited
 from django_sqlsem.exceptions import BackendError
-from django_sqlsem.modes import WHOLE
+from django_sqlsem.modes import SHARED, UPDATE, UPGRADE, WHOLE, line_of
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.applock_pool import LockPool
@@ -27,16 +28,17 @@ if TYPE_CHECKING:
 LEAVING: Final = 2.0
 
 
-class ApplockBackend(ApplockClaims):
+class ApplockBackend(ApplockUpgrades):
     """Grants are session-owned application locks. Its statements run on the pool's sessions, whatever it is given."""
 
     released_on_disconnect = True
     supports_renewal = False
-    modes = frozenset({WHOLE})
+    modes = frozenset({WHOLE, UPDATE, UPGRADE})
     heartbeat = 2.0
 
     def __init__(self, alias: str) -> None:
         super().__init__(alias)
+        #: By the claims' lines.
         self._lines: dict[str, Line] = {}
         self._lines_lock = threading.Lock()
         self.deliver: Callable[[Granted, float, Resource], object] = lambda granted, sent, resource: None
@@ -62,15 +64,16 @@ class ApplockBackend(ApplockClaims):
 
     def enrol(self, session: Session, claim: Claim, place: Place, *, first: bool) -> Waited:
         """Claim if need be; else have the name's own thread stand in line in the server."""
-        if first and not (claim.fair and self.is_crowded(claim.resource.key)):
+        if first and not (claim.fair and self.is_crowded(claim.line)):
             granted = self.try_claim(claim).granted
             if granted is not None:
                 return Waited((granted,), at_once=True)
-        names = lock_names(claim.resource.name)
+        names = lock_names(claim.resource.name).line(claim.mode)
+        kind: Callable[..., Line] = UpgradeLine if claim.mode == UPGRADE else Line
         with self._lines_lock:
-            line = self._lines.get(claim.resource.key)
+            line = self._lines.get(claim.line)
             if line is None:
-                line = self._lines[claim.resource.key] = Line(self, names, self._line_ended)
+                line = self._lines[claim.line] = kind(self, names, self._line_ended)
             line.enrol(claim, place)
             line.start()
         return Waited((), Queue(ahead=0, told=True))
@@ -90,8 +93,7 @@ class ApplockBackend(ApplockClaims):
 
     def wait(self, session: Session, claim: Claim, place: Place) -> Waited:
         """See that the waiting goes on, and whether the first in line has stopped while a slot is free."""
-        key = claim.resource.key
-        line = self._lines.get(key)
+        line = self._lines.get(claim.line)
         if line is None:
             return Waited()
         if (error := line.error) is not None:
@@ -125,9 +127,10 @@ class ApplockBackend(ApplockClaims):
 
     def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
         """Free what a claim may have got, and wait for it no longer."""
-        line = self._lines.get(resource.key)
-        if line is not None:
-            line.leave(permit_id)
+        for each in (SHARED, UPDATE, UPGRADE):
+            line = self._lines.get(line_of(resource.key, each))
+            if line is not None:
+                line.leave(permit_id)
         return super().discard(session, resource, permit_id)
 
     def step_out(self, session: LockSession, names: LockNames, ticket: str) -> None:

@@ -9,15 +9,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from django_sqlsem.backends import applock_acquire_sql as acquiring
+from django_sqlsem.backends import applock_line_sql as line_sql
 from django_sqlsem.backends import applock_quick_sql as quick
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_codes import ERRORS, Meaning, failure
-from django_sqlsem.backends.applock_holding import ApplockHolding
+from django_sqlsem.backends.applock_fences import ApplockFencing
 from django_sqlsem.backends.applock_names import lock_names, mode_of, place_of
 from django_sqlsem.backends.applock_session import Holding, LockSession
 from django_sqlsem.backends.base import Claim, Grant, Granted
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError, never_met, wrong_kind
+from django_sqlsem.modes import RWLOCK, SHARED, UPDATE, UPGRADE, WHOLE
 from django_sqlsem.naming import MAX_SLOTS
 
 if TYPE_CHECKING:
@@ -37,8 +39,6 @@ NOT_PLAIN_FOR: Final = 1.0
 REMEMBERED: Final = 10_000
 #: Looks further apart than this prove nothing.
 STUCK_WITHIN: Final = 5.0
-#: Of a claim that does not yield, as the head of the line has stopped.
-PAST: Final = 2
 #: So long after a claim found others waiting, in seconds, the next one goes to the end of the line without a look.
 CROWDED_FOR: Final = 1.0
 
@@ -59,6 +59,10 @@ class Stand:
     budget: int = 0
 
 
+#: Of a claim that does not wait.
+NO_STAND: Final = Stand()
+
+
 class Answer(NamedTuple):
     """What a claim was told."""
 
@@ -68,7 +72,7 @@ class Answer(NamedTuple):
     head: bool = False
 
 
-class ApplockClaims(ApplockHolding):
+class ApplockClaims(ApplockFencing):
     """Takes slots."""
 
     def __init__(self, alias: str) -> None:
@@ -76,9 +80,9 @@ class ApplockClaims(ApplockHolding):
         self._declared: dict[str, float] = {}
         #: Names of which the short batch found something in the way: until when it is not tried again.
         self._not_plain: dict[str, float] = {}
-        #: Names of which others wait: until when that is taken for granted.
+        #: Lines in which others wait: until when that is taken for granted.
         self._crowded: dict[str, float] = {}
-        #: By name: the looks that found a free slot behind the gate, the time of the last one, and its mark.
+        #: By line: the looks that found a free slot behind the gate, the time of the last one, and its mark.
         self._stuck: dict[str, tuple[int, float, int]] = {}
 
     def claim(self, session: Session, claim: Claim) -> Grant | None:
@@ -86,16 +90,16 @@ class ApplockClaims(ApplockHolding):
         granted = self.try_claim(claim).granted
         return None if granted is None else granted.grant
 
-    def try_claim(self, claim: Claim, stand: Stand = Stand()) -> Answer:
+    def try_claim(self, claim: Claim, stand: Stand = NO_STAND) -> Answer:
         """Claim without waiting, on a session that has none of this name."""
         key = claim.resource.key
         again = True
         while True:
-            with self.pool.shared(key) as session:
+            with self.pool.shared(key, empty=claim.mode == UPDATE) as session:
                 try:
                     answer = self.attempt(session, claim, stand, fair=claim.fair)
-                    if answer.status == sql.GATED and self._head_is_stuck(key):
-                        answer = self.attempt(session, claim, stand, fair=PAST)
+                    if answer.status == sql.GATED and self._head_is_stuck(claim.line):
+                        answer = self.attempt(session, claim, stand, fair=sql.PAST)
                     return answer
                 except BackendError:
                     # One that was opened long ago may have died unnoticed; whatever it got is free.
@@ -107,13 +111,15 @@ class ApplockClaims(ApplockHolding):
                     again = False
 
     def attempt(self, session: LockSession, claim: Claim, stand: Stand, *, fair: int) -> Answer:
-        """Claim on this session. ``fair``: whether it yields to those who wait, or ``PAST``."""
-        names, record, key = lock_names(claim.resource.name), self.record, claim.resource.key
+        """Claim on this session. ``fair``: whether it yields to those who wait, or ``sql.PAST``."""
+        names, record, key = lock_names(claim.resource.name).line(claim.mode), self.record, claim.resource.key
         in_line, place = stand.patience is not None, place_of(claim.resource.kind, claim.mode)
         values: dict[str, Any] = {
             "stamp": session.stamp,
             "base": names.base,
             "gate": names.gate,
+            "fence": names.fence,
+            "told": names.told,
             "mode": mode_of(claim.resource.kind, claim.mode),
             "place": -1 if place is None else place,
             "slots": claim.slots or 0,
@@ -129,7 +135,7 @@ class ApplockClaims(ApplockHolding):
             "session_id": session.session_id,
             "session_us": session.session_us,
         } | holder_values(claim)
-        if fair and claim.take == 1 and not in_line and not stand.ticket:
+        if fair and claim.take == 1 and claim.mode == SHARED and not in_line and not stand.ticket:
             granted = self._attempt_quickly(session, claim, values)
             if granted is not None:
                 return Answer(granted, sql.DONE)
@@ -139,7 +145,7 @@ class ApplockClaims(ApplockHolding):
             row, granted = self._ask(session, claim, batch, values, waits=in_line)
             status = int(row["status"])
             if status != sql.GATED:
-                self._stuck.pop(key, None)
+                self._stuck.pop(claim.line, None)
             if status == sql.NEW:
                 slots = max(int(row["bound"] or 0), claim.slots or 1)
                 kind = {"key": key, "name": claim.resource.name, "kind": claim.resource.kind, "slots": slots}
@@ -157,9 +163,9 @@ class ApplockClaims(ApplockHolding):
             session.clean(key)
             raise failure(self.alias, status)
         if status == sql.GATED:
-            self._note_gated(key, int(row["mark"] or 0))
+            self._note_gated(claim.line, int(row["mark"] or 0))
         if status in (sql.GATED, sql.BUSY):
-            _remember(self._crowded, key, CROWDED_FOR)
+            _remember(self._crowded, claim.line, CROWDED_FOR)
         elif granted is None and status == sql.DONE:
             status = sql.BUSY  # the claim has been served elsewhere
         return Answer(granted, status, bool(row["head"]))
@@ -170,7 +176,7 @@ class ApplockClaims(ApplockHolding):
         slot, bound = self.pool.lowest_slot(key), claim.slots or (MAX_SLOTS if self.record else 1)
         if _is_remembered(self._not_plain, key) or slot > bound:
             return None
-        batch = quick.acquire(record=self.record)
+        batch = quick.acquire(record=self.record, reads=claim.resource.kind == RWLOCK)
         _row, granted = self._ask(session, claim, batch, values | {"slot": slot, "resource": names.slot(slot)})
         if granted is None:
             _remember(self._not_plain, key, NOT_PLAIN_FOR)
@@ -183,14 +189,15 @@ class ApplockClaims(ApplockHolding):
     ) -> tuple[dict[str, Any], Granted | None]:
         """Run a batch that may take slots, and note what it took."""
         names, key = lock_names(claim.resource.name), claim.resource.key
+        waits_as = names.line(claim.mode)
         # If this is cut short, what it may have got is freed before anything else of the name is done here.
-        session.unclear[key] = (names, self._most(claim))
+        session.unclear[key] = (waits_as, self._most(claim))
         row = session.run(batch, values, waits=waits)
         granted = None
         if row["status"] == sql.DONE:
-            slots, alone = numbers(row["slots"]), place_of(claim.resource.kind, claim.mode) is not None
-            whole = tuple(range(slots[0], int(row["bound"]) + 1)) if alone else ()
-            holding = Holding(claim.permit_id, names, key, slots, numbers(row["tokens"]), whole)
+            slots = numbers(row["slots"])
+            whole = tuple(range(slots[0], int(row["bound"]) + 1)) if claim.mode == WHOLE else ()
+            holding = Holding(claim.permit_id, names, key, slots, numbers(row["tokens"]), whole, claim.mode)
             if self.pool.note(session, holding):
                 granted = Granted(claim.permit_id, holding.grant(), claim.lease)
             else:  # another session was served for it at the same moment
@@ -202,9 +209,9 @@ class ApplockClaims(ApplockHolding):
 
     def pass_on(self, session: LockSession, claim: Claim, successor: Claim) -> Granted:
         """Make what this session has got for a claim that was given up another one's, of the same process and name."""
-        holding = session.held[claim.resource.key]
-        if self.record:
-            session.run(sql.RENAME, holder_values(successor) | {"before": claim.permit_id})
+        holding = session.held[claim.line]
+        if self.record and claim.mode != UPGRADE:
+            session.run(line_sql.RENAME, holder_values(successor) | {"before": claim.permit_id})
         renamed = replace(holding, permit_id=successor.permit_id)
         self.pool.forget(session, holding)
         self.pool.note(session, renamed)
@@ -223,20 +230,20 @@ class ApplockClaims(ApplockHolding):
         with contextlib.suppress(BackendError):
             session.run(sql.DECLARE, {"key": key, "slots": claim.slots})
 
-    def _note_gated(self, key: str, mark: int) -> None:
+    def _note_gated(self, line: str, mark: int) -> None:
         now = boot_now()
-        looks, at, before = self._stuck.get(key, (0, 0.0, mark))
+        looks, at, before = self._stuck.get(line, (0, 0.0, mark))
         if before != mark or now - at > STUCK_WITHIN:
             looks = 0
         if looks == 0 or now - at >= STUCK_AFTER:
-            self._stuck[key] = (looks + 1, now, mark)
+            self._stuck[line] = (looks + 1, now, mark)
 
-    def _head_is_stuck(self, key: str) -> bool:
-        return self._stuck.get(key, (0, 0.0, 0))[0] >= STUCK_LOOKS[self.record]
+    def _head_is_stuck(self, line: str) -> bool:
+        return self._stuck.get(line, (0, 0.0, 0))[0] >= STUCK_LOOKS[self.record]
 
-    def is_crowded(self, key: str) -> bool:
+    def is_crowded(self, line: str) -> bool:
         """Whether a claim found others waiting a moment ago."""
-        return _is_remembered(self._crowded, key)
+        return _is_remembered(self._crowded, line)
 
 
 def _remember(memory: dict[str, float], key: str, seconds: float) -> None:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends import applock_quick_sql as quick
 from django_sqlsem.backends import applock_sql as sql
+from django_sqlsem.backends import applock_upgrade_sql as upgrading
 from django_sqlsem.backends.applock_operator import ApplockOperator
 from django_sqlsem.backends.applock_session import Holding, LockSession
 from django_sqlsem.backends.base import Held, Released, Renewal
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.conf import config
 from django_sqlsem.exceptions import BackendError
+from django_sqlsem.modes import UPDATE, UPGRADE, WRITER, line_of
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ STALE_PROOF: Final = 10.0
 BUSY_FOR: Final = 1.0
 #: How many sessions are asked at once where the first one did not answer.
 CROWD: Final = 32
+#: What became of an upgradable reader that was the writer, and meant to be a reader again.
+DISPLACED: Final = "another program took the name when it was downgraded"
 #: How many permits' losses are remembered for those who ask later.
 REMEMBERED: Final = 1000
 
@@ -41,6 +45,8 @@ class ApplockHolding(ApplockOperator):
         super().__init__(alias)
         #: How sessions that have ended cost their permits, by permit id.
         self._lost: dict[str, Loss] = {}
+        #: Permits that were lost by their own downgrade: a release that follows at once has nothing to complain of.
+        self._displaced: set[str] = set()
 
     @property
     def record(self) -> bool:
@@ -54,11 +60,15 @@ class ApplockHolding(ApplockOperator):
     def _free(self, permit_id: str) -> bool:
         found = self.pool.holder(permit_id)
         if found is None:
-            return False
+            freed = permit_id in self._displaced
+            self._displaced.discard(permit_id)
+            return freed
         session, holding = found
         with self.pool.own(session):
-            if session.held.get(holding.key) is not holding:
+            if session.held.get(holding.line) is not holding:
                 return False
+            if holding.mode in (UPDATE, UPGRADE):
+                return self.settle(session, holding.key, keep=holding.mode == UPGRADE)
             return self.let_go(session, holding) >= len(holding.slots)
 
     def let_go(self, session: LockSession, holding: Holding) -> int:
@@ -87,6 +97,37 @@ class ApplockHolding(ApplockOperator):
                 self._unrecord(holding)
         return int(row["freed"])
 
+    def settle(self, session: LockSession, key: str, *, keep: bool, ticket: str = "") -> bool:
+        """End the upgrade on this session, whose turn it is, and unless it is to ``keep`` that, its permit.
+
+        Returns whether there was what ends.
+        """
+        reader = session.held.get(line_of(key, UPDATE))
+        upgraded = session.held.get(line_of(key, UPGRADE))
+        if reader is None:
+            return False
+        values = {"stamp": session.stamp, "base": reader.names.base, "gate": reader.names.gate, "slot": WRITER}
+        values |= {"keep": int(keep), "key": key, "permit": reader.permit_id, "ticket": ticket}
+        try:
+            row = session.run(upgrading.settle(record=self.record), values)
+        except BackendError:
+            if session.ended:
+                self.bury(session)
+            if session.surely_ended:
+                return False
+            raise
+        session.unclear.pop(line_of(key, UPGRADE), None)
+        if upgraded is not None:
+            self.pool.forget(session, upgraded)
+        if not keep or row["freed"]:
+            self.pool.forget(session, reader)
+        if keep and row["freed"]:
+            self._displaced.add(reader.permit_id)
+            self._lose(reader, Loss(LossReason.CUT_OFF, DISPLACED))
+        if row["error"]:
+            logger.warning("A row of %r could not be changed with its lock: %s", self.alias, row["message"])
+        return upgraded is not None if keep else bool(row["freed"])
+
     def _free_on(self, session: LockSession, values: dict[str, Any], slots: int) -> dict[str, Any]:
         if slots == 1:
             try:
@@ -110,6 +151,12 @@ class ApplockHolding(ApplockOperator):
                     session_.clean(resource.key)
                     if self.record:
                         session_.run(sql.UNRECORD, {"key": resource.key, "permit": permit_id, "slot": 0})
+        for session_ in self.pool.unclear(line_of(resource.key, UPGRADE)):
+            with self.pool.own(session_, timeout=BUSY_FOR) as had:
+                if not had:
+                    raise BackendError(f"The database {self.alias!r} failed: a session is busy")
+                if line_of(resource.key, UPGRADE) in session_.unclear and not session_.ended:
+                    self.settle(session_, resource.key, keep=True)
         if self.pool.holder(permit_id) is not None:
             freed = self._free(permit_id)
         return freed
@@ -181,14 +228,18 @@ class ApplockHolding(ApplockOperator):
                 by = self._unrecord(holding) if reachable else None
             except BackendError:  # nobody waits for as many logins as there were permits
                 reachable = False
-            if len(self._lost) > REMEMBERED:
-                self._lost.clear()
-            self._lost[holding.permit_id] = (
+            self._lose(
+                holding,
                 Loss(LossReason.SESSION_ENDED, f"its database session has ended: {session.ended}")
                 if by is None
-                else Loss(LossReason.REVOKED, f"revoked by {by or 'an operator'}", by)
+                else Loss(LossReason.REVOKED, f"revoked by {by or 'an operator'}", by),
             )
             self.pool.forget(session, holding)
+
+    def _lose(self, holding: Holding, loss: Loss) -> None:
+        if len(self._lost) > REMEMBERED:
+            self._lost.clear()
+        self._lost[holding.permit_id] = loss
 
     def _unrecord(self, holding: Holding) -> str | None:
         """Free the rows of locks that are gone. Returns who revoked the permit, if somebody did.

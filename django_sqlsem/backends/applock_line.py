@@ -34,7 +34,7 @@ CUT_AFTER: Final = 3 * SUCCESSION
 #: The longest wait for the gate in one batch, in seconds: where it can be cut short from here, and where it can't.
 LONGEST: Final = 86_400.0
 LONGEST_UNCUT: Final = 5.0
-#: A head looks again after so many seconds if the server did not let it wait: while paused, or shrinking.
+#: It looks again after so many seconds if the server did not let it wait: while paused, shrinking, or too small.
 PAUSE: Final = 0.1
 
 
@@ -157,12 +157,7 @@ class Line:
                     return
                 continue
             try:
-                session = self.claimant.pool.alone()
-                try:
-                    self._wait_on(session)
-                finally:
-                    self.is_head = False
-                    self.claimant.pool.give_back(session)
+                self.stand()
                 failures = 0
             except Exception as error:  # noqa: BLE001 - it belongs to those who wait
                 failures += 1
@@ -171,6 +166,15 @@ class Line:
                 self._unwanted = None
                 with contextlib.suppress(BackendError):  # then its session has ended, and the server has freed it
                     self.claimant.discard(self.claimant.pool, claim.resource, claim.permit_id)
+
+    def stand(self) -> None:
+        """Wait on a session of its own, until there is a grant or nobody wants one."""
+        session = self.claimant.pool.alone()
+        try:
+            self._wait_on(session)
+        finally:
+            self.is_head = False
+            self.claimant.pool.give_back(session)
 
     def _fail(self, error: Exception, *, again: bool) -> None:
         """Leave an error for the keeper to find, unless it is our own doing, or a new session may do better."""
@@ -220,7 +224,7 @@ class Line:
             return True
         if status not in (sql.BUSY, sql.PAUSED):
             raise failure(self.claimant.pool.alias, status)
-        if self.is_head and boot_now() - began < BUDGET_MS / 2000:
+        if boot_now() - began < min(patience, BUDGET_MS / 2000):
             with self._changed:
                 self._changed.wait(PAUSE)
         elif not self.is_head and patience < longest:
@@ -228,13 +232,13 @@ class Line:
                 self._changed.wait(SUCCESSION)
         return False
 
-    def _hand_over(self, session: LockSession, claim: Claim, granted: Granted) -> None:
+    def _hand_over(self, session: LockSession | None, claim: Claim, granted: Granted) -> None:
         with self._changed:
             wanted = self._claims.pop(claim.permit_id, None) is not None
         if not wanted:  # who left has looked already for what it might have got
             self._unwanted = claim
             successor = self._wanted()
-            if successor is None or _wants(successor) != _wants(claim):
+            if successor is None or session is None or _wants(successor) != _wants(claim):
                 return
             granted, claim = self.claimant.pass_on(session, claim, successor), successor
             with self._changed:

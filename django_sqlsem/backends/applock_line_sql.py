@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from django_sqlsem.backends.applock_sql import CHECK, DONE, NOW, Batch, batch, give, holds
+from django_sqlsem.backends.applock_sql import CHECK, DONE, NOW, Batch, batch, stepping_out
 from django_sqlsem.modes import WHOLE
 
 #: A waiter's row lasts so long, in microseconds, unless its process says that it lives.
@@ -38,17 +38,9 @@ def step_out(*, record: bool) -> Batch:
     return batch(
         ("stamp", "gate", *(("ticket",) if record else ())),
         f"""
-DECLARE @status int = {DONE}, @done int = 0, @resource nvarchar(255) = CONCAT(@gate, N':w');
+DECLARE @status int = {DONE}, @done int = 0, @resource nvarchar(255) = N'';
 {CHECK}
-IF @status = {DONE} AND {holds("@resource")}
-BEGIN
-    {give("@resource")}
-END;
-IF @status = {DONE} AND {holds("@gate")}
-BEGIN
-    {give("@gate")}
-END;
-{"DELETE FROM sqlsem_waiter WHERE ticket = @ticket;" if record else ""}
+{stepping_out()}{"DELETE FROM sqlsem_waiter WHERE ticket = @ticket;" if record else ""}
 SELECT @status AS status;
 """,
     )
@@ -60,5 +52,16 @@ UNWAIT: Final = batch(
     """
 DELETE FROM sqlsem_waiter WHERE ticket = @ticket;
 SELECT @@ROWCOUNT AS freed;
+""",
+)
+
+#: Whoever waits next in the same process gets what was granted to one that has given up meanwhile.
+RENAME: Final = batch(
+    ("key", "before", "permit", "lease", "thread", "label", "user"),
+    """
+UPDATE sqlsem_slot SET permit_id = @permit, lease_us = @lease, thread = @thread, label = @label, user_name = @user,
+    stop_token = NULL
+WHERE semaphore_key = @key AND permit_id = @before;
+SELECT @@ROWCOUNT AS renamed;
 """,
 )

@@ -16,7 +16,7 @@ from django_sqlsem.backends.applock_pool import LockPool
 from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.backends.rows_acts import database_errors
 from django_sqlsem.conf import config
-from django_sqlsem.exceptions import BackendError, SemaphoreError, kill_needed
+from django_sqlsem.exceptions import BackendError, SemaphoreError, fenced, kill_needed
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.naming import ONE_SLOT, resource_for, validate_slots
@@ -46,6 +46,8 @@ _KILL: Final = (
 _UNSURE: Final = "Session {id} was not ended: {why}, so it cannot be told from a later one with the same number."
 #: For so many seconds a login that may not see the server's views is not tried again.
 BLIND: Final = 60.0
+#: How long a revocation waits for the end of a transaction that is fenced with the permit, in seconds.
+FENCED_PATIENCE: Final = 5.0
 #: How long the end of a session is waited for, in seconds: it frees its locks once it has rolled back.
 ENDING: Final = 3.0
 
@@ -121,6 +123,7 @@ class ApplockOperator(BaseSemaphoreBackend):
                 return holder if self.purge_slot(name, slot, token) else None
             if holder.session_id is None or not kill:
                 raise kill_needed(holder)
+            self._await_fences(holder)
             if not holder.session_us:
                 raise BackendError(_UNSURE.format(id=holder.session_id, why="when it began is not known"))
             # Its process reads there by whom it was done, of whatever the session held.
@@ -135,6 +138,22 @@ class ApplockOperator(BaseSemaphoreBackend):
                 if not killed:
                     rows.filter(revoked_token=F("token")).update(revoked_token=None, revoked_by="")
             return holder if killed else None
+
+    def _await_fences(self, holder: HolderSnapshot) -> None:
+        """Wait for the end of transactions that are fenced with a permit. Raises ``FencedError``."""
+        give_up = time.monotonic() + FENCED_PATIENCE
+        while self._is_fenced(holder.name, (holder.slot,) if holder.mode else holder.numbers):
+            if time.monotonic() > give_up:
+                raise fenced(holder.name, holder.slot)
+            time.sleep(0.05)
+
+    def _is_fenced(self, name: str, slots: Sequence[int]) -> bool:
+        names = lock_names(name)
+        asked = [(names.fence, "IntentExclusive"), *((f"{names.fence}:{slot}", "Exclusive") for slot in slots)]
+        tests = " + ".join("APPLOCK_TEST(N'public', ?, ?, N'Session')" for _ in asked)
+        return bool(
+            self._query(f"SELECT {tests} AS free", [each for one in asked for each in one])[0]["free"] < len(asked)
+        )
 
     def request_stop(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
         """Write the wish into the row beside the lock: the session's next proof of possession reads it.
@@ -197,7 +216,7 @@ class ApplockOperator(BaseSemaphoreBackend):
     def purge_slot(self, name: str, slot: int, token: int) -> bool:
         """Free a row whose lock is free, and still carries this token: the lock is taken while that is done."""
         with database_errors(self.alias), transaction.atomic(using=self.alias):
-            if not self._take(lock_names(name).slot(slot)):
+            if not self._take(lock_names(name).slot(slot)) or self._is_fenced(name, (slot,)):
                 return False
             rows = SlotRow.objects.using(self.alias).filter(semaphore=_key(name), slot=slot, token=token)
             return bool(rows.filter(expires_us__isnull=False).update(expires_us=None, permit_id=None))

@@ -14,6 +14,7 @@ from django.db import Error as DjangoDatabaseError
 from django_sqlsem.backends import applock_sockets, applock_turns, applock_watch
 from django_sqlsem.backends.applock_session import Holding, LockSession
 from django_sqlsem.exceptions import BackendError
+from django_sqlsem.modes import UPDATE, line_of
 from django_sqlsem.sessions import FORK_PATIENCE, backend_error
 
 if TYPE_CHECKING:
@@ -59,13 +60,15 @@ class LockPool:
 
     def note(self, session: LockSession, holding: Holding) -> bool:
         """Know that a session has a permit's locks; its lock is held. Return whether it is the first one that has."""
-        session.held[holding.key] = holding
+        session.held[holding.line] = holding
+        session.kept = session.kept or holding.mode == UPDATE
         return self._by_permit.setdefault(holding.permit_id, session) is session
 
     def forget(self, session: LockSession, holding: Holding) -> None:
         """Know that it has them no longer."""
-        if session.held.get(holding.key) is holding:
-            del session.held[holding.key]
+        if session.held.get(holding.line) is holding:
+            del session.held[holding.line]
+        session.kept = session.kept and bool(session.held)
         if self._by_permit.get(holding.permit_id) is session:
             del self._by_permit[holding.permit_id]
 
@@ -79,6 +82,11 @@ class LockPool:
         with self._lock:
             return [session for session in self._sessions if not session.ended]
 
+    def upgradable(self, key: str) -> tuple[LockSession, Holding] | None:
+        """Return the session that has the writer's place of a name beside readers, and its holding."""
+        line = line_of(key, UPDATE)
+        return next(((each, held) for each in self.sessions() if (held := each.held.get(line)) is not None), None)
+
     def unclear(self, key: str) -> list[LockSession]:
         """Return the sessions on which a claim of a name was cut short; who waits on one sees to it by itself."""
         return [session for session in self.sessions() if key in session.unclear and not session.waiting]
@@ -86,10 +94,17 @@ class LockPool:
     # Taking a session for a while.
 
     @contextlib.contextmanager
-    def shared(self, key: str) -> Iterator[LockSession]:
-        """Yield a session, for batches that do not wait, that has nothing of this name. Raises ``BackendError``."""
+    def shared(self, key: str, *, empty: bool = False) -> Iterator[LockSession]:
+        """Yield a session, for batches that do not wait, that has nothing of this name; ``empty``: nothing at all.
+
+        Raises ``BackendError``.
+        """
         asked = time.monotonic()
-        session = self._idle(lambda each: key not in each.held, key, TURN) or self._open(asked)
+
+        def fits(session: LockSession) -> bool:
+            return not (session.held if empty else key in session.held)
+
+        session = self._idle(fits, key, TURN) or self._open(asked)
         try:
             yield session
         finally:
@@ -140,13 +155,15 @@ class LockPool:
         give_up = time.monotonic() + patience
         with self._lock:
             while True:
-                fitting = [each for each in self._sessions if not (each.ended or each.waiting) and fits(each)]
+                fitting = [
+                    each for each in self._sessions if not (each.ended or each.waiting or each.kept) and fits(each)
+                ]
                 # One that is in use for this very name will do when its turn has come; one that was left so won't.
                 fitting = [each for each in fitting if key not in each.unclear or each.lock.locked()]
                 # One that holds something first, so that the others can be closed.
                 for each in sorted(fitting, key=lambda each: -len(each.held)):
                     if each.lock.acquire(blocking=False):
-                        if fits(each) and key not in each.unclear and not each.ended:
+                        if fits(each) and key not in each.unclear and not (each.ended or each.kept):
                             return each
                         each.lock.release()
                 left = give_up - time.monotonic()

@@ -50,31 +50,34 @@ _HOLDER = ("key", "kind", "permit", "lease", "host", "pid", "thread", "label", "
 
 
 @functools.cache
-def acquire(*, record: bool) -> Batch:
-    """Take this very slot, if it is free and nobody waits."""
+def acquire(*, record: bool, reads: bool = False) -> Batch:
+    """Take this very slot, if it is free and nobody waits, and no transaction is fenced with a permit of the name.
+
+    ``reads``: nor does a reader wait to become the writer, which says so by ``:w``.
+    """
+    upgrades = f" AND NOT {taken('@told')}" if reads else ""
     more = (*_HOLDER, "session_id", "session_us") if record else ()
     row = _WRITE if record else ""
-    undo = f"IF @rc >= 0 {give('@resource')}" if record else ""
     declared = ", @token bigint = 0, @declared int = 0, @now bigint = 0" if record else ""
     result = "@token AS tokens, @declared AS declared" if record else "N'' AS tokens, @slots AS declared"
     return batch(
-        ("stamp", "base", "gate", "mode", "resource", "slot", "slots", *more),
+        ("stamp", "base", "gate", "mode", "resource", "fence", *(("told",) if reads else ()), "slot", "slots", *more),
         f"""
 DECLARE @status int = {BUSY}, @rc int = -1, @done int{declared};
-IF {_OURS} AND NOT {taken("@gate")}
+IF {_OURS} AND NOT {taken("@gate")}{upgrades}
 BEGIN
     {get("@base", "@mode", "0")}
     IF @rc >= 0
     BEGIN
         {get("@resource", "Exclusive", "0")}
-        IF @rc >= 0
+        IF @rc >= 0 AND NOT {taken("@fence")}
         BEGIN
             SET @status = {DONE};
             {row}
         END;
         IF @status <> {DONE}
         BEGIN
-            {undo}
+            IF @rc >= 0 {give("@resource")}
             {give("@base")}
         END;
     END;

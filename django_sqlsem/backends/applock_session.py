@@ -22,6 +22,7 @@ from django_sqlsem.backends.base import Grant
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.identity import process_id
+from django_sqlsem.modes import SHARED, UPDATE, line_of
 from django_sqlsem.sessions import backend_error
 
 if TYPE_CHECKING:
@@ -44,6 +45,13 @@ class Holding:
     tokens: tuple[int, ...] = ()
     #: The slots that it stands for, if it has the name itself alone and one slot in place of all.
     whole: tuple[int, ...] = ()
+    #: How it shares the name with others: see ``modes``.
+    mode: str = SHARED
+
+    @property
+    def line(self) -> str:
+        """The key of the name, and the mode of one that may become the writer, or has: a session keeps both of them."""
+        return line_of(self.key, self.mode)
 
     def grant(self) -> Grant:
         """Return it as a backend grants it: ascending; for want of rows' ids, with the slots' numbers."""
@@ -65,8 +73,10 @@ class LockSession:
     def __init__(self, alias: str, in_turn: Callable[[], object] = lambda: None) -> None:
         self.alias = alias
         self.lock = Turn(self._mend)
-        #: The permits whose locks it has, by the name's key: one of a name, as locks are re-entrant.
+        #: The permits whose locks it has, by their lines: one of a name, as locks are re-entrant, and its upgrade.
         self.held: dict[str, Holding] = {}
+        #: Whether it is kept for the one permit that it has: its locks are converted, and that is waited for on it.
+        self.kept = False
         #: Names of which a claim was cut short: what it may have got is to be freed first. With how many slots, or 0.
         self.unclear: dict[str, tuple[LockNames, int]] = {}
         #: By whom holders were asked to stop, by permit id, as its last proof told.
@@ -234,7 +244,9 @@ class LockSession:
         names, bound = self.unclear[key]
         values = {"stamp": self.stamp, "base": names.base, "gate": names.gate, "bound": bound}
         self.run(sql.CLEAN, values | {"key": "" if bound else key})
-        self.held.pop(key, None)  # in case it was noted
+        for line in (key, line_of(key, UPDATE)):
+            self.held.pop(line, None)  # in case it was noted
+        self.kept = self.kept and bool(self.held)
         del self.unclear[key]
 
     def cut(self) -> None:

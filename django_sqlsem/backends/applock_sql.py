@@ -38,6 +38,9 @@ ROW_FAILED: Final = 8
 #: It is not the session that we opened.
 FOREIGN: Final = 9
 
+#: What a claim's ``fair`` says if it does not yield, as the head of the line has stopped.
+PAST: Final = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -84,6 +87,8 @@ TYPES: Final = {
     "mode": "varchar(32)",
     "lock_mode": "nvarchar(8)",
     "resource": "nvarchar(255)",
+    "fence": "nvarchar(60)",
+    "told": "nvarchar(60)",
     "csv": "nvarchar(max)",
     "key": "nvarchar(32)",
     "kind": "nvarchar(16)",
@@ -186,19 +191,24 @@ IF @status = {DONE} AND {holds("@base")}
 BEGIN
     {give("@base")}
 END;
-SET @resource = CONCAT(@gate, N':s');
-IF @status = {DONE} AND {holds("@resource")}
-BEGIN
-    {give("@resource")}
-END;
-SET @resource = CONCAT(@gate, N':w');
-IF @status = {DONE} AND {holds("@resource")}
-BEGIN
-    {give("@resource")}
-END;
-IF @status = {DONE} AND {holds("@gate")}
+{_give_if_held("CONCAT(@gate, N':s')")}{stepping_out()}"""
+
+
+def stepping_out() -> str:
+    """Return what leaves the line, and all that a head has to say so."""
+    said = [_give_if_held(f"CONCAT(@gate, N':{letter}')") for letter in "wu"]
+    return f"""{"".join(said)}IF @status = {DONE} AND {holds("@gate")}
 BEGIN
     {give("@gate")}
+END;
+"""
+
+
+def _give_if_held(resource: str) -> str:
+    return f"""SET @resource = {resource};
+IF @status = {DONE} AND {holds("@resource")}
+BEGIN
+    {give("@resource")}
 END;
 """
 
@@ -221,17 +231,6 @@ UPDATE sqlsem_slot SET permit_id = NULL, expires_us = NULL WHERE semaphore_key =
 SELECT @revoked = COALESCE(revoked_token, 0), @by = revoked_by FROM sqlsem_slot
 WHERE semaphore_key = @key AND slot = @slot;
 SELECT @revoked AS revoked_token, @by AS revoked_by;
-""",
-)
-
-#: Whoever waits next in the same process gets what was granted to one that has given up meanwhile.
-RENAME: Final = batch(
-    ("key", "before", "permit", "lease", "thread", "label", "user"),
-    """
-UPDATE sqlsem_slot SET permit_id = @permit, lease_us = @lease, thread = @thread, label = @label, user_name = @user,
-    stop_token = NULL
-WHERE semaphore_key = @key AND permit_id = @before;
-SELECT @@ROWCOUNT AS renamed;
 """,
 )
 

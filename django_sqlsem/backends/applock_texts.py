@@ -6,6 +6,7 @@ from django_sqlsem.backends import applock_acquire_sql as waiting
 from django_sqlsem.backends import applock_line_sql as line
 from django_sqlsem.backends import applock_procedures, applock_proof_sql, applock_quick_sql
 from django_sqlsem.backends import applock_sql as sql
+from django_sqlsem.backends import applock_upgrade_sql as upgrading
 
 #: What the names of stored procedures' texts begin with.
 PROCEDURE = "procedure "
@@ -20,16 +21,23 @@ def all_batches() -> dict[str, sql.Batch]:
         "release_unrecorded": sql.release(record=False),
         "quick_acquire": applock_quick_sql.acquire(record=True),
         "quick_acquire_unrecorded": applock_quick_sql.acquire(record=False),
+        "quick_acquire_to_read": applock_quick_sql.acquire(record=True, reads=True),
         "quick_release": applock_quick_sql.release(record=True),
         "quick_release_unrecorded": applock_quick_sql.release(record=False),
         "acquire_in_line": waiting.acquire(record=True, in_line=True),
         "acquire_in_line_unrecorded": waiting.acquire(record=False, in_line=True),
+        "upgrade": upgrading.upgrade(record=True),
+        "upgrade_unrecorded": upgrading.upgrade(record=False),
+        "upgrade_in_line": upgrading.upgrade(record=True, in_line=True),
+        "upgrade_in_line_unrecorded": upgrading.upgrade(record=False, in_line=True),
+        "settle": upgrading.settle(record=True),
+        "settle_unrecorded": upgrading.settle(record=False),
         "step_out": line.step_out(record=True),
         "step_out_unrecorded": line.step_out(record=False),
         "unwait": line.UNWAIT,
         "clean": sql.CLEAN,
         "unrecord": sql.UNRECORD,
-        "rename": sql.RENAME,
+        "rename": line.RENAME,
         "create": sql.CREATE,
         "declare": sql.DECLARE,
         "open": sql.OPEN,

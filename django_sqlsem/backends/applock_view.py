@@ -14,7 +14,7 @@ from django_sqlsem.backends.applock_names import PREFIX, LockNames, lock_names
 from django_sqlsem.backends.applock_sql import NOW
 from django_sqlsem.backends.row_clock import RowClock, stop_by
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
-from django_sqlsem.modes import WHOLE
+from django_sqlsem.modes import WHOLE, WRITER
 from django_sqlsem.naming import resource_for
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot
 
@@ -127,7 +127,8 @@ def _holder(
     values = {key: value for key, value in row.items() if key != "taken"}
     slot = SlotRow(**values)
     if slot.expires_us is None:
-        return _unknown(clock, name, slot.slot) if taken else None
+        # A writer that waits for readers to leave has its place by then.
+        return _unknown(clock, name, slot.slot) if taken and slot.slot != WRITER else None
     age = max(0.0, clock.age(slot.acquired_us, ""))
     return HolderSnapshot(
         name=name,

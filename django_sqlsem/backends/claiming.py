@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from django_sqlsem.modes import SHARED, UPGRADE, WHOLE
+from django_sqlsem.modes import SHARED, UPGRADE, WHOLE, line_of
 
 if TYPE_CHECKING:
     from django_sqlsem.identity import HolderIdentity
@@ -59,8 +59,5 @@ class Claim:
 
     @property
     def line(self) -> str:
-        """The line in which it waits inside its process.
-
-        Who may become the writer waits beside the readers, whom it does not keep out, and an upgrade before everybody.
-        """
-        return self.resource.key if self.mode in (SHARED, WHOLE) else f"{self.resource.key}/{self.mode}"
+        """The line in which it waits inside its process."""
+        return line_of(self.resource.key, self.mode)

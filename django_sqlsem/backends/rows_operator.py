@@ -24,7 +24,7 @@ from django_sqlsem.backends.rows_fence import unfenced
 from django_sqlsem.backends.rows_server import server_since
 from django_sqlsem.backends.rows_survey import RowsSurvey
 from django_sqlsem.caller_sessions import OrdinarySession
-from django_sqlsem.exceptions import BackendError, FencedError
+from django_sqlsem.exceptions import BackendError, fenced
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import FenceRow, SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.modes import WHOLE, WRITER
@@ -129,10 +129,7 @@ class RowsOperator(RowsSurvey):
                     break
             # A transaction of its holder's is fenced with it, or it was just being renewed.
             if time.monotonic() > give_up:
-                raise FencedError(
-                    f"Slot {slot} of {name!r} can't be revoked now: a transaction that is fenced with its permit is"
-                    " open. Try again when that has ended."
-                )
+                raise fenced(name, slot)
             time.sleep(0.02)
         self._hand_out(_key(name))
         return clock.holder(name, row)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from django_sqlsem import AcquireTimeoutError, queries, semaphore
+from django_sqlsem import AcquireTimeoutError, PermitLostError, queries, semaphore
 from django_sqlsem.locks import monitor, rwlock
 from django_sqlsem.models import WaiterRow
 from tests import tds
@@ -155,4 +155,73 @@ def test_readers_share_the_name_with_plain_shared_locks_and_a_writer_does_not(on
     permit.release()
     assert request.result() >= 0
     assert two.release("prices") == 0
+    assert tds.locked(ALIAS, ["prices", "0-prices"]) == [False, False]
+
+
+def test_an_upgradable_reader_has_the_servers_update_mode(one, two):
+    lock = rwlock("prices", 3, using=ALIAS)
+    for mode in ("Update", "Exclusive"):
+        assert one.get("prices", mode) == 0
+        assert run_in_threads(1, lambda _: lock.upgradable(timeout=0).try_acquire()) == [None]
+        assert one.release("prices") == 0
+    permit = lock.upgradable(timeout=PATIENT).acquire()
+    for mode, code in (("Shared", 0), ("Update", -1), ("Exclusive", -1), ("IntentExclusive", -1)):
+        assert one.get("prices", mode) == code
+    # A plain Shared lock is a reader as well: the upgrade waits for it.
+    with pytest.raises(AcquireTimeoutError, match="have not left"):
+        permit.upgrade(timeout=0)
+    thread, found = in_a_thread(lambda: permit.upgrade(timeout=PATIENT))
+    wait_until(lambda: [row.mode for row in WaiterRow.objects.using(ALIAS)] == ["upgrade"], timeout=PATIENT)
+    wait_until(lambda: two.test("prices", "Shared") == 0, timeout=PATIENT)  # it would stand behind the upgrade
+    assert one.release("prices") == 0
+    thread.join(PATIENT)
+    assert found == [permit]
+    assert permit.upgraded
+    assert one.get("prices", "Shared") == -1
+    permit.downgrade()
+    assert one.get("prices", "Shared") == 0
+    assert one.get("prices", "Update") == -1
+    assert one.release("prices") == 0
+    permit.check()
+    permit.release()
+    assert tds.locked(ALIAS, ["prices", "0-prices"]) == [False, False]
+
+
+def test_a_program_that_waits_to_write_takes_the_place_of_who_downgrades(one, two):
+    """Between the two modes it comes first: whoever was the writer is told that it holds nothing any more."""
+    lock = rwlock("prices", 3, using=ALIAS)
+    lost = []
+    for ends in ("downgrade", "release"):
+        permit = lock.upgradable(timeout=PATIENT).acquire()
+        permit.on_lost(lost.append)
+        permit.upgrade(timeout=PATIENT)
+        request = Request(one, "prices", "Exclusive").queued(two)
+        if ends == "downgrade":
+            with pytest.raises(PermitLostError, match="another program took the name"):
+                permit.downgrade()
+            permit.release()
+            wait_until(lambda: lost == [permit], timeout=PATIENT)  # noqa: B023
+        else:
+            permit.release()
+            assert permit.lost is None
+        assert request.result() == 1
+        assert one.release("prices") == 0
+        assert tds.locked(ALIAS, ["prices", "0-prices"]) == [False, False]
+        with lock.write(timeout=PATIENT):
+            pass
+    assert len(lost) == 1
+
+
+def test_a_killed_session_ends_an_upgrade_and_its_permit(one):
+    lock = rwlock("prices", 3, using=ALIAS)
+    permit = lock.upgradable(timeout=PATIENT).acquire()
+    permit.upgrade(timeout=PATIENT)
+    assert lock.status().exclusive.slots == (0, 1, 2, 3)
+    (holder,) = queries.semaphore("prices", using=ALIAS).holders
+    one.do(f"KILL {holder.session_id}")
+    run_in_threads(1, lambda _: lock.read(timeout=PATIENT).acquire().release())
+    wait_until(lambda: permit.lost, timeout=PATIENT)
+    with pytest.raises(PermitLostError):
+        permit.check()
+    permit.release()
     assert tds.locked(ALIAS, ["prices", "0-prices"]) == [False, False]

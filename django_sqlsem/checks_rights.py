@@ -1,0 +1,80 @@
+"""Which rights on the lock tables a login needs, and for what: asked of a SQL Server database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from django.core import checks
+
+from django_sqlsem.conf import config
+from django_sqlsem.models import (
+    ClaimRow,
+    EventRow,
+    MinuteRow,
+    RefreshRow,
+    SemaphoreRow,
+    SlotRow,
+    TransactionLockRow,
+    WaiterRow,
+    WaitRow,
+)
+
+_ALL: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
+#: What every acquire reads and writes, unless nothing is recorded.
+ACQUIRES: Final = {
+    SemaphoreRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
+    SlotRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
+    WaiterRow._meta.db_table: _ALL,
+}
+#: What goes on beside it: without these rights the locks work, and less is known of them.
+HISTORY: Final = {EventRow._meta.db_table: ("SELECT", "INSERT", "DELETE"), MinuteRow._meta.db_table: _ALL}
+DEADLOCKS: Final = {WaitRow._meta.db_table: _ALL}
+#: What only some kinds of locks use.
+KINDS: Final = {
+    TransactionLockRow._meta.db_table: ("SELECT",),
+    ClaimRow._meta.db_table: ("SELECT", "INSERT", "DELETE"),
+    RefreshRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
+}
+
+#: Runs one query and returns its first row.
+Row = Callable[[str], tuple[Any, ...]]
+
+
+def messages(alias: str, where: str, login: str, row: Row) -> Iterator[checks.CheckMessage]:
+    """Yield what the login lacks. Tables that are not there, or that it cannot see, count as granted."""
+    settings = config(alias)
+    if missing := _missing(row, ACQUIRES if settings.record else {}):
+        yield checks.Error(
+            f"{where} does not let the login {login!r} record who holds what: {missing}.",
+            hint="Grant these rights. See docs/checks.md#sqlseme006.",
+            id="sqlsem.E006",
+        )
+    beside = (HISTORY if settings.history else {}) | (DEADLOCKS if settings.deadlocks != "ignore" else {})
+    if missing := _missing(row, beside):
+        yield checks.Warning(
+            f"{where} does not let the login {login!r} record what happens, or who waits for whom: {missing}.",
+            hint='Grant these rights, or turn it off: SQLSEM["HISTORY"], SQLSEM["DEADLOCKS"]. '
+            "See docs/checks.md#sqlsemw013.",
+            id="sqlsem.W013",
+        )
+    if missing := _missing(row, KINDS):
+        yield checks.Info(
+            f"{where} does not let the login {login!r} use all kinds of locks: {missing}.",
+            hint="Grant these rights if you use claims, refresh_every() or transaction_lock(). "
+            "See docs/checks.md#sqlsemi002.",
+            id="sqlsem.I002",
+        )
+
+
+def _missing(row: Row, wanted: Mapping[str, tuple[str, ...]]) -> str:
+    asked = {
+        f"{right} on {table}": f"CASE WHEN OBJECT_ID(N'{table}') IS NULL THEN 1"
+        f" ELSE HAS_PERMS_BY_NAME(N'{table}', N'OBJECT', N'{right}') END"
+        for table, rights in wanted.items()
+        for right in rights
+    }
+    if not asked:
+        return ""
+    granted = row(f"SET NOCOUNT ON;\nSELECT {', '.join(asked.values())};\n")
+    return ", ".join(right for right, answer in zip(asked, granted, strict=True) if answer == 0)
