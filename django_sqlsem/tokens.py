@@ -6,14 +6,13 @@ Workers produce and consume: one process releases a token for each piece of work
 from __future__ import annotations
 
 import dataclasses
-import logging
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from django.db import connections
 
-from django_sqlsem import identity, refusals, scopes, testmode, token_grants, transactions
+from django_sqlsem import identity, notices, refusals, scopes, testmode, token_grants, transactions
 from django_sqlsem.backends import database_for, get_counting_backend
 from django_sqlsem.backends.base import Claim
 from django_sqlsem.backends.counting import TOKENS
@@ -31,8 +30,6 @@ from django_sqlsem.wording import shown
 if TYPE_CHECKING:
     from django_sqlsem.keeper import Keeper
     from django_sqlsem.sessions import Session
-
-logger = logging.getLogger("django_sqlsem")
 
 #: The most that one call adds or takes.
 MAX_TOKENS: Final = 1_000_000_000
@@ -246,8 +243,7 @@ class Tokens:
 
     def _taken(self, hold: Hold) -> TakenTokens:
         taken = TakenTokens(self, hold.claim.take, hold.waited)
-        extra = {"semaphore": self.name, "what": "tokens_taken", "count": taken.count, "waited": taken.waited}
-        logger.debug("Took %d of the tokens %r, after %.3f s.", taken.count, self.name, taken.waited, extra=extra)
+        notices.tokens_taken(self.name, taken.count, taken.waited)
         return taken
 
     def _put_back(self, keeper: Keeper, count: int) -> None:
