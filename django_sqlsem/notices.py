@@ -79,9 +79,3 @@ async def arefused(semaphore: Semaphore, error: AcquireTimeoutError, waited: flo
     """No slot was free in time for a coroutine."""
     if acquire_timed_out.heard:
         await acquire_timed_out.asend_robust(type(semaphore), semaphore=semaphore, error=error, waited=waited)
-
-
-def tokens_taken(name: str, count: int, waited: float) -> None:
-    """Tokens were taken, which has no permit, and no signal."""
-    extra = {"semaphore": name, "what": "tokens_taken", "count": count, "waited": waited}
-    logger.debug("Took %d of the tokens %r, after %.3f s.", count, name, waited, extra=extra)
