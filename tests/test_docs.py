@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from django.test import RequestFactory, override_settings
 
-from django_sqlsem import checks, checks_mssql, conf, mutex, semaphore
+from django_sqlsem import checks, checks_mssql, checks_rights, conf, mutex, semaphore
 from django_sqlsem.management.commands.locks import Command
 from django_sqlsem.testing import busy, stop_requested
 from tests.databases import ROOT
@@ -28,7 +28,7 @@ from tests.threads import wait_until
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *DOCS]
-CHECKS = "".join(Path(module.__file__).read_text(encoding="utf-8") for module in (checks, checks_mssql))
+CHECKS = "".join(Path(module.__file__).read_text(encoding="utf-8") for module in (checks, checks_mssql, checks_rights))
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _pages = itertools.count(1)
