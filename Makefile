@@ -16,7 +16,7 @@ ifdef DATABASE_URL
 export DATABASE_URL
 endif
 
-.PHONY: help deps test soak lint format migrations demo clean
+.PHONY: help deps test soak lint format migrations demo screenshots clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make lint        check style, types, layers and migrations"
 	@echo "make format      format the code"
 	@echo "make demo        run the example project        DATABASE_URL=postgres://...  DEMO_ARGS='--seconds 10'"
+	@echo "make screenshots take the pictures of docs/images again, with Chromium"
 	@echo "make clean       remove the virtual environment and caches"
 
 # The command is a file of the environment, so a half-made one is made again.
@@ -64,6 +65,10 @@ migrations: $(DEV)
 
 demo: $(DEMO)
 	$(BIN)/python manage.py demo $(DEMO_ARGS)
+
+screenshots: $(DEV)
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+		EXAMPLE_VAR_DIR=$$folder $(BIN)/python manage.py screenshots
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

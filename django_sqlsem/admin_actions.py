@@ -44,7 +44,7 @@ def stop(model_admin: ModelAdmin[RowT], request: HttpRequest, queryset: QuerySet
     targets = confirm.slot_targets(request)
     if targets is None:
         _semaphores, holders = confirm.shown(request, queryset)
-        new = [holder for holder in holders if not (holder.expired or holder.stop_requested)]
+        new = [holder for holder in holders if holder.recorded and not (holder.expired or holder.stop_requested)]
         if not new:
             text = _("Nobody holds any of these who has not been asked already.")
             model_admin.message_user(request, text, messages.INFO)

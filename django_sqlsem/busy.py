@@ -88,7 +88,14 @@ def log_busy(busy: Busy, work: str, outcome: str, **extra: object) -> None:
         busy.name,
         len(busy.holders),
         busy.waiting,
-        extra=extra,
+        extra={
+            "semaphore": busy.name,
+            "what": "busy",
+            "holders": len(busy.holders),
+            "waiting": busy.waiting,
+            "retry_after": busy.retry_after,
+            **extra,
+        },
     )
 
 

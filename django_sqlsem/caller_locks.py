@@ -77,7 +77,9 @@ def lock_here(wanted: Wanted, timeout: object, alias: str, *, mark: Mark | None 
     waited = locking_for(connection).lock(wanted, left, mark=mark)
     if waited is None:
         raise _refusal(wanted, seconds)
-    logger.debug("%s locked by the transaction on %r after %.3f s", wanted.resource.name, alias, waited)
+    name = wanted.resource.name
+    extra = {"semaphore": name, "what": "granted", "database": alias, "waited": waited}
+    logger.debug("%s locked by the transaction on %r after %.3f s", name, alias, waited, extra=extra)
     return TransactionPermit(wanted.resource.name, wanted.shared, waited, alias)
 
 

@@ -47,12 +47,12 @@ LOOK: Final = "SET NOCOUNT ON;\nSELECT TOP (1) request_mode FROM sys.dm_tran_loc
 
 def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Iterable[checks.CheckMessage]:
     """Report a missing driver, and settings of SQL Server aliases under which application locks are not safe."""
-    for alias in _named():
+    for alias in named():
         settings = connections.settings[alias]
         missing = list(driver_messages(alias, settings))
         if missing:
             yield from missing
-        elif _keeps_applocks(alias):
+        elif keeps_applocks(alias):
             yield from settings_messages(alias, settings)
 
 
@@ -60,12 +60,12 @@ def check_databases(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> Iterable[checks.CheckMessage]:
     """Ask the servers of SQL Server aliases for the rights that application locks need."""
-    for alias in _named():
-        if alias in (databases or ()) and _keeps_applocks(alias):
+    for alias in named():
+        if alias in (databases or ()) and keeps_applocks(alias):
             yield from database_messages(alias)
 
 
-def _named() -> list[str]:
+def named() -> list[str]:
     """Return the aliases that ``SQLSEM`` names for locks, or the router chooses; none while ``SQLSEM`` is wrong."""
     try:
         config()
@@ -75,7 +75,8 @@ def _named() -> list[str]:
     return list(dict.fromkeys(named))
 
 
-def _keeps_applocks(alias: str) -> bool:
+def keeps_applocks(alias: str) -> bool:
+    """Whether an alias's locks are application locks, or would be once its server answers."""
     try:
         if connections[alias].vendor != "microsoft":
             return False

@@ -160,7 +160,10 @@ class ClaimBlock(Generic[M]):
         try:
             self._let_go(dict(rows), self.from_status, quiet=quiet)
         except BackendError as error:
-            logger.error("Rows of %s are left to the next worker to be given back: %s", self._column, error)
+            extra = {"semaphore": self._semaphore.name, "what": "release_failed"}
+            logger.error(
+                "Rows of %s are left to the next worker to be given back: %s", self._column, error, extra=extra
+            )
 
     def _let_go(self, rows: dict[str, M], then: Any, *, quiet: bool = False) -> dict[str, Outcome]:
         alias, column = self._candidates.db, self._column
@@ -176,7 +179,8 @@ class ClaimBlock(Generic[M]):
                     self._inside[key] = row
             elif not quiet:
                 why = "somebody else has it" if outcome is Outcome.NOT_OURS else "its status was changed meanwhile"
-                logger.warning("%s of %s was left alone: %s.", shown(row), column, why)
+                extra = {"semaphore": self._semaphore.name, "what": "claim_left", "object": key}
+                logger.warning("%s of %s was left alone: %s.", shown(row), column, why, extra=extra)
         return outcomes
 
     def _finish(self, rows: dict[str, M], then: Any) -> dict[str, Outcome]:

@@ -72,9 +72,11 @@ def give_back_abandoned(keeper: Keeper, column: StatusColumn) -> list[Any]:
         who = f"{row.host} pid {row.pid} {row.label}".strip()
         if outcome is Outcome.WRITTEN:
             back.append(ending.pk)
-            logger.warning("%s was given back: its worker (%s) is gone.", row, who)
+            extra = _fields(resource.name, "claim_returned", row)
+            logger.warning("%s was given back: its worker (%s) is gone.", row, who, extra=extra)
         elif outcome is Outcome.CHANGED:
-            logger.warning("%s was left alone: its worker (%s) is gone, but its status was changed since.", row, who)
+            message = "%s was left alone: its worker (%s) is gone, but its status was changed since."
+            logger.warning(message, row, who, extra=_fields(resource.name, "claim_left", row))
     return back
 
 
@@ -83,9 +85,14 @@ def _ending(column: StatusColumn, row: ClaimRow) -> Ending | None:
         pk, before = column.pk_from(row.object_pk), column.value_from(row.from_status)
         meanwhile = column.value_from(row.status)
     except (ValidationError, ValueError) as error:
-        logger.error("%s can't be given back, as its model has changed: %s", row, error)
+        extra = _fields(column.resource.name, "claim_left", row)
+        logger.error("%s can't be given back, as its model has changed: %s", row, error, extra=extra)
         return None
     return Ending(Owner(row.key, row.slot, row.token), row.object_pk, pk, meanwhile, before)
+
+
+def _fields(name: str, what: str, row: ClaimRow) -> dict[str, Any]:
+    return {"semaphore": name, "what": what, "object": row.object_pk, "holder_host": row.host, "holder_pid": row.pid}
 
 
 def _ask(keeper: Keeper, work: Callable[[], T]) -> T:

@@ -259,11 +259,14 @@ def _acted(
     *,
     holder: HolderSnapshot | None = None,
 ) -> None:
-    logger.log(level, "%s of %r by %s%s", action, name, by or "somebody", f": {detail}" if detail else "")
+    extra = {"semaphore": name, "what": "acted", "action": action, "by": by, "detail": detail}
+    told = f": {detail}" if detail else ""
+    logger.log(level, "%s of %r by %s%s", action, name, by or "somebody", told, extra=extra)
     if not backend.process_local:
         from django_sqlsem.history import acts  # it needs the models, which this module must not
 
         acts.record(backend.alias, action, name, by, detail, holder)
     for receiver, result in operator_acted.send_robust(sender=None, action=action, name=name, by=by, detail=detail):
         if isinstance(result, Exception):  # the act is done: a receiver's fault must not hide that
-            logger.error("operator_acted receiver %r failed", receiver, exc_info=result)
+            extra = {"semaphore": name, "what": "receiver_failed"}
+            logger.error("operator_acted receiver %r failed", receiver, exc_info=result, extra=extra)

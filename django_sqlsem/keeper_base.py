@@ -24,7 +24,6 @@ from django_sqlsem.exceptions import BackendError
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.sessions import OwnSession, Session
 from django_sqlsem.snapshots import Loss, LossReason
-from django_sqlsem.wording import numbers
 
 if TYPE_CHECKING:
     from django_sqlsem.arbiter import Arbiter
@@ -238,7 +237,8 @@ class KeeperBase(abc.ABC):
                 self.deliver(granted, hold.releasing_since, hold.claim.resource)
             self.released(hold, True)  # else the try that failed may have freed them all the same
         except BackendError as error:
-            logger.warning("%s could not be given back yet: %s", hold.claim.resource.name, error)
+            extra = {"semaphore": hold.claim.resource.name, "what": "release_failed"}
+            logger.warning("%s could not be given back yet: %s", hold.claim.resource.name, error, extra=extra)
 
     def abandon(self, hold: Hold) -> None:
         """The caller has gone in the middle of an acquire: nothing that was or will be granted may stay."""
@@ -273,8 +273,7 @@ class KeeperBase(abc.ABC):
         """The program forgot a permit: say so, and give it back."""
         if hold.foreign or hold.abandoned or hold.released or hold.grant is None or hold.releasing.locked():
             return
-        who = f"{hold.claim.resource.name!r} slot {numbers(hold.grant.slots)}"
-        logger.error("A permit of %s was forgotten (%s) and is given back; use a with block.", who, why)
+        losses.log_forgotten(hold, why)
         hold.lose(Loss(LossReason.FORGOTTEN, f"it was forgotten: {why}"))
         self.give_back(hold, self.own)
 

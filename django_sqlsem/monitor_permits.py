@@ -98,7 +98,9 @@ class Stay:
         if self.outermost() is None:
             hold.keeper.forget(hold, "it was garbage-collected")
         else:
-            logger.error("An inner permit of %r was forgotten; use a with block.", hold.claim.resource.name)
+            name = hold.claim.resource.name
+            extra = {"semaphore": name, "what": "forgotten"}
+            logger.error("An inner permit of %r was forgotten; use a with block.", name, extra=extra)
 
 
 class MonitorPermit(Permit):

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from django_sqlsem import fences, losses, scopes, stops, transactions
+from django_sqlsem import fences, losses, notices, scopes, stops, transactions
 from django_sqlsem.backends import database_for
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError, PermitLostError
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.naming import Name, resource_for, validate_name
-from django_sqlsem.signals import permit_released
 from django_sqlsem.snapshots import Loss
 from django_sqlsem.wording import numbers, shown
 
@@ -149,8 +148,8 @@ class Permit:
             self._hold.release_wanted = True
             return
         try:
-            if self._leave() and self._hold.keeper.release(self._hold) and permit_released.receivers:
-                permit_released.send_robust(type(self.semaphore), semaphore=self.semaphore, permit=self)
+            if self._leave() and self._hold.keeper.release(self._hold):
+                notices.released(self)
         except BackendError:
             raise
         except BaseException:
@@ -163,8 +162,8 @@ class Permit:
             self._hold.release_wanted = True
             return
         try:
-            if self._leave() and await self._hold.keeper.arelease(self._hold) and permit_released.receivers:
-                await permit_released.asend_robust(type(self.semaphore), semaphore=self.semaphore, permit=self)
+            if self._leave() and await self._hold.keeper.arelease(self._hold):
+                await notices.areleased(self)
         except BackendError:
             raise
         except BaseException:
@@ -221,7 +220,8 @@ class Permit:
 
     def _log_failed_release(self, error: BackendError) -> None:
         message = "The permit of %r could not be given back; the keeper goes on trying: %s"
-        logger.error(message, self.name, error, exc_info=error)
+        extra = {"semaphore": self.name, "what": "release_failed"}
+        logger.error(message, self.name, error, exc_info=error, extra=extra)
 
     def __enter__(self) -> Permit:
         return self

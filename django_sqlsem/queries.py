@@ -82,6 +82,21 @@ def holders(
     return [holder for snapshot in found for holder in snapshot.holders if state in (None, holder.state.value)]
 
 
+def in_use(*, most: int, using: str | None = None) -> list[SemaphoreSnapshot]:
+    """Return the snapshots of names of which a slot is taken or waited for, by name: at most ``most``.
+
+    One query finds them, whatever the number of idle names; the rest is that of ``by_name()``. Raises ``BackendError``.
+    """
+    from django_sqlsem.backends import usage  # it needs the models, which this module must not
+
+    alias = database_for(using)
+    backend = get_backend(alias)
+    if backend.process_local:
+        return [each for each in backend.inspect() if each.holders or each.waiters][:most]
+    found = by_name(usage.names_in_use(alias, most), using=alias)
+    return sorted(found.values(), key=lambda snapshot: snapshot.name)
+
+
 def refreshes(name_glob: str | None = None, *, using: str | None = None) -> list[RefreshSnapshot]:
     """Return the values of ``refresh_every()`` by name: when each was built, by whom, and when it is due.
 

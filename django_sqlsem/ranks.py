@@ -46,12 +46,14 @@ def step_aside(semaphore: Semaphore, call: Call, refusal: AcquireTimeoutError) -
             snapshot.name,
             twin.host,
             twin.pid,
+            extra={"semaphore": snapshot.name, "what": "delivered_twice", "task_id": task_id},
         )
         return refusal.retry_after
     try:
         return ranked(semaphore._named(snapshot.name), call)._step_aside(lambda before: retry_after(snapshot, before))
     except BackendError as error:  # the rank is a courtesy; the task comes back without it
-        logger.debug("The rank of %s could not be kept: %s", call.label, error)
+        extra = {"semaphore": snapshot.name, "what": "rank_not_kept", "task_id": task_id}
+        logger.debug("The rank of %s could not be kept: %s", call.label, error, extra=extra)
         return refusal.retry_after
 
 

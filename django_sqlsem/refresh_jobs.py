@@ -146,6 +146,7 @@ class Job:
                 "one, which stays.",
                 self.name,
                 took,
+                extra={"semaphore": self.name, "what": "refresh_late", "took": took},
             )
             return False
         if found.state.token:

@@ -106,7 +106,8 @@ class CacheValues:
                 cache.delete(entry)
         if counts and cache.get(entry) is None and not isinstance(cache, DummyCache):
             message = "CACHES[%r] did not keep the value of %r: it is built anew each time."
-            logger.warning(message, self.cache, resource.name)
+            extra = {"semaphore": resource.name, "what": "refresh_not_kept"}
+            logger.warning(message, self.cache, resource.name, extra=extra)
         return counts
 
     def drop(self, resource: Resource, token: int) -> None:

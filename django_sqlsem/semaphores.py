@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import uuid
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -12,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from django.db import connections
 
-from django_sqlsem import drains, entries, identity, refusals, scopes, testmode
+from django_sqlsem import drains, entries, identity, notices, refusals, scopes, testmode
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.base import Claim
+from django_sqlsem.clocks import boot_now
 from django_sqlsem.conf import config
 from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.holds import Hold
@@ -22,7 +22,6 @@ from django_sqlsem.keepers import keeper_for
 from django_sqlsem.modes import EXCLUSIVE, SHARED, UPDATE, WHOLE
 from django_sqlsem.naming import resource_for, validate_name
 from django_sqlsem.permits import Permit
-from django_sqlsem.signals import acquire_timed_out, permit_acquired
 from django_sqlsem.snapshots import SemaphoreSnapshot
 from django_sqlsem.timeouts import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.upgrades import UpgradablePermit
@@ -30,8 +29,6 @@ from django_sqlsem.upgrades import UpgradablePermit
 if TYPE_CHECKING:
     from django_sqlsem.busy import OnBusy
     from django_sqlsem.keeper import Keeper
-
-logger = logging.getLogger("django_sqlsem")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,6 +64,8 @@ class Semaphore:
     parts: tuple[str, ...] | None = dataclasses.field(default=None, repr=False)
     #: In whose name a task asks that was refused before; set by the decorator.
     rank: str = dataclasses.field(default="", repr=False)
+    #: The decorator's name before a call's arguments filled it in: ``sync:{request.user.pk}``. Empty for any other.
+    template: str = dataclasses.field(default="", repr=False, compare=False)
 
     #: Whether nobody else may leave a block than who entered it, as long as they are there.
     _left_by_its_own: ClassVar[bool] = False
@@ -82,9 +81,9 @@ class Semaphore:
         An omitted timeout is the semaphore's own, else ``SQLSEM["TIMEOUT"]``. Raises ``AcquireTimeoutError``, which
         names the holders; ``AlreadyHeldError`` if this thread or task has it; ``BackendError``.
         """
-        seconds = self._seconds(timeout)
+        seconds, asked = self._seconds(timeout), boot_now()
         # Returned in the very statement that gets it: nothing can strike between, and leave it to this frame.
-        return self._acquire(seconds) or self._refuse(self.status(), seconds)
+        return self._acquire(seconds) or self._refuse(boot_now() - asked, self.status(), seconds)
 
     def try_acquire(self) -> Permit | None:
         """Take a permit if one is free, without waiting; else return ``None``."""
@@ -92,8 +91,8 @@ class Semaphore:
 
     async def aacquire(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
         """Take a permit from a coroutine: see ``acquire()``. Waiting holds no thread."""
-        seconds = self._seconds(timeout)
-        return await self._aacquire(seconds) or await self._arefuse(await self.astatus(), seconds)
+        seconds, asked = self._seconds(timeout), boot_now()
+        return await self._aacquire(seconds) or await self._arefuse(boot_now() - asked, await self.astatus(), seconds)
 
     async def atry_acquire(self) -> Permit | None:
         """Take a permit if one is free; else return ``None``."""
@@ -183,7 +182,9 @@ class Semaphore:
 
     def _named(self, name: str) -> Semaphore:
         """Return this semaphore under another name: a decorator's template, filled in."""
-        return dataclasses.replace(self, name=validate_name(name), key=None, parts=None)
+        return dataclasses.replace(
+            self, name=validate_name(name), template=self.template or self.name, key=None, parts=None
+        )
 
     def _as(self, kind: str, mode: str = SHARED) -> Semaphore:
         """Return this semaphore as another kind of lock."""
@@ -267,31 +268,25 @@ class Semaphore:
         return None
 
     def _granted(self, permit: Permit) -> Permit:
-        self._note_grant(permit)
-        if permit_acquired.receivers:
-            permit_acquired.send_robust(type(self), semaphore=self, permit=permit)
+        self._apply_test(permit)
+        notices.granted(permit)
         return permit
 
     async def _agranted(self, permit: Permit) -> Permit:
-        self._note_grant(permit)
-        if permit_acquired.receivers:
-            await permit_acquired.asend_robust(type(self), semaphore=self, permit=permit)
+        self._apply_test(permit)
+        await notices.agranted(permit)
         return permit
 
-    def _note_grant(self, permit: Permit) -> None:
+    def _apply_test(self, permit: Permit) -> None:
         if refusals.lost or refusals.asked:
             refusals.befall(permit._hold)
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("Granted %r, slot %s, after %.3f s.", self.name, permit.slots, permit.waited)
 
-    def _refuse(self, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
+    def _refuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
         error = refusals.refusal(snapshot, timeout, self.kind, self.take, self.mode)
-        if acquire_timed_out.receivers:
-            acquire_timed_out.send_robust(type(self), semaphore=self, error=error)
+        notices.refused(self, error, waited)
         raise error
 
-    async def _arefuse(self, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
+    async def _arefuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
         error = refusals.refusal(snapshot, timeout, self.kind, self.take, self.mode)
-        if acquire_timed_out.receivers:
-            await acquire_timed_out.asend_robust(type(self), semaphore=self, error=error)
+        await notices.arefused(self, error, waited)
         raise error

@@ -119,14 +119,15 @@ class Permits(Sequence[Any]):
     def _undo(self) -> None:
         with contextlib.ExitStack() as stack:
             for _, permit in self._taken:
-                stack.callback(_quietly, permit.put_back if isinstance(permit, TakenTokens) else permit.release)
+                undo = permit.put_back if isinstance(permit, TakenTokens) else permit.release
+                stack.callback(_quietly, permit.name, undo)
             self._taken = []
 
     async def _aundo(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
             for _, permit in self._taken:
                 undo = permit.aput_back if isinstance(permit, TakenTokens) else permit.arelease
-                stack.push_async_callback(_aquietly, undo)
+                stack.push_async_callback(_aquietly, permit.name, undo)
             self._taken = []
 
 
@@ -214,15 +215,20 @@ def _time_left(timeout: float | None) -> Callable[[], float | None]:
     return lambda: None if deadline is None else max(0.0, deadline - boot_now())
 
 
-def _quietly(undo: Callable[[], object]) -> None:
+def _quietly(name: str, undo: Callable[[], object]) -> None:
     try:
         undo()
     except BackendError as error:  # what went wrong first is raised; the keeper goes on trying
-        logger.warning("What acquire_all() had taken could not be given back yet: %s", error)
+        _log_kept(name, error)
 
 
-async def _aquietly(undo: Callable[[], Any]) -> None:
+async def _aquietly(name: str, undo: Callable[[], Any]) -> None:
     try:
         await undo()
     except BackendError as error:
-        logger.warning("What acquire_all() had taken could not be given back yet: %s", error)
+        _log_kept(name, error)
+
+
+def _log_kept(name: str, error: BackendError) -> None:
+    extra = {"semaphore": name, "what": "release_failed"}
+    logger.warning("What acquire_all() had taken could not be given back yet: %s", error, extra=extra)

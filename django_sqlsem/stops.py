@@ -27,8 +27,9 @@ def ask(hold: Hold, by: str) -> None:
         return
     whole.stop_by = hold.stop_by
     name = whole.claim.resource.name
-    logger.warning("The holder of %r is asked to stop by %s.", name, whole.stop_by, extra={"semaphore": name})
-    if whole.stop_callbacks or permit_stop_requested.receivers:
+    extra = {"semaphore": name, "what": "stop_asked", "by": whole.stop_by}
+    logger.warning("The holder of %r is asked to stop by %s.", name, whole.stop_by, extra=extra)
+    if whole.stop_callbacks or permit_stop_requested.heard:
         threading.Thread(target=_tell, args=(whole, True), name="sqlsem-on-stop", daemon=True).start()
 
 
@@ -51,7 +52,8 @@ def _tell(hold: Hold, signal: bool) -> None:
         try:
             callback(permit)
         except Exception:
-            logger.exception("An on_stop_requested callback failed.")
+            extra = {"semaphore": permit.name, "what": "callback_failed"}
+            logger.exception("An on_stop_requested callback failed.", extra=extra)
     if signal:
         lock = permit.semaphore
         permit_stop_requested.send_robust(type(lock), semaphore=lock, permit=permit, by=hold.stop_by)

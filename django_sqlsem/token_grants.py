@@ -106,7 +106,8 @@ def give_up(keeper: Keeper, hold: Hold, put_back: Callable[[Keeper, int], None])
             put_back(keeper, hold.claim.take)
         except BackendError:
             name, count = hold.claim.resource.name, hold.claim.take
-            logger.exception("%d of the tokens %r were taken by who had gone, and could not be put back.", count, name)
+            message = "%d of the tokens %r were taken by who had gone, and could not be put back."
+            logger.exception(message, count, name, extra={"semaphore": name, "what": "tokens_lost", "count": count})
 
     keeper.post(undo)
 

@@ -102,6 +102,8 @@ def test_revoke_one_of_several(operator: Client, alias: str) -> None:
     assert slot_row(alias, slot=1).permit_id
     assert slot_row(alias, slot=2).revoked_by == "boss"
     assert "slot 2: web9" in LogEntry.objects.get().change_message
+    event = queries.events("reports")[0]
+    assert (event.what, event.by, event.slot, event.token) == ("revoked", "boss", 2, 8)
 
 
 def test_stop_leaves_the_slot(operator: Client, alias: str) -> None:
@@ -141,6 +143,8 @@ def test_the_lock_as_a_whole(operator: Client, alias: str) -> None:
     assert SemaphoreRow.objects.get().paused
     assert slot_row(alias).stop_by == "boss"
     assert LogEntry.objects.count() == 4
+    told = [(event.what, event.by) for event in queries.events("reports")]
+    assert sorted(told) == sorted((what, "boss") for what in ("resized", "paused", "resumed", "drained", "stop_asked"))
 
 
 CHANGED = "The holder of reports slot 1 has changed since it was shown: nobody there was disturbed."

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from django.test import RequestFactory, override_settings
 
-from django_sqlsem import checks, checks_mssql, checks_rights, conf, mutex, semaphore
+import django_sqlsem
+from django_sqlsem import conf, mutex, semaphore
 from django_sqlsem.management.commands.locks import Command
 from django_sqlsem.testing import busy, stop_requested
 from tests.databases import ROOT
@@ -28,7 +29,9 @@ from tests.threads import wait_until
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *DOCS]
-CHECKS = "".join(Path(module.__file__).read_text(encoding="utf-8") for module in (checks, checks_mssql, checks_rights))
+PACKAGE = Path(django_sqlsem.__file__).parent
+CHECKERS = [*sorted(PACKAGE.glob("checks*.py")), *sorted((PACKAGE / "doctor").glob("*.py"))]
+CHECKS = "".join(path.read_text(encoding="utf-8") for path in CHECKERS)
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _pages = itertools.count(1)
@@ -208,16 +211,20 @@ def test_modules_that_are_named_exist(page: Path) -> None:
 
 def test_every_check_has_a_heading_and_every_hint_leads_there() -> None:
     page = ROOT / "docs" / "checks.md"
-    ids = set(re.findall(r'id="(sqlsem\.[EWI]\d+)"', CHECKS))
-    assert ids
-    assert set(re.findall(r"^## (sqlsem\.\w+)$", text_of(page), re.MULTILINE)) == ids
-    assert set(re.findall(r"docs/checks\.md#(\w+)", CHECKS)) == {slug(each) for each in ids} <= anchors(page)
+    checked = set(re.findall(r'id="(sqlsem\.[EWI]\d+)"', CHECKS))
+    found = set(re.findall(r'"(sqlsem\.D\d+)"', CHECKS))
+    assert checked
+    assert found
+    headings = re.findall(r"^## (sqlsem\.\w+)$", text_of(page), re.MULTILINE)
+    assert sorted(headings) == sorted(checked | found)
+    assert set(re.findall(r"docs/checks\.md#(\w+)", CHECKS)) == {slug(each) for each in checked}
+    assert {slug(each) for each in found} <= anchors(page)
 
 
 @pages
 def test_checks_that_are_named_exist(page: Path) -> None:
-    for number in set(re.findall(r"sqlsem\.[EWI]\d+", text_of(page))):
-        assert f'id="{number}"' in CHECKS
+    for number in set(re.findall(r"sqlsem\.[EWID]\d+", text_of(page))):
+        assert f'"{number}"' in CHECKS
 
 
 @pytest.mark.parametrize("line", commands())

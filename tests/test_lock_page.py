@@ -15,7 +15,7 @@ from django.urls import reverse
 from django_sqlsem import control
 from django_sqlsem.dashboard import live, tables, timeline
 from django_sqlsem.history import buckets
-from django_sqlsem.models import EventRow, MinuteRow, SemaphoreRow, SlotRow
+from django_sqlsem.models import EventRow, MinuteRow, SemaphoreRow, SlotRow, WaitRow
 from django_sqlsem.naming import resource_for
 from tests.operators import boot_id, hold, make_semaphore, now_us, wait
 from tests.test_admin import key, login, text
@@ -150,6 +150,34 @@ def test_a_count_of_tokens_has_neither_slots_nor_a_timeline(operator: Client, al
     assert re.search(r"<dt>tokens</dt><dd>5", html)
     assert "1 token" in part(html, "sqlsem-waiters")
     assert part(html, "sqlsem-timeline") == ""
+
+
+def test_a_deadlock_is_shown_with_both_sides(operator: Client, alias: str) -> None:
+    for name, permit, host in (("a", "1" * 32, "left"), ("b", "2" * 32, "right")):
+        make_semaphore(alias, name, slots=1)
+        hold(alias, name, permit_id=permit, host=host)
+    make_semaphore(alias, "c")
+    now = now_us(alias)
+    for name, holds, host in (("a", f"{key('b')}/{'2' * 32}", "right"), ("b", f"{key('a')}/{'1' * 32}", "left")):
+        WaitRow.objects.using(alias).create(
+            wait_id=host, key=key(name), name=name, permits=holds, since_us=now - 5 * SECOND, host=host, pid=1,
+            expires_us=now + 60 * SECOND, boot_id=boot_id(alias), label=f"GET /{host}/",
+        )  # fmt: skip
+    for name in ("a", "b"):
+        shown = text(operator.get(address(name)))
+        assert shown.index("Deadlock:") < shown.index("Holders")
+        for side in ("left", "right"):
+            assert side in shown[shown.index("Deadlock:") : shown.index("Holders")]
+        edges = shown[shown.index("Who waits for whom") : shown.index("The last hour")]
+        assert re.search(
+            r"left pid 1 \(GET /left/\) has waited \d\.\d s for 'b', held by right .*, and holds 'a'", edges
+        )
+        assert re.search(
+            r"right pid 1 \(GET /right/\) has waited \d\.\d s for 'a', held by left .*, and holds 'b'", edges
+        )
+    shown = text(operator.get(address("c")))
+    assert "Deadlock" not in shown.split("Losses")[0]
+    assert "Who waits for whom" not in shown
 
 
 def test_an_idle_lock(operator: Client, alias: str) -> None:

@@ -72,12 +72,12 @@ def fill(alias: str) -> None:
     """Write one name of each state, in another order than they are shown."""
     for name in ("calm", "paused", "waited", "gone", "drains", "held"):
         make_semaphore(alias, name, slots=2, paused=name in ("paused", "drains"))
-    hold(alias, "held")
-    hold(alias, "waited", slot=1)
-    hold(alias, "waited", slot=2)
-    wait(alias, "waited", waiting=3)
+    hold(alias, "held", left=600)
+    hold(alias, "waited", slot=1, left=600)
+    hold(alias, "waited", slot=2, left=600)
+    wait(alias, "waited", waiting=3, left=600)
     hold(alias, "gone", left=-5)
-    hold(alias, "drains")
+    hold(alias, "drains", left=600)
 
 
 def test_trouble_stands_first(operator: Client, locks_alias: str) -> None:
@@ -129,7 +129,7 @@ def test_filters_and_search(operator: Client, locks_alias: str, parameters: dict
 def test_the_survey_is_what_all_snapshots_amount_to(locks_alias: str) -> None:
     fill(locks_alias)
     make_semaphore(locks_alias, "shared", slots=4, kind="rwlock")
-    hold(locks_alias, "shared", slot=1)
+    hold(locks_alias, "shared", slot=1, left=600)
     backend = get_backend(locks_alias)
     seen, told = backend.survey(), Surveying.survey(backend)
     assert (seen.held, seen.stale, seen.waiting, seen.paused, seen.draining) == (5, 1, 3, 2, 1)
@@ -149,7 +149,7 @@ def test_the_survey_is_what_all_snapshots_amount_to(locks_alias: str) -> None:
 def test_a_holder_that_is_late_is_stale(locks_alias: str) -> None:
     make_semaphore(locks_alias, slots=3)
     hold(locks_alias, slot=1, age=70, left=20)
-    hold(locks_alias, slot=2, age=1, left=20)
+    hold(locks_alias, slot=2, age=70, left=600)
     hold(locks_alias, slot=3, age=10, left=50, suspect_us=now_us(locks_alias))
     snapshot = queries.semaphore("reports", using=locks_alias)
     survey = queries.survey(using=locks_alias)
@@ -161,11 +161,19 @@ def test_more_than_a_survey_lists(locks_alias: str, operator: Client, monkeypatc
     fill(locks_alias)
     for module in ("backends.rows_survey", "dashboard.overview", "surveys"):
         monkeypatch.setattr(f"django_sqlsem.{module}.MOST", 1)
+    monkeypatch.setattr(overview, "FEW", 1)
+    monkeypatch.setattr(overview, "SEARCHED", 3)
     survey = queries.survey(using=locks_alias)
     assert (survey.held, survey.stale, survey.waiting) == (4, 1, 3)
     assert set(listed(operator, state="held")) == {"held", "waited", "drains"}
     assert set(listed(operator, state="stale")) == {"gone"}
     assert set(listed(operator)) == {"calm", "paused", "waited", "gone", "drains", "held"}
+    response = operator.get(reverse(SEMAPHORES), {"q": "e"})
+    assert response.context["cl"].result_count == 3
+    assert "More names match" in text(response)
+    response = operator.get(reverse(SEMAPHORES), {"q": "s"})
+    assert set(names(response)) == {"paused", "drains"}
+    assert "More names match" not in text(response)
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -210,20 +218,20 @@ def test_the_number_of_queries_does_not_grow(operator: Client, locks_alias: str,
 
     for number in range(2):
         make_semaphore(locks_alias, f"name-{number}", paused=number == 0)
-        hold(locks_alias, f"name-{number}")
-        wait(locks_alias, f"name-{number}", age=number)
+        hold(locks_alias, f"name-{number}", left=600)
+        wait(locks_alias, f"name-{number}", age=number, left=600)
     before = count()
     for number in range(2, 22):
         make_semaphore(locks_alias, f"name-{number}")
-        hold(locks_alias, f"name-{number}")
-        wait(locks_alias, f"name-{number}", age=number)
+        hold(locks_alias, f"name-{number}", left=600)
+        wait(locks_alias, f"name-{number}", age=number, left=600)
     assert count() == before
     assert before <= 20
 
 
 def test_figures_of_the_last_hour(operator: Client, locks_alias: str) -> None:
     make_semaphore(locks_alias, slots=2)
-    hold(locks_alias, age=3600)
+    hold(locks_alias, age=3600, left=600)
     minute(locks_alias, "reports", granted=4, released=4, turned_away=17, held_us=1_800_000_000,
            longest_hold_us=90_000_000, longest_wait_us=4_000_000)  # fmt: skip
     shown = text(operator.get(reverse(SEMAPHORES)))
@@ -233,7 +241,7 @@ def test_figures_of_the_last_hour(operator: Client, locks_alias: str) -> None:
 def test_without_a_history(operator: Client, locks_alias: str, settings: Any) -> None:
     settings.SQLSEM = {"DATABASE": locks_alias, "HISTORY": False}
     make_semaphore(locks_alias, slots=2)
-    hold(locks_alias, age=12)
+    hold(locks_alias, age=12, left=600)
     shown = text(operator.get(reverse(SEMAPHORES))).replace("\xa0", " ")
     assert "reports 1 of 2 · · · 12 s · · semaphore 2" in shown
 
@@ -253,16 +261,16 @@ def test_cells(locks_alias: str) -> None:
 
     fill(locks_alias)
     make_semaphore(locks_alias, "many", slots=60)
-    hold(locks_alias, "many", slot=5)
+    hold(locks_alias, "many", slot=5, left=600)
     hold(locks_alias, "many", slot=9, left=-5)
     make_semaphore(locks_alias, "shrunk", slots=3, operator_slots=1)
-    hold(locks_alias, "shrunk", slot=3)
+    hold(locks_alias, "shrunk", slot=3, left=600)
     assert states("held") == [(1, "held", 1), (2, "free", 1)]
     assert states("gone") == [(1, "stale", 1), (2, "free", 1)]
     assert states("drains") == [(1, "draining", 1), (2, "paused", 1)]
     assert states("many") == [(9, "stale", 1), (5, "held", 1), (1, "free", 58)]
     assert states("shrunk") == [(1, "free", 1), (3, "held", 1)]
-    hold(locks_alias, "held", label="<script>\u202e")
+    hold(locks_alias, "held", label="<script>\u202e", left=600)
     snapshot = queries.semaphore("held", using=locks_alias)
     assert snapshot is not None
     html = drawn(snapshot)

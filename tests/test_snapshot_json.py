@@ -46,8 +46,8 @@ def still(data: Any) -> Any:
 def test_a_page(viewer: Client, locks_alias: str) -> None:
     make_semaphore(locks_alias)
     make_semaphore(locks_alias, "calm", slots=1, paused=True)
-    hold(locks_alias)
-    wait(locks_alias)
+    hold(locks_alias, left=600)
+    wait(locks_alias, left=600)
     response = viewer.get(reverse(ALL), headers=JSON)
     assert (response.status_code, response["Content-Type"]) == (200, "application/json")
     assert "no-store" in response["Cache-Control"]
@@ -70,8 +70,8 @@ def test_a_page(viewer: Client, locks_alias: str) -> None:
 
 def test_one_lock_and_the_command_say_the_same(viewer: Client, locks_alias: str) -> None:
     make_semaphore(locks_alias)
-    hold(locks_alias)
-    wait(locks_alias)
+    hold(locks_alias, left=600)
+    wait(locks_alias, left=600)
     one = viewer.get(reverse(ONE, args=[key()]), headers=JSON).json()
     (listed,) = viewer.get(reverse(ALL), headers=JSON).json()["semaphores"]
     out = io.StringIO()

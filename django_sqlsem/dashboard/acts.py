@@ -70,7 +70,7 @@ class Acts:
         wanted = [("purge_stale", _("Purge"), False)]
         if not holder.expired:
             wanted = [("revoke", _("Revoke"), True)]
-            if not holder.stop_requested:
+            if _can_be_asked(holder):
                 wanted.insert(0, ("stop", _("Ask to stop"), False))
         return [
             Button(
@@ -85,7 +85,7 @@ class Acts:
 
     def _of_the_lock(self) -> list[Button]:
         snapshot, live = self._snapshot, [each for each in self._snapshot.holders if not each.expired]
-        unasked = [each for each in live if not each.stop_requested]
+        unasked = [each for each in live if _can_be_asked(each)]
         texts = {
             "stop": (_("Ask all to stop"), len(unasked) > 1),
             "set_slots": (_("Set slots"), snapshot.tokens is None and snapshot.kind not in ONE_SLOT),
@@ -98,6 +98,11 @@ class Acts:
             for act, (text, useful) in texts.items()
             if useful and act in self._may
         ]
+
+
+def _can_be_asked(holder: HolderSnapshot) -> bool:
+    # Without a record there is no place for the wish.
+    return holder.recorded and not holder.stop_requested
 
 
 def permitted(model_admin: Any, request: HttpRequest, act: str) -> bool:

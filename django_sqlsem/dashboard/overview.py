@@ -45,6 +45,10 @@ KINDS: Final[dict[str, _StrPromise]] = {
     "claim": gettext_lazy("claims of rows"),
     "refresh": gettext_lazy("refreshed value"),
 }
+#: A search that finds no more than this is known by its names from then on.
+FEW: Final = 1000
+#: A search lists no more than this: to count all of a hundred thousand names takes longer than the page.
+SEARCHED: Final = 10_000
 #: The columns that rank a few names before all others, which have none.
 RANKED: Final = ("held", "stale", "waiting")
 
@@ -138,6 +142,8 @@ class KindFilter(admin.SimpleListFilter):
 class OverviewChangeList(SnapshotChangeList):
     """Locks, those in trouble first unless a column says otherwise."""
 
+    #: Whether there may be more than are listed.
+    cut_off = False
     #: A column of ``RANKED`` by which the list is ordered, with a minus for the largest first.
     ranking: str | None = None
 
@@ -167,15 +173,17 @@ class OverviewChangeList(SnapshotChangeList):
         """Search and filter once: what finds few names is known by these from then on."""
         found = super().get_queryset(request, exclude_parameters)
         if self.query or self.has_active_filters:
-            names = dict(found.order_by().values_list("pk", "name")[: MOST + 1])
-            if len(names) <= MOST:
+            few = MOST if self.params.get("state") else FEW
+            names = dict(found.order_by().values_list("pk", "name")[: few + 1])
+            if len(names) <= few:
                 self._names = names
                 return self.root_queryset.filter(pk__in=list(names)).order_by(*found.query.order_by)
         return found
 
     def get_results(self, request: HttpRequest) -> None:
         """Read one page, and then the snapshots of its names and what they were like in the last hour."""
-        rows = RankedRows(self.queryset, self._ranks(), last=self.ranking in RANKED, names=self._names)
+        most = SEARCHED if self.query else None
+        rows = RankedRows(self.queryset, self._ranks(), last=self.ranking in RANKED, names=self._names, most=most)
         paginator = self.model_admin.get_paginator(request, cast("Any", rows), self.list_per_page)
         self.result_count = paginator.count
         self.show_full_result_count = False
@@ -184,6 +192,7 @@ class OverviewChangeList(SnapshotChangeList):
         self.can_show_all = self.result_count <= self.list_max_show_all
         self.multi_page = self.result_count > self.list_per_page
         self.paginator = paginator
+        self.cut_off = self.result_count == most
         if (self.show_all and self.can_show_all) or not self.multi_page:
             self.result_list = rows[0 : self.result_count]
         else:

@@ -17,7 +17,7 @@ class RankedRows:
     """The rows of ``rows``, ordered by name, with those of ``ranks`` before all others: the smallest rank first.
 
     ``last``: behind all others, the smallest rank last. ``names``: the names of all rows by their keys, if they are
-    known. It is what a paginator needs of a list.
+    known. ``most``: so many rows are counted at the most. It is what a paginator needs of a list.
     """
 
     ordered = True
@@ -29,11 +29,13 @@ class RankedRows:
         *,
         last: bool = False,
         names: Mapping[str, str] | None = None,
+        most: int | None = None,
     ) -> None:
         self._rows = rows
         self._ranks = ranks
         self._last = last
         self._names = names
+        self._most = most
 
     def count(self) -> int:
         """Return how many rows there are."""
@@ -53,7 +55,9 @@ class RankedRows:
 
     @cached_property
     def _count(self) -> int:
-        return self._rows.count() if self._names is None else len(self._names)
+        if self._names is not None:
+            return len(self._names)
+        return (self._rows if self._most is None else self._rows.order_by()[: self._most]).count()
 
     @cached_property
     def _ranked(self) -> list[str]:
@@ -76,5 +80,7 @@ class RankedRows:
     def _of(self, keys: list[str]) -> list[SemaphoreRow]:
         if not keys:
             return []
-        found = {row.pk: row for row in self._rows.filter(pk__in=keys).order_by()}
+        # They are known to be in the list: what it was filtered by need not be looked at again.
+        every = self._rows.model._default_manager.using(self._rows.db)
+        found = {row.pk: row for row in every.filter(pk__in=keys)}
         return [found[key] for key in keys if key in found]

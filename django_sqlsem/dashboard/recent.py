@@ -126,7 +126,9 @@ def _facts(snapshot: SemaphoreSnapshot, minutes: Sequence[Minute]) -> list[tuple
         (_("longest hold"), length(found.longest_hold or 0.0)),
     ]
     if found.utilisation is not None:
-        facts.insert(0, (_("used"), _("%(percent)d %%") % {"percent": round(100 * found.utilisation)}))
+        little = 0 < found.utilisation < 0.01
+        used = _("< 1 %") if little else _("%(percent)d %%") % {"percent": round(100 * found.utilisation)}
+        facts.insert(0, (_("used"), used))
     return facts
 
 

@@ -111,7 +111,8 @@ class Writer:
         """Write all there is, as nobody may come back to it. What cannot be written is let go, and counted."""
         give_up = boot_now() + AT_THE_END
         self._left = None
-        while self.pending and not self._told and boot_now() < give_up and self._attempt(LONGEST, LONGEST):
+        while self.pending and not self._told and boot_now() < give_up:
+            self._attempt(LONGEST, LONGEST)  # a refusal or two of a busy server may pass
             self._left = None
         if not self._refusals:
             self._prune(LONGEST)

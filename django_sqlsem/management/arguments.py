@@ -13,6 +13,7 @@ from django.db import connections
 
 from django_sqlsem import naming
 from django_sqlsem.durations import parse_duration
+from django_sqlsem.management import doctoring
 from django_sqlsem.modes import WRITER
 from django_sqlsem.timeouts import UNSET
 
@@ -26,7 +27,8 @@ EPILOG: Final = """\
 exit codes:
   0    done; also when there was nothing to do
   1    error: no such name, the database failed, a holder changed before it could be revoked,
-       or (run) the permit was lost although the command ended with 0; (waits) there is a deadlock
+       (doctor) something is wrong, (waits) there is a deadlock,
+       or (run) the permit was lost although the command ended with 0
   2    wrong arguments
   75   run: no slot became free within the timeout; drain: somebody had not left within --wait
   126  run: the command can't be executed; 127: it was not found
@@ -176,6 +178,10 @@ def add_arguments(parser: CommandParser) -> None:
     )
     what.add_argument("--pause", action="store_true", help="grant nothing more; holders are not disturbed")
     what.add_argument("--resume", action="store_true", help="grant again")
+
+    sub = add("doctor", "Examines the settings and each database that keeps locks, and says what it finds.")
+    sub.add_argument("--using", dest="database", metavar="ALIAS", type=_type(_database), help="the same as --database")
+    doctoring.add_arguments(sub)
 
     sub = add("sql", "SQL Server: prints the stored procedures with which programs without Django join semaphores.")
     what = sub.add_mutually_exclusive_group()

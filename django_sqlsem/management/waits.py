@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from django_sqlsem import queries
+from django_sqlsem import plain, queries
 from django_sqlsem.durations import duration
 from django_sqlsem.management import output
 from django_sqlsem.modes import UPDATE, UPGRADE, WHOLE
@@ -34,7 +34,7 @@ class WaitsVerb:
         """Print the waits and the deadlocks; end with 1 if there is one."""
         found, deadlocks = queries.waits(using=database), queries.deadlocks(using=database)
         if format == "json":
-            self._print(output.as_json(as_dict(found, deadlocks)))
+            self._print(plain.as_json(as_dict(found, deadlocks)))
         else:
             for line in table(found):
                 self._print(line)

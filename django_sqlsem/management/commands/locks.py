@@ -19,7 +19,7 @@ from django.db import close_old_connections
 
 from django_sqlsem import control, identity, mutex, queries, semaphore
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, SemaphoreError, kill_needed
-from django_sqlsem.management import arguments, output, refreshes, run, stopping, waits
+from django_sqlsem.management import arguments, doctoring, output, refreshes, run, stopping, waits
 from django_sqlsem.naming import ONE_SLOT
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from django_sqlsem.snapshots import SemaphoreSnapshot
 
 
-class Command(waits.WaitsVerb, stopping.StoppingVerbs):
+class Command(doctoring.DoctorVerb, waits.WaitsVerb, stopping.StoppingVerbs):
     """Operate the semaphores of one database."""
 
     help = (
