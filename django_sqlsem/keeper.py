@@ -291,7 +291,11 @@ class Keeper(KeeperBase):
         if not answered:
             self.withdraw(hold)
         if hold.error is not None:
-            raise hold.error
+            error, hold.error = hold.error, None
+            try:
+                raise error
+            finally:
+                del error  # else its traceback keeps this frame, and with it whatever the caller holds
         if hold.slept_through():
             self.doubt(hold.claim)
             hold.rearm()
