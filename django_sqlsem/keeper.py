@@ -291,11 +291,7 @@ class Keeper(KeeperBase):
         if not answered:
             self.withdraw(hold)
         if hold.error is not None:
-            error, hold.error = hold.error, None
-            try:
-                raise error
-            finally:
-                del error  # else its traceback keeps this frame, and with it whatever the caller holds
+            raise hold.take_error()
         if hold.slept_through():
             self.doubt(hold.claim)
             hold.rearm()
