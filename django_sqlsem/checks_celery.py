@@ -93,15 +93,15 @@ def messages(found: Limits, ours: Config, task_timeout: float | None) -> Iterabl
         yield checks.Warning(
             f"The broker delivers again after {found.visibility:g} s what nobody has acknowledged, and a busy task is"
             f" put off for up to {LONGEST_COUNTDOWN:g} s.",
-            hint="Raise visibility_timeout, or such tasks come twice. See docs/checks.md#sqlsemw013.",
-            id="sqlsem.W013",
+            hint="Raise visibility_timeout, or such tasks come twice. See docs/checks.md#sqlsemw007.",
+            id="sqlsem.W007",
         )
     elif found.visibility is not None and found.acks_late and (found.hard or float("inf")) >= found.visibility:
         yield checks.Warning(
             f"The broker delivers again after {found.visibility:g} s what nobody has acknowledged, and a task may run"
             f" {'longer' if found.hard is None else f'for {found.hard:g} s'}, being acknowledged at its end.",
-            hint="Raise visibility_timeout above the tasks' time limit. See docs/checks.md#sqlsemw013.",
-            id="sqlsem.W013",
+            hint="Raise visibility_timeout above the tasks' time limit. See docs/checks.md#sqlsemw007.",
+            id="sqlsem.W007",
         )
     if found.shortest is not None and (task_timeout is None or task_timeout >= found.shortest):
         waits = "without a limit" if task_timeout is None else f"for up to {task_timeout:g} s"

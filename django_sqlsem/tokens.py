@@ -36,8 +36,7 @@ logger = logging.getLogger("django_sqlsem")
 
 #: The most that one call adds or takes.
 MAX_TOKENS: Final = 1_000_000_000
-#: A grant that is not taken by then goes back into the count, in seconds.
-LAPSE: Final = LAPSE_US / 1e6
+LAPSE: Final = LAPSE_US / 1e6  #: A grant that is not taken by then goes back into the count, in seconds.
 
 
 def validate_count(count: object, *, what: str, minimum: int = 1) -> int:
@@ -97,9 +96,8 @@ class Tokens:
         _refuse_event_loop("arelease")
         keeper = self._keeper()
         session = keeper.session_here()
-        mine = not isinstance(session, CallerSession)
-        self._add(keeper, session, count, hand_on=mine)
-        if not mine:  # nobody may get before the commit what a rollback would take back
+        self._add(keeper, session, count, hand_on=not isinstance(session, CallerSession))
+        if isinstance(session, CallerSession):  # nobody may get before the commit what a rollback would take back
             resource = self._resource()
             transactions.at_transaction_end(
                 keeper.alias, lambda: keeper.post(lambda: keeper.backend.hand_out(keeper.own, resource))
@@ -246,8 +244,8 @@ class Tokens:
 
     def _taken(self, hold: Hold) -> TakenTokens:
         taken = TakenTokens(self, hold.claim.take, hold.waited)
-        extra = {"semaphore": self.name, "what": "tokens_taken", "count": taken.count, "waited": taken.waited}
-        logger.debug("Took %d of the tokens %r, after %.3f s.", taken.count, self.name, taken.waited, extra=extra)
+        told = {"semaphore": self.name, "what": "tokens_taken", "count": taken.count, "waited": taken.waited}
+        logger.debug("Took %(count)d of the tokens %(semaphore)r, after %(waited).3f s.", told, extra=told)
         return taken
 
     def _put_back(self, keeper: Keeper, count: int) -> None:

@@ -120,7 +120,7 @@ def test_what_was_granted_to_one_that_had_left_goes_to_the_next_one_here(server:
 
 def test_of_two_sessions_that_were_served_for_one_permit_only_the_first_one_has_it() -> None:
     pool = LockPool("default")
-    first, second = (cast("LockSession", SimpleNamespace(held={}, ended="")) for _ in range(2))
+    first, second = (cast("LockSession", SimpleNamespace(held={}, ended="", kept=False)) for _ in range(2))
     holdings = [Holding("a", lock_names("line"), "key", (slot,)) for slot in (1, 2)]
     assert [pool.note(session, each) for session, each in zip((first, second), holdings, strict=True)] == [True, False]
     pool.forget(second, holdings[1])

@@ -85,10 +85,10 @@ def test_locks_inside_the_process(tmp_path: Any, monkeypatch: Any) -> None:
     [
         (Limits(), Config(), 0.0, []),
         (Limits(visibility=3600), Config(), 0.0, []),
-        (Limits(visibility=300), Config(), 0.0, ["sqlsem.W013"]),
-        (Limits(visibility=3600, acks_late=True), Config(), 0.0, ["sqlsem.W013"]),
+        (Limits(visibility=300), Config(), 0.0, ["sqlsem.W007"]),
+        (Limits(visibility=3600, acks_late=True), Config(), 0.0, ["sqlsem.W007"]),
         (Limits(visibility=3600, acks_late=True, hard=1800), Config(), 0.0, []),
-        (Limits(visibility=3600, acks_late=True, hard=3600), Config(), 0.0, ["sqlsem.W013"]),
+        (Limits(visibility=3600, acks_late=True, hard=3600), Config(), 0.0, ["sqlsem.W007"]),
         (Limits(visibility=3600, hard=7200), Config(), 0.0, []),
         (Limits(soft=20, hard=30), Config(), 10.0, []),
         (Limits(soft=20, hard=30), Config(), 20.0, ["sqlsem.W008"]),
@@ -121,7 +121,7 @@ def test_limits_of_the_settings(monkeypatch: Any, tmp_path: Any) -> None:
         with override_settings(CELERY_BROKER_TRANSPORT_OPTIONS={"visibility_timeout": 120}):
             assert limits() == Limits(hard=30, visibility=120, acks_late=True)
             with an_alias(tmp_path):
-                assert found() == ["sqlsem.W013"]
+                assert found() == ["sqlsem.W007"]
     with override_settings(CELERY_BROKER_URL="amqp://localhost//", CELERY_TASK_SOFT_TIME_LIMIT="soon"):
         assert limits() == Limits()
 

@@ -25,7 +25,7 @@ PACKAGE = Path(django_sqlsem.__file__).parent
 LEVELS = ("debug", "info", "warning", "error", "exception", "log")
 #: Records that concern a database, or something of the library's, and not one name. By their modules.
 NAMELESS = {
-    "backends/applock_holding.py": "A row of %r could not be freed",
+    "backends/applock_holding.py": "A row of %r could not be ",
     "backends/beacons.py": "",
     "backends/rows_grants.py": "A slot was freed, and could not",
     "backends/rows_stopping.py": "A holder could not be woken",

@@ -74,7 +74,7 @@ class Command(BaseCommand):
     def _town(self, browser: Browser) -> None:
         """The demo under load, beside locks with an hour behind them."""
         scenery.town()
-        scenery.hour("reports", 3, 6, 0.85, "GET /reports/monthly/", seed=99)
+        scenery.hour("reports", 3, 12, 0.85, "GET /reports/monthly/", seed=99)
         with self._server("demo", "--seconds", "600", "--port") as site:
             for scheme in ("light", "dark"):
                 with self._page(browser, site, color_scheme=scheme) as page:
