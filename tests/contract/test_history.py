@@ -54,6 +54,13 @@ def keeper_of(alias: str) -> RecordingKeeper:
     return keeper
 
 
+@pytest.fixture(autouse=True)
+def anew(request: pytest.FixtureRequest) -> None:
+    """This process knows nothing of the minute that goes on: what it wrote in the test before has been deleted."""
+    if "database" in request.fixturenames:
+        keeper_of(request.getfixturevalue("database"))._writer.begin_anew()
+
+
 @pytest.fixture
 def sooner(monkeypatch: pytest.MonkeyPatch, database: str) -> None:
     """This process writes what has happened several times a second."""

@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from django_sqlsem import AlreadyHeldError, mutex, queries, semaphore
+from django_sqlsem.backends import get_backend
+from django_sqlsem.keepers import keeper_for
 from django_sqlsem.models import SemaphoreRow
 from tests import databases
 from tests.databases import held_rows
@@ -172,6 +174,7 @@ def test_a_waiter_of_the_wrong_kind_is_told_so(database):
     patient = threading.Thread(target=wait, args=(semaphore("x", using=database),))
     patient.start()
     wait_until(lambda: semaphore("x", using=database).status().waiting == 1)
+    wait_until(lambda: keeper_for(get_backend(database)).arbiters)  # else the next one asks the database by itself
     wrong = threading.Thread(target=wait, args=(mutex("x", using=database),))
     wrong.start()
     wait_until(lambda: semaphore("x", using=database).status().waiting == 2)

@@ -141,7 +141,7 @@ def test_eager_and_direct_calls_wait_and_then_raise(settings, path):
             start = time.monotonic()
             with pytest.raises(AcquireTimeoutError):
                 call()
-            assert time.monotonic() - start == pytest.approx(0.3, abs=0.1)
+            assert 0.3 <= time.monotonic() - start < 10  # a plain call would wait for 30 s, a task not at all
         call()
     assert len(notes(path)) == 2
 
