@@ -20,7 +20,7 @@ from django_sqlsem.history.events import Event
 from django_sqlsem.keeper_history import RecordingKeeper
 from django_sqlsem.keepers import keeper_for
 from django_sqlsem.models import EventRow, MinuteRow
-from tests import applocks, databases
+from tests import applocks, databases, tds
 from tests.processes import Child
 from tests.test_history import clock_us, event, minute
 
@@ -172,6 +172,8 @@ def test_acts_are_there_at_once_and_say_who(database: str) -> None:
 
 
 def test_an_act_stands_without_its_entry(database: str, caplog: pytest.LogCaptureFixture) -> None:
+    if tds.is_stand_in(database):
+        pytest.skip("it rolls the whole transaction back when a table is missing, without a word")
     semaphore("reports", slots=3, using=database).acquire().release()
     lifecycle.stop_all()
     with databases.without_tables(database, *statements.TABLES), transaction.atomic(using=database):
