@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final
@@ -121,8 +120,6 @@ _TRANSIENT_SQLSTATES: Final = {"40001", "40P01", "55P03"}
 _TRANSIENT_MYSQL: Final = {1205, 1213}
 _TRANSIENT_SQLITE: Final = {5, 6}  # SQLITE_BUSY, SQLITE_LOCKED
 _TRANSIENT_ORACLE: Final = {60, 8177}
-#: SQL Server's drivers tell its numbers in the text alone: a deadlock's victim, an update conflict of snapshots.
-_TRANSIENT_SQL_SERVER: Final = re.compile(r"\((?:1205|3960)\)|was deadlocked")
 
 _DISCONNECT_MYSQL: Final = {0, 1053, 1927, 2006, 2013, 2014, 2055, 4031}
 _DISCONNECT_SQLSTATES: Final = ("08", "57P")
@@ -136,8 +133,6 @@ def is_transient(error: Exception) -> bool:
     sqlite_code = getattr(cause, "sqlite_errorcode", None)
     if sqlite_code is not None:
         return (sqlite_code & 0xFF) in _TRANSIENT_SQLITE
-    if is_of_sql_server(cause):
-        return _TRANSIENT_SQL_SERVER.search(str(cause)) is not None
     code = _number(cause)
     return code in _TRANSIENT_ORACLE if "oracledb" in type(cause).__module__ else code in _TRANSIENT_MYSQL
 

@@ -116,8 +116,8 @@ def test_a_statement_waits_for_a_row_longer_than_one_lock_wait(database, monkeyp
 
 def test_a_transaction_that_lost_a_deadlock_is_done_again(database):
     """Both get through: the victim by doing all of it once more."""
-    if connections[database].vendor == "sqlite":
-        pytest.skip("one writer at a time has nobody to cross")
+    if connections[database].vendor not in ("postgresql", "mysql"):
+        pytest.skip("one writer at a time has nobody to cross, and SQL Server's victims are told so")
     rows = [minute(database, name="a").pk, minute(database, name="b").pk]
     both, attempts = threading.Barrier(2), []
 
