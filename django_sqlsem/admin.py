@@ -15,16 +15,18 @@ from django.utils.translation import gettext_lazy
 import django_sqlsem.admin_refresh
 import django_sqlsem.admin_transaction_locks  # noqa: F401
 from django_sqlsem import admin_actions, admin_claims, admin_configure, queries
-from django_sqlsem.admin_confirm import ActionForm, DamagedFormError
+from django_sqlsem.admin_confirm import ActionForm, ChangedError, DamagedFormError, check_selected, report_changed
 from django_sqlsem.admin_display import (
     EMPTY,
     STATES,
     SnapshotChangeList,
     StateFilter,
+    attach,
     held_since,
     holder_of,
     lease_left,
     program_of,
+    users,
 )
 from django_sqlsem.dashboard import acts, live, page, snapshot_json
 from django_sqlsem.dashboard.columns import COLUMNS, OverviewColumns
@@ -91,12 +93,36 @@ class OperatorAdmin(ModelAdmin[Any]):
         """Say it if the locks database fails, or a confirmation comes back damaged."""
         acts.refuse(self, request)
         try:
+            check_selected(self, request)
             response = super().changelist_view(request, extra_context)
             self._note(request)
             return response
         except DamagedFormError:
             self.message_user(request, _("The form came back damaged: nothing was done."), messages.ERROR)
+        except ChangedError as error:
+            report_changed(self, request, [str(error)])
         return HttpResponseRedirect(reverse("admin:index", current_app=self.admin_site.name))
+
+    @live.guarded
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Say it if the locks database fails."""
+        return super().change_view(request, object_id, form_url, extra_context)
+
+    @live.guarded
+    def history_view(
+        self, request: HttpRequest, object_id: str, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Say it if the locks database fails."""
+        return super().history_view(request, object_id, extra_context)
+
+    @live.guarded
+    def delete_view(
+        self, request: HttpRequest, object_id: str, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Refuse, or say it if the locks database fails."""
+        return super().delete_view(request, object_id, extra_context)
 
     def render_change_form(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         """Say what the page cannot show."""
@@ -198,10 +224,17 @@ class SlotAdmin(OperatorAdmin):
     fields = (*list_display, "token")
     readonly_fields = fields
 
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
+        """Read the snapshot with the row: a page is rendered where no failure of the database is expected."""
+        row = super().get_object(request, object_id, from_field)
+        if row is not None:
+            attach([row])
+        return row
+
     @admin.display(description=gettext_lazy("name"), ordering="semaphore__name")
     def name(self, row: SlotRow) -> str:
         """Return the semaphore's name."""
-        return str(row.semaphore.name)
+        return users(row.semaphore.name)
 
     @admin.display(description=gettext_lazy("state"))
     def state(self, row: SlotRow) -> str:
@@ -219,13 +252,13 @@ class SlotAdmin(OperatorAdmin):
     def work(self, row: SlotRow) -> str:
         """Return the request, task or command that it is held for."""
         holder = holder_of(row)
-        return (holder.label if holder else "") or EMPTY
+        return users(holder.label if holder else "") or EMPTY
 
     @admin.display(description=gettext_lazy("user"))
     def user_name(self, row: SlotRow) -> str:
         """Return the user behind the work."""
         holder = holder_of(row)
-        return (holder.user if holder else "") or EMPTY
+        return users(holder.user if holder else "") or EMPTY
 
     @admin.display(description=gettext_lazy("age"))
     def age(self, row: SlotRow) -> str:

@@ -11,6 +11,7 @@ from django.utils.translation import gettext_lazy, ngettext
 from django_sqlsem import admin_confirm as confirm
 from django_sqlsem import control, queries
 from django_sqlsem.admin_confirm import Page
+from django_sqlsem.admin_display import visible
 from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.models import SemaphoreRow, SlotRow
 from django_sqlsem.snapshots import SlotState
@@ -126,7 +127,7 @@ def _each(
         try:
             holders = act(name, slot, token)
         except SemaphoreError as error:
-            model_admin.message_user(request, str(error), messages.ERROR)
+            model_admin.message_user(request, visible(str(error)), messages.ERROR)
             continue
         if not holders:
             changed.append(confirm.place(name, slot))

@@ -13,6 +13,7 @@ from django.utils.translation import gettext_lazy, ngettext
 from django_sqlsem import admin_confirm as confirm
 from django_sqlsem import control, queries
 from django_sqlsem.admin_confirm import Page
+from django_sqlsem.admin_display import visible
 from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.models import SemaphoreRow
 from django_sqlsem.naming import MAX_SLOTS
@@ -44,13 +45,13 @@ def _configure(
         try:
             known = act(name)
         except (SemaphoreError, TypeError, ValueError) as error:
-            model_admin.message_user(request, str(error), messages.ERROR)
+            model_admin.message_user(request, visible(str(error)), messages.ERROR)
             continue
         if known:
             done += 1
             confirm.log(model_admin, request, name, message)
         else:
-            text = _("There is no semaphore %(name)s any more.") % {"name": name}
+            text = _("There is no semaphore %(name)s any more.") % {"name": visible(name)}
             model_admin.message_user(request, text, messages.WARNING)
     if done:
         text = ngettext("%(count)d semaphore: %(message)s", "%(count)d semaphores: %(message)s", done)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import messages
 from django.contrib.admin import helpers
 from django.contrib.admin.utils import unquote
+from django.core.exceptions import ValidationError
 from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
 from django_sqlsem import queries
-from django_sqlsem.admin_display import EMPTY, STATES, held_since, lease_left, program_of
+from django_sqlsem.admin_display import EMPTY, STATES, held_since, lease_left, program_of, users, visible
 from django_sqlsem.models import SemaphoreRow
 from django_sqlsem.modes import WRITER
 from django_sqlsem.naming import MAX_SLOTS, resource_for, validate_name
@@ -68,7 +69,7 @@ class Page:
     def named(self) -> str:
         """The name of the one lock that it is about."""
         names = {each.name for each in self.semaphores} | {each.name for each in (*self.holders, *self.others)}
-        return names.pop() if len(names) == 1 else ""
+        return users(names.pop()) if len(names) == 1 else ""
 
 
 def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResponse:
@@ -82,6 +83,7 @@ def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResp
         "title": page.title,
         "opts": opts,
         "page": page,
+        "semaphores": [(users(each.name), each) for each in page.semaphores],
         "holders": [_cells(holder) for holder in page.holders],
         "others": [_cells(holder) for holder in page.others],
         "targets": json.dumps(page.targets),
@@ -97,12 +99,12 @@ def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResp
 
 def _cells(holder: HolderSnapshot) -> list[Any]:
     return [
-        holder.name,
+        users(holder.name),
         holder.place,
         STATES[holder.state],
         program_of(holder),
-        holder.label,
-        holder.user,
+        users(holder.label),
+        users(holder.user),
         held_since(holder),
         lease_left(holder),
         f"{holder.acquired_at:%Y-%m-%d %H:%M:%S} UTC" if holder.recorded else EMPTY,
@@ -130,13 +132,25 @@ def button(request: HttpRequest) -> tuple[str, tuple[int, int] | None]:
             raise DamagedFormError
 
 
+def check_selected(model_admin: Any, request: HttpRequest) -> None:
+    """Raise ``DamagedFormError`` if what a list sends as chosen rows cannot be such."""
+    field = model_admin.opts.pk
+    for value in request.POST.getlist(helpers.ACTION_CHECKBOX_NAME):
+        try:
+            found = field.to_python(value)
+        except ValidationError:
+            raise DamagedFormError from None
+        if isinstance(found, int) and not 0 <= found < 2**63:
+            raise DamagedFormError
+
+
 def confirmed(request: HttpRequest) -> list[Any] | None:
     """Return the targets of a confirmed page, or ``None`` if it has not been shown yet."""
     if "confirmed" not in request.POST:
         return None
     try:
         targets = json.loads(request.POST.get("targets", ""))
-    except ValueError:
+    except (ValueError, RecursionError):
         targets = None
     if not isinstance(targets, list):
         raise DamagedFormError
@@ -211,7 +225,7 @@ def targets_of(holders: Iterable[HolderSnapshot]) -> list[tuple[str, int, int]]:
 
 def log(model_admin: Any, request: HttpRequest, name: str, message: str) -> None:
     row = SemaphoreRow(key=resource_for(name, "semaphore").key, name=name)
-    model_admin.log_change(request, row, message)
+    model_admin.log_change(request, row, visible(message))
 
 
 def by(request: HttpRequest) -> str:
@@ -229,4 +243,4 @@ def report_changed(model_admin: Any, request: HttpRequest, changed: Sequence[str
 
 
 def place(name: str, slot: int) -> str:
-    return _("%(name)s slot %(slot)d") % {"name": name, "slot": slot}
+    return _("%(name)s slot %(slot)d") % {"name": visible(name), "slot": slot}

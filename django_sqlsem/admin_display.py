@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
 from django.utils.html import format_html
+from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from django.db.models import QuerySet
     from django.http import HttpRequest
     from django.utils.functional import _StrPromise
-    from django.utils.safestring import SafeString
 
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
@@ -33,6 +34,25 @@ STATES: Final[dict[SlotState, _StrPromise]] = {
 }
 #: What stands in a cell that has nothing to say.
 EMPTY: Final = "-"
+
+
+#: What reorders or hides the text around it. Names and labels are users' text.
+_DISORDERLY: Final = frozenset(
+    "\u00ad\u061c\u180e\u200b\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2060\u2061\u2062\u2063\u2064"
+    "\u2066\u2067\u2068\u2069\u206a\u206b\u206c\u206d\u206e\u206f\ufeff\ufff9\ufffa\ufffb"
+)
+
+
+def visible(text: str) -> str:
+    """Return users' text with its control characters and its reordering ones spelt out: ``[U+202E]``."""
+    return "".join(
+        f"[U+{ord(each):04X}]" if each in _DISORDERLY or unicodedata.category(each) == "Cc" else each for each in text
+    )
+
+
+def users(text: str) -> SafeString:
+    """Return users' text as HTML: escaped, spelt out, and without an effect on the direction of what is around it."""
+    return format_html("<bdi>{}</bdi>", visible(text)) if text else SafeString("")
 
 
 def instant(age: float, at: datetime.datetime) -> SafeString:
@@ -70,13 +90,13 @@ def declared(snapshot: SemaphoreSnapshot) -> str:
 
 def program(host: str, pid: int, thread: str) -> str:
     """Return the program that holds or waits."""
-    return _("%(host)s pid %(pid)d %(thread)s") % {"host": host, "pid": pid, "thread": thread}
+    return _("%(host)s pid %(pid)d %(thread)s") % {"host": visible(host), "pid": pid, "thread": visible(thread)}
 
 
 def program_of(holder: HolderSnapshot) -> str:
     """Return the program that holds, with its database session if that has the lock."""
     if not holder.host and not holder.pid:
-        found = holder.program or EMPTY
+        found = visible(holder.program) or EMPTY
     else:
         found = program(holder.host, holder.pid, holder.thread).strip()
     if holder.session_id is None:

@@ -211,6 +211,12 @@ class Hold:
 
     # Waiting for the keeper's answer.
 
+    def take_error(self) -> BaseException:
+        """Return the error and forget it: its traceback keeps what its callers hold, and must be on no cycle."""
+        error, self.error = self.error, None
+        assert error is not None  # noqa: S101
+        return error
+
     def prepare_future(self) -> asyncio.Future[None]:
         """Let the running event loop be told; returns the future to wait for."""
         self._future = asyncio.get_running_loop().create_future()

@@ -291,7 +291,7 @@ class Keeper(KeeperBase):
         if not answered:
             self.withdraw(hold)
         if hold.error is not None:
-            raise hold.error
+            raise hold.take_error()
         if hold.slept_through():
             self.doubt(hold.claim)
             hold.rearm()

@@ -38,11 +38,7 @@ NO_LONGER_ITS_OWN: Final = Loss(LossReason.EXPIRED, "when it was released, its s
 
 
 class KeeperBase(abc.ABC):
-    """The part of a keeper that ends holds.
-
-    The caller's own thread runs the release, on the ``work`` session; whatever must go on without the caller is
-    posted to the keeper, which uses the session ``own``.
-    """
+    """The part of a keeper that ends holds."""
 
     def __init__(self, backend: BaseSemaphoreBackend) -> None:
         self.backend = backend
@@ -294,5 +290,9 @@ class KeeperBase(abc.ABC):
                 hold.releasing.acquire(blocking=False)  # one whose release failed before is tried again too
                 if not self.own.unreachable(started):  # else the leases run out: nobody waits for every one of them
                     self.release_again(hold)
+        self.last_words(started)
         self.work.close()
         self.own.close()
+
+    def last_words(self, since: float) -> None:  # noqa: B027 - only some have something to say
+        """Everything has been given back that can be, since an instant of ``time.monotonic()``; what is left to do."""

@@ -162,8 +162,6 @@ class CaringKeeper(Keeper):
             logger.warning("Permits are renewed again.")
             self._renewals_fail = False
         for hold in holds:
-            if hold.permit_id in renewal.asked:
-                stops.ask(hold, renewal.asked[hold.permit_id])
             if hold.permit_id in renewal.renewed:
                 hold.renewed(sent)
             elif hold.releasing.locked() or not hold.settled:
@@ -173,6 +171,9 @@ class CaringKeeper(Keeper):
             else:
                 hold.renewal_error = "somebody's transaction keeps its row locked"
                 hold.renew_at = boot_now() + min(1.0, hold.claim.lease / 16)
+        for hold in holds:  # all renewals are noted by now: what the program makes of a wish may take its time
+            if hold.permit_id in renewal.asked:
+                stops.ask(hold, renewal.asked[hold.permit_id])
 
     def _clear_doubts(self, now: float) -> None:
         started = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from django_sqlsem.clocks import boot_now
@@ -82,19 +83,19 @@ class RecordingKeeper(CaringKeeper):
             return  # to open it is no small matter while something is held
         self._writer.write(self._leisure(now))
 
-    def end_history(self) -> None:
-        """Write what there is: the thread, or the process, ends."""
+    def end_history(self, since: float | None = None) -> None:
+        """Write what there is: the thread ends, or the process, since an instant of ``time.monotonic()``."""
         if self._writer.unfinished:
-            self._writer.finish()
+            began, ends = time.monotonic() if since is None else since, since is not None
+            self._writer.finish(began, lambda: not ends and bool(self.holds or self.arbiters))
+        elif since is not None:
+            self._writer.begin_anew()
         self._writer.leave()
 
-    def stop(self) -> None:
-        """Give everything back, write what there is of that, and close the connections."""
-        self.end_history()  # while they are open
-        super().stop()
-        if self._writer.pending:
-            self.end_history()
-            self.own.close()
+    def last_words(self, since: float) -> None:
+        """Write what there is, now that everything has been given back."""
+        super().last_words(since)
+        self.end_history(since)
 
     def _leisure(self, now: float) -> float:
         """How long a statement may take, in seconds: there are two, and the nearest lease is to outlast them."""

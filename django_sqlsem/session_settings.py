@@ -164,6 +164,14 @@ def is_missing_table(error: Exception) -> bool:
     return known and "sqlsem_" in text.lower()
 
 
+def is_missing_column(error: Exception, name: str) -> bool:
+    """Whether the error says that a table has no such column. ``name``: how that begins."""
+    cause: Any = error.__cause__ or error
+    text = str(cause)
+    known = getattr(cause, "sqlstate", None) == "42703" or _number(cause) in (1054, 904) or "no such column" in text
+    return known and name in text.lower()
+
+
 def _number(cause: Any) -> int | None:
     arguments = getattr(cause, "args", ())
     first = arguments[0] if arguments else None

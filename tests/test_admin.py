@@ -346,6 +346,7 @@ def test_permissions(operator: Client, locks_alias: str) -> None:
         ("revoke", ""),
         ("revoke", "{}"),
         ("revoke", "[1]"),
+        ("revoke", "[" * 100_000),
         ("revoke", '[["reports", "1", 7]]'),
         ("revoke", '[["reports", 1, 1e3]]'),
         ("revoke", f'[["reports", 1, {2**64}]]'),

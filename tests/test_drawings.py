@@ -79,6 +79,23 @@ def test_ticks_are_round_in_the_sites_time_zone(zone: str, first: str) -> None:
     assert {after - before for before, after in pairwise(ticks)} == {datetime.timedelta(minutes=10)}
 
 
+@pytest.mark.parametrize(
+    ("now", "shown"),
+    [
+        ("2026-03-29T01:15", ["01:20", "01:30", "01:40", "01:50", "03:00", "03:10"]),  # there was no hour from 2 on
+        ("2026-10-25T01:15", ["02:20", "02:30", "02:40", "02:50", "02:00", "02:10"]),  # it came twice
+    ],
+)
+def test_ticks_when_the_clocks_are_changed(now: str, shown: list[str]) -> None:
+    scale = TimeScale(datetime.datetime.fromisoformat(now).replace(tzinfo=datetime.UTC), 3600)
+    with timezone.override("Europe/Berlin"):
+        ticks = scale.ticks()
+    assert [f"{tick:%H:%M}" for tick in ticks] == shown
+    assert [scale.x(after) - scale.x(before) for before, after in pairwise(ticks)] == [
+        pytest.approx(600 * scale.pixels)
+    ] * 5
+
+
 @pytest.mark.parametrize("lengths", [[], [0.0], [0.0004, 0.2], [3.0], [0.5, 7200.0], [1e9]])
 def test_lengths_stand_in_order_and_within(lengths: list[float]) -> None:
     scale = LengthScale.of(lengths, 10, 110)

@@ -136,9 +136,9 @@ def test_permissions_and_sessions_count_for_fragments(operator: Client, alias: s
 
 
 def test_a_strange_error_is_cut_to_a_line() -> None:
-    assert live._first_line(ValueError("\n one\ntwo")) == "one"
-    assert live._first_line(ValueError("x" * 1000)) == "x" * 300
-    assert live._first_line(ValueError()) == "ValueError"
+    assert live.first_line(ValueError("\n one\ntwo")) == "one"
+    assert live.first_line(ValueError("x" * 1000)) == "x" * 300
+    assert live.first_line(ValueError()) == "ValueError"
 
 
 def test_the_script_and_the_styles_are_small_and_found() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from django_sqlsem.backends import rows_sql as sql
 from django_sqlsem.backends.base import Held, Renewal
 from django_sqlsem.backends.dialects import Dialect
+from django_sqlsem.backends.rows_wishes import asking
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
@@ -53,36 +55,40 @@ def _renew_some(session: Session, dialect: Dialect, held: Sequence[Held], told: 
     wanted = sum(len(each.grant.row_ids) for each in held)
     beacon = {"beacon": held[0].presence.beacon}
 
-    def extend(cursor: AnyCursor) -> _Rows | None:
+    def extend(cursor: AnyCursor, asks: bool) -> _Rows | None:
         if dialect.arrays:
-            parameters = beacon | {
+            parameters: dict[str, Any] = beacon | {
                 "row_ids": [row_id for each in held for row_id in each.grant.row_ids],
                 "permit_ids": [each.permit_id for each in held],
             }
-            dialect.execute(cursor, sql.renew_arrays(dialect), parameters)
+            text = sql.renew_arrays(dialect)
         else:
-            known = "" if dialect.returning else _row_ids([each for each in held if each.asked]) or "0"
-            dialect.execute(cursor, sql.renew(dialect, row_ids, permit_ids, known), beacon)
+            parameters = beacon
+            counted = asks and not dialect.returning
+            known = (_row_ids([each for each in held if each.asked]) or "0") if counted else ""
+            text = sql.renew(dialect, row_ids, permit_ids, known)
+        dialect.execute(cursor, text if asks else sql.unasked(text), parameters)
         if dialect.returning:
             return _by_id(cursor)
         if cursor.rowcount < wanted:
             return None
         return {row_id: (each.permit_id, None) for each in held for row_id in each.grant.row_ids}
 
-    def extend_unlocked(cursor: AnyCursor) -> list[_Rows | None]:
+    def extend_unlocked(cursor: AnyCursor, asks: bool) -> list[_Rows | None]:
         if not (dialect.for_update and session.connection.features.has_select_for_update_skip_locked):
-            return [extend(cursor)]
+            return [extend(cursor, asks)]
         # One row that someone keeps locked must not cost the other permits their leases.
-        dialect.execute(cursor, sql.UNLOCKED % (row_ids, permit_ids), {})
+        text = sql.UNLOCKED % (row_ids, permit_ids)
+        dialect.execute(cursor, text if asks else sql.unasked(text), {})
         found = _by_id(cursor)
         if found:
             dialect.execute(cursor, sql.renew(dialect, ",".join(map(str, found)), permit_ids), beacon)
         return [found]
 
     if dialect.returning:
-        extended = session.run(extend)
+        extended = session.run(lambda cursor: asking(cursor, partial(extend, cursor)))
     else:
-        [extended] = session.transaction(extend_unlocked) or [None]
+        [extended] = session.transaction(lambda cursor: asking(cursor, partial(extend_unlocked, cursor))) or [None]
     if extended is not None:
         told.renewed.update(each.permit_id for each in held if _carried(each, extended))
         told.note_asked(held, extended)
@@ -108,7 +114,8 @@ def _ask_fate(session: Session, dialect: Dialect, held: Sequence[Held], known: b
     """
 
     def read(cursor: AnyCursor) -> _Rows:
-        dialect.execute(cursor, sql.FATE % _row_ids(held), {})
+        text = sql.FATE % _row_ids(held)
+        asking(cursor, lambda asks: dialect.execute(cursor, text if asks else sql.unasked(text), {}))
         return _by_id(cursor)
 
     rows = session.run(read)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends.dialects import Dialect
 from django_sqlsem.backends.row_clock import RowClock
+from django_sqlsem.backends.rows_wishes import asking
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import SemaphoreSnapshot
 
@@ -20,18 +21,8 @@ _WHO: Final = ("host", "pid", "thread", "label", "user", "boot_id")
 _SEMAPHORE: Final = (
     "name", "kind", "declared_slots", "declared_us", "operator_slots", "paused", "other_slots", "other_us", "tokens",
 )  # fmt: skip
-_SLOT: Final = (
-    "slot",
-    "token",
-    "acquired_us",
-    "expires_us",
-    "lease_us",
-    "suspect_us",
-    "mode",
-    "stop_token",
-    "stop_by",
-    *_WHO,
-)
+_SLOT: Final = ("slot", "token", "acquired_us", "expires_us", "lease_us", "suspect_us", "mode", *_WHO)
+_ASKED: Final = ("stop_token", "stop_by")
 _WAITER: Final = ("queued_us", "waiting", "take", "mode", *_WHO)
 _USUAL: Final = (
     "SELECT (SELECT AVG(held_us) FROM sqlsem_slot WHERE semaphore_key = %(key)s AND held_us > 0),"
@@ -51,13 +42,10 @@ def read_snapshot(session: Session, dialect: Dialect, resource: Resource) -> Sem
         semaphore = SemaphoreRow(**found[0])
         dialect.execute(cursor, _USUAL.replace("{live}", dialect.live_sql()), {"key": resource.key, "yes": True})
         usual, away, overdue = cursor.fetchone()
-        slots = _select(
+        taken = "semaphore_key = %(key)s AND expires_us IS NOT NULL ORDER BY slot"
+        slots = asking(
             cursor,
-            dialect,
-            SlotRow,
-            _SLOT,
-            "semaphore_key = %(key)s AND expires_us IS NOT NULL ORDER BY slot",
-            resource,
+            lambda asks: _select(cursor, dialect, SlotRow, (*_SLOT, *(_ASKED if asks else ())), taken, resource),
         )
         waiters = _select(
             cursor,

@@ -213,6 +213,11 @@ UNLOCKED: Final = (
 FATE: Final = f"SELECT id, permit_id, {ASKED}, revoked_token, revoked_by FROM sqlsem_slot WHERE id IN (%s)"
 
 
+def unasked(text: str) -> str:
+    """Return a statement for tables that know nothing of wishes."""
+    return text.replace(ASKED, "NULL")
+
+
 @functools.cache
 def renew_arrays(dialect: Dialect) -> str:
     """Extend the grants of two arrays, so that one text serves any number of them."""

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from django.contrib import messages
 from django.contrib.admin.utils import quote, unquote
-from django.core.exceptions import PermissionDenied
+from django.core.exceptions import PermissionDenied, ValidationError
+from django.db import Error as DatabaseError
 from django.http import HttpResponseRedirect
 from django.urls import path, reverse
 from django.utils.translation import gettext as _
 
 from django_sqlsem import admin_actions, admin_configure
 from django_sqlsem import admin_confirm as confirm
-from django_sqlsem.dashboard import svg
+from django_sqlsem.dashboard import live, svg
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.naming import ONE_SLOT, resource_for
 
@@ -146,12 +147,12 @@ def _view(model_admin: Any, request: HttpRequest, key: str) -> HttpResponse:
         if confirm.confirmed(request) is None and not chosen.exists():
             return cast("HttpResponse", model_admin._get_obj_does_not_exist_redirect(request, model_admin.opts, key))
         return ACTS[act](model_admin, request, chosen) or back
-    except confirm.DamagedFormError:
+    except (confirm.DamagedFormError, ValidationError):
         model_admin.message_user(request, _("The form came back damaged: nothing was done."), messages.ERROR)
     except confirm.ChangedError as error:
         confirm.report_changed(model_admin, request, [str(error)])
-    except BackendError as error:
-        model_admin.message_user(request, str(error), messages.ERROR)
+    except (BackendError, DatabaseError) as error:
+        model_admin.message_user(request, live.first_line(error), messages.ERROR)
     return back
 
 

@@ -15,7 +15,7 @@ from django.utils.translation import gettext_lazy
 from django_sqlsem.admin_display import EMPTY, declared, snapshot_of
 from django_sqlsem.dashboard.cells import drawn
 from django_sqlsem.dashboard.overview import kind_of
-from django_sqlsem.dashboard.svg import users
+from django_sqlsem.dashboard.svg import users, visible
 from django_sqlsem.durations import duration
 from django_sqlsem.plain import Lately
 
@@ -40,7 +40,7 @@ class OverviewColumns:
             '<input type="checkbox" name="{}" value="{}" class="action-select" aria-label="{}">',
             ACTION_CHECKBOX_NAME,
             row.pk,
-            _("Choose %(name)s for an action") % {"name": row.name},
+            _("Choose %(name)s for an action") % {"name": visible(row.name)},
         )
 
     @admin.display(description=gettext_lazy("name"), ordering="name")

@@ -74,7 +74,7 @@ def guarded(view: ViewT) -> ViewT:
                 response.render()  # what is read only then may fail as well
         except (BackendError, DatabaseError) as error:
             logger.warning("the locks could not be shown: %s", error)
-            text = _("The locks could not be read: %(error)s") % {"error": _first_line(error)}
+            text = _("The locks could not be read: %(error)s") % {"error": first_line(error)}
             if is_fragment(request):
                 return plain(text, 503)
             return _failed(model_admin, request, text)
@@ -106,6 +106,7 @@ def _marked(response: HttpResponse) -> HttpResponse:
     return response
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return what an error says, short enough for a message."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

@@ -20,7 +20,7 @@ from django.utils.translation import gettext_lazy, ngettext
 
 from django_sqlsem import queries
 from django_sqlsem.admin_display import SnapshotChangeList, StateFilter, attach, snapshot_of
-from django_sqlsem.dashboard import live
+from django_sqlsem.dashboard import live, svg
 from django_sqlsem.dashboard.ranked import RankedRows
 from django_sqlsem.models import SemaphoreRow
 from django_sqlsem.naming import resource_for
@@ -136,7 +136,10 @@ class KindFilter(admin.SimpleListFilter):
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Compare the kind."""
-        return queryset if self.value() is None else queryset.filter(kind=self.value())
+        kind = self.value()
+        if kind is None:
+            return queryset
+        return queryset.filter(kind=kind) if kind in KINDS else queryset.none()
 
 
 class OverviewChangeList(SnapshotChangeList):
@@ -220,12 +223,16 @@ class OverviewChangeList(SnapshotChangeList):
 
 def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpResponse:
     """Add to Django's list what stands above it, and send only the changing part to the script that asks for that."""
+    if live.is_fragment(request) and response.status_code == 302:
+        # Pages became fewer meanwhile. The script would take a redirect for the end of the session.
+        return live.plain(_("There is no such page any more."), 404)
     if not isinstance(response, TemplateResponse) or "cl" not in (context := cast("Any", response.context_data)):
         return response
     changelist = context["cl"]
     survey = changelist.trouble.survey
     chosen = changelist.params.get("state")
     context["refresh_seconds"] = live.REFRESH_SECONDS
+    context["sqlsem_deadlocks"] = [svg.visible(str(each)) for each in changelist.trouble.deadlocks]
     context["sqlsem_states"] = [
         {
             "state": state,

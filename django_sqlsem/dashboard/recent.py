@@ -87,7 +87,7 @@ def recent(snapshot: SemaphoreSnapshot) -> Recent:
             description=about,
         )
     return Recent(
-        up_to=scale.now,
+        up_to=timezone.localtime(scale.now),  # templates do not convert it where USE_TZ is off
         zone=f"{timezone.localtime(scale.now):%Z}",
         timeline=drawing,
         timeline_notes=_notes(snapshot, lanes, spans, minutes),

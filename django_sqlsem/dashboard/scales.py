@@ -46,11 +46,12 @@ class TimeScale:
     def ticks(self) -> list[datetime.datetime]:
         """Return the round instants within, in the current time zone."""
         local = timezone.localtime(self.now)
-        at = local.replace(minute=local.minute // 10 * 10, second=0, microsecond=0)
+        # Counted in UTC: hours on the wall are missing or come twice when the clocks are changed.
+        at = local.replace(minute=local.minute // 10 * 10, second=0, microsecond=0).astimezone(datetime.UTC)
         found = []
         while (self.now - at).total_seconds() < self.window:
-            found.append(at)
-            at = timezone.localtime(at - TICK)
+            found.append(timezone.localtime(at))
+            at -= TICK
         return found[::-1]
 
     def axis(self, top: float, bottom: float) -> list[SafeString]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import unicodedata
 from typing import Final
 
-from django.utils.html import conditional_escape, format_html
+from django.utils.html import conditional_escape
 from django.utils.safestring import SafeString, mark_safe
 
-#: What reorders or hides the text around it. Names and labels are users' text.
-_DISORDERLY: Final = frozenset(
-    "\u061c\u200b\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\ufeff"
-)
+from django_sqlsem.admin_display import users, visible
+
+__all__ = ["drawing", "element", "number", "text", "users", "visible"]
+
 #: The only attributes that a drawing needs; none of them runs or styles anything.
 _ATTRIBUTES: Final = frozenset(
     {
@@ -20,18 +19,6 @@ _ATTRIBUTES: Final = frozenset(
         "x", "x1", "x2", "xmlns", "y", "y1", "y2",
     }
 )  # fmt: skip
-
-
-def visible(text: str) -> str:
-    """Return users' text with its control characters and its reordering ones spelt out: ``[U+202E]``."""
-    return "".join(
-        f"[U+{ord(each):04X}]" if each in _DISORDERLY or unicodedata.category(each) == "Cc" else each for each in text
-    )
-
-
-def users(text: str) -> SafeString:
-    """Return users' text as HTML: escaped, spelt out, and without an effect on the direction of what is around it."""
-    return format_html("<bdi>{}</bdi>", visible(text)) if text else SafeString("")
 
 
 def number(value: float) -> str:

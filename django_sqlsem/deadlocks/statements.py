@@ -15,6 +15,7 @@ from django_sqlsem.session_settings import STATEMENT_TIMEOUT_MS, is_disconnect
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+    from django_sqlsem.backends.base import Claim
     from django_sqlsem.backends.dialects import Dialect
     from django_sqlsem.cursors import AnyCursor
     from django_sqlsem.sessions import Session
@@ -101,8 +102,8 @@ def briefly(session: Session, work: Callable[[AnyCursor], T], seconds: float = L
 
 
 def shortest(connection: BaseDatabaseWrapper) -> float:
-    """Return the shortest time that a statement's work can be limited to, in seconds."""
-    return 1.5 if connection.vendor == "mysql" and not getattr(connection, "mysql_is_mariadb", False) else 0.05
+    """Return the shortest time that all of it can be limited to, in seconds. MySQL counts in whole ones."""
+    return 1.2 if connection.vendor == "mysql" and not getattr(connection, "mysql_is_mariadb", False) else 0.15
 
 
 def _limits(connection: Any, seconds: float) -> tuple[str, str, str]:
@@ -124,10 +125,34 @@ def _limits(connection: Any, seconds: float) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def insert(cursor: AnyCursor, dialect: Dialect, values: Mapping[str, Any]) -> None:
+def values(claim: Claim, dialect: Dialect, permits: str, arrived: float, patience_us: int) -> dict[str, Any]:
+    """Return what the row of a wait says. ``arrived``: when it began, by the boot clock."""
+    holder = claim.holder
+    return {
+        "wait_id": claim.permit_id,
+        "key": claim.resource.key,
+        "name": claim.resource.name,
+        "take": claim.take,
+        "slots": claim.slots,
+        "mode": claim.mode,
+        "fair": claim.fair,
+        "permits": permits,
+        "arrived_us": round(arrived * 1e6),
+        "patience_us": patience_us,
+        "host": holder.host,
+        "pid": holder.pid,
+        "thread": holder.thread,
+        "label": holder.label,
+        "user": holder.user,
+        "process_id": holder.process,
+        "boot_id": dialect.boot_id,
+    }
+
+
+def insert(cursor: AnyCursor, dialect: Dialect, row: Mapping[str, Any]) -> None:
     """Write one wait."""
     begin, end = dialect.insert_ignore or ("INSERT INTO", "")
-    dialect.execute(cursor, f"{begin} {_INSERT}{end}", values)
+    dialect.execute(cursor, f"{begin} {_INSERT}{end}", row)
 
 
 def refresh(cursor: AnyCursor, dialect: Dialect, wait_ids: Collection[str], patience_us: int) -> bool:

@@ -59,6 +59,9 @@ class _Plan:
     new: dict[str, tuple[Hold, str]] = field(default_factory=dict)
     kept: dict[str, tuple[Hold, str]] = field(default_factory=dict)
     looks: bool = False
+    #: When, on the boot clock, to leave the rest to the next step; and the rows that are there by then.
+    until: float = math.inf
+    written: dict[str, tuple[Hold, str]] = field(default_factory=dict)
 
 
 class Watch:
@@ -114,28 +117,35 @@ class Watch:
     def step(self, seconds: float) -> None:
         """Write what has changed, look around if it is time, and do what follows from that.
 
-        No statement may take longer than ``seconds``, as something else is due by then.
+        It should not take longer than ``seconds``, as something else is due by then. Whatever fails here is no
+        permit's concern.
         """
+        try:
+            self._step(seconds)
+        except Exception as error:  # noqa: BLE001 - what is still due must not be retried as fast as it fails
+            self._refused(error)
+
+    def _step(self, seconds: float) -> None:
         plan = self._plan(boot_now())
         if plan.gone or plan.looks:
             # The keeper's session is the keeper's to open, which takes a while when the database is away.
             closed = self._session is self._keeper.own and not self._session.is_open
+            if closed and not (self._keeper.holds or self._keeper.arbiters):
+                self.forget()  # nobody will open it again for them: the rows run out
+                return
             if closed or seconds < statements.shortest(self._session.connection):
                 self._rest_until = boot_now() + LOCKED
                 return
-            seconds = min(seconds, statements.LONGEST)
-            try:
-                look = briefly(self._session, lambda cursor: self._ask(cursor, plan), seconds)
-            except (BackendError, RefusedError) as refused:
-                self._refused(refused)
-                return
-            self._answered()
-            self._written = plan.kept | plan.new
+            plan.until = boot_now() + seconds / 3
+            limit = min(seconds / 3, statements.LONGEST)  # there are several
+            look = briefly(self._session, lambda cursor: self._ask(cursor, plan), limit)
+            self._written = plan.written
             if look is not None:
                 suspected = self._judge(look)
                 self._crowd = max(1.0, len(look.waits) / CROWD)
                 pause = LOOK * self._crowd * random.uniform(0.85, 1.15)  # noqa: S311 - no two processes in step
                 self._look_at = boot_now() + (pause / 2 if suspected else pause)
+            self._answered()
         if not self._waits and not self._written:
             self.forget()
 
@@ -195,32 +205,16 @@ class Watch:
         dialect = dialect_for(cursor.db)
         patience_us = round(LOOK * MISSED * self._crowd * 1e6)
         statements.delete(cursor, dialect, plan.gone)
-        inserted = dict(plan.new)
+        inserted, plan.written = dict(plan.new), dict(plan.kept)
         if plan.looks and not statements.refresh(cursor, dialect, plan.kept, patience_us):
             statements.delete(cursor, dialect, plan.kept)  # some were swept up while this process was stopped
-            inserted |= plan.kept
-        for hold, permits in inserted.values():
-            claim, holder = hold.claim, hold.claim.holder
-            values = {
-                "wait_id": claim.permit_id,
-                "key": claim.resource.key,
-                "name": claim.resource.name,
-                "take": claim.take,
-                "slots": claim.slots,
-                "mode": claim.mode,
-                "fair": claim.fair,
-                "permits": permits,
-                "arrived_us": round(hold.arrived * 1e6),
-                "patience_us": patience_us,
-                "host": holder.host,
-                "pid": holder.pid,
-                "thread": holder.thread,
-                "label": holder.label,
-                "user": holder.user,
-                "process_id": holder.process,
-                "boot_id": dialect.boot_id,
-            }
+            inserted, plan.written = plan.kept | inserted, {}
+        for wait_id, (hold, permits) in inserted.items():
+            if plan.written and boot_now() > plan.until:
+                break  # a row takes a round trip, and there may be a hundred
+            values = statements.values(hold.claim, dialect, permits, hold.arrived, patience_us)
             statements.insert(cursor, dialect, values)
+            plan.written[wait_id] = (hold, permits)
         if not plan.looks:
             return None
         look = statements.look(cursor, dialect, leases=self._keeper.backend.supports_renewal)
@@ -258,7 +252,12 @@ class Watch:
 
         dialect, leases = dialect_for(self._session.connection), self._keeper.backend.supports_renewal
         deadlock = Teller(look, dialect, leases=leases).deadlock(knot)
+        mine = [self._written[wait.id][0] for wait in knot.waits if wait.id in self._written]
+        if not all(_goes_on(hold) for hold in mine):
+            return  # what was read is over by now
         broken = breaks and self._end(youngest, error(youngest, deadlock))
+        if breaks and not broken:
+            return
         if knot.identity not in self._told:
             self._told.add(knot.identity)
             tell(self._keeper, deadlock, youngest, broken=broken)
@@ -279,7 +278,9 @@ class Watch:
         self._rest_until = boot_now() + min(REST, LOOK * 2 ** min(self._refusals - 1, 10))
         if self._refusals >= WORTH_A_WORD and not self._failing:
             self._failing = True
-            logger.warning("Deadlocks over the locks of %r cannot be looked for now: %s", self._alias, error)
+            unknown = not isinstance(error, (BackendError, RefusedError))
+            message = "Deadlocks over the locks of %r cannot be looked for now: %s"
+            logger.warning(message, self._alias, error, exc_info=error if unknown else None)
 
     def _answered(self) -> None:
         self._refusals = 0

@@ -69,7 +69,7 @@ def in_transaction(
         if session.connection.vendor in BEGIN:
             return session.run(beside, again=False)
         session.transaction(apart, again=False)
-    except BackendError as error:
+    except Exception as error:  # noqa: BLE001 - a fault of the history's own is no permit's concern either
         return error
     return None
 

@@ -23,6 +23,8 @@ from django_sqlsem.identity import printable
 from django_sqlsem.sessions import OwnSession
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from django_sqlsem.cursors import AnyCursor
     from django_sqlsem.sessions import KeeperSession
 
@@ -67,6 +69,8 @@ class Writer:
         self._compare_at = 0.0
         self._write_at = boot_now() + EVERY
         self._prune_at = boot_now() + random.uniform(0, PRUNE_EVERY)  # noqa: S311 - no two processes in step
+        #: Whether the next turn is for what has run out: what is held may not have the time for both in one.
+        self._prunes = False
         self._rest = EVERY
         self._refusals = 0
         self._told = False
@@ -89,8 +93,8 @@ class Writer:
         """Whether to write now, by the boot clock. Counts what has been noted, meanwhile."""
         if self._offset_us is not None and self.recorder.notes:
             self.tallies.gather(self.recorder, self._offset_us)
-        if now >= self._write_at:
-            return self.pending
+        if self._prunes or now >= self._write_at:
+            return self._prunes or self.pending
         many = len(self.tallies.listed) >= MANY or len(self.recorder.notes) >= 10 * MANY
         return many and not self._refusals
 
@@ -98,31 +102,43 @@ class Writer:
         """Write a few batches, none of which may take longer than ``seconds``. Never raises a database's error."""
         if seconds < SHORTEST:
             return  # what is held comes first
+        if self._prunes:
+            self._prunes = False
+            self._prune(min(seconds, LONGEST))
+            return
         began = boot_now()
         while self._attempt(min(seconds, LONGEST), IN_LINE):
             if not (self.tallies.listed or self._left):
-                self._left, self._write_at = None, boot_now() + EVERY
-                self._prune(min(seconds, LONGEST))
+                self._left, self._write_at, self._prunes = None, boot_now() + EVERY, True
                 return
             if boot_now() - began > TURN:
                 return
 
-    def finish(self) -> None:
-        """Write all there is, as nobody may come back to it. What cannot be written is let go, and counted."""
+    def finish(self, since: float, wanted: Callable[[], bool]) -> None:
+        """Write all there is, as nobody may come back to it. What cannot be written is let go, and counted.
+
+        ``since``: an instant of ``time.monotonic()``; who was not reached from then on is not asked again.
+        ``wanted``: whether the keeper has better things to do by now; then the rest is left for later.
+        """
         give_up = boot_now() + AT_THE_END
         self._left = None
-        while self.pending and not self._told and boot_now() < give_up:
+        while self.pending and not self._told and boot_now() < give_up and not self.session.unreachable(since):
+            if wanted():
+                return
             self._attempt(LONGEST, LONGEST)  # a refusal or two of a busy server may pass
             self._left = None
-        if not self._refusals:
+        if not self._refusals and not self.session.unreachable(since):
             self._prune(LONGEST)
         self._lost += len(self.recorder.notes) + len(self.tallies.listed) + self.recorder.dropped
         self._lost += sum(tally.changed for tally in self.tallies.minutes.values())
         if self._lost:
             logger.warning("The history of %r ends; %d entries are missing.", self.alias, self._lost)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget all there was. What comes later is told under another number: it replaces nothing that is written."""
         self.recorder.notes.clear()
         self.recorder.dropped = 0
-        # Whatever comes later is told under another number: it must not replace what is written.
         self.tallies, self._writer, self._left = Tallies(), secrets.randbits(62), None
         self._refusals, self._told, self._lost, self._rest = 0, False, 0, EVERY
         self._write_at = boot_now() + EVERY
@@ -215,17 +231,18 @@ class Writer:
             return
         began, used = boot_now(), self.session.last_used
         now_us, deleted = boot_now_us() + self._offset_us, 0
+        left = random.sample(statements.TABLES, len(statements.TABLES))
 
         def prune(cursor: AnyCursor) -> None:
             nonlocal deleted
-            deleted = max(statements.prune(cursor, table, now_us, seconds) for table in statements.TABLES)
+            deleted = statements.prune(cursor, left[0], now_us, seconds)
 
-        more = True
-        while more and boot_now() - began < TURN:
+        while left and boot_now() - began < TURN:
             failed = in_transaction(self.session, prune, seconds, IN_LINE) is not None
-            more = not failed and deleted >= statements.PRUNED
+            if failed or deleted < statements.PRUNED:
+                del left[0]
         self.session.last_used = used
-        self._prune_at = boot_now() + (0.0 if more else PRUNE_EVERY * random.uniform(0.7, 1.3))  # noqa: S311
+        self._prune_at = boot_now() + (0.0 if left else PRUNE_EVERY * random.uniform(0.7, 1.3))  # noqa: S311
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from django.core.exceptions import ValidationError
 from django.db import models
 
 if TYPE_CHECKING:
@@ -16,6 +17,12 @@ else:
 
 class ExactCharField(_CharField):
     """Text that compares by its code points and stores any of Unicode, whatever the database's own collation."""
+
+    def to_python(self, value: Any) -> Any:
+        """Refuse NUL, which PostgreSQL cannot even look for: an address with one leads to no row, and to no error."""
+        if isinstance(value, str) and "\0" in value:
+            raise ValidationError("There is no text with NUL in it.")
+        return super().to_python(value)
 
     def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
         """Return the column type, with a binary collation where the default may fold case or cut characters."""

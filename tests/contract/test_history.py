@@ -421,7 +421,7 @@ def test_the_queue_is_bounded_and_counts_what_it_drops(
     monkeypatch.setattr(recorder, "MAX_NOTES", 10)
     keeper = keeper_of(database)
     monkeypatch.setattr(keeper, "write_history", lambda now: None)  # as if the database were away
-    monkeypatch.setattr(keeper, "end_history", lambda: None)
+    monkeypatch.setattr(keeper, "end_history", lambda since=None: None)
     for _ in range(20):
         with semaphore("reports", using=database):
             pass
@@ -457,3 +457,89 @@ def test_a_busy_name_does_not_drown_a_quiet_one() -> None:
     assert listed.count("busy") == tallies.LISTED
     assert listed.count("quiet") == 1
     assert sorted(tally.granted for tally in counted.minutes.values()) == [1, 1000]
+
+
+@pytest.mark.usefixtures("sooner")
+def test_a_fault_of_the_history_is_no_permits_and_no_busy_loop(
+    database: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[float] = []
+
+    def broken(*args: Any) -> None:
+        asked.append(time.monotonic())
+        raise KeyError("something that nobody has thought of")
+
+    monkeypatch.setattr(writing, "_event_row", broken)
+    with semaphore("reports", lease=1.0, using=database) as permit:
+        assert wait_until(lambda: "cannot be written just now" in caplog.text)
+        ends = time.monotonic() + 1.5
+        while time.monotonic() < ends:
+            permit.check()
+            time.sleep(0.05)
+        assert len(asked) < 8  # it rests longer each time
+    lifecycle.stop_all()
+    assert "met an error" not in caplog.text
+
+
+def test_at_the_end_everything_is_given_back_before_it_is_written_down(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper, held = keeper_of(database), []
+    real = keeper._writer.finish
+
+    def finish(*args: Any) -> None:
+        held.append(len(databases.held_rows(database)))
+        real(*args)
+
+    monkeypatch.setattr(keeper._writer, "finish", finish)
+    permit = semaphore("reports", using=database).acquire()
+    lifecycle.stop_all()
+    assert held == [0]
+    assert whats(database) == ["granted", "released"]
+    assert permit.lost is not None
+
+
+def test_a_thread_that_ends_leaves_its_history_for_who_comes_then(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper, there, asked = keeper_of(database), [], []
+    monkeypatch.setattr(type(keeper), "write_history", lambda self, now: None)
+    lock = semaphore("reports", lease=1.0, using=database)
+
+    def attempt(seconds: float, in_line: float) -> bool:
+        asked.append(seconds)  # a server so busy that it takes all the time there is
+        if not there:
+            there.append(lock.acquire())
+            there[0].detach()
+        time.sleep(0.7)
+        return False
+
+    monkeypatch.setattr(keeper._writer, "_attempt", attempt)
+    with lock:
+        pass
+    assert wait_until(lambda: there)
+    ends = time.monotonic() + 3.0
+    while time.monotonic() < ends:
+        there[0].check()  # it is renewed
+        time.sleep(0.05)
+    monkeypatch.undo()
+    there[0].release()
+    assert len(asked) == 1
+
+
+@pytest.mark.usefixtures("sooner")
+def test_what_has_run_out_is_deleted_in_a_turn_of_its_own(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, turns = keeper_of(database)._writer, []
+    for name in ("_attempt", "_prune"):
+        real = getattr(writer, name)
+        monkeypatch.setattr(writer, name, lambda *args, n=name, r=real: (turns[-1].append(n), r(*args))[1])
+    write = writer.write
+
+    def turn(seconds: float) -> None:
+        turns.append([])
+        write(seconds)
+
+    monkeypatch.setattr(writer, "write", turn)
+    with semaphore("reports", using=database):
+        assert wait_until(lambda: ["_prune"] in turns)
+    assert all(each in (["_attempt"], ["_prune"]) for each in turns)

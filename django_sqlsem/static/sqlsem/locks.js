@@ -97,7 +97,8 @@
   };
 
   const replace = (html) => {
-    if ("sqlsemReload" in live.dataset) return location.reload();
+    // Never again as it was asked for: that may have been a form.
+    if ("sqlsemReload" in live.dataset) return location.replace(live.dataset.sqlsemUrl);
     const active = document.activeElement;
     const had = live.contains(active);
     const fresh = new DOMParser().parseFromString(html, "text/html").body;
