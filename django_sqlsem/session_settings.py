@@ -137,6 +137,11 @@ def is_transient(error: Exception) -> bool:
     return code in _TRANSIENT_ORACLE if "oracledb" in type(cause).__module__ else code in _TRANSIENT_MYSQL
 
 
+def is_of_sql_server(cause: Exception) -> bool:
+    """Whether an error was raised by one of SQL Server's drivers."""
+    return type(cause).__module__.partition(".")[0] in ("pyodbc", "mssql_python")
+
+
 def is_disconnect(error: Exception) -> bool:
     """Whether the error says that the connection is gone, so that a new one may do better."""
     cause: Any = error.__cause__ or error

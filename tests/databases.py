@@ -8,6 +8,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,20 @@ def delete_rows(alias: str) -> None:
         own = [model._meta.db_table for model in reversed(models)]
         for table in (*own, *WRITTEN):
             cursor.execute(f"DELETE FROM {table}")
+
+
+@contextlib.contextmanager
+def without_tables(alias: str, *tables: str) -> Iterator[None]:
+    """Inside the block these tables are not there."""
+    there = connections[alias].vendor == "microsoft"
+    rename = "EXEC sp_rename '{0}', '{1}', 'OBJECT'" if there else "ALTER TABLE {0} RENAME TO {1}"
+    for table in tables:
+        query(alias, rename.format(table, f"{table}_away"))
+    try:
+        yield
+    finally:
+        for table in tables:
+            query(alias, rename.format(f"{table}_away", table))
 
 
 class OutsideCounter:

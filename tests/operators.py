@@ -33,7 +33,9 @@ def make_semaphore(alias: str, name: str = "reports", slots: int = 3, **fields: 
     row = SemaphoreRow.objects.using(alias).create(
         key=resource_for(name, "semaphore").key, name=name, declared_slots=slots, declared_us=now_us(alias), **fields
     )
-    SlotRow.objects.using(alias).bulk_create([SlotRow(semaphore=row, slot=slot) for slot in range(1, slots + 1)])
+    made = [SlotRow(semaphore=row, slot=slot) for slot in range(1, slots + 1)]
+    for start in range(0, slots, 30):  # of several statements in one call a stand-in keeps the last
+        SlotRow.objects.using(alias).bulk_create(made[start : start + 30])
     return row
 
 
@@ -52,7 +54,10 @@ def hold(
 
     Where locks are application locks, one whose lease has not run out has the lock too, in a session of its own.
     """
-    now = now_us(alias)
+    played: dict[str, Any] = {}
+    if applocks.are_at(alias):
+        played = {"session_id": None, "session_us": None} | applocks.lock(alias, name, slot, held=left > 0)
+    now = now_us(alias)  # after the login, which may take a while
     rows = SlotRow.objects.using(alias).filter(semaphore__name=name, slot=slot)
     values = {
         "token": token,
@@ -67,9 +72,8 @@ def hold(
         "user": "ann",
         "process_id": "p",
         "boot_id": boot_id(alias),
-    } | fields
-    if applocks.are_at(alias):
-        values |= {"session_id": None, "session_us": None} | applocks.lock(alias, name, slot, held=left > 0)
+    }
+    values |= fields | played
     assert rows.update(**values) == 1
     return rows.get()
 

@@ -22,6 +22,7 @@ from django_sqlsem.locks import transaction_lock
 from django_sqlsem.models import MinuteRow, SemaphoreRow, SlotRow
 from django_sqlsem.naming import resource_for
 from django_sqlsem.surveys import SURVEY_STATES
+from tests.databases import without_tables
 from tests.operators import hold, make_semaphore, now_us, wait
 from tests.processes import Child
 from tests.test_admin import SEMAPHORES, login, text
@@ -243,7 +244,7 @@ def test_without_a_history(operator: Client, locks_alias: str, settings: Any) ->
     make_semaphore(locks_alias, slots=2)
     hold(locks_alias, age=12, left=600)
     shown = text(operator.get(reverse(SEMAPHORES))).replace("\xa0", " ")
-    assert "reports 1 of 2 · · · 12 s · · semaphore 2" in shown
+    assert re.search(r"reports 1 of 2 · · · [1-3]\d s · · semaphore 2", shown)
 
 
 def test_all_kinds_have_a_word(operator: Client, locks_alias: str) -> None:
@@ -306,16 +307,11 @@ def test_totals_lead_to_the_names(operator: Client, locks_alias: str) -> None:
 
 def test_a_database_that_fails_is_said(operator: Client, locks_alias: str) -> None:
     make_semaphore(locks_alias)
-    with connections[locks_alias].cursor() as cursor:
-        cursor.execute("ALTER TABLE sqlsem_waiter RENAME TO sqlsem_waiter_away")
-    try:
+    with without_tables(locks_alias, "sqlsem_waiter"):
         assert operator.get(reverse(SEMAPHORES)).status_code == 503
         part = operator.get(reverse(SEMAPHORES), headers=FRAGMENT)
         assert part.status_code == 503
         assert part["Content-Type"].startswith("text/plain")
-    finally:
-        with connections[locks_alias].cursor() as cursor:
-            cursor.execute("ALTER TABLE sqlsem_waiter_away RENAME TO sqlsem_waiter")
 
 
 HOLDER = """

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from django.core.management import call_command
-from django.db import connections
 from django.test import Client
 from django.urls import reverse
 
+from tests.databases import without_tables
 from tests.operators import hold, make_semaphore, wait
 from tests.test_admin import key, login
 
@@ -101,13 +101,8 @@ def test_permissions(viewer: Client, locks_alias: str) -> None:
 
 def test_a_failing_database(viewer: Client, locks_alias: str) -> None:
     make_semaphore(locks_alias)
-    with connections[locks_alias].cursor() as cursor:
-        cursor.execute("ALTER TABLE sqlsem_waiter RENAME TO sqlsem_waiter_away")
-    try:
+    with without_tables(locks_alias, "sqlsem_waiter"):
         for url in (reverse(ALL), reverse(ONE, args=[key()])):
             response = viewer.get(url, headers=JSON)
             assert response.status_code == 503
             assert "could not be read" in response.json()["error"]
-    finally:
-        with connections[locks_alias].cursor() as cursor:
-            cursor.execute("ALTER TABLE sqlsem_waiter_away RENAME TO sqlsem_waiter")

@@ -14,6 +14,8 @@ from django_sqlsem.backends import applock_dmv, applock_procedures, applock_view
 from django_sqlsem.backends.applock_names import LockNames, lock_names
 from django_sqlsem.backends.applock_pool import LockPool
 from django_sqlsem.backends.base import BaseSemaphoreBackend
+from django_sqlsem.backends.counting import TOKENS
+from django_sqlsem.backends.row_clock import RowClock
 from django_sqlsem.backends.rows_acts import database_errors
 from django_sqlsem.conf import config
 from django_sqlsem.exceptions import BackendError, SemaphoreError, fenced, kill_needed
@@ -226,13 +228,22 @@ class ApplockOperator(BaseSemaphoreBackend):
         key, names = _key(name), lock_names(name)
         with database_errors(self.alias), transaction.atomic(using=self.alias):
             semaphore = SemaphoreRow.objects.using(self.alias).filter(key=key, operator_slots=None, paused=False)
-            semaphore = semaphore.filter(tokens=None)  # a count would be lost
+            # A count would be lost; and a new name would begin with new tokens.
+            semaphore = semaphore.filter(Q(tokens=None) | Q(tokens=0, declared_slots=0))
             slots = SlotRow.objects.using(self.alias).filter(semaphore=key)
-            if not semaphore.exists() or not self._take_all(names, slots.values_list("slot", flat=True)):
+            # Counts have no locks: whoever changes one, or queues for it, waits for its row.
+            if not semaphore.update(shrinking=F("shrinking")) or self._counted_for(key):
+                return False
+            if not self._take_all(names, slots.values_list("slot", flat=True)):
                 return False
             slots._raw_delete(self.alias)  # without Django's collector, which would read and cascade
             WaiterRow.objects.using(self.alias).filter(semaphore=key)._raw_delete(self.alias)
             return bool(semaphore._raw_delete(self.alias))
+
+    def _counted_for(self, key: str) -> bool:
+        """Whether a name is a count of tokens that somebody waits for, or has been handed and not taken."""
+        waiters = WaiterRow.objects.using(self.alias).filter(semaphore=key, semaphore__kind=TOKENS)
+        return waiters.filter(RowClock.of(self.alias).live() | Q(away=True)).exists()
 
     def _take_all(self, names: LockNames, slots: Collection[int]) -> bool:
         # Whoever waits, or holds a slot that has no row, is seen at the gate or at the name itself.
@@ -243,11 +254,13 @@ class ApplockOperator(BaseSemaphoreBackend):
         return int(self._query(_TAKE, (resource,))[0]["rc"]) >= 0
 
     def set_slots(self, name: str, slots: int | None) -> bool:
-        """Set the operator's number; the next batch of every claim reads it. Raises ``ValueError`` for a mutex."""
+        """Set the operator's number; every claim's next batch reads it. ``ValueError`` for a lock with one slot."""
         if slots is not None:
             validate_slots(slots)
 
         def wrong(semaphore: SemaphoreRow) -> None:
+            if semaphore.kind == TOKENS:
+                raise ValueError(f"{name!r} is a count of tokens: it has no slots.")
             if semaphore.kind in ONE_SLOT and slots not in (None, 1):
                 raise ValueError(f"{name!r} is a {semaphore.kind}: it has one slot, not {slots}.")
 

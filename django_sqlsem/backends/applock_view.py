@@ -25,10 +25,12 @@ Query: TypeAlias = Callable[[str, Sequence[Any]], list[dict[str, Any]]]
 CHUNK: Final = 200
 
 _SEMAPHORES: Final = (
-    "SELECT m.name_key AS [key], m.name, m.kind, m.declared_slots, m.operator_slots, m.paused, m.other_slots,"
-    f" m.other_us, {NOW} AS now_us,"
+    "SELECT m.name_key AS [key], m.name, m.kind, m.declared_slots, m.declared_us, m.operator_slots, m.paused,"
+    f" m.other_slots, m.other_us, m.tokens, {NOW} AS now_us,"
     " (SELECT MAX(acquired_us) FROM sqlsem_slot WHERE semaphore_key = m.name_key) AS last_grant_us,"
-    " (SELECT AVG(held_us) FROM sqlsem_slot WHERE semaphore_key = m.name_key AND held_us > 0) AS usual_us"
+    " (SELECT AVG(held_us) FROM sqlsem_slot WHERE semaphore_key = m.name_key AND held_us > 0) AS usual_us,"
+    " (SELECT SUM(take) FROM sqlsem_waiter WHERE semaphore_key = m.name_key AND away = 1"
+    f" AND expires_us <= {NOW}) AS overdue"
     " FROM sqlsem_semaphore m WHERE {where} ORDER BY m.name"
 )
 
@@ -52,7 +54,7 @@ _WAITERS: Final = (
     "SELECT w.semaphore_key AS semaphore_id, w.queued_us, w.waiting, w.take, w.host, w.pid, w.thread, w.label,"
     " w.user_name AS [user], w.process_id, w.lock_mode AS mode"
     " FROM sqlsem_waiter w JOIN sqlsem_semaphore m ON m.name_key = w.semaphore_key"
-    f" WHERE {{where}} AND w.expires_us > {NOW} ORDER BY w.queued_us, w.id"
+    f" WHERE {{where}} AND w.away = 0 AND w.expires_us > {NOW} ORDER BY w.queued_us, w.id"
 )
 
 
@@ -103,7 +105,7 @@ def _snapshot(
     locks: Locks | None,
 ) -> SemaphoreSnapshot:
     clock = RowClock(int(row.pop("now_us")), "")
-    last_grant, usual = row.pop("last_grant_us"), row.pop("usual_us")
+    last_grant, usual, overdue = row.pop("last_grant_us"), row.pop("usual_us"), row.pop("overdue")
     semaphore = SemaphoreRow(**row)
     semaphore.last_grant_us = last_grant  # type: ignore[attr-defined]
     name, names = semaphore.name, lock_names(semaphore.name)
@@ -115,7 +117,8 @@ def _snapshot(
         known = [each["process_id"] for each in waiters]
         waiting += [_stranger(clock, name, lock) for lock in locks.waiters(names, sorted(numbers), known=known)]
     holders = [each for holder in holders for each in _all_slots(holder, slots)]
-    return clock.semaphore(semaphore, tuple(holders), tuple(waiting), usual_hold=float(usual) / 1e6 if usual else None)
+    usual_hold = float(usual) / 1e6 if usual else None
+    return clock.semaphore(semaphore, tuple(holders), tuple(waiting), usual_hold=usual_hold, overdue=int(overdue or 0))
 
 
 def _holder(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.cursors import BEGIN
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.history import statements
-from django_sqlsem.session_settings import is_disconnect, is_transient
+from django_sqlsem.session_settings import is_disconnect, is_of_sql_server, is_transient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +23,8 @@ MYSQL_SECONDS: Final = 1.2
 
 _TIMED_OUT_SQLSTATE: Final = "57014"
 _TIMED_OUT_MYSQL: Final = (1969, 3024)
+#: SQL Server's drivers tell its numbers in the text alone: a deadlock's victim, a lock that was not to be had in time.
+_TIMED_OUT_SQL_SERVER: Final = re.compile(r"\((?:1205|1222)\)|was deadlocked|Lock request time out")
 
 
 class TooSoonError(Exception):
@@ -80,6 +83,8 @@ def passes(error: Exception) -> bool:
     cause: Any = error.__cause__ or error
     code = cause.args[0] if getattr(cause, "args", ()) else None
     late = getattr(cause, "sqlstate", None) == _TIMED_OUT_SQLSTATE or code in _TIMED_OUT_MYSQL
+    if is_of_sql_server(cause):
+        late = _TIMED_OUT_SQL_SERVER.search(str(cause)) is not None
     return late or is_transient(error) or is_disconnect(error)
 
 

@@ -15,7 +15,8 @@ from django_sqlsem.sessions import OwnSession
 from tests.databases import query, raw_connection, session_ids
 from tests.interruptions import SoftLimit, Striking
 from tests.processes import Child
-from tests.threads import wait_until
+from tests.test_history import minute
+from tests.threads import run_in_threads, wait_until
 
 
 @pytest.mark.rows_only("row statements")
@@ -111,6 +112,34 @@ def test_a_statement_waits_for_a_row_longer_than_one_lock_wait(database, monkeyp
         raw.cursor().execute("ROLLBACK")
         waiting.join(30)
     assert query(database, "SELECT host FROM sqlsem_slot") == [("waited",)]
+
+
+def test_a_transaction_that_lost_a_deadlock_is_done_again(database):
+    """Both get through: the victim by doing all of it once more."""
+    if connections[database].vendor not in ("postgresql", "mysql"):
+        pytest.skip("one writer at a time has nobody to cross, and SQL Server's victims are told so")
+    rows = [minute(database, name="a").pk, minute(database, name="b").pk]
+    both, attempts = threading.Barrier(2), []
+
+    def cross(index):
+        session = OwnSession(database)
+        first = [True]
+
+        def count(cursor):
+            attempts.append(index)
+            for nth in (index, 1 - index):
+                cursor.execute("UPDATE sqlsem_minute SET granted = granted + 1 WHERE id = %s", [rows[nth]])
+                if first:
+                    first.clear()
+                    both.wait(60)
+            return True
+
+        with contextlib.closing(session):
+            session.transaction(count)
+
+    run_in_threads(2, cross, timeout=60)
+    assert len(attempts) > 2, "they did not cross"
+    assert query(database, "SELECT granted FROM sqlsem_minute") == [(2,), (2,)]
 
 
 SERIALIZABLE = """

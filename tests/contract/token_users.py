@@ -28,7 +28,8 @@ def obey(alias: str, name: str, unhurried: bool, patient: bool) -> None:
     if unhurried:  # never look around: only a word from elsewhere wakes who waits
         arbiter.HEARTBEAT = 1000.0  # type: ignore[misc]
     if unhurried or patient:  # nobody takes it for dead on a busy machine
-        rows_tokens.PATIENCE_US = rows_ledger.PATIENCE_US = 1_000_000_000  # type: ignore[attr-defined]
+        # Four times that is a number of 32 bits.
+        rows_tokens.PATIENCE_US = rows_ledger.PATIENCE_US = 500_000_000  # type: ignore[attr-defined]
     shared = tokens(name, using=alias)
     keeper: Any = keeper_for(get_counting_backend(alias))
     lock = semaphore(f"warm-{os.getpid()}", using=alias)
