@@ -29,6 +29,7 @@ NAMELESS = {
     "backends/beacons.py": "",
     "backends/rows_grants.py": "A slot was freed, and could not",
     "backends/rows_stopping.py": "A holder could not be woken",
+    "backends/rows_wishes.py": "Nobody can be asked to stop",
     "contrib/opentelemetry.py": "There are no figures",
     "control.py": "stored procedures",
     "keeper_care.py": "Permits ",
