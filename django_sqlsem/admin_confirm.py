@@ -19,7 +19,7 @@ from django_sqlsem import queries
 from django_sqlsem.admin_display import EMPTY, STATES, held_since, lease_left, program_of, users, visible
 from django_sqlsem.models import SemaphoreRow
 from django_sqlsem.modes import WRITER
-from django_sqlsem.naming import MAX_SLOTS, resource_for, validate_name
+from django_sqlsem.naming import MAX_SLOTS, key_of, validate_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -224,7 +224,7 @@ def targets_of(holders: Iterable[HolderSnapshot]) -> list[tuple[str, int, int]]:
 
 
 def log(model_admin: Any, request: HttpRequest, name: str, message: str) -> None:
-    row = SemaphoreRow(key=resource_for(name, "semaphore").key, name=name)
+    row = SemaphoreRow(key=key_of(name), name=name)
     model_admin.log_change(request, row, visible(message))
 
 

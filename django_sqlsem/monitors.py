@@ -12,7 +12,7 @@ from django_sqlsem.backends import database_for
 from django_sqlsem.exceptions import NotEnteredError
 from django_sqlsem.factories import one_slot
 from django_sqlsem.monitor_permits import MonitorPermit, Stay
-from django_sqlsem.naming import Name, resource_for
+from django_sqlsem.naming import Name, key_of
 from django_sqlsem.permits import Permit
 from django_sqlsem.semaphores import Semaphore
 from django_sqlsem.timeouts import UNSET, Seconds, Unset
@@ -113,7 +113,7 @@ class Monitor(Semaphore):
 
     def _inside(self, owner: object) -> MonitorPermit | None:
         """Return the permit by which ``owner`` is inside, the outermost one; a lost one too."""
-        key = resource_for(self.name, self.kind).key
+        key = key_of(self.name)
         for hold in scopes.taken_by(owner, database_for(self.using), key):
             permit = hold.permit()
             gone = hold.grant is None or hold.foreign or hold.abandoned or hold.releasing.locked()

@@ -121,9 +121,14 @@ class Resource:
 
 @functools.lru_cache(maxsize=4096)
 def resource_for(name: str, kind: str) -> Resource:
-    """Return the resource of a validated name.
+    """Return the resource of a validated name."""
+    return Resource(name, kind, key_of(name))
 
-    The key is the first 128 bits of the SHA-256 of the name's UTF-8, in lower-case hex: it compares the same
-    under every collation, which names do not.
+
+def key_of(name: str) -> str:
+    """Return the key of a validated name, whatever kind of lock it is.
+
+    It is the first 128 bits of the SHA-256 of the name's UTF-8, in lower-case hex: it compares the same under every
+    collation, which names do not.
     """
-    return Resource(name, kind, hashlib.sha256(name.encode("utf-8")).hexdigest()[:32])
+    return hashlib.sha256(name.encode("utf-8")).hexdigest()[:32]

@@ -14,7 +14,7 @@ from django_sqlsem.backends import database_for
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError, PermitLostError
 from django_sqlsem.holds import Hold, State
-from django_sqlsem.naming import Name, resource_for, validate_name
+from django_sqlsem.naming import Name, key_of, validate_name
 from django_sqlsem.snapshots import Loss
 from django_sqlsem.wording import numbers, shown
 
@@ -265,7 +265,7 @@ def current_permit(name: Name, *, using: str | None = None) -> Permit | None:
     the caller to know. One that was detached is nobody's. No database access. Raises ``TypeError`` or ``ValueError``
     for a bad name.
     """
-    key = resource_for(validate_name(name), "semaphore").key
+    key = key_of(validate_name(name))
     for hold in scopes.taken_by(scopes.current_owner(), database_for(using), key):
         permit = hold.permit()
         if permit is not None and hold.grant is not None and not permit.released:

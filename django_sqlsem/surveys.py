@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
-from django_sqlsem.naming import resource_for
+from django_sqlsem.naming import key_of
 from django_sqlsem.snapshots import SemaphoreSnapshot
 
 #: What an operator can ask a list of names for.
@@ -54,7 +54,7 @@ def survey_of(snapshots: Iterable[SemaphoreSnapshot]) -> Survey:
     """Return what snapshots of all names amount to."""
     counts: dict[str, list[tuple[str, int]]] = {state: [] for state in SURVEY_STATES}
     for snapshot in snapshots:
-        key = resource_for(snapshot.name, snapshot.kind).key
+        key = key_of(snapshot.name)
         counts["held"].append((key, snapshot.held))
         counts["stale"].append((key, snapshot.stale))
         counts["waiting"].append((key, snapshot.waiting))

@@ -10,7 +10,7 @@ from django.db.models import Model
 from django_sqlsem.backends import database_for
 from django_sqlsem.backends.transaction_base import Wanted
 from django_sqlsem.caller_locks import TransactionPermit, check_options, lock_here
-from django_sqlsem.naming import MAX_NAME_LENGTH, Resource, resource_for
+from django_sqlsem.naming import MAX_NAME_LENGTH, Resource, key_of
 from django_sqlsem.timeouts import UNSET, Seconds, Unset
 from django_sqlsem.wording import shown
 
@@ -45,5 +45,5 @@ def table_lock(
 
 def _resource(table: str) -> Resource:
     # A name may not contain NUL, so no name has the key of a table.
-    key = resource_for(f"table\0{table}", "table_lock").key
+    key = key_of(f"table\0{table}")
     return Resource(f"table {table}"[:MAX_NAME_LENGTH], "table_lock", key)

@@ -21,7 +21,7 @@ from django_sqlsem.conf import config
 from django_sqlsem.exceptions import BackendError, SemaphoreError, fenced, kill_needed
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
-from django_sqlsem.naming import ONE_SLOT, resource_for, validate_slots
+from django_sqlsem.naming import ONE_SLOT, key_of, validate_slots
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.applock_dmv import Locks
@@ -174,7 +174,7 @@ class ApplockOperator(BaseSemaphoreBackend):
                 raise SemaphoreError(
                     f"Slot {slot} of {name!r} is held by a program that keeps no row of it, and can't be asked to stop."
                 )
-            rows = SlotRow.objects.using(self.alias).filter(semaphore=_key(name), expires_us__isnull=False)
+            rows = SlotRow.objects.using(self.alias).filter(semaphore=key_of(name), expires_us__isnull=False)
             row = rows.filter(slot=slot, token=token).first()
             if row is None:
                 return None
@@ -220,12 +220,12 @@ class ApplockOperator(BaseSemaphoreBackend):
         with database_errors(self.alias), transaction.atomic(using=self.alias):
             if not self._take(lock_names(name).slot(slot)) or self._is_fenced(name, (slot,)):
                 return False
-            rows = SlotRow.objects.using(self.alias).filter(semaphore=_key(name), slot=slot, token=token)
+            rows = SlotRow.objects.using(self.alias).filter(semaphore=key_of(name), slot=slot, token=token)
             return bool(rows.filter(expires_us__isnull=False).update(expires_us=None, permit_id=None))
 
     def purge_idle(self, name: str) -> bool:
         """Delete a name that nobody holds or waits for, unless an operator has set its slots or paused it."""
-        key, names = _key(name), lock_names(name)
+        key, names = key_of(name), lock_names(name)
         with database_errors(self.alias), transaction.atomic(using=self.alias):
             semaphore = SemaphoreRow.objects.using(self.alias).filter(key=key, operator_slots=None, paused=False)
             # A count would be lost; and a new name would begin with new tokens.
@@ -276,13 +276,9 @@ class ApplockOperator(BaseSemaphoreBackend):
 
     def _update(self, name: str, check: Callable[[SemaphoreRow], None], **values: Any) -> bool:
         with database_errors(self.alias):
-            rows = SemaphoreRow.objects.using(self.alias).filter(Q(key=_key(name)))
+            rows = SemaphoreRow.objects.using(self.alias).filter(Q(key=key_of(name)))
             semaphore = rows.first()
             if semaphore is None:
                 return False
             check(semaphore)
             return bool(rows.update(**values))
-
-
-def _key(name: str) -> str:
-    return resource_for(name, "semaphore").key

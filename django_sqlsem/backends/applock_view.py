@@ -15,7 +15,7 @@ from django_sqlsem.backends.applock_sql import NOW
 from django_sqlsem.backends.row_clock import RowClock, stop_by
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.modes import WHOLE, WRITER
-from django_sqlsem.naming import resource_for
+from django_sqlsem.naming import key_of
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot
 
 #: Runs a query with ``?`` marks and returns its rows by column.
@@ -69,7 +69,7 @@ def read(
     else:
         wanted, found = sorted(set(names)), []
         for start in range(0, len(wanted), CHUNK):
-            some = [resource_for(name, "semaphore").key for name in wanted[start : start + CHUNK]]
+            some = [key_of(name) for name in wanted[start : start + CHUNK]]
             found += _read(query, f"m.name_key IN ({', '.join('?' * len(some))})", some, locks)
     if locks is not None:
         known = {each.name for each in found}

@@ -28,7 +28,7 @@ from django_sqlsem.exceptions import BackendError, fenced
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import FenceRow, SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.modes import WHOLE, WRITER
-from django_sqlsem.naming import MAX_SLOTS, ONE_SLOT, resource_for, validate_slots
+from django_sqlsem.naming import MAX_SLOTS, ONE_SLOT, key_of, resource_for, validate_slots
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSnapshot
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class RowsOperator(RowsSurvey):
                 found = self._read(clock, Q(name__startswith=prefix), Q(semaphore__name__startswith=prefix))
                 found = [snapshot for snapshot in found if snapshot.name.startswith(prefix)]
             else:
-                keys = sorted({_key(name) for name in names})
+                keys = sorted({key_of(name) for name in names})
                 found = []
                 for start in range(0, len(keys), CHUNK):
                     chunk = keys[start : start + CHUNK]
@@ -115,9 +115,9 @@ class RowsOperator(RowsSurvey):
     def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
         """Take a slot away from the holder with this token, live or expired, and note who did it."""
         give_up = time.monotonic() + FENCED_PATIENCE
-        held = self._rows(SlotRow).filter(semaphore=_key(name), slot=slot, token=token, expires_us__isnull=False)
+        held = self._rows(SlotRow).filter(semaphore=key_of(name), slot=slot, token=token, expires_us__isnull=False)
         while True:
-            with self._act(_key(name)) as clock:
+            with self._act(key_of(name)) as clock:
                 row = held.first()
                 if row is None:
                     return None
@@ -131,14 +131,14 @@ class RowsOperator(RowsSurvey):
             if time.monotonic() > give_up:
                 raise fenced(name, slot)
             time.sleep(0.02)
-        self._hand_out(_key(name))
+        self._hand_out(key_of(name))
         return clock.holder(name, row)
 
     @repeated
     def request_stop(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
         """Write the wish beside the holder's token, and wake its process where a bell or NOTIFY reaches it."""
-        held = self._rows(SlotRow).filter(semaphore=_key(name), slot=slot, token=token, expires_us__isnull=False)
-        with self._act(_key(name)) as clock:
+        held = self._rows(SlotRow).filter(semaphore=key_of(name), slot=slot, token=token, expires_us__isnull=False)
+        with self._act(key_of(name)) as clock:
             live = held.exclude(clock.expired())
             row = rows_stopping.ask(live, self._companions, printable(by, MAX_USER_LENGTH))
             return None if row is None else clock.holder(name, row)
@@ -146,13 +146,13 @@ class RowsOperator(RowsSurvey):
     @repeated
     def purge_slot(self, name: str, slot: int, token: int) -> bool:
         """Free a slot whose lease has run out by the database's clock and that still carries this token."""
-        with self._act(_key(name)) as clock:
-            expired = self._rows(SlotRow).filter(clock.expired(), semaphore=_key(name), slot=slot, token=token)
+        with self._act(key_of(name)) as clock:
+            expired = self._rows(SlotRow).filter(clock.expired(), semaphore=key_of(name), slot=slot, token=token)
             row = expired.first()
             purged = bool(unfenced(expired, self.alias) and expired.update(expires_us=None, permit_id=None))
             if purged and row is not None:
                 self._companions(row).filter(clock.expired()).update(expires_us=None, permit_id=None)
-        self._hand_out(_key(name))
+        self._hand_out(key_of(name))
         return purged
 
     def _companions(self, row: SlotRow) -> QuerySet[SlotRow]:
@@ -163,7 +163,7 @@ class RowsOperator(RowsSurvey):
     @repeated
     def purge_idle(self, name: str) -> bool:
         """Delete a name that nobody holds or waits for, unless an operator has set its slots or paused it."""
-        key = _key(name)
+        key = key_of(name)
         try:
             with self._act(key) as clock:
                 slots = self._rows(SlotRow).filter(semaphore=key)
@@ -190,7 +190,7 @@ class RowsOperator(RowsSurvey):
     @repeated
     def set_slots(self, name: str, slots: int | None) -> bool:
         """Set the operator's number, and open and close slots to suit. ``ValueError`` for a lock with one slot."""
-        key = _key(name)
+        key = key_of(name)
         if slots is not None:
             validate_slots(slots)
         with self._act(key) as clock:
@@ -218,9 +218,9 @@ class RowsOperator(RowsSurvey):
     def set_paused(self, name: str, paused: bool) -> bool:
         """Stop or resume granting; holders are not disturbed."""
         with database_errors(self.alias):
-            found = bool(self._rows(SemaphoreRow).filter(key=_key(name)).update(paused=paused))
+            found = bool(self._rows(SemaphoreRow).filter(key=key_of(name)).update(paused=paused))
         if not paused:
-            self._hand_out(_key(name))
+            self._hand_out(key_of(name))
         return found
 
     def _hand_out(self, key: str) -> None:
@@ -266,7 +266,3 @@ class RowsOperator(RowsSurvey):
     def _delete(self, rows: QuerySet[Any]) -> int:
         # Without Django's collector: it would read first, and cascade over rows that this act must not touch.
         return rows._raw_delete(self.alias)
-
-
-def _key(name: str) -> str:
-    return resource_for(name, "semaphore").key

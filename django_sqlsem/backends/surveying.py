@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from django.db.models import Q
 
-from django_sqlsem.naming import resource_for
+from django_sqlsem.naming import key_of
 from django_sqlsem.snapshots import SlotState
 from django_sqlsem.surveys import Survey, SurveyState, survey_of
 
@@ -55,7 +55,7 @@ class Surveying(abc.ABC):
 
 
 def _key(snapshot: SemaphoreSnapshot) -> str:
-    return resource_for(snapshot.name, snapshot.kind).key
+    return key_of(snapshot.name)
 
 
 def _is(snapshot: SemaphoreSnapshot, state: SurveyState) -> bool:

@@ -17,7 +17,7 @@ from django_sqlsem import admin_actions, admin_configure
 from django_sqlsem import admin_confirm as confirm
 from django_sqlsem.dashboard import live, svg
 from django_sqlsem.exceptions import BackendError
-from django_sqlsem.naming import ONE_SLOT, resource_for
+from django_sqlsem.naming import ONE_SLOT, key_of
 
 if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponse
@@ -59,7 +59,7 @@ class Acts:
     def __init__(self, model_admin: Any, request: HttpRequest, snapshot: SemaphoreSnapshot) -> None:
         self._snapshot = snapshot
         self._may = {act for act in ACTS if permitted(model_admin, request, act)}
-        self.url = _address(model_admin, "act", resource_for(snapshot.name, snapshot.kind).key)
+        self.url = _address(model_admin, "act", key_of(snapshot.name))
         self.lock = self._of_the_lock()
 
     def __bool__(self) -> bool:

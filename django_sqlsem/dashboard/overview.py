@@ -23,7 +23,7 @@ from django_sqlsem.admin_display import SnapshotChangeList, StateFilter, attach,
 from django_sqlsem.dashboard import live, svg
 from django_sqlsem.dashboard.ranked import RankedRows
 from django_sqlsem.models import SemaphoreRow
-from django_sqlsem.naming import resource_for
+from django_sqlsem.naming import key_of
 from django_sqlsem.surveys import MOST, SURVEY_STATES
 
 if TYPE_CHECKING:
@@ -99,11 +99,6 @@ class Trouble:
         for key in listed("paused").counts:
             ranks.setdefault(key, len(RANKED))
         return ranks
-
-
-def key_of(name: str) -> str:
-    """Return the key of a name's row."""
-    return resource_for(name, "semaphore").key
 
 
 class OverviewStateFilter(StateFilter):

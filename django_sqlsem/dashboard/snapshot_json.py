@@ -14,8 +14,9 @@ from django.utils.cache import add_never_cache_headers
 from django.utils.translation import gettext as _
 
 from django_sqlsem import queries
-from django_sqlsem.dashboard.overview import Trouble, key_of
+from django_sqlsem.dashboard.overview import Trouble
 from django_sqlsem.exceptions import BackendError
+from django_sqlsem.naming import key_of
 from django_sqlsem.plain import as_json, as_plain
 
 if TYPE_CHECKING:

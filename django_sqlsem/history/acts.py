@@ -13,7 +13,7 @@ from django_sqlsem.conf import config
 from django_sqlsem.history.events import DRAINED, PAUSED, PURGED, RESIZED, RESUMED, REVOKED, STOP_ASKED, several
 from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import EventRow
-from django_sqlsem.naming import resource_for
+from django_sqlsem.naming import key_of
 
 if TYPE_CHECKING:
     from django_sqlsem.snapshots import HolderSnapshot
@@ -42,7 +42,7 @@ def record(alias: str, action: str, name: str, by: str, detail: str, holder: Hol
         return
     connection = connections[alias]
     dialect = dialect_for(connection)
-    row = EventRow(key=resource_for(name, "").key, name=name, what=what, by=printable(by, MAX_USER_LENGTH))
+    row = EventRow(key=key_of(name), name=name, what=what, by=printable(by, MAX_USER_LENGTH))
     row.detail = detail
     if holder is not None:
         row.slot, row.token = holder.slot, holder.token

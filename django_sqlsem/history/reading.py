@@ -15,7 +15,7 @@ from django_sqlsem.backends.rows_acts import database_errors
 from django_sqlsem.history import buckets
 from django_sqlsem.history.events import LOST, PURGED, RELEASED, REVOKED, Event, Minute, Span, Totals
 from django_sqlsem.models import EventRow, MinuteRow
-from django_sqlsem.naming import resource_for
+from django_sqlsem.naming import key_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,7 +76,7 @@ def minutes(name: str, *, window: float = 3600.0, step: float = 60.0, using: str
     first = last - (max(1, math.ceil(window * 1e6 / step_us)) - 1) * step_us
     steps: dict[int, list[MinuteRow]] = {at: [] for at in range(first, last + 1, step_us)}
     with database_errors(alias):
-        rows = MinuteRow._default_manager.using(alias).filter(key=_key(name), minute_us__gte=first)
+        rows = MinuteRow._default_manager.using(alias).filter(key=key_of(name), minute_us__gte=first)
         for row in rows:
             # One that was written a moment after the clock was asked is of the last step.
             steps[min(last, row.minute_us // step_us * step_us)].append(row)
@@ -89,7 +89,7 @@ def totals(names: Collection[str], *, window: float = 3600.0, using: str | None 
     Names to which nothing happened are left out. Raises ``BackendError``.
     """
     alias = database_for(using)
-    by_key = {_key(name): name for name in names}
+    by_key = {key_of(name): name for name in names}
     keys, found = list(by_key), {}
     with database_errors(alias):
         for start in range(0, len(keys), _PAGE):
@@ -118,12 +118,8 @@ def _now(alias: str) -> int:
         return dialect.token_clock(dialect.now(cursor))
 
 
-def _key(name: str) -> str:
-    return resource_for(name, "").key
-
-
 def _events(alias: str, name: str) -> Any:
-    return EventRow._default_manager.using(alias).filter(key=_key(name))
+    return EventRow._default_manager.using(alias).filter(key=key_of(name))
 
 
 def _instant(microseconds: int) -> datetime.datetime:

@@ -14,7 +14,7 @@ from django_sqlsem.management import arguments, output
 from django_sqlsem.timeouts import Unset
 
 if TYPE_CHECKING:
-    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
+    from django_sqlsem.snapshots import HolderSnapshot
 
 #: How often a drain looks whether the holders have left, in seconds.
 LOOK: Final = 0.5
@@ -22,6 +22,11 @@ LOOK: Final = 0.5
 
 class StoppingVerbs(BaseCommand):
     """The verbs that ask; ``Command`` has what they talk with."""
+
+    _known: Any
+    _by: Any
+    _print: Any
+    _print_lines: Any
 
     def handle_stop(self, *, name: str, slot: int | None, token: int | None, database: str | None, **_: Any) -> None:
         """Ask the holders, and say whom."""
@@ -85,17 +90,3 @@ class StoppingVerbs(BaseCommand):
     def _left(self, name: str, database: str | None) -> list[HolderSnapshot]:
         found = queries.semaphore(name, using=database)
         return [holder for holder in found.holders if not holder.expired] if found else []
-
-    # What Command has.
-
-    def _known(self, name: str, database: str | None) -> SemaphoreSnapshot:
-        raise NotImplementedError
-
-    def _by(self) -> str:
-        raise NotImplementedError
-
-    def _print(self, text: str) -> None:
-        raise NotImplementedError
-
-    def _print_lines(self, lines: Any) -> None:
-        raise NotImplementedError
