@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from django.core.management import call_command
+from django.db import migrations, models
+from django.db.migrations.loader import MigrationLoader
+from django.db.models import NOT_PROVIDED
 
 import django_sqlsem
 from django_sqlsem import conf, exceptions
@@ -51,6 +54,29 @@ def test_an_exceptions_docstring_is_its_message(cls):
     assert cls.__name__.endswith("Error")
     if issubclass(cls, exceptions.SemaphoreError):
         assert str(cls()) == docstring.strip()
+
+
+def adds_only(operation):
+    """Whether code that does not know of the operation can go on writing its rows after it."""
+    if isinstance(operation, migrations.AddField):
+        return operation.field.null or operation.field.db_default is not NOT_PROVIDED
+    return isinstance(operation, (migrations.AddConstraint, migrations.AddIndex, migrations.CreateModel))
+
+
+def test_migrations_only_add():
+    loader = MigrationLoader(None, ignore_no_migrations=True)
+    #: Those that no release ended before.
+    first = {"0001_initial", "0002_handoff"}
+    seen = [
+        (name, operation)
+        for (app, name), migration in sorted(loader.disk_migrations.items())
+        if app == "sqlsem" and name not in first
+        for operation in migration.operations
+    ]
+    assert len(seen) > 10
+    assert [(name, operation.describe()) for name, operation in seen if not adds_only(operation)] == []
+    assert not adds_only(migrations.RemoveField("slotrow", "mode"))
+    assert not adds_only(migrations.AddField("slotrow", "mode", models.IntegerField(default=0)))
 
 
 @pytest.mark.django_db(databases="__all__")
