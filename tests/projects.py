@@ -35,6 +35,7 @@ SETTINGS = """
     SECRET_KEY = "x"
     USE_TZ = True
     STATIC_URL = "/static/"
+    MIGRATION_MODULES = {{"auth": None, "contenttypes": None}}
     DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
     ALLOWED_HOSTS = ["*"]
     LOGGING = {{"version": 1, "loggers": {{"django_sqlsem": {{"level": "CRITICAL"}}}}}}
@@ -243,7 +244,12 @@ class Project:
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=self.directory,
-            env=environment | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::ResourceWarning"},
+            env=environment
+            | {
+                "PYTHONPATH": str(ROOT),
+                "PYTHONWARNINGS": "error::ResourceWarning",
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            },
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -260,9 +266,13 @@ class Project:
         assert not re.search("Traceback|Exception|Error", said), said
         return said
 
+    def run_pytest(self, *options: str) -> subprocess.CompletedProcess[str]:
+        """Run ``pytest`` with pytest-django and what else the options name; other plugins take time to load."""
+        return self.run("-m", "pytest", "-p", "no:cacheprovider", "-p", "pytest_django.plugin", *options)
+
     def pytest(self, *options: str) -> str:
         """Run ``pytest``, which must succeed; return what it said."""
-        done = self.run("-m", "pytest", "-p", "no:cacheprovider", "-W", "error", *options)
+        done = self.run_pytest("-W", "error", *options)
         said = done.stdout + done.stderr
         assert done.returncode == 0, said
         assert not re.search("warning|Traceback|Exception", said), said

@@ -242,7 +242,7 @@ def test_pytest_django_reuses_the_database(make_project, kind):
 def test_a_test_that_fails_with_a_permit_fails_alone(make_project, kind):
     project = make_project(kind)
     project.write("shop/pytest_shop.py", FAILING)
-    done = project.run("-m", "pytest", "-p", "no:cacheprovider", "-q")
+    done = project.run_pytest("-q")
     assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert project.left() == []
 
