@@ -15,9 +15,11 @@ from django.test import AsyncRequestFactory
 
 from django_sqlsem import AcquireTimeoutError, PermitLostError, clocks, holds, mutex, semaphore, testing
 from django_sqlsem.backends import get_backend
-from django_sqlsem.refresh import refresh_every
+from django_sqlsem.claims import claim
+from django_sqlsem.refresh import BuildFailedError, refresh_every
 from django_sqlsem.snapshots import LossReason
 from tests import applocks, databases
+from tests.testapp.models import Inventory
 from tests.threads import wait_until
 
 REAL = [pytest.param(alias, id=databases.label(alias)) for alias in databases.covered()]
@@ -256,6 +258,40 @@ def test_periods_pass(world, quick):
         now.advance(101)
         assert [prices(), prices()] == [2, 2]
     assert prices() == 2
+
+
+def test_a_claim_runs_out(database, quick):
+    if applocks.are_at(database):
+        pytest.skip("an application lock has no lease")
+    row = Inventory.objects.using(database).create()
+    rows = Inventory.objects.using(database).order_by("pk")
+    with testing.clock() as now:
+        first = claim(rows, using=database)
+        with pytest.raises(PermitLostError), first:  # noqa: PT012 - its end raises
+            now.advance(61)
+            with claim(rows, using=database) as second:  # the row was given back, and is taken by somebody else
+                assert second.one.pk == row.pk
+        assert rows.get().status == "Calculated"
+
+
+def test_after_a_build_that_failed(world, quick):
+    caches["default"].clear()
+    built = []
+
+    def build():
+        built.append(1)
+        if len(built) == 1:
+            raise ZeroDivisionError
+        return "a price"
+
+    prices = refresh_every("prices", 3600, build, retry_after=300, using=world)
+    with testing.clock() as now:
+        with pytest.raises(ZeroDivisionError):
+            prices()
+        with pytest.raises(BuildFailedError, match=r"failed .* ago"):
+            prices()
+        now.advance(301)
+        assert prices() == "a price"
 
 
 def test_it_refuses_nonsense(world):
