@@ -25,7 +25,7 @@ from tests.threads import wait_until
 REAL = [pytest.param(alias, id=databases.label(alias)) for alias in databases.covered()]
 LOCAL = [pytest.param("local", id="process-local")]
 #: A wait that is jumped over takes less than this, and a real one of LONG seconds more.
-SOON = 60
+SOON = 250
 LONG = 600
 
 

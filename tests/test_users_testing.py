@@ -62,7 +62,7 @@ FIXTURES = """
         started = time.monotonic()
         with pytest.raises(AcquireTimeoutError, match="within 900 s"):
             LONG.acquire()
-        assert time.monotonic() - started < 100
+        assert time.monotonic() - started < 300
 
     @BOTH
     def test_clock_of_asynchronous_views(sqlsem_clock, sqlsem_held, kind, client, settings):
@@ -72,7 +72,7 @@ FIXTURES = """
         started = time.monotonic()
         assert client.get("/slow/").status_code == 503
         assert client.get("/aslow/").status_code == 503
-        assert time.monotonic() - started < 100
+        assert time.monotonic() - started < 300
 
     @BOTH
     def test_recorded(sqlsem_recorded, kind, client):
@@ -291,7 +291,7 @@ UNITTESTS = """
             self.started = time.monotonic()
 
         def tearDown(self):
-            self.assertLess(time.monotonic() - self.started, 100)
+            self.assertLess(time.monotonic() - self.started, 300)
 
         def test_wait(self):
             with clock(), held(REPORTS), self.assertRaises(AcquireTimeoutError):
