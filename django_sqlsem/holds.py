@@ -11,7 +11,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from django_sqlsem.backends.base import Claim, Grant, Held
 from django_sqlsem.clocks import boot_now
@@ -31,6 +31,18 @@ class State(enum.Enum):
     HELD = "held"
     OVER = "over"
 
+
+class Jumper(Protocol):
+    """What tests do instead of waiting: see ``testing.clock()``."""
+
+    def jump(self, hold: Hold) -> None:
+        """Let time pass until the wait is over, if this one is not to be waited for."""
+
+    async def ajump(self, hold: Hold, future: asyncio.Future[None]) -> None:
+        """Do the same for a task."""
+
+
+jumper: Jumper | None = None
 
 #: Counts the forks behind this process: a hold of another generation belongs to an ancestor.
 _generation = 0
@@ -135,6 +147,13 @@ class Hold:
         asked = bool(self.stop_by)
         return Held(claim.permit_id, claim.resource, self.grant, self.keeper.presence, claim.durable, claim.mode, asked)
 
+    @property
+    def overdue(self) -> str:
+        """Says in words that it is held for longer than it may be; else empty."""
+        if self.max_hold is None or boot_now() - self.granted_at <= self.max_hold:
+            return ""
+        return f"held for longer than max_hold={self.max_hold:g} s"
+
     def patience(self, now: float) -> float | None:
         """For how many more seconds its caller waits; ``None``: for ever."""
         return None if self.patient_until is None else max(0.0, self.patient_until - now)
@@ -233,7 +252,15 @@ class Hold:
 
     def wait(self, timeout: float | None) -> bool:
         """Block this thread until there is an answer. Return whether there is one."""
+        if jumper is not None:
+            jumper.jump(self)
         return self._unanswered.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+
+    async def answered(self, future: asyncio.Future[None], timeout: float | None) -> None:
+        """Wait for the future of an answer, or until the timeout."""
+        if jumper is not None:
+            await jumper.ajump(self, future)
+        await asyncio.wait({future}, timeout=timeout)
 
     def answer(self, error: BaseException | None = None) -> None:
         """Wake whoever waits: it was granted, or ``error`` happened. Called from any thread."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,15 @@ def counter(database: str) -> Iterator[databases.OutsideCounter]:
     """An independent counter on ``database``."""
     with databases.OutsideCounter(database) as counter:
         yield counter
+
+
+@pytest.fixture
+def make_project(tmp_path: Path, django_db_setup: None, django_db_blocker: Any) -> Iterator[Callable[..., Any]]:
+    """A function that makes a user's project of a kind of database: see ``tests.projects``."""
+    from tests.projects import projects
+
+    with django_db_blocker.unblock(), projects(tmp_path) as make:
+        yield make
 
 
 @pytest.fixture

@@ -131,10 +131,20 @@ def test_the_tests_in_testing_md_pass(tmp_path: Path) -> None:
     }
     # Away from the repository's own configuration and fixtures, as in a project of one's own.
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(module)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "django_sqlsem.pytest_plugin",
+        str(module),
+    ]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 passed" in done.stdout
+    assert "13 passed" in done.stdout
 
 
 def test_who_is_asked_to_stop_stops(database: str, settings: Any) -> None:
