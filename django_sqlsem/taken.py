@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Self
 
 from django.http.response import HttpResponseBase
 
 from django_sqlsem.calls import Call, timeout_for
+from django_sqlsem.clients import client_of
 from django_sqlsem.exceptions import AcquireTimeoutError
 from django_sqlsem.ranks import ranked
 from django_sqlsem.transactions import at_transaction_end
@@ -29,7 +31,13 @@ class Taken:
         """Take a permit, or return why there is none."""
         try:
             semaphore = ranked(semaphore, call)
-            self.permit = semaphore.acquire(timeout=timeout_for(semaphore, call))
+            timeout = timeout_for(semaphore, call)
+            client = client_of(call) if timeout != 0 else None
+            if client is None:
+                self.permit = semaphore.acquire(timeout=timeout)
+            else:
+                self.permit = dataclasses.replace(semaphore, client=client).acquire(timeout=timeout)
+                client.check(semaphore.name)  # granted at the very moment of leaving: it goes back
         except AcquireTimeoutError as error:
             return error
         return None

@@ -128,9 +128,10 @@ class Site:
             raise
         return caller
 
-    def get(self, path: str, **options: Any) -> Answer:
-        """Send a request and return the whole answer."""
+    def get(self, path: str, *, timeout: float = PATIENCE, **options: Any) -> Answer:
+        """Send a request and return the whole answer. ``TimeoutError`` if it takes longer than ``timeout`` seconds."""
         with self.call(path, **options) as caller:
+            caller.socket.settimeout(timeout)
             return caller.answer()
 
     def stop(self, number: int = signal.SIGTERM) -> None:
@@ -194,6 +195,7 @@ class Caller:
                 raise
         self._reader = _Reader(socket.SocketIO(self.socket, "r"))
         self._methods: list[str] = []
+        self._keep = True
 
     def send(
         self, path: str, *, method: str = "GET", headers: dict[str, str] | None = None, keep: bool = False
@@ -202,6 +204,7 @@ class Caller:
         lines = [f"{method} {path} HTTP/1.1", "Host: localhost", f"Connection: {'keep-alive' if keep else 'close'}"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         self._methods.append(method)
+        self._keep = keep
         self.socket.sendall("\r\n".join([*lines, "", ""]).encode())
 
     def begin(self) -> http.client.HTTPResponse:
@@ -211,9 +214,12 @@ class Caller:
         return response
 
     def answer(self) -> Answer:
-        """Wait for the next answer as a whole."""
+        """Wait for the next answer as a whole. After the last one the connection is closed, as servers linger else."""
         response = self.begin()
-        return Answer(response, response.read())
+        answer = Answer(response, response.read())
+        if not self._methods and not self._keep:
+            self.close()
+        return answer
 
     def half_close(self) -> None:
         """Send no more, but go on reading: the server sees the end of the stream."""

@@ -8,6 +8,8 @@ urlpatterns = [
     path("ping", views.ping),
     path("one", views.one),
     path("patient", views.patient),
+    path("raising", views.raising),
+    path("for-ever", views.for_ever),
     path("two", views.two),
     path("at-once", views.at_once),
 ]

@@ -42,6 +42,18 @@ def patient(request: HttpRequest) -> HttpResponse:
     return held(request)
 
 
+@semaphore("one", timeout=60, on_busy="raise")
+def raising(request: HttpRequest) -> HttpResponse:
+    """One at a time; whoever gets none is not answered by the decorator."""
+    return held(request)
+
+
+@semaphore("one", timeout=None)
+def for_ever(request: HttpRequest) -> HttpResponse:
+    """One at a time; waits for ever."""
+    return held(request)
+
+
 @semaphore("two", slots=2, timeout=60)
 def two(request: HttpRequest) -> HttpResponse:
     """Two at a time."""
