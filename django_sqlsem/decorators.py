@@ -148,7 +148,7 @@ class _Decorated:
                 if inspect.iscoroutine(result):
                     return taken.leave_to_coroutine(result)
                 if call.kind is Kind.VIEW:
-                    taken.leave_to_stream(result)
+                    taken.leave_to_stream(result, call.request)
                 return result
         except BaseException:
             taken.abandon()
@@ -171,7 +171,7 @@ class _Decorated:
                     if inspect.isawaitable(result):
                         result = await result
                     if call.kind is Kind.VIEW:
-                        taken.leave_to_stream(result)
+                        taken.leave_to_stream(result, call.request)
                     return result
         except BaseException:
             taken.abandon()

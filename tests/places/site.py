@@ -31,11 +31,14 @@ from tests.threads import wait_until
 PATIENCE = 60.0
 
 _GUNICORN = ("-m", "gunicorn", "--no-control-socket", "--graceful-timeout", "5", "--bind", "127.0.0.1:{port}")
+_WAITRESS = ("-m", "waitress", "--listen=127.0.0.1:{port}", "--threads=12", "--channel-request-lookahead=1")
 #: The command of each kind of server, after the interpreter.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "sync": (*_GUNICORN, "-k", "sync", "-w", "4", "tests.places.wsgi"),
     "gthread": (*_GUNICORN, "-k", "gthread", "-w", "2", "--threads", "8", "tests.places.wsgi"),
     "preload": (*_GUNICORN, "-k", "gthread", "-w", "2", "--threads", "8", "--preload", "tests.places.wsgi"),
+    "gevent": (*_GUNICORN, "-k", "gevent", "-w", "1", "tests.places.wsgi"),
+    "waitress": (*_WAITRESS, "tests.places.wsgi:application"),
     "uvicorn": ("-m", "uvicorn", "--port", "{port}", "--lifespan", "off", "tests.places.asgi:application"),
     "daphne": ("-m", "daphne", "-b", "127.0.0.1", "-p", "{port}", "tests.places.asgi:application"),
 }
@@ -116,7 +119,7 @@ class Site:
     def workers(self) -> list[int]:
         """Return the pids of its worker processes; where it has none, its own."""
         children = [child.pid for child in psutil.Process(self.process.pid).children()]
-        return children if self.kind in ("sync", "gthread", "preload") else [self.process.pid]
+        return children if self.kind in ("sync", "gthread", "preload", "gevent") else [self.process.pid]
 
     def call(self, path: str, **options: Any) -> Caller:
         """Send a request on a connection of its own. The caller closes it."""

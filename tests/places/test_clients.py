@@ -229,3 +229,9 @@ def test_a_rush_of_whom_some_leave_never_exceeds_the_slots(
         wait_until(lambda: counter.current == 0, what="the counter")
         assert counter.peak == 2
         assert counter.entered >= 18
+
+
+@pytest.mark.parametrize("kind", ["gevent", "waitress"])
+def test_under_other_servers(kind: str, site: Callable[..., Site], alias: str, calls: contextlib.ExitStack) -> None:
+    pytest.importorskip(kind)
+    leave_in_turn(site(kind), alias, calls, kind)
