@@ -21,6 +21,7 @@ from tests.threads import run_in_threads, wait_until
 GTHREAD = ("gthread", ("-w", "1"))
 KINDS = [("sync", ()), GTHREAD, ("uvicorn", ()), ("daphne", ())]
 kinds = pytest.mark.parametrize(("kind", "options"), KINDS, ids=[kind for kind, _ in KINDS])
+soak = pytest.mark.soak
 #: A waiter that has gone must have left after so many seconds: long before its own timeout, 60 s.
 SOON = 30.0
 
@@ -96,8 +97,11 @@ def test_the_same_with_atomic_requests(site: Callable[..., Site], alias: str, ca
 
 @pytest.mark.parametrize(
     "chain",
-    [("in_a_thread",), ("on_the_loop", "in_a_thread", "on_the_loop"), ("in_a_thread", "on_the_loop", "in_a_thread")],
-    ids=["one", "loop-first", "thread-first"],
+    [
+        pytest.param(("in_a_thread", "on_the_loop", "in_a_thread"), id="thread-first"),
+        pytest.param(("on_the_loop", "in_a_thread", "on_the_loop"), id="loop-first", marks=soak),
+        pytest.param(("in_a_thread",), id="one", marks=soak),
+    ],
 )
 def test_the_same_through_chains_of_middleware_under_asgi(
     chain: tuple[str, ...], site: Callable[..., Site], alias: str, calls: contextlib.ExitStack
@@ -231,6 +235,7 @@ def test_a_rush_of_whom_some_leave_never_exceeds_the_slots(
         assert counter.entered >= 18
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["gevent", "waitress"])
 def test_under_other_servers(kind: str, site: Callable[..., Site], alias: str, calls: contextlib.ExitStack) -> None:
     pytest.importorskip(kind)

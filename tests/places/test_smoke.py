@@ -9,7 +9,8 @@ import pytest
 from tests.databases import OutsideCounter
 from tests.places.site import Site, wait_for_waiters
 
-KINDS = ["sync", "gthread", "preload", "uvicorn", "daphne"]
+#: The others are started by the tests of clients too.
+KINDS = ["preload", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("sync", "gthread", "uvicorn", "daphne"))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
