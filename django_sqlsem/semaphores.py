@@ -261,6 +261,7 @@ class Semaphore:
         return None
 
     async def _aacquire(self, timeout: float | None) -> Permit | None:
+        scopes.refuse_other_loops()
         if refusals.forced_refusal(self.name):
             return None
         keeper, hold, permit = self._prepare()
