@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Self
 
 from django.http.response import HttpResponseBase
 
+from django_sqlsem import streams
 from django_sqlsem.calls import Call, timeout_for
 from django_sqlsem.clients import client_of
 from django_sqlsem.exceptions import AcquireTimeoutError
@@ -57,8 +57,7 @@ class Taken:
     def leave_to_stream(self, response: Any, request: HttpRequest | None) -> None:
         """If the response is a stream, let the permit be given back when it, or what replaces it, is closed."""
         if self.permit is not None and isinstance(response, HttpResponseBase) and response.streaming:
-            stream = _Stream(self.permit, request)
-            response._resource_closers.append(stream.close)  # type: ignore[attr-defined]
+            streams.leave_to(response, self.permit, request)
             self._leave(self.permit)
 
     def leave_to_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
@@ -102,37 +101,3 @@ class Taken:
         if self.permit is not None:
             await self.permit._afinish()
             self.permit = None
-
-
-class _Stream:
-    """What gives a stream's permit back.
-
-    A middleware may drop the response without closing it: Django's own does so for a 304, and an exception in any other
-    makes another response. Whichever is sent at last closes the request at its own end: the permit ends by then.
-    """
-
-    def __init__(self, permit: Permit, request: HttpRequest | None) -> None:
-        self._permit = permit
-        if request is not None:
-            self._request = weakref.ref(request)
-            self._next: Callable[[], object] | None = vars(request).get("close")  # of another stream's
-            request.close = self._close_request  # type: ignore[method-assign]
-
-    def close(self) -> None:
-        """Give it back now."""
-        self._permit._close()
-
-    def _close_request(self) -> None:
-        try:
-            self.close()
-        finally:
-            request = self._request()
-            if self._next is not None:
-                self._next()
-            elif request is not None:
-                type(request).close(request)
-
-    def __del__(self) -> None:
-        permit = getattr(self, "_permit", None)
-        if permit is not None and not permit.released:  # nothing of the request was closed
-            permit._abandon()  # only a note for the keeper

@@ -40,6 +40,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "gevent": (*_GUNICORN, "-k", "gevent", "-w", "1", "tests.places.wsgi"),
     "waitress": (*_WAITRESS, "tests.places.wsgi:application"),
     "uvicorn": ("-m", "uvicorn", "--port", "{port}", "--lifespan", "off", "tests.places.asgi:application"),
+    "gunicorn-uvicorn": (*_GUNICORN, "-k", "uvicorn.workers.UvicornWorker", "-w", "1", "tests.places.asgi:application"),
+    "gunicorn-asgi": (*_GUNICORN, "-k", "asgi", "-w", "1", "tests.places.asgi:application"),
     "daphne": ("-m", "daphne", "-b", "127.0.0.1", "-p", "{port}", "tests.places.asgi:application"),
 }
 
@@ -119,7 +121,7 @@ class Site:
     def workers(self) -> list[int]:
         """Return the pids of its worker processes; where it has none, its own."""
         children = [child.pid for child in psutil.Process(self.process.pid).children()]
-        return children if self.kind in ("sync", "gthread", "preload", "gevent") else [self.process.pid]
+        return children if COMMANDS[self.kind][1] == "gunicorn" else [self.process.pid]
 
     def call(self, path: str, **options: Any) -> Caller:
         """Send a request on a connection of its own. The caller closes it."""
