@@ -107,6 +107,8 @@ class Hold:
         self.permit: Callable[[], Permit | None] = lambda: None
         self.owner: weakref.ref[Any] | None = None
         self.worker: weakref.ref[threading.Thread] | None = None
+        #: The thread that its caller blocks while it waits.
+        self.thread: weakref.ref[threading.Thread] | None = None
         self.scope: tuple[int, str, str] | None = None
         #: What its thread or task had taken when it asked.
         self.beside: tuple[weakref.ref[Hold], ...] = ()

@@ -86,6 +86,8 @@ def enter(owner: Any, alias: str, hold: Hold) -> None:
         elif owner not in _followed:
             _followed.add(owner)
             owner.add_done_callback(_hand_over)
+    if not in_event_loop():
+        hold.thread = weakref.ref(threading.current_thread())
     hold.owner = weakref.ref(owner)
     hold.scope = scope
     if flow:

@@ -15,7 +15,7 @@ import pytest
 from asgiref.sync import ThreadSensitiveContext, async_to_sync, sync_to_async
 from django.db import close_old_connections, connections
 
-from django_sqlsem import AcquireTimeoutError, AlreadyHeldError, Semaphore, mutex, semaphore
+from django_sqlsem import AlreadyHeldError, DeadlockError, Semaphore, mutex, semaphore
 from django_sqlsem.locks import monitor
 from django_sqlsem.permits import current_permit
 from tests.databases import held_rows
@@ -203,14 +203,14 @@ def test_child_tasks_do_not_inherit(alias: str) -> None:
     run(as_a_request(below_a_thread))
 
 
-@pytest.mark.parametrize("in_a_request", [True, False], ids=["request", "program"])
-def test_a_holder_that_needs_the_thread_in_which_somebody_waits_for_it(alias: str, in_a_request: bool) -> None:
-    # Each request of Django has a thread of its own. Elsewhere all share one, and the wait ends at its timeout.
-    lock = mutex("classic", using=alias)
+@pytest.mark.parametrize("where", ["request", "program", "command"])
+def test_a_holder_that_needs_the_thread_in_which_somebody_waits_for_it(alias: str, where: str) -> None:
+    # Each request of Django has a thread of its own. Elsewhere all share one, and the waiter is told.
+    lock = mutex("classic", timeout=None, using=alias)
     outcome = []
 
     async def holder(entered: asyncio.Event, waits: threading.Event) -> None:
-        async with ThreadSensitiveContext() if in_a_request else contextlib.nullcontext(), lock:
+        async with ThreadSensitiveContext() if where == "request" else contextlib.nullcontext(), lock:
             entered.set()
             await asyncio.to_thread(waits.wait, PATIENCE)
             await sync_to_async(outcome.append)("the holder's step")
@@ -220,19 +220,55 @@ def test_a_holder_that_needs_the_thread_in_which_somebody_waits_for_it(alias: st
 
         def wait() -> None:
             waits.set()
-            with contextlib.suppress(AcquireTimeoutError):
-                lock.acquire(timeout=PATIENCE if in_a_request else 1).release()
-            outcome.append("the waiter's end")
+            try:
+                lock.acquire().release()
+                outcome.append("got it")
+            except DeadlockError as error:
+                outcome.append(f"{error}".partition(",")[0])
 
         async with asyncio.TaskGroup() as group:
             group.create_task(holder(entered, waits))
             await entered.wait()
-            group.create_task(as_a_request(wait) if in_a_request else sync_to_async(wait)())
+            group.create_task(as_a_request(wait) if where == "request" else sync_to_async(wait)())
+
+    if where == "command":
+        async_to_sync(main)()
+    else:
+        run(main())
+    told = "Waiting for 'classic' was broken off"
+    assert outcome == (["the holder's step", "got it"] if where == "request" else [told, "the holder's step"])
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_wait_in_the_shared_thread_that_can_end_is_not_broken_off(alias: str, slots: int) -> None:
+    lock, got = semaphore("can-end", slots, timeout=PATIENCE, using=alias), threading.Event()
+
+    async def needs_the_thread(held: asyncio.Barrier) -> None:
+        async with lock:
+            await held.wait()
+            await sync_to_async(got.is_set)()
+
+    async def needs_nothing(held: asyncio.Barrier) -> None:
+        async with lock:
+            await held.wait()
+            await asyncio.sleep(2 * LOOKED_AROUND)
+
+    def wait() -> None:
+        with lock:
+            got.set()
+
+    async def main() -> None:
+        held = asyncio.Barrier(slots + 1)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(needs_nothing(held))
+            if slots == 2:
+                group.create_task(needs_the_thread(held))
+            waits = sync_to_async(wait)()
+            await held.wait()
+            await waits
 
     run(main())
-    assert outcome == ["the holder's step", "the waiter's end"][:: 1 if in_a_request else -1]
-    with mutex("classic", using=alias):
-        pass
+    assert got.is_set()
 
 
 def test_timeouts_and_task_groups_that_end_waits(alias: str) -> None:
