@@ -267,8 +267,20 @@ IMPATIENT = {
 }
 
 
-@kinds
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+#: Each has a server of its own; two of these are enough for every run.
+ENDS = [
+    pytest.param(
+        kind,
+        number,
+        id=f"{kind}-{number.name}",
+        marks=() if (kind, number.name) in {("uvicorn", "SIGTERM"), ("daphne", "SIGKILL")} else pytest.mark.soak,
+    )
+    for kind in ("uvicorn", "daphne", "gunicorn-uvicorn", "gunicorn-asgi")
+    for number in (signal.SIGTERM, signal.SIGKILL)
+]
+
+
+@pytest.mark.parametrize(("kind", "number"), ENDS)
 def test_a_server_that_ends_with_holders_waiters_and_streams(kind: str, number: int, alias: str) -> None:
     # uvicorn ends itself by the signal as soon as it has cancelled what runs, and daphne runs no cleaning up either.
     with Site(kind, alias, *IMPATIENT.get(kind, ()), urls=URLS, middleware=MIDDLEWARE) as site:

@@ -128,7 +128,7 @@ def test_an_http_consumer(running: Site, alias: str) -> None:
     free(alias)
 
 
-@pytest.mark.parametrize("kind", ["uvicorn", "daphne"])
+@pytest.mark.parametrize("kind", ["uvicorn", pytest.param("daphne", marks=pytest.mark.soak)])
 def test_a_server_that_ends_with_consumers_that_hold_and_wait(kind: str, alias: str) -> None:
     with Site(kind, alias, env=ASGI) as site:
         with socket_to(site, "life") as first, socket_to(site, "life") as second:
