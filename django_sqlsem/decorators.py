@@ -14,6 +14,7 @@ from django_sqlsem import atomic_requests
 from django_sqlsem.busy import Busy, busy_response, log_busy, log_busy_response
 from django_sqlsem.call_names import CallName, describe
 from django_sqlsem.calls import Call, Kind, classify, policy_for, retry_task
+from django_sqlsem.clients import ClientGoneError, gone_response
 from django_sqlsem.exceptions import AcquireTimeoutError
 from django_sqlsem.ranks import step_aside
 from django_sqlsem.taken import Taken
@@ -147,7 +148,7 @@ class _Decorated:
                 if inspect.iscoroutine(result):
                     return taken.leave_to_coroutine(result)
                 if call.kind is Kind.VIEW:
-                    taken.leave_to_stream(result)
+                    taken.leave_to_stream(result, call.request)
                 return result
         except BaseException:
             taken.abandon()
@@ -170,7 +171,7 @@ class _Decorated:
                     if inspect.isawaitable(result):
                         result = await result
                     if call.kind is Kind.VIEW:
-                        taken.leave_to_stream(result)
+                        taken.leave_to_stream(result, call.request)
                     return result
         except BaseException:
             taken.abandon()
@@ -193,6 +194,10 @@ class _Decorated:
         return self.semaphore if name == self.semaphore.name else self.semaphore._named(name)
 
     def _answer(self, call: Call, refusal: AcquireTimeoutError) -> Any:
+        if call.request is not None and isinstance(refusal, ClientGoneError):
+            if self.semaphore.on_busy == "raise":
+                raise refusal
+            return gone_response(call.request)
         return self._logged(call, refusal, self._decide(call, refusal))
 
     async def _aanswer(self, call: Call, refusal: AcquireTimeoutError) -> Any:

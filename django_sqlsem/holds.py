@@ -18,6 +18,7 @@ from django_sqlsem.clocks import boot_now
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
+    from django_sqlsem.clients import Client
     from django_sqlsem.fences import Fence
     from django_sqlsem.keeper import Keeper
     from django_sqlsem.permits import Permit
@@ -111,11 +112,15 @@ class Hold:
         self.stop_by = ""
         self.stop_callbacks: collections.deque[Callable[[Permit], object]] = collections.deque()
         self.stop_told = threading.Lock()
+        #: Whom a view that asks would answer, if it can be told whether they are there.
+        self.client: Client | None = None
         #: The grant that it belongs to, if it is only a part of what its holder has.
         self.part_of: Hold | None = None
         self.permit: Callable[[], Permit | None] = lambda: None
         self.owner: weakref.ref[Any] | None = None
         self.worker: weakref.ref[threading.Thread] | None = None
+        #: The thread that its caller blocks while it waits.
+        self.thread: weakref.ref[threading.Thread] | None = None
         self.scope: tuple[int, str, str] | None = None
         #: What its thread or task had taken when it asked.
         self.beside: tuple[weakref.ref[Hold], ...] = ()
@@ -251,9 +256,23 @@ class Hold:
         self._unanswered = _taken_lock()
 
     def wait(self, timeout: float | None) -> bool:
-        """Block this thread until there is an answer. Return whether there is one."""
+        """Block this thread until there is an answer. Return whether there is one; not if its client has gone."""
         if jumper is not None:
             jumper.jump(self)
+        return self.wait_here(timeout) if self.client is None else self.client.wait(self, timeout)
+
+    async def wait_on_loop(self, timeout: float | None) -> bool:
+        """Wait for the answer on the running event loop, in place of a thread that has asked."""
+        future = self.prepare_future()
+        try:
+            if not self.told:  # else the answer came before the future
+                await asyncio.wait({future}, timeout=timeout)
+            return self.told
+        finally:
+            self._future = None
+
+    def wait_here(self, timeout: float | None) -> bool:
+        """Block this thread until there is an answer, whatever becomes of the client."""
         return self._unanswered.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
 
     async def answered(self, future: asyncio.Future[None], timeout: float | None) -> None:

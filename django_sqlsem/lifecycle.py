@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
-from django_sqlsem import backends, entries, holds, identity, keepers, scopes, sessions, sqlite_files, testmode
+from django_sqlsem import backends, entries, holds, identity, keepers, sessions, sqlite_files, testmode
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ def _after_fork_in_child() -> None:
     sessions.after_fork_in_child()
     backends.after_fork()
     keepers.after_fork()
-    scopes.after_fork()
     entries.after_fork()
     identity.after_fork()
     _stop_with_multiprocessing()

@@ -28,6 +28,7 @@ from django_sqlsem.upgrades import UpgradablePermit
 
 if TYPE_CHECKING:
     from django_sqlsem.busy import OnBusy
+    from django_sqlsem.clients import Client
     from django_sqlsem.keeper import Keeper
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -66,6 +67,8 @@ class Semaphore:
     rank: str = dataclasses.field(default="", repr=False)
     #: The decorator's name before a call's arguments filled it in: ``sync:{request.user.pk}``. Empty for any other.
     template: str = dataclasses.field(default="", repr=False, compare=False)
+    #: Whom the view would answer that asks; set by the decorator. Once they have gone, nobody waits.
+    client: Client | None = dataclasses.field(default=None, repr=False, compare=False)
 
     #: Whether nobody else may leave a block than who entered it, as long as they are there.
     _left_by_its_own: ClassVar[bool] = False
@@ -210,6 +213,7 @@ class Semaphore:
         keeper = self._keeper()
         claim = self._claim(keeper)
         hold = Hold(keeper, claim, max_hold=self.max_hold)
+        hold.client = self.client
         if self.on_lost is not None:
             hold.callbacks.append(self.on_lost)
         scopes.enter(scopes.current_owner(), keeper.alias, hold)
@@ -252,9 +256,12 @@ class Semaphore:
         except BaseException:
             keeper.abandon(hold)
             raise
+        if self.client is not None:
+            self.client.check(self.name)
         return None
 
     async def _aacquire(self, timeout: float | None) -> Permit | None:
+        scopes.refuse_other_loops()
         if refusals.forced_refusal(self.name):
             return None
         keeper, hold, permit = self._prepare()

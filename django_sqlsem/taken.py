@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Self
 
 from django.http.response import HttpResponseBase
 
+from django_sqlsem import streams
 from django_sqlsem.calls import Call, timeout_for
+from django_sqlsem.clients import client_of
 from django_sqlsem.exceptions import AcquireTimeoutError
 from django_sqlsem.ranks import ranked
 from django_sqlsem.transactions import at_transaction_end
 
 if TYPE_CHECKING:
+    from django.http import HttpRequest
+
     from django_sqlsem.permits import Permit
     from django_sqlsem.semaphores import Semaphore
 
@@ -29,7 +34,13 @@ class Taken:
         """Take a permit, or return why there is none."""
         try:
             semaphore = ranked(semaphore, call)
-            self.permit = semaphore.acquire(timeout=timeout_for(semaphore, call))
+            timeout = timeout_for(semaphore, call)
+            client = client_of(call) if timeout != 0 else None
+            if client is None:
+                self.permit = semaphore.acquire(timeout=timeout)
+            else:
+                self.permit = dataclasses.replace(semaphore, client=client).acquire(timeout=timeout)
+                client.check(semaphore.name)  # granted at the very moment of leaving: it goes back
         except AcquireTimeoutError as error:
             return error
         return None
@@ -43,10 +54,10 @@ class Taken:
             return error
         return None
 
-    def leave_to_stream(self, response: Any) -> None:
-        """If the response is a stream, let it give the permit back when it is closed."""
+    def leave_to_stream(self, response: Any, request: HttpRequest | None) -> None:
+        """If the response is a stream, let the permit be given back when it, or what replaces it, is closed."""
         if self.permit is not None and isinstance(response, HttpResponseBase) and response.streaming:
-            response._resource_closers.append(self.permit._close)  # type: ignore[attr-defined]
+            streams.leave_to(response, self.permit, request)
             self._leave(self.permit)
 
     def leave_to_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:

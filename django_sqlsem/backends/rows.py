@@ -92,13 +92,12 @@ class RowsBackend(RowsClaims, Counting):
         if queue is not None and queue.gone:  # then nobody would hand anything over: it comes anew, and makes the name
             session.run(lambda cursor: dialect.execute(cursor, rows_queue.LEAVE, parameters))
             queue = None
-        # What a mode waits for is not told by how many slots are free.
-        if queue is not None and (
-            (queue.free and not claim.mode)
-            or self._take_from_the_dead(session, dialect, claim, queue.suspects)
-            or claim.mode
-        ):
-            granted = rows_grants.grant(session, dialect, parameters)
+        if queue is not None:
+            # What a mode waits for is not told by how many slots are free.
+            enough = not claim.mode and queue.free >= claim.take
+            taken = not enough and self._take_from_the_dead(session, dialect, claim, queue.suspects)
+            if queue.free or taken or claim.mode:
+                granted = rows_grants.grant(session, dialect, parameters)
         if queue is None:
             mine = self.granted(session, claim)
             granted = (mine,) if mine else ()
