@@ -185,7 +185,7 @@ def test_children_that_serve_one_task(kind, option, alias, name, path):
         assert len({line["pid"] for line in of(path, "begin")}) == 6
         worker.stop()
     assert peak(path) == 1
-    wait_until(lambda: len(queries.events(name, what=["grant"], using=alias)) == 6, what="the history of all six")
+    wait_until(lambda: len(queries.events(name, what=["granted"], using=alias)) == 6, what="the history of all six")
 
 
 @SOAK
