@@ -1,4 +1,4 @@
-"""A thousand busy tasks at once: what their countdowns cost a worker, and how that is bounded."""
+"""Some hundred busy tasks at once: what their countdowns cost a worker, and how that is bounded."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.threads import wait_until
 
 __all__ = ["alias", "name", "path"]  # fixtures
 
-TASKS = 1000
-LIMIT = 50
+TASKS = 200
+LIMIT = 20
 
 
 def memory(pid: int) -> int:
@@ -25,7 +25,7 @@ def memory(pid: int) -> int:
 
 def prefetch(worker: Worker) -> int:
     """How many messages a worker takes without acknowledging them."""
-    answer = worker.broker.app.control.inspect([worker.name], timeout=10).stats()
+    answer = worker.broker.app.control.inspect([worker.name], timeout=10, limit=1).stats()
     return int(answer[worker.name]["prefetch_count"])
 
 
@@ -40,8 +40,9 @@ def test_a_flood_of_busy_tasks(kind, limit, alias, name, path):
         with held(name, total=1):
             for nth in range(TASKS):
                 broker.send("work", path, name, f"{nth}", ignore_result=True)
-            ends = time.monotonic() + 60
-            while time.monotonic() < ends and (limit is not None or most < TASKS * 0.9):
+            # A task that is sent again goes to the end of the queue, behind those that nobody has looked at yet.
+            ends = time.monotonic() + (150 if limit is None else 40)
+            while time.monotonic() < ends and (limit is not None or most < TASKS / 2):
                 most = max(most, prefetch(worker))
                 time.sleep(1)
             grown = memory(worker.pid) - before

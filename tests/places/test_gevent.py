@@ -52,6 +52,15 @@ def test_greenlets_wait_in_line_and_others_go_on_meanwhile(worker, name, path, a
     assert len({line["thread"] for line in of(path, "begin")}) > 1
 
 
+def test_a_waiting_greenlet_is_woken_every_time(worker, name, path):
+    for nth in range(3):
+        with held(name, total=1) as [permit]:
+            result = worker.broker.send("patient", path, name, f"{nth}")
+            wait_until(lambda: waiting(name) == 1, timeout=60, what="it waits")
+            permit.release()
+            assert result.get(timeout=30) == f"{nth}"
+
+
 def test_never_more_than_slots_among_greenlets(worker, name, path):
     results = [worker.broker.send("two", path, name, f"{nth}", 0.1) for nth in range(30)]
     for result in results:
