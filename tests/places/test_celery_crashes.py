@@ -153,7 +153,9 @@ def test_a_worker_ends_while_one_task_holds_and_others_are_away(kind, how, pool,
             if pool == "solo":  # which would hold and hear nothing meanwhile
                 results = [broker.send("late", path, name, f"{nth}", 0) for nth in range(3)]
                 with held(name, total=1):
-                    wait_until(lambda: len({line["id"] for line in of(path, "retry")}) == 3 - len(of(path, "end")))
+                    wait_until(
+                        lambda: len({line["id"] for line in of(path, "retry")}) == 3 - len(of(path, "end")), timeout=90
+                    )
                     _stop(how, worker)
             else:
                 results = [broker.send("late", path, name, "0", 4 if how in ("warm", "soft") else 30)]

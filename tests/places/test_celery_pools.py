@@ -192,7 +192,7 @@ def test_bodies_that_another_task_runs_wait_instead(place, name, path):
 
 def test_a_busy_task_that_expires_is_revoked(place, name, path):
     with held(name, total=1):
-        result = place.broker.send("work", path, name, expires=3)
+        result = place.broker.send("work", path, name, expires=6)
         with pytest.raises(TaskRevokedError, match="expired"):
             result.get(timeout=90)
         assert of(path, "retry")

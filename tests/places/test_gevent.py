@@ -62,10 +62,10 @@ def test_a_waiting_greenlet_is_woken_every_time(worker, name, path):
 
 
 def test_never_more_than_slots_among_greenlets(worker, name, path):
-    results = [worker.broker.send("two", path, name, f"{nth}", 0.1) for nth in range(30)]
+    results = [worker.broker.send("two", path, name, f"{nth}", 0.1) for nth in range(12)]
     for result in results:
         result.get(timeout=150)
-    assert len(of(path, "begin")) == 30
+    assert len(of(path, "begin")) == 12
     assert 1 <= peak(path) <= 2
 
 
@@ -199,7 +199,7 @@ say(" ".join(sorted(each.id for each in checks.run_checks() if each.id in ("sqls
 @pytest.mark.parametrize(
     ("library", "patch", "said", "checks"),
     [
-        ("gevent.monkey", "gevent.monkey.patch_all()", "held", "none"),
+        pytest.param("gevent.monkey", "gevent.monkey.patch_all()", "held", "none", marks=pytest.mark.soak),
         (
             "gevent.monkey",
             "gevent.monkey.patch_socket()",
