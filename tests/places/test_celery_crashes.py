@@ -8,19 +8,19 @@ import signal
 import time
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from billiard.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
-from celery.exceptions import TaskRevokedError
-from django.conf import settings
+from celery import Celery
+from celery.exceptions import Reject, TaskRevokedError
+from kombu.exceptions import OperationalError
 
 from django_sqlsem import AcquireTimeoutError, queries, semaphore
+from django_sqlsem.contrib.celery import retry
 from django_sqlsem.testing import held
 from tests.databases import held_rows
 from tests.places.celery_workers import Broker, Worker, alias, lines, name, of, path, peak
 from tests.processes import wait_for_end
-from tests.proxy import Proxy
 from tests.threads import wait_until
 
 __all__ = ["alias", "name", "path"]  # fixtures
@@ -190,30 +190,20 @@ def test_children_that_serve_one_task(kind, option, alias, name, path):
     wait_until(lambda: len(queries.events(name, what=["granted"], using=alias)) == 6, what="the history of all six")
 
 
-@SOAK
-@pytest.mark.parametrize("kind", ["rabbitmq", "redis"])
-def test_a_broker_that_goes_away_while_a_task_waits(kind, alias, name, path):
-    parts = urlsplit(settings.FOUND[kind].where)
-    with Proxy(parts.hostname, parts.port or {"rabbitmq": 5672, "redis": 6379}[kind]) as proxy:
-        at = f"{parts.username}:{parts.password}@" if parts.username else ""
-        url = f"{parts.scheme}://{at}127.0.0.1:{proxy.port}{parts.path}"
-        options = {"broker_transport_options": {"visibility_timeout": 15}} if kind == "redis" else {}
-        with Broker(kind, url, broker_connection_max_retries=None, **options) as broker, Worker(broker) as worker:
-            worker.ready()
-            with held(name, total=1):
-                early = broker.send("ranked", path, name)
-                late = broker.send("ranked_late", path, name)
-                wait_until(lambda: waiting(name) == 1 and "ranked_late" in worker.log, timeout=60, what="they wait")
-                time.sleep(2)
-                proxy.refuse()
-                with pytest.raises(AcquireTimeoutError):  # told by the backend, which is not the broker
-                    early.get(timeout=120)
-                assert "is busy, could not be sent again, and fails" in worker.log
-                assert "is busy, could not be sent again, and is given back to the broker" in worker.log
-                proxy.resume()
-            assert late.get(timeout=150) == "ranked_late"
-            worker.stop()
-    assert [line["word"] for line in of(path, "begin")] == ["ranked_late"]
+@pytest.mark.parametrize("late", [False, True])
+def test_a_broker_that_takes_no_message(late):
+    app = Celery("unreachable", broker="amqp://127.0.0.1:1//", set_as_current=False)
+    app.conf.update(task_publish_retry=False, broker_connection_retry=False)
+
+    @app.task(name="unreachable", acks_late=late)
+    def task():
+        raise AssertionError("not called")
+
+    task.push_request(id="1", retries=0, called_directly=False, args=(), kwargs={}, delivery_info={})
+    with pytest.raises(Reject if late else AcquireTimeoutError) as caught:
+        retry(task, 1, AcquireTimeoutError("busy", name="x"))
+    assert isinstance(caught.value.__cause__, OperationalError)
+    assert not late or caught.value.requeue
 
 
 @SOAK
