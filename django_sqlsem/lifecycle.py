@@ -66,6 +66,7 @@ def _after_fork_in_child() -> None:
     entries.after_fork()
     identity.after_fork()
     _stop_with_multiprocessing()
+    _stop_with_celery()
 
 
 def _stop_with_multiprocessing() -> None:
@@ -77,6 +78,17 @@ def _stop_with_multiprocessing() -> None:
         _finalise_with_multiprocessing()
     # A child that is only starting will forget the finalisers it knows by now, and call this afterwards.
     util.register_after_fork(stop_all, _finalise_with_multiprocessing)
+
+
+def _stop_with_celery() -> None:
+    # A child of Celery's prefork pool ends by os._exit() too, and tells only its signal.
+    signals: Any = sys.modules.get("celery.signals")
+    if signals is not None:
+        signals.worker_process_shutdown.connect(_stopped_by_celery, dispatch_uid="sqlsem_lifecycle")
+
+
+def _stopped_by_celery(**kwargs: Any) -> None:
+    stop_all()
 
 
 def _finalise_with_multiprocessing(*_: object) -> None:

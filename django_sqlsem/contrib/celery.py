@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from celery.exceptions import Retry
 
+logger = logging.getLogger("django_sqlsem")
+
 #: Seconds. Brokers such as Redis deliver a message twice if it is put off for longer than their visibility timeout.
 MAX_COUNTDOWN: Final = 300.0
+#: For how long a worker pauses before it gives a message back that it could not send again, in seconds.
+PAUSE: Final = 1.0
 
 
 def retry(task: Any, retry_after: int, error: Exception) -> Retry:
     """Send the running task again, and return the exception to raise.
 
     The countdown is ``retry_after`` seconds, give or take a half, so that tasks refused together don't come back
-    together. The attempt does not count: ``request.retries`` is one less while the message is made, and
-    ``task.max_retries``, which all of the task's calls share, is not touched. Raises ``celery.exceptions.Reject`` if
-    the broker can't be reached.
+    together. The attempt does not count: the message carries the number of retries that it came with, and
+    ``task.max_retries``, which all of the task's calls share, is neither asked nor touched.
+
+    If the broker does not take the message, the task must not vanish. With ``acks_late`` the worker gives back the
+    message that it has: raises ``celery.exceptions.Reject``. Else the task fails: raises ``error``.
     """
+    from celery.exceptions import Reject, Retry
+
     request = task.request
     countdown = min(retry_after * random.uniform(0.5, 1.5), MAX_COUNTDOWN)  # noqa: S311 - nothing is secret
-    counted = request.retries
-    request.retries = counted - 1
+    # Not task.retry(), which counts, and fails a task whose own retries were given a limit of their own.
+    message = task.signature_from_request(request, countdown=countdown, retries=request.retries)
     try:
-        result: Retry = task.retry(exc=error.with_traceback(None), countdown=countdown, throw=False)
-    finally:
-        request.retries = counted  # handlers of the retry see the true number
-    return result
+        message.apply_async()
+    except Exception as unsent:
+        outcome = "is given back to the broker" if task.acks_late else "fails"
+        logger.error(
+            "%s[%s] is busy, could not be sent again, and %s: %s",
+            task.name,
+            request.id,
+            outcome,
+            unsent,
+            extra={"semaphore": getattr(error, "name", ""), "what": "retry_not_sent", "task_id": request.id},
+        )
+        if not task.acks_late:
+            raise error from unsent
+        time.sleep(PAUSE)  # the broker will deliver it at once
+        raise Reject(unsent, requeue=True) from unsent
+    when: Any = countdown
+    return Retry(exc=error.with_traceback(None), when=when, sig=message)
