@@ -150,7 +150,7 @@ def is_closed(connection: Any) -> bool:
     Bytes of a next request are no end. One that has closed only its own direction counts as gone. ``False`` if it
     cannot be told.
     """
-    number = connection if isinstance(connection, int) else connection.fileno()
+    number = connection if isinstance(connection, int) else getattr(connection, "fileno", lambda: -1)()
     if number < 0:
         return False
     system = _select()
