@@ -1,0 +1,43 @@
+"""An exception that another thread raises in a waiting one, as the time limits of some workers do."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import pytest
+
+from django_sqlsem import semaphore
+from tests.threads import wait_until
+
+
+class Limit(BaseException):
+    """Is raised from outside."""
+
+
+def raise_in(thread):
+    """Raise ``Limit`` in a thread, when it next runs Python code."""
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Limit)) == 1
+
+
+@pytest.mark.parametrize("timeout", [None, 600])
+def test_a_waiting_thread_hears_it_and_leaves_the_queue(database, timeout):
+    lock = semaphore("limits", using=database)
+    struck = []
+
+    def wait():
+        try:
+            lock.acquire(timeout=timeout)
+        except Limit as error:
+            struck.append(error)
+
+    with lock:
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        wait_until(lambda: lock.status().waiting == 1, what="the thread to wait")
+        raise_in(thread)
+        thread.join(60)
+        assert struck
+        wait_until(lambda: lock.status().waiting == 0, what="its place to be given up")
+    with lock.acquire(timeout=60):
+        pass
