@@ -114,6 +114,12 @@ def redis_url() -> str:
 
 
 @pytest.fixture
+def rabbitmq_url() -> str:
+    """The address of a RabbitMQ server. Skips the test without one."""
+    return _where("rabbitmq")
+
+
+@pytest.fixture
 def chromium() -> str:
     """The path of a Chromium. Skips the test without one."""
     return _where("chromium")

@@ -1,8 +1,8 @@
 """Which servers and programs the tests can use, found before Django's settings exist.
 
 Each server is looked for at the address in its variable (``SQLSEM_TEST_POSTGRES_URL``, ``SQLSEM_TEST_MARIADB_URL``,
-``SQLSEM_TEST_REDIS_URL``), else at its default address. One that is missing is left out, unless
-``SQLSEM_TEST_REQUIRE`` (names separated by commas) asks for it.
+``SQLSEM_TEST_REDIS_URL``, ``SQLSEM_TEST_RABBITMQ_URL``), else at its default address. One that is missing is left out,
+unless ``SQLSEM_TEST_REQUIRE`` (names separated by commas) asks for it.
 
 A server that speaks TDS (``mssql``) has no default address: it is looked for if ``SQLSEM_TEST_MSSQL_URL`` names it.
 """
@@ -19,7 +19,7 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import dj_database_url
 
@@ -29,6 +29,7 @@ DEFAULT_URLS = {
     "postgres": "postgres://postgres@127.0.0.1:5432/postgres",
     "mariadb": "mysql://root@127.0.0.1:3306/test",
     "redis": "redis://127.0.0.1:6379/0",
+    "rabbitmq": "amqp://guest:guest@127.0.0.1:5672//",
 }
 #: Those that become aliases of ``DATABASES``, beside SQLite.
 DATABASES = ("postgres", "mariadb", "mssql")
@@ -191,6 +192,20 @@ def _find_redis() -> Found:
 
     with redis.Redis.from_url(url_of("redis"), socket_connect_timeout=5, socket_timeout=5) as client:
         return Found(url_of("redis"), f"Redis {client.info('server')['redis_version']}")
+
+
+def _find_rabbitmq() -> Found:
+    import amqp
+
+    parts = urlsplit(url_of("rabbitmq"))
+    with amqp.Connection(
+        f"{parts.hostname}:{parts.port or 5672}",
+        userid=unquote(parts.username or "guest"),
+        password=unquote(parts.password or "guest"),
+        virtual_host=unquote(parts.path[1:]) or "/",
+        connect_timeout=5,
+    ) as connection:
+        return Found(url_of("rabbitmq"), f"RabbitMQ {connection.server_properties['version']}")
 
 
 def _find_chromium() -> Found:

@@ -17,9 +17,10 @@ from django_sqlsem import lifecycle, semaphore
 from django_sqlsem.contrib.tasks import alatest, latest
 from tests.children import listen, say
 from tests.databases import OutsideCounter
+from tests.places.queue_work import recipe
 from tests.places.tasks_notes import note
 
-__all__ = ["alatest", "task_backends"]
+__all__ = ["alatest", "recipe", "task_backends"]
 
 
 @task

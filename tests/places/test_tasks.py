@@ -201,6 +201,18 @@ def test_calls_without_a_worker_are_plain(client, path):
     client.ask("lifecycle.stop_all()")
 
 
+def test_the_documentations_task(client):
+    assert client.ask("exec(recipe('django.tasks import task'), globals()) or send_report.call('a')") is None
+    client.ask("exec(recipe('contrib.tasks import latest'), globals())")
+    with semaphore("plain").acquire():
+        task = client.put("plain", "/dev/null")
+        assert client.ask("run_batch()") == 1
+        assert client.ask(f"report_is_sent(default_task_backend.get_result({task!r}))") is False
+    client.ask("due()")
+    assert client.ask("run_batch()") == 0
+    assert client.ask(f"report_is_sent(default_task_backend.get_result({task!r}))") is True
+
+
 def test_the_rank_goes_to_the_next_attempt(client, path):
     """Who was refused first goes before a waiter who came later, though the attempt has another id."""
     with semaphore("plain").acquire():
