@@ -78,6 +78,7 @@ def worker(threads: int) -> None:
     found = dramatiq.Worker(broker, queues={QUEUE, f"{QUEUE}.DQ"}, worker_threads=threads, worker_timeout=100)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     found.start()
+    broker.emit_after("process_boot")  # as the command line does: it starts what watches the time limits
     say("ready")
     signal.sigwait([signal.SIGTERM])
     found.stop()

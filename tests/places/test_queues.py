@@ -80,7 +80,9 @@ def come_back(counter, entered):
 # Huey
 
 
-@pytest.mark.parametrize(("storage", "kind"), [("sqlite", "process"), ("redis", "thread")])
+@pytest.mark.parametrize(
+    ("storage", "kind"), [pytest.param("sqlite", "process", marks=pytest.mark.soak), ("redis", "thread")]
+)
 def test_huey(stack, counter, path, tmp_path, request, storage, kind):
     where = str(tmp_path / "huey.sqlite3") if storage == "sqlite" else request.getfixturevalue("redis_url")
     place = Place(stack, "huey_app", where, DJANGO_SETTINGS_MODULE="tests.places.huey_settings")
@@ -113,7 +115,7 @@ def test_tasks_of_huey_are_refused():
 # Dramatiq
 
 
-@pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
+@pytest.mark.parametrize("broker", ["redis", pytest.param("rabbitmq", marks=pytest.mark.soak)])
 def test_dramatiq(stack, counter, path, request, broker):
     place = Place(stack, "dramatiq_app", request.getfixturevalue(f"{broker}_url"))
     stack.callback(lambda: place.ask("clean()"))
@@ -176,12 +178,20 @@ def test_rq(stack, counter, path, redis_url):
     os.kill(horse, signal.SIGKILL)
     place.ask("[QUEUE.enqueue(counted, 0.1).id for _ in range(2)]")
     come_back(counter, 6)
+    for worker in workers:
+        worker.signal(signal.SIGTERM)  # or its scheduler would go on
+    for worker in workers:
+        worker.wait(60)
 
 
+@pytest.mark.soak
 def test_rq_without_a_fork(stack, counter, redis_url):
     place = Place(stack, "rq_app", redis_url)
     stack.callback(lambda: place.ask("clean()"))
-    place.worker(True)
-    place.worker(True)
+    workers = [place.worker(True) for _ in range(2)]
     place.ask("[QUEUE.enqueue(counted, 0.1).id for _ in range(3)]")
     come_back(counter, 3)
+    for worker in workers:
+        worker.signal(signal.SIGTERM)
+    for worker in workers:
+        worker.wait(60)
