@@ -13,10 +13,10 @@ from django.http.response import HttpResponseBase
 from django_sqlsem import atomic_requests
 from django_sqlsem.busy import Busy, busy_response, log_busy, log_busy_response
 from django_sqlsem.call_names import CallName, describe
-from django_sqlsem.calls import Call, Kind, classify, policy_for, retry_task
+from django_sqlsem.calls import Call, Kind, SentAgain, classify, listen, policy_for
 from django_sqlsem.clients import ClientGoneError, gone_response
 from django_sqlsem.exceptions import AcquireTimeoutError
-from django_sqlsem.ranks import step_aside
+from django_sqlsem.ranks import hand_on, step_aside
 from django_sqlsem.taken import Taken
 from django_sqlsem.targets import is_async_dispatch, is_coroutine_function, refuse, refuse_skipped_view
 
@@ -39,6 +39,7 @@ def decorate(semaphore: Semaphore, func: F) -> F:
     if issubclass(descriptor, (staticmethod, classmethod)):
         return cast("F", descriptor(decorate(semaphore, cast("Any", func).__func__)))
     refuse(semaphore, func)
+    listen()
     decorated = _Decorated(semaphore, func)
     if inspect.isasyncgenfunction(func):
         wrapper = decorated.async_generator()
@@ -201,8 +202,9 @@ class _Decorated:
         return self._logged(call, refusal, self._decide(call, refusal))
 
     async def _aanswer(self, call: Call, refusal: AcquireTimeoutError) -> Any:
-        if call.request is not None and not callable(self.semaphore.on_busy):
-            # In a thread, because a project's own page and context processors may make queries.
+        queries = call.request is not None or (call.task is not None and call.task.makes_queries)
+        if queries and not callable(self.semaphore.on_busy):
+            # In a thread, because a project's own page and context processors may make queries, and so may a backend.
             answer = await sync_to_async(self._decide)(call, refusal)
         else:
             answer = self._decide(call, refusal)
@@ -219,13 +221,18 @@ class _Decorated:
             return policy(about)
         if policy == "raise":
             raise refusal
-        if policy == "retry":
-            retry = retry_task(call.task, about.retry_after, refusal)
+        if call.task is not None and policy == "retry":
+            sent = call.task.retry(about.retry_after, refusal)
+            hand_on(self.semaphore, call, refusal, sent.task_id)
             log_busy(about, call.label, "is sent again for later")
-            raise retry
+            if sent.exception is not None:
+                raise sent.exception
+            return sent
         return None if call.request is None else busy_response(about, call.request, policy)
 
     def _logged(self, call: Call, refusal: AcquireTimeoutError, answer: Any) -> Any:
+        if isinstance(answer, SentAgain):
+            return answer.value
         about = Busy.from_error(refusal)
         if call.request is not None and isinstance(answer, HttpResponseBase):
             log_busy_response(about, call.request, answer)

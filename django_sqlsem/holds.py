@@ -7,11 +7,13 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import math
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from django_sqlsem.backends.base import Claim, Grant, Held
 from django_sqlsem.clocks import boot_now
@@ -60,11 +62,33 @@ def margin(lease: float) -> float:
     return min(1.0, lease / 20)
 
 
-def _taken_lock() -> threading.Lock:
-    """Return a lock to wait for: unlike an Event, a signal that raises in the waiter leaves it as it was."""
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
+#: For how long a thread blocks at a time, in seconds.
+_AT_A_TIME: Final = 1.0
+
+
+class _TakenLock:
+    """A lock to wait for: unlike an Event, a signal that raises in the waiter leaves it as it was.
+
+    A thread that blocks hears nothing of what another raises in it (``PyThreadState_SetAsyncExc``), as the time limits
+    of some workers do. So only the main thread blocks for long, which signals interrupt.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self.release = self._lock.release
+
+    def acquire(self, timeout: float) -> bool:
+        """Wait until it is released, for so many seconds, or for ever if they are negative."""
+        if threading.current_thread() is threading.main_thread():
+            return self._lock.acquire(timeout=timeout)
+        deadline = math.inf if timeout < 0 else time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            if self._lock.acquire(timeout=max(0.0, min(left, _AT_A_TIME))):
+                return True
+            if left <= _AT_A_TIME:
+                return False
 
 
 class Hold:
@@ -126,7 +150,7 @@ class Hold:
         self.beside: tuple[weakref.ref[Hold], ...] = ()
         self._generation = _generation
         self._notified = threading.Lock()
-        self._unanswered = _taken_lock()
+        self._unanswered = _TakenLock()
         self._future: asyncio.Future[None] | None = None
 
     @property
@@ -253,7 +277,7 @@ class Hold:
         self.stop_by, self.stop_told = "", threading.Lock()
         self.settled = self.queued = self.told = False
         self._notified = threading.Lock()
-        self._unanswered = _taken_lock()
+        self._unanswered = _TakenLock()
 
     def wait(self, timeout: float | None) -> bool:
         """Block this thread until there is an answer. Return whether there is one; not if its client has gone."""

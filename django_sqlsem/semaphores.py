@@ -198,6 +198,11 @@ class Semaphore:
         keeper = self._keeper()
         return keeper.backend.step_aside(keeper.session_here(), self._claim(keeper), estimate)
 
+    def _hand_rank_on(self, heir: str) -> None:
+        """Let ``heir`` have the rank that was kept for a task that was refused."""
+        keeper = self._keeper()
+        keeper.backend.hand_rank_on(keeper.session_here(), self._claim(keeper), heir)
+
     def _seconds(self, timeout: Seconds | Unset | None) -> float | None:
         if isinstance(timeout, Unset):
             timeout = self.timeout

@@ -137,6 +137,12 @@ class RowsBackend(RowsClaims, Counting):
         parameters = claim_parameters(claim)
         return session.run(lambda cursor: rows_queue.step_aside(dialect, cursor, parameters, estimate))
 
+    def hand_rank_on(self, session: Session, claim: Claim, heir: str) -> None:
+        """Write the other rank into the task's row."""
+        dialect = dialect_for(session.connection)
+        parameters = {"rank": claim.rank, "heir": heir}
+        session.run(lambda cursor: dialect.execute(cursor, rows_queue.HAND_ON, parameters))
+
     def release(self, session: Session, held: Held, *, wanted: bool = False, hand_on: bool = True) -> Released:
         """Free the rows that still carry the permit's id, and hand them on."""
         if held.resource.kind == TOKENS:  # they were handed over, and nobody took them

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
+import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from django_sqlsem.calls import SentAgain, is_below
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from celery.exceptions import Retry
 
 logger = logging.getLogger("django_sqlsem")
@@ -16,6 +24,46 @@ logger = logging.getLogger("django_sqlsem")
 MAX_COUNTDOWN: Final = 300.0
 #: For how long a worker pauses before it gives a message back that it could not send again, in seconds.
 PAUSE: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CeleryTask:
+    """A task that a Celery worker is running."""
+
+    task: Any
+    #: What ``retry()`` sends goes to the broker.
+    makes_queries = False
+
+    @property
+    def label(self) -> str:
+        """What operators are shown."""
+        return f"{self.task.name}[{self.task.request.id}]"
+
+    @property
+    def id(self) -> str:
+        """The task's id, which it keeps when it is sent again."""
+        return str(self.task.request.id or "")
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Celery itself says whether a task was called directly."""
+        return contextlib.nullcontext()
+
+    def retry(self, retry_after: int, error: Exception) -> SentAgain:
+        """Send the task again; the exception tells the worker so."""
+        return SentAgain(exception=retry(self.task, retry_after, error))
+
+
+def running(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> CeleryTask | None:
+    """Return the Celery task whose body is ``wrapper``, if a worker is running it right now, else ``None``."""
+    task = getattr(sys.modules.get("celery"), "current_task", None)
+    if not task or not is_body(task, wrapper) or task.request.called_directly or task.request.is_eager:
+        return None
+    return CeleryTask(task._get_current_object())
+
+
+def is_body(task: Any, wrapper: Callable[..., Any]) -> bool:
+    """Is ``wrapper`` what the task runs, below whatever else decorates its ``run``?"""
+    return is_below(wrapper, getattr(task, "_orig_run", None), task.run)
 
 
 def retry(task: Any, retry_after: int, error: Exception) -> Retry:
