@@ -193,7 +193,7 @@ def is_read_only(error: Exception) -> bool:
     cause: Any = error.__cause__ or error
     sqlite_code = getattr(cause, "sqlite_errorcode", None)
     if sqlite_code is not None:
-        return (sqlite_code & 0xFF) == _READ_ONLY_SQLITE
+        return bool((sqlite_code & 0xFF) == _READ_ONLY_SQLITE)
     return sqlstate(cause) == _READ_ONLY_SQLSTATE or _number(cause) in _READ_ONLY_MYSQL
 
 
