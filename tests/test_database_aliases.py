@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from django.urls import reverse
 from django_sqlsem import AcquireTimeoutError, BackendError, PermitLostError, control, lifecycle, queries, semaphore
 from django_sqlsem.claims import claim
 from django_sqlsem.locks import fenced, rwlock, tokens, transaction_lock
-from tests.databases import OutsideCounter, covered, held_rows, query
+from tests.databases import OutsideCounter, covered, held_rows, query, raw_connection
 from tests.pgbouncer import pgbouncer
 from tests.private_servers import ALIAS, free_port, known, private_server
 from tests.test_admin import key, login
@@ -153,9 +154,12 @@ def test_a_copy_of_the_database_is_another_one(postgres: str) -> None:
     with private_server("postgres") as server:
         permit = semaphore("copied", using=postgres).acquire()
         server.query("DELETE FROM sqlsem_slot")
-        for table in ("sqlsem_semaphore", "sqlsem_slot"):
-            query(postgres, f"COPY {table} TO '/tmp/{server.port}-{table}'")
-            server.query(f"COPY {table} FROM '/tmp/{server.port}-{table}'")
+        with contextlib.closing(raw_connection(postgres)) as here, contextlib.closing(raw_connection(ALIAS)) as there:
+            for table in ("sqlsem_semaphore", "sqlsem_slot"):
+                with here.cursor().copy(f"COPY {table} TO STDOUT") as rows:
+                    copied = b"".join(rows)
+                with there.cursor().copy(f"COPY {table} FROM STDIN") as target:
+                    target.write(copied)
         with transaction.atomic(using=ALIAS), pytest.raises(ValueError, match="another database"):
             permit.fence(using=ALIAS)
         permit.release()
