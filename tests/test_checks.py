@@ -185,3 +185,23 @@ def test_pools_of_the_settings(monkeypatch: Any, tmp_path: Any) -> None:
         for pool in ("gevent", "prefork", "threads", "solo"):
             with override_settings(CELERY_WORKER_POOL=pool):
                 assert found() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"AUTOCOMMIT": False}, ["sqlsem.W022"]),
+        ({"NAME": "file:locks.sqlite3?mode=ro"}, ["sqlsem.W021"]),
+        ({"NAME": "file:locks.sqlite3?mode=rwc"}, []),
+        ({"OPTIONS": {"target_session_attrs": "standby"}}, ["sqlsem.W021"]),
+        ({"OPTIONS": {"target_session_attrs": "read-write"}}, []),
+        ({"OPTIONS": {"options": "-c statement_timeout=5 -c default_transaction_read_only=on"}}, ["sqlsem.W021"]),
+        ({"OPTIONS": {"options": "-c default_transaction_read_only=off"}}, []),
+        ({"OPTIONS": {"init_command": "SET SESSION TRANSACTION READ ONLY"}}, ["sqlsem.W021"]),
+    ],
+    ids=str,
+)
+def test_the_alias_of_the_locks(tmp_path: Any, settings: dict[str, Any], expected: list[str]) -> None:
+    options = FILE["OPTIONS"] | settings.get("OPTIONS", {})
+    with an_alias(tmp_path, **(settings | {"OPTIONS": options})):
+        assert found() == expected
