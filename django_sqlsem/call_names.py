@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -123,6 +124,10 @@ class CallName:
 def describe(wrapper: Callable[..., Any], func: Callable[..., Any]) -> None:
     """Give ``wrapper`` the signature of ``func`` for those who don't follow ``__wrapped__``, such as Celery."""
     if not isinstance(func, functools.partial) and (signature := signature_of(func)) != _ANYTHING:
+        if any(isinstance(each.annotation, str) for each in signature.parameters.values()):
+            # Who finds text, as after `from __future__ import annotations`, looks its names up in our module.
+            with contextlib.suppress(Exception):  # a name that is not there yet, or only for type checkers
+                signature = inspect.signature(func, eval_str=True)
         wrapper.__signature__ = signature  # type: ignore[attr-defined]
 
 
