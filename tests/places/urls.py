@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from django.urls import path
+
+from tests.places import views
+
+urlpatterns = [
+    path("ping", views.ping),
+    path("one", views.one),
+    path("patient", views.patient),
+    path("two", views.two),
+    path("at-once", views.at_once),
+]
