@@ -88,3 +88,11 @@ def _parts(each: Any) -> list[object]:
 
 def _operation(value: object) -> bool:
     return type(value).__module__ == "ninja.operation"
+
+
+def operations(view: object) -> list[Any]:
+    """Return what django-ninja runs for a view of its own, one for each method; nothing for other views."""
+    for part in _parts(view):
+        if type(part).__module__ == "ninja.operation" and isinstance(found := vars(part).get("operations"), list):
+            return found
+    return []
