@@ -16,12 +16,19 @@ if TYPE_CHECKING:
 MANY: Final = 400
 
 
-@functools.lru_cache(maxsize=512)
 def leads_to(view: Callable[..., Any], wrapper: Callable[..., Any]) -> bool:
     """Does a call of ``view`` come to ``wrapper`` as its own body, below whatever else decorates it?
 
     Helpers that a view calls by their global names are no such bodies.
     """
+    try:
+        return _leads_to(view, wrapper)
+    except TypeError:  # a callable object that has no hash
+        return any(found is wrapper for found in below(view))
+
+
+@functools.lru_cache(maxsize=512)
+def _leads_to(view: Callable[..., Any], wrapper: Callable[..., Any]) -> bool:
     return any(found is wrapper for found in below(view))
 
 
@@ -75,7 +82,7 @@ def _parts(each: Any) -> list[object]:
                 value = cell.cell_contents
             except ValueError:  # not filled in yet
                 continue
-            if callable(value) or _operation(value):
+            if _operation(value) or (callable(value) and not _made_beside(each, value)):
                 parts.append(value)
             elif isinstance(value, (list, tuple)):  # what method_decorator() was given
                 parts += [part for part in value if isinstance(part, types.FunctionType)]
@@ -84,6 +91,17 @@ def _parts(each: Any) -> list[object]:
     elif not isinstance(each, types.ModuleType):
         parts += [value for value in attributes.values() if isinstance(value, (types.FunctionType, types.MethodType))]
     return parts
+
+
+def _made_beside(func: types.FunctionType, value: Any) -> bool:
+    """Was a function of a closure made in the same scope, as helpers are, rather than given to a decorator?"""
+    try:
+        code = inspect.unwrap(value).__code__
+    except (AttributeError, ValueError):
+        return False
+    own = func.__code__
+    scope = own.co_qualname.rpartition(".")[0]
+    return code.co_filename == own.co_filename and code.co_qualname.rpartition(".")[0] == scope
 
 
 def _operation(value: object) -> bool:
