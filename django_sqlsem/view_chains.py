@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from django.views.generic import View
 
@@ -96,12 +96,12 @@ def _parts(each: Any) -> list[object]:
 def _made_beside(func: types.FunctionType, value: Any) -> bool:
     """Was a function of a closure made in the same scope, as helpers are, rather than given to a decorator?"""
     try:
-        code = inspect.unwrap(value).__code__
+        code = cast("Any", inspect.unwrap(value)).__code__
     except (AttributeError, ValueError):
         return False
     own = func.__code__
     scope = own.co_qualname.rpartition(".")[0]
-    return code.co_filename == own.co_filename and code.co_qualname.rpartition(".")[0] == scope
+    return bool(code.co_filename == own.co_filename and code.co_qualname.rpartition(".")[0] == scope)
 
 
 def _operation(value: object) -> bool:
