@@ -202,9 +202,8 @@ def taken_in_a_savepoint_that_is_rolled_back(alias: str) -> None:
     with transaction.atomic(using=alias):
         try:
             with transaction.atomic(using=alias):
-                permit = semaphore("place", using=alias, release="on_commit").acquire()
-                permit.release()
-                raise ZeroDivisionError
+                with semaphore("place", using=alias, release="on_commit"):
+                    raise ZeroDivisionError
         except ZeroDivisionError:
             pass
         stay(alias)
