@@ -201,9 +201,8 @@ def nested_rolled_back(alias: str) -> None:
 def taken_in_a_savepoint_that_is_rolled_back(alias: str) -> None:
     with transaction.atomic(using=alias):
         try:
-            with transaction.atomic(using=alias):
-                with semaphore("place", using=alias, release="on_commit"):
-                    raise ZeroDivisionError
+            with transaction.atomic(using=alias), semaphore("place", using=alias, release="on_commit"):
+                raise ZeroDivisionError
         except ZeroDivisionError:
             pass
         stay(alias)
