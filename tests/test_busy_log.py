@@ -121,5 +121,6 @@ def flood() -> None:
 def test_a_process_that_ends_tells_the_rest() -> None:
     with Child("tests.test_busy_log:flood") as child:
         child.wait()
-    assert child.stderr.count("busy Busy:") == IN_FULL
-    assert "busy_more Busy: 7 more calls found no free slot of 'short'" in child.stderr
+        told = child.stderr
+    assert told.count("busy Busy:") == IN_FULL, told
+    assert "busy_more Busy: 7 more calls found no free slot of 'short'" in told
