@@ -11,7 +11,9 @@ from asgiref.sync import sync_to_async
 from django.http.response import HttpResponseBase
 
 from django_sqlsem import atomic_requests
-from django_sqlsem.busy import Busy, busy_response, log_busy, log_busy_response
+from django_sqlsem.busy import Busy
+from django_sqlsem.busy_answers import answer_view, refuse_answer
+from django_sqlsem.busy_log import log_busy, log_busy_response
 from django_sqlsem.call_names import CallName, describe
 from django_sqlsem.calls import Call, Kind, SentAgain, classify, listen, policy_for
 from django_sqlsem.clients import ClientGoneError, gone_response
@@ -144,7 +146,7 @@ class _Decorated:
                 refusal = taken.acquire(semaphore, call)
                 if refusal is not None:
                     return self._answer(call, refusal)
-                with atomic_requests.atomic(aliases):
+                with atomic_requests.atomic(aliases, call.request):
                     result = self.func(*args, **kwargs)
                 if inspect.iscoroutine(result):
                     return taken.leave_to_coroutine(result)
@@ -184,7 +186,7 @@ class _Decorated:
             return [], False
         refuse_skipped_view(self.semaphore, self.func)
         aliases = atomic_requests.aliases_to_open(wrapper, self.func, call.request)
-        return aliases, atomic_requests.opened_by_handler(self.func, call.request)
+        return aliases, atomic_requests.opened_around(wrapper, self.func, call.request)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Semaphore:
         name = self.names.name(args, kwargs)
@@ -216,7 +218,7 @@ class _Decorated:
         policy = policy_for(self.semaphore, call)
         if policy == "retry":
             refusal.retry_after = step_aside(self.semaphore, call, refusal)
-        about = Busy.from_error(refusal)
+        about = Busy.from_error(refusal, call.request)
         if callable(policy):
             return policy(about)
         if policy == "raise":
@@ -228,12 +230,14 @@ class _Decorated:
             if sent.exception is not None:
                 raise sent.exception
             return sent
-        return None if call.request is None else busy_response(about, call.request, policy)
+        return None if call.request is None else answer_view(about, call, policy)
 
     def _logged(self, call: Call, refusal: AcquireTimeoutError, answer: Any) -> Any:
         if isinstance(answer, SentAgain):
             return answer.value
-        about = Busy.from_error(refusal)
+        about = Busy.from_error(refusal, call.request)
+        if call.request is not None and callable(self.semaphore.on_busy):
+            refuse_answer(answer, self.semaphore.on_busy, call, self.func)
         if call.request is not None and isinstance(answer, HttpResponseBase):
             log_busy_response(about, call.request, answer)
         else:

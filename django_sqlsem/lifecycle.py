@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
-from django_sqlsem import backends, entries, holds, identity, keepers, sessions, sqlite_files, testmode
+from django_sqlsem import backends, busy_log, entries, holds, identity, keepers, sessions, sqlite_files, testmode
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def install() -> None:
 def stop_all() -> None:
     """Give back everything that this process holds and close the library's connections; later use starts anew."""
     keepers.stop_all()
+    busy_log.log_rest(everything=True)
 
 
 def _before_fork() -> None:
@@ -65,6 +66,7 @@ def _after_fork_in_child() -> None:
     keepers.after_fork()
     entries.after_fork()
     identity.after_fork()
+    busy_log.after_fork()
     _stop_with_multiprocessing()
     _stop_with_celery()
 
