@@ -76,6 +76,13 @@ def inside(place: str) -> Iterator[None]:
             _idle.append(session)
 
 
+def close() -> None:
+    """Close the sessions of this process. Nobody may be inside."""
+    with _lock:
+        while _idle:
+            _idle.pop().close()
+
+
 def _session() -> Any:
     global _idle_of
     with _lock:

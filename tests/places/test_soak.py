@@ -19,10 +19,12 @@ from django.conf import settings
 from django.db import connections
 
 from tests.databases import child_environment, covered
+from tests.places import presence
 from tests.places.presence import SLOTS, TABLE
 from tests.places.soak_load import Clients, Tasks, Trouble, hold
 from tests.places.soak_places import COMMANDS, Program, Runs
 from tests.places.soak_watch import Samples, Watch, summary
+from tests.processes import Child
 from tests.threads import wait_until
 
 psycopg = pytest.importorskip("psycopg")
@@ -61,6 +63,28 @@ def broker() -> str:
     except Exception as error:
         pytest.skip(f"no rabbitmq: {error}")
     return url
+
+
+def test_the_counter_sees_one_too_many_and_no_dead_one(dsn, monkeypatch):
+    monkeypatch.setenv("SQLSEM_SOAK_DSN", dsn)
+    watch = Watch(dsn)
+    with contextlib.closing(watch), contextlib.ExitStack() as stack:
+        watch.rows(TABLE)
+        stack.callback(watch.rows, "DROP TABLE soak_entry")
+        stack.callback(presence.close)
+        with Child("from tests.places.presence import inside\nwith inside('child'): say('in'); listen()") as child:
+            child.expect("in")
+            with presence.inside("a"), presence.inside("b"):
+                with presence.inside("c"):
+                    assert watch.rows("SELECT seen, cardinality(excess) FROM soak_entry ORDER BY id DESC LIMIT 1") == [
+                        (SLOTS + 1, SLOTS + 1)
+                    ]
+                name = f"{presence.NAME}{child.pid} {presence.started(child.pid)}"
+                assert presence.lives(name)
+                child.kill()
+                assert not presence.lives(name)
+                with presence.inside("d"):
+                    assert watch.rows("SELECT excess FROM soak_entry ORDER BY id DESC LIMIT 1") == [(None,)]
 
 
 @pytest.mark.soak
