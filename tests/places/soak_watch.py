@@ -113,7 +113,7 @@ class Samples:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process = psutil.Process(pid)
                     born, size, now = process.create_time(), process.memory_info().rss, time.time()
-                    if now - born < self.warm:
+                    if now - born < self.warm or not size:  # a process that has ended has none
                         continue
                     life = self.lives.setdefault((pid, born), Life(what, now, size, size, now))
                     life.last, life.until = size, now
