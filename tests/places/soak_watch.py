@@ -130,9 +130,9 @@ class Samples:
 
 def summary(watch: Watch, seconds: float, lines: dict[str, object], kills: list[Kill], samples: Samples) -> str:
     """Return the table that the test prints."""
-    table = [f"{'place':16}{'entered':>9}{'per second':>12}{'median s':>10}{'killed':>8}"]
-    for place, count, median, killed in watch.rows(_BY_PLACE):
-        table.append(f"{place:16}{count:>9}{count / seconds:>12.2f}{float(median or 0):>10.3f}{killed:>8}")
+    table = [f"{'place':16}{'entered':>9}{'per second':>12}{'median s':>10}{'cut short':>11}"]
+    for place, count, median, cut in watch.rows(_BY_PLACE):
+        table.append(f"{place:16}{count:>9}{count / seconds:>12.2f}{float(median or 0):>10.3f}{cut:>11}")
     table += ["", f"{'holders killed':16}{'slots':>9}{'median s':>12}{'longest s':>10}"]
     for what in sorted({kill.what for kill in kills}):
         took = sorted(kill.took if kill.took is not None else float("inf") for kill in kills if kill.what == what)
