@@ -65,6 +65,8 @@ def django_db_setup(django_test_environment: None, django_db_blocker: Any, reque
         others = set(databases.covered()) - by_hand
         created = setup_databases(verbosity=verbosity, interactive=False, aliases=others)
         made.callback(teardown_databases, created, verbosity=verbosity)
+        for alias in others:
+            databases.commit_without_waiting(alias)
         made = made.pop_all()  # all went well, so they stay
     yield
     with django_db_blocker.unblock(), made:

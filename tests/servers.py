@@ -9,6 +9,7 @@ A server that speaks TDS (``mssql``) has no default address: it is looked for if
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -77,10 +78,13 @@ def install_mysql_driver() -> str:
         raise ValueError(f"SQLSEM_TEST_MYSQL_DRIVER must be mysqlclient or pymysql, not {forced!r}.")
     if forced != "pymysql":
         try:
-            return f"mysqlclient {importlib.import_module('MySQLdb').__version__}"
+            found = importlib.import_module("MySQLdb")
         except ImportError:
             if forced:
                 raise
+        else:
+            if found.__name__ == "MySQLdb":  # not PyMySQL under its name, from an earlier call
+                return f"mysqlclient {found.__version__}"
     import pymysql
 
     pymysql.version_info = max(pymysql.version_info, (2, 2, 7, "final", 0))  # Django 6 asks for mysqlclient 2.2.1
@@ -116,6 +120,15 @@ def given_settings() -> dict[str, Any]:
     """Return ``SQLSEM`` as a test has given it to its child, else nothing."""
     given: dict[str, Any] = json.loads(os.environ.get("SQLSEM_TEST_SETTINGS", "{}"))
     return given
+
+
+def directory_in_memory() -> str | None:
+    """Return a directory in which files do not wait for a disk, or ``None`` if there is none with room enough."""
+    path = "/dev/shm"
+    with contextlib.suppress(OSError):
+        if os.access(path, os.W_OK | os.X_OK) and shutil.disk_usage(path).free > 1 << 30:
+            return path
+    return None
 
 
 def sqlite_settings(directory: str) -> dict[str, Any]:
