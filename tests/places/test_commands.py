@@ -32,7 +32,7 @@ def test_the_documentations_command(database, settings, capsys, caplog):
 @pytest.mark.parametrize("busy", [False, True])
 def test_the_documentations_line_for_cron(committed, busy):
     text = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
-    [line] = re.findall(r"```crontab\n[\d* ]+ (cd .*)\n```", text)
+    [line] = re.findall(r"```text\n[\d* ]+ (cd .*)\n```", text)
     line = line.replace("/srv/shop", str(ROOT)).replace(".venv/bin/python", sys.executable)
     environment = {name: value for name, value in child_environment().items() if re.match("SQLSEM|DJANGO|PYTHON", name)}
     environment |= {"HOME": "/", "PATH": "/usr/bin:/bin", "SHELL": "/bin/sh"}
