@@ -21,7 +21,7 @@ from tests.test_docs import FENCE, PAGES, blocks, commands, run_page, text_of
 #: The languages of blocks, and where they are run or looked at. ``text`` shows what is printed.
 LANGUAGES = {
     "console": "below, and in test_docs.py",
-    "html": "test_busy_pages.py",
+    "html": "test_busy.py, tests/places/test_frameworks.py",
     "python": "below",
     "sh": "test_other_languages.py, test_hostile_requests.py",
     "sql": "test_tsql_lint.py",
