@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
-import contextlib
 import dataclasses
 import enum
-import math
 import threading
-import time
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any
 
+from django_sqlsem.answers import Awaited
 from django_sqlsem.backends.base import Claim, Grant, Held
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
-    from django_sqlsem.clients import Client
     from django_sqlsem.fences import Fence
     from django_sqlsem.keeper import Keeper
     from django_sqlsem.permits import Permit
@@ -34,18 +30,6 @@ class State(enum.Enum):
     HELD = "held"
     OVER = "over"
 
-
-class Jumper(Protocol):
-    """What tests do instead of waiting: see ``testing.clock()``."""
-
-    def jump(self, hold: Hold) -> None:
-        """Let time pass until the wait is over, if this one is not to be waited for."""
-
-    async def ajump(self, hold: Hold, future: asyncio.Future[None]) -> None:
-        """Do the same for a task."""
-
-
-jumper: Jumper | None = None
 
 #: Counts the forks behind this process: a hold of another generation belongs to an ancestor.
 _generation = 0
@@ -62,36 +46,7 @@ def margin(lease: float) -> float:
     return min(1.0, lease / 20)
 
 
-#: For how long a thread blocks at a time, in seconds.
-_AT_A_TIME: Final = 1.0
-
-
-class _TakenLock:
-    """A lock to wait for: unlike an Event, a signal that raises in the waiter leaves it as it was.
-
-    A thread that blocks hears nothing of what another raises in it (``PyThreadState_SetAsyncExc``), as the time limits
-    of some workers do. So only the main thread blocks for long, which signals interrupt.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-        self.release = self._lock.release
-
-    def acquire(self, timeout: float) -> bool:
-        """Wait until it is released, for so many seconds, or for ever if they are negative."""
-        if threading.current_thread() is threading.main_thread():
-            return self._lock.acquire(timeout=timeout)
-        deadline = math.inf if timeout < 0 else time.monotonic() + timeout
-        while True:
-            left = deadline - time.monotonic()
-            if self._lock.acquire(timeout=max(0.0, min(left, _AT_A_TIME))):
-                return True
-            if left <= _AT_A_TIME:
-                return False
-
-
-class Hold:
+class Hold(Awaited):
     """One acquisition. The keeper and the arbiter know it by this record; the program has the ``Permit``.
 
     Fields are written by one side at a time: by the caller until it is queued, by the keeper until it is granted,
@@ -99,7 +54,7 @@ class Hold:
     """
 
     def __init__(self, keeper: Keeper, claim: Claim, *, max_hold: float | None, kept: bool = True) -> None:
-        self.keeper = keeper
+        super().__init__(keeper)
         self.claim = claim
         self.max_hold = max_hold
         #: Whether a grant is kept until it is released; else the caller takes it for good in a moment.
@@ -114,7 +69,6 @@ class Hold:
         self.deadline = 0.0
         self.renew_at = 0.0
         self.loss: Loss | None = None
-        self.error: BaseException | None = None
         self.renewal_error = ""
         #: The boot clock when the last statement was sent that found it still waiting, or made it wait.
         self.proved = 0.0
@@ -122,7 +76,6 @@ class Hold:
         self.abandoned = False
         self.settled = False  # whether the caller knows of its grant
         self.queued = False  # whether the caller waits for an answer
-        self.told = False
         self.released = False
         #: The caller's transactions that are fenced with it: until they end, it is not given back.
         self.fences: tuple[Fence, ...] = ()
@@ -136,8 +89,6 @@ class Hold:
         self.stop_by = ""
         self.stop_callbacks: collections.deque[Callable[[Permit], object]] = collections.deque()
         self.stop_told = threading.Lock()
-        #: Whom a view that asks would answer, if it can be told whether they are there.
-        self.client: Client | None = None
         #: The grant that it belongs to, if it is only a part of what its holder has.
         self.part_of: Hold | None = None
         self.permit: Callable[[], Permit | None] = lambda: None
@@ -150,8 +101,6 @@ class Hold:
         self.beside: tuple[weakref.ref[Hold], ...] = ()
         self._generation = _generation
         self._notified = threading.Lock()
-        self._unanswered = _TakenLock()
-        self._future: asyncio.Future[None] | None = None
 
     @property
     def permit_id(self) -> str:
@@ -257,69 +206,11 @@ class Hold:
         if self._notified.acquire(blocking=False):
             self.keeper.tell_lost(self)
 
-    # Waiting for the keeper's answer.
-
-    def take_error(self) -> BaseException:
-        """Return the error and forget it: its traceback keeps what its callers hold, and must be on no cycle."""
-        error, self.error = self.error, None
-        assert error is not None  # noqa: S101
-        return error
-
-    def prepare_future(self) -> asyncio.Future[None]:
-        """Let the running event loop be told; returns the future to wait for."""
-        self._future = asyncio.get_running_loop().create_future()
-        return self._future
-
     def rearm(self) -> None:
         """Forget a grant that came to nothing, and ask anew."""
         self.fresh_claim()
         self.state, self.grant, self.loss = State.NEW, None, None
         self.stop_by, self.stop_told = "", threading.Lock()
-        self.settled = self.queued = self.told = False
+        self.settled = self.queued = False
         self._notified = threading.Lock()
-        self._unanswered = _TakenLock()
-
-    def wait(self, timeout: float | None) -> bool:
-        """Block this thread until there is an answer. Return whether there is one; not if its client has gone."""
-        if jumper is not None:
-            jumper.jump(self)
-        return self.wait_here(timeout) if self.client is None else self.client.wait(self, timeout)
-
-    async def wait_on_loop(self, timeout: float | None) -> bool:
-        """Wait for the answer on the running event loop, in place of a thread that has asked."""
-        future = self.prepare_future()
-        try:
-            if not self.told:  # else the answer came before the future
-                await asyncio.wait({future}, timeout=timeout)
-            return self.told
-        finally:
-            self._future = None
-
-    def wait_here(self, timeout: float | None) -> bool:
-        """Block this thread until there is an answer, whatever becomes of the client."""
-        return self._unanswered.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
-
-    async def answered(self, future: asyncio.Future[None], timeout: float | None) -> None:
-        """Wait for the future of an answer, or until the timeout."""
-        if jumper is not None:
-            await jumper.ajump(self, future)
-        await asyncio.wait({future}, timeout=timeout)
-
-    def answer(self, error: BaseException | None = None) -> None:
-        """Wake whoever waits: it was granted, or ``error`` happened. Called from any thread."""
-        self.error = error
-        self.told = True
-        with contextlib.suppress(RuntimeError):  # it was answered before
-            self._unanswered.release()
-        future = self._future
-        if future is None:
-            return
-
-        def resolve() -> None:
-            if not future.done():
-                future.set_result(None)
-
-        try:
-            future.get_loop().call_soon_threadsafe(resolve)
-        except RuntimeError:  # the loop was closed under its waiters: nobody will take the permit
-            self.keeper.abandon(self)
+        self.await_anew()

@@ -280,18 +280,14 @@ class Semaphore:
         return None
 
     def _granted(self, permit: Permit) -> Permit:
-        self._apply_test(permit)
+        refusals.befall(permit._hold)
         notices.granted(permit)
         return permit
 
     async def _agranted(self, permit: Permit) -> Permit:
-        self._apply_test(permit)
+        refusals.befall(permit._hold)
         await notices.agranted(permit)
         return permit
-
-    def _apply_test(self, permit: Permit) -> None:
-        if refusals.lost or refusals.asked:
-            refusals.befall(permit._hold)
 
     def _refuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
         error = refusals.refusal(snapshot, timeout, self.kind, self.take, self.mode)

@@ -13,7 +13,7 @@ from django.core.cache import caches
 from django.db import connections
 from django.test import AsyncRequestFactory
 
-from django_sqlsem import AcquireTimeoutError, PermitLostError, clocks, holds, mutex, semaphore, testing
+from django_sqlsem import AcquireTimeoutError, PermitLostError, answers, clocks, mutex, semaphore, testing
 from django_sqlsem.backends import get_backend
 from django_sqlsem.claims import claim
 from django_sqlsem.refresh import BuildFailedError, refresh_every
@@ -39,7 +39,7 @@ def world(request):
         request.getfixturevalue("committed")
         yield request.param
         databases.assert_nothing_held(request.param)
-    assert holds.jumper is None
+    assert answers.jumper is None
 
 
 @pytest.fixture
@@ -172,9 +172,10 @@ def test_another_threads_wait_ends_when_the_clock_is_moved(world, quick):
 
 
 def waiting():
+    from django_sqlsem.holds import State
     from django_sqlsem.keepers import all_holds
 
-    return sum(hold.state is holds.State.QUEUED for hold in all_holds())
+    return sum(hold.state is State.QUEUED for hold in all_holds())
 
 
 def test_all_waits_may_jump_and_none(world, quick):
@@ -320,7 +321,7 @@ def test_it_nests_and_ends_with_its_block_however_that_ends(world, quick):
 
     with pytest.raises(ZeroDivisionError):
         block()
-    assert holds.jumper is None
+    assert answers.jumper is None
     assert clocks.boot_now() - before >= 1000 + LONG  # it never goes back
     with lock as permit:  # what comes later is as it should be
         permit.check()

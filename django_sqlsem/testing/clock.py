@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from django.db import connections
 from django.db.models import F
 
-from django_sqlsem import clocks, holds, scopes
+from django_sqlsem import answers, clocks, scopes
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.keeper_inline import InlineKeeper
@@ -130,7 +130,7 @@ def clock(*, autojump: bool | None = None) -> Iterator[Clock]:
     reset = _opened_here.set(mine)
     with _moving:
         _open.append(mine)
-        holds.jumper = _JUMPER
+        answers.jumper = _JUMPER
     try:
         yield mine
     finally:
@@ -138,7 +138,7 @@ def clock(*, autojump: bool | None = None) -> Iterator[Clock]:
         with _moving:
             _open.remove(mine)
             if not _open:
-                holds.jumper = None
+                answers.jumper = None
         with contextlib.suppress(ValueError):  # a fixture may end in another context than it began in
             _opened_here.reset(reset)
 

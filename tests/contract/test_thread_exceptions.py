@@ -25,7 +25,7 @@ def raise_in(thread):
 def is_blocked(thread):
     """Whether a thread is where it waits, after a moment."""
     time.sleep(0.01)
-    return sys._current_frames()[thread.ident].f_code.co_filename.endswith("holds.py")
+    return sys._current_frames()[thread.ident].f_code.co_filename.endswith("answers.py")
 
 
 @pytest.mark.parametrize("timeout", [None, 600])
