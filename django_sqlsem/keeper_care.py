@@ -8,13 +8,14 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from django_sqlsem import lent_threads, scopes, stops
+from django_sqlsem import scopes, stops
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.conf import config
 from django_sqlsem.deadlocks.watch import Watch
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.keeper import Keeper
+from django_sqlsem.lent_threads import LentThreads
 from django_sqlsem.reach import Reach
 from django_sqlsem.sessions import OwnSession
 
@@ -48,6 +49,7 @@ class CaringKeeper(Keeper):
         self._renewals_fail = False
         self._reach = Reach(self.alias)
         self._watch = Watch(self, self.break_off)
+        self._lent_threads = LentThreads(self, self.break_off)
         if isinstance(self.own, OwnSession):
             self.own.opened = self._opened
         #: When the beacon went out unasked, on the boot clock, and when to try to light it again.
@@ -135,20 +137,11 @@ class CaringKeeper(Keeper):
                 if hold.renew_at - 0.1 * hold.renewal_interval <= now:
                     renew.append(hold)
                 next_at = min(next_at, hold.renew_at, hold.deadline)
-        self._free_threads()
+        self._lent_threads.look()
         if renew:
             self._renew(renew)
             next_at = min([next_at, *(hold.renew_at for hold in renew)])
         self._scan_at = max(next_at, now + 0.02)
-
-    def _free_threads(self) -> None:
-        """Break off waits in threads which the holders need."""
-        holds = list(self.holds.values())
-        waiting = [hold for hold in holds if hold.state is State.QUEUED]
-        if waiting:
-            held = [hold for hold in holds if hold.state is State.HELD and not hold.releasing.locked()]
-            for hold, error in lent_threads.blocked(waiting, held):
-                self.break_off(hold, error)
 
     def _forgotten(self, hold: Hold) -> str:
         if hold.fenced:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 SENT_AGAIN_AS: Final = "sqlsem_sent_again_as"
 #: Django's own, and the backport for older versions of it.
 _LIBRARIES: Final = ("django.tasks", "django_tasks")
+#: So many tasks may run one inside another. What is older than as many was never said to have ended.
+DEEPEST: Final = 20
 #: Those whose signals are heard.
 _heard: set[str] = set()
 
@@ -161,13 +163,17 @@ def _on_finished(*, task_result: Any, **_: Any) -> None:
 
 
 def _without(result: Any) -> tuple[_Started, ...]:
-    """What has been started, up to this task: of what was in it, not every backend says that it ended."""
+    """What has been started, up to this task: of what was in it, not every backend says that it ended.
+
+    Of what has ended, the end may have been told in another context, such as a task's of the worker's event loop.
+    """
     before: list[_Started] = []
     for started in _started.get():
         if started.result.id == result.id:
             break
-        before.append(started)
-    return tuple(before)
+        if not started.ended:
+            before.append(started)
+    return tuple(before[-DEEPEST:])
 
 
 def _current() -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import dataclasses
 import json
 import signal
 
 import pytest
 
 from django_sqlsem import mutex, semaphore
+from django_sqlsem.contrib import tasks
 from django_sqlsem.contrib.celery import MAX_COUNTDOWN
 from django_sqlsem.contrib.tasks import SENT_AGAIN_AS
 from tests.databases import OutsideCounter, assert_nothing_held, held_rows
@@ -284,3 +287,19 @@ def test_workers_keep_to_the_slots(database, settings, path):
         assert client.ask(f"last({last!r})")["value"] == "counted"
         assert {client.ask(f"last({each!r})")["value"] for each in later} == {"counted"}
         assert (counter.peak, counter.current) == (2, 0)
+
+
+def test_tasks_whose_end_is_told_elsewhere_or_never_are_not_kept() -> None:
+    @dataclasses.dataclass
+    class Result:
+        id: str
+
+    def told() -> int:
+        for number in range(100):
+            result = Result(f"{number}")
+            tasks._on_started(task_result=result)
+            if number % 2:
+                contextvars.copy_context().run(tasks._on_finished, task_result=result)
+        return len(tasks._started.get())
+
+    assert contextvars.Context().run(told) <= tasks.DEEPEST + 1
