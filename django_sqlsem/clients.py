@@ -106,7 +106,10 @@ class CancelledClient:
         error, self._cancelled = self._cancelled, None
         if error is not None:
             _log(self._label, name, "its request was cancelled, as when the client has gone")
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback keeps this frame
 
 
 def client_of(call: Call) -> Client | None:

@@ -290,11 +290,9 @@ class Semaphore:
         return permit
 
     def _refuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
-        error = refusals.refusal(snapshot, timeout, self.kind, self.take, self.mode)
-        notices.refused(self, error, waited)
-        raise error
+        # In no variable: the error's traceback keeps the frames, which would keep the error.
+        raise notices.refused(self, refusals.refusal(snapshot, timeout, self.kind, self.take, self.mode), waited)
 
     async def _arefuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
-        error = refusals.refusal(snapshot, timeout, self.kind, self.take, self.mode)
-        await notices.arefused(self, error, waited)
-        raise error
+        make = refusals.refusal
+        raise await notices.arefused(self, make(snapshot, timeout, self.kind, self.take, self.mode), waited)

@@ -29,9 +29,11 @@ class Taken:
         self.permit: Permit | None = None
         self.left: Permit | None = None
         self.late = late
+        #: Why there is no permit. It is kept here alone: if it is raised, its traceback keeps the frames it passes.
+        self.refusal: AcquireTimeoutError | None = None
 
-    def acquire(self, semaphore: Semaphore, call: Call) -> AcquireTimeoutError | None:
-        """Take a permit, or return why there is none."""
+    def acquire(self, semaphore: Semaphore, call: Call) -> bool:
+        """Take a permit, or note why there is none. Return whether there is one."""
         try:
             semaphore = ranked(semaphore, call)
             timeout = timeout_for(semaphore, call)
@@ -42,17 +44,17 @@ class Taken:
                 self.permit = dataclasses.replace(semaphore, client=client).acquire(timeout=timeout)
                 client.check(semaphore.name)  # granted at the very moment of leaving: it goes back
         except AcquireTimeoutError as error:
-            return error
-        return None
+            self.refusal = error
+        return self.refusal is None
 
-    async def aacquire(self, semaphore: Semaphore, call: Call) -> AcquireTimeoutError | None:
-        """Take a permit, or return why there is none."""
+    async def aacquire(self, semaphore: Semaphore, call: Call) -> bool:
+        """Take a permit, or note why there is none. Return whether there is one."""
         try:
             semaphore = ranked(semaphore, call)
             self.permit = await semaphore.aacquire(timeout=timeout_for(semaphore, call))
         except AcquireTimeoutError as error:
-            return error
-        return None
+            self.refusal = error
+        return self.refusal is None
 
     def leave_to_stream(self, response: Any, request: HttpRequest | None) -> None:
         """If the response is a stream, let the permit be given back when it, or what replaces it, is closed."""
@@ -87,6 +89,7 @@ class Taken:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self.refusal = None
         if self.permit is not None:
             if self.late:
                 at_transaction_end(None, self.permit._close)
@@ -98,6 +101,7 @@ class Taken:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        self.refusal = None
         if self.permit is not None:
             await self.permit._afinish()
             self.permit = None

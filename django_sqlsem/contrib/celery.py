@@ -50,7 +50,10 @@ class CeleryTask:
 
     def retry(self, retry_after: int, error: Exception) -> SentAgain:
         """Send the task again; the exception tells the worker so."""
-        return SentAgain(exception=retry(self.task, retry_after, error))
+        try:
+            return SentAgain(exception=retry(self.task, retry_after, error))
+        finally:
+            del error  # if it is raised, its traceback keeps this frame
 
 
 def running(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> CeleryTask | None:
@@ -95,8 +98,13 @@ def retry(task: Any, retry_after: int, error: Exception) -> Retry:
             extra={"semaphore": getattr(error, "name", ""), "what": "retry_not_sent", "task_id": request.id},
         )
         if not task.acks_late:
-            raise error from unsent
+            try:
+                raise error from unsent
+            finally:
+                del error  # its traceback keeps this frame
         time.sleep(PAUSE)  # the broker will deliver it at once
         raise Reject(unsent, requeue=True) from unsent
     when: Any = countdown
-    return Retry(exc=error.with_traceback(None), when=when, sig=message)
+    again = Retry(exc=error.with_traceback(None), when=when, sig=message)
+    again.args = again.args[1:]  # the first is itself: it would be garbage, with all the frames in its traceback
+    return again

@@ -54,6 +54,7 @@ def test_a_soft_limit_while_it_holds(prefork, name, path, alias):
     assert prefork.broker.send("work", path, name).get(timeout=60) == "work"
 
 
+@SOAK
 def test_a_soft_limit_while_it_waits_reaches_the_task(prefork, name, path):
     with held(name, total=1):
         result = prefork.broker.send("outer", path, name, 60, soft_time_limit=2)
@@ -76,6 +77,7 @@ def test_a_hard_limit_while_it_holds_and_while_it_waits(prefork, name, path):
     assert prefork.broker.send("work", path, name).get(timeout=60) == "work"
 
 
+@SOAK
 def test_revoked_with_terminate_while_it_holds_and_while_it_waits(prefork, name, path):
     result = prefork.broker.send("work", path, name, "slow", 60)
     wait_until(lambda: of(path, "begin"), timeout=60, what="it holds")

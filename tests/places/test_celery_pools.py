@@ -19,11 +19,19 @@ from tests.threads import wait_until
 
 __all__ = ["alias", "name", "path"]  # fixtures
 
-#: Those of the default run; the others are for `make soak`.
-_SMALL = (("rabbitmq", "prefork"), ("redis", "threads"))
-_OTHERS = [(broker, pool) for broker in ("rabbitmq", "redis") for pool in ("prefork", "threads", "solo", "gevent")]
-PLACES = [pytest.param(each, id="-".join(each)) for each in _SMALL]
-PLACES += [pytest.param(each, id="-".join(each), marks=pytest.mark.soak) for each in _OTHERS if each not in _SMALL]
+_PLACES = [(broker, pool) for broker in ("rabbitmq", "redis") for pool in ("prefork", "threads", "solo", "gevent")]
+
+
+def in_workers(*small: tuple[str, str]) -> Any:
+    """Have a test run in all places: these in the default run, and the others in `make soak`."""
+    places = [
+        pytest.param(each, id="-".join(each), marks=[] if each in small else pytest.mark.soak) for each in _PLACES
+    ]
+    return pytest.mark.parametrize("place", places, indirect=True, scope="module")
+
+
+EVERYWHERE = in_workers(("rabbitmq", "prefork"))
+LATER = in_workers()
 #: How a message looks that must look the same when it comes back.
 OPTIONS: dict[str, Any] = {
     "headers": {"x-sqlsem": "kept"},
@@ -36,7 +44,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=PLACES)
+@pytest.fixture(scope="module")
 def place(request: Any, alias: str) -> Iterator[SimpleNamespace]:
     """A worker."""
     broker, pool = request.param
@@ -103,6 +111,7 @@ def busy(place: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Si
     return SimpleNamespace(results=results, values=values, files=files, **seen)
 
 
+@EVERYWHERE
 def test_a_busy_task_comes_back_and_spends_nothing(busy):
     assert busy.values["plain"] == "work"  # max_retries=0
     assert [line["retries"] for line in of(busy.files["plain"], "begin")] == [0]
@@ -110,12 +119,14 @@ def test_a_busy_task_comes_back_and_spends_nothing(busy):
     assert busy.values["called"] == "called"  # max_retries=None
 
 
+@EVERYWHERE
 def test_while_it_is_away_its_state_is_retry_and_then_success(busy):
     assert busy.state == states.RETRY
     assert isinstance(busy.result, AcquireTimeoutError)
     assert busy.results["plain"].state == states.SUCCESS
 
 
+@EVERYWHERE
 def test_the_message_comes_back_as_it_was(busy, place):
     about = busy.values["about"]
     assert about["id"] == about["root_id"] == busy.results["about"].id
@@ -130,6 +141,7 @@ def test_the_message_comes_back_as_it_was(busy, place):
     assert about["override"] == "none"
 
 
+@EVERYWHERE
 def test_automatic_retries_neither_see_nor_count_it(busy):
     assert busy.values["auto"] == [1, 3]
     assert [line["retries"] for line in of(busy.files["auto"], "begin")] == [0, 1]
@@ -137,29 +149,34 @@ def test_automatic_retries_neither_see_nor_count_it(busy):
     assert len(of(busy.files["key"], "begin")) == 1
 
 
+@EVERYWHERE
 def test_retries_with_a_limit_of_their_own_are_counted_as_ever(busy):
     assert busy.values["own"] == 4
     assert [line["retries"] for line in of(busy.files["own"], "begin")] == [0, 1, 2, 3, 4]
 
 
+@EVERYWHERE
 def test_a_task_class_s_own_call_and_its_handlers(busy):
     assert [line["error"] for line in of(busy.files["called"], "on_retry")][:2] == ["AcquireTimeoutError"] * 2
     assert {line["retries"] for line in of(busy.files["called"], "on_retry")} == {0}
     assert len(of(busy.files["called"], "call")) == len(of(busy.files["called"], "retry")) + 1
 
 
+@EVERYWHERE
 def test_callbacks_run_once_when_it_has_run(busy):
     wait_until(lambda: of(busy.files["link"], "link"), timeout=60, what="the callback")
     assert [line["result"] for line in of(busy.files["link"], "link")] == ["work"]
     assert [line["what"] for line in lines(busy.files["link"])][-3:] == ["begin", "end", "link"]
 
 
+@EVERYWHERE
 def test_raise_fails_the_task_and_tells_its_errback(busy):
     assert isinstance(busy.values["raise"], AcquireTimeoutError)
     wait_until(lambda: of(busy.files["raise"], "errback"), timeout=60, what="the errback")
     assert [line["error"] for line in of(busy.files["raise"], "errback")] == ["AcquireTimeoutError"]
 
 
+@EVERYWHERE
 def test_chains_groups_and_chords_end_once(busy):
     assert busy.values["chain"] == [1, 2]
     assert sorted(busy.values["group"]) == ["a", "b"]
@@ -168,15 +185,18 @@ def test_chains_groups_and_chords_end_once(busy):
     assert len(of(busy.files["chord"], "begin")) == 2
 
 
+@EVERYWHERE
 def test_a_task_that_puts_another_in_its_place(busy):
     assert busy.values["replaced"] == "in its place"
     assert [line["word"] for line in of(busy.files["replaced"], "begin")] == ["replaced", "in its place"]
 
 
+@EVERYWHERE
 def test_a_task_whose_result_is_ignored_runs_once(busy):
     assert len(of(busy.files["ignored"], "begin")) == 1
 
 
+@LATER
 def test_bodies_that_another_task_runs_wait_instead(place, name, path):
     """``starmap`` and ``chunks`` call the task: nothing would come back, so it waits as any call does."""
     starmap = place.broker.app.signature(
@@ -190,6 +210,7 @@ def test_bodies_that_another_task_runs_wait_instead(place, name, path):
     assert of(path, "retry") == []
 
 
+@LATER
 def test_a_busy_task_that_expires_is_revoked(place, name, path):
     with held(name, total=1):
         result = place.broker.send("work", path, name, expires=6)
@@ -201,6 +222,7 @@ def test_a_busy_task_that_expires_is_revoked(place, name, path):
     assert len(of(path, "begin")) == 1
 
 
+@EVERYWHERE
 def test_a_busy_task_can_be_revoked(place, name, path):
     with held(name, total=1):
         result = place.broker.send("work", path, name)
@@ -211,6 +233,7 @@ def test_a_busy_task_can_be_revoked(place, name, path):
     assert of(path, "begin") == []
 
 
+@LATER
 def test_a_countdown_of_the_sender_s(place, name, path):
     with held(name, total=1):
         result = place.broker.send("work", path, name, countdown=1)
@@ -218,6 +241,7 @@ def test_a_countdown_of_the_sender_s(place, name, path):
     assert result.get(timeout=60) == "work"
 
 
+@in_workers(("rabbitmq", "prefork"), ("redis", "prefork"))
 def test_never_more_than_slots(place, name, path):
     results = [place.broker.send("two", path, name, f"{nth}", 0.2) for nth in range(8)]
     assert sorted(result.get(timeout=120) for result in results) == [f"{nth}" for nth in range(8)]
@@ -226,6 +250,7 @@ def test_never_more_than_slots(place, name, path):
     assert place.pool == "solo" or len({(line["pid"], line["thread"]) for line in of(path, "begin")}) > 1
 
 
+@EVERYWHERE
 def test_who_was_refused_first_is_served_first(place, name, path):
     if place.pool != "prefork":
         pytest.skip("those who wait in one process are served as they came to it")

@@ -108,6 +108,7 @@ def test_a_greenlet_that_keeps_the_processor_loses_its_permit_and_is_told(alias,
         worker.stop()
 
 
+@pytest.mark.soak
 def test_gunicorn_s_gevent_worker(alias, committed_counter):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -200,11 +201,12 @@ say(" ".join(sorted(each.id for each in checks.run_checks() if each.id in ("sqls
     ("library", "patch", "said", "checks"),
     [
         pytest.param("gevent.monkey", "gevent.monkey.patch_all()", "held", "none", marks=pytest.mark.soak),
-        (
+        pytest.param(
             "gevent.monkey",
             "gevent.monkey.patch_socket()",
             "ImproperlyConfigured Locks can't be taken here: gevent has patched only a part",
             "sqlsem.E008",
+            marks=pytest.mark.soak,
         ),
         ("eventlet", "eventlet.monkey_patch()", "ImproperlyConfigured Locks can't be taken under ev", "sqlsem.E008"),
     ],
