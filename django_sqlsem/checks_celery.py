@@ -107,7 +107,10 @@ def check_celery(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Iter
 
 def pool_messages(pool: str, alias: str) -> Iterable[checks.CheckMessage]:
     """Yield what does not suit greenlets: those of Celery's pool, or of this very interpreter."""
-    connection = connections[alias]
+    try:
+        connection = connections[alias]
+    except ImproperlyConfigured:  # a driver that is not there: sqlsem.E003, or Django's own words
+        return
     if why := greenlets.refusal(pool, connection.vendor, alias):
         yield checks.Error(why, hint="See docs/checks.md#sqlseme008.", id="sqlsem.E008")
     elif slow := greenlets.reproach(pool, connection):

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from django.test import RequestFactory
 
-from django_sqlsem import busy_log, semaphore
+from django_sqlsem import busy_log, lifecycle, semaphore
 from django_sqlsem.busy import Busy
 from django_sqlsem.busy_log import IN_FULL, NAMES, SECONDS, log_busy, log_rest
-from django_sqlsem.keepers import all_keepers
 from django_sqlsem.models import MinuteRow
 from django_sqlsem.naming import resource_for
 from tests.processes import Child
@@ -104,9 +103,7 @@ def test_the_history_counts_what_the_log_leaves_out(database: str, clock: Clock,
 
 
 def refusals_in_history(database: str) -> int:
-    for keeper in all_keepers():
-        if keeper.alias == database:
-            keeper.end_history()
+    lifecycle.stop_all()  # what is noted is written
     key = resource_for("flooded", "").key
     return sum(row.turned_away for row in MinuteRow.objects.using(database).filter(key=key))
 
