@@ -228,6 +228,9 @@ def test_pools_and_persistent_connections(committed: None) -> None:
         assert levels(seen, "D009") == ["note"]
         if importlib.util.find_spec("psycopg_pool") is None:
             assert "Error loading psycopg_pool" in of(seen, "D001")[-1][1]
+        else:
+            connections["other"].close()
+            connections["other"].close_pool()
     with known("other", settings | {"CONN_MAX_AGE": None}):
         ((level, text),) = of(found("other"), "D009")
         assert (level, "persistent" in text) == ("ok", True)
