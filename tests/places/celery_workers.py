@@ -17,6 +17,7 @@ from typing import Any, Self
 import pytest
 from celery import Celery
 from django.conf import settings
+from django.test import override_settings
 
 from tests.databases import ROOT, child_environment, covered
 from tests.processes import is_alive
@@ -209,12 +210,11 @@ def alias(django_db_setup: None, django_db_blocker: Any) -> Any:
     from django_sqlsem import lifecycle
     from tests import databases
 
-    with django_db_blocker.unblock():
-        before, settings.SQLSEM = settings.SQLSEM, {"DATABASE": lock_alias()}
+    # Not by assignment, of which nobody is told: the library remembers what tests before this module had it read.
+    with django_db_blocker.unblock(), override_settings(SQLSEM={"DATABASE": lock_alias()}):
         try:
             yield lock_alias()
         finally:
-            settings.SQLSEM = before
             lifecycle.stop_all()
             databases.delete_rows(lock_alias())
             connections.close_all()
