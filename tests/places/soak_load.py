@@ -143,6 +143,8 @@ class Trouble:
         self.done: Counter[str] = Counter()
         self.kills: list[Kill] = []
         self.problems: list[BaseException] = []
+        #: The processes that stood still, and until when, by the host's wall clock.
+        self.stood_still: list[tuple[int, float]] = []
         self._programs, self._runs, self._slots, self._pause, self._lease = programs, runs, slots, pause, lease
         self._brief = brief
         self._stop = threading.Event()
@@ -214,11 +216,13 @@ class Trouble:
                 os.kill(pid, signal.SIGKILL)
 
     def _pause_someone(self) -> None:
-        """For much less than a lease, so that nobody loses what he holds."""
+        """For much less than a lease. Who has just been handed a slot, and stands still for 2 seconds, loses it."""
         places: list[Program | Runs] = [*self._programs.values(), self._runs]
         pids = random.choice(places).workers()
         if pids:
-            stopped_for(random.choice(pids), 0.3 + random.random() * 3)
+            pid = random.choice(pids)
+            stopped_for(pid, 0.3 + random.random() * 3)
+            self.stood_still.append((pid, time.time()))
 
     @property
     def is_over(self) -> bool:
