@@ -42,8 +42,7 @@ class Bell:
         self.channel = ""
         self._socket: socket.socket | None = None
         if prefix:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            listener.setblocking(False)  # unlike SOCK_NONBLOCK, which gevent's sockets pass over and wait
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
             try:
                 listener.bind(_address(prefix + process_id))
             except OSError:
@@ -80,9 +79,7 @@ def ring(channel: str, note: str) -> bool:
     if not channel.startswith(_PREFIX):
         return False
     if _ringer is None:
-        ringer = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        ringer.setblocking(False)
-        _ringer = ringer
+        _ringer = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
     try:
         _ringer.sendto(note.encode("ascii"), _address(channel))
     except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 import contextlib
 import logging
 import threading
@@ -87,7 +88,7 @@ class Keeper(KeeperBase):
         self.post(lambda: self._first_try(hold, once=timeout == 0))
         remaining = None if timeout in (None, 0) else timeout
         while True:
-            await hold.answered(future, remaining)
+            await asyncio.wait({future}, timeout=remaining)
             if self.settled(hold, future.done()):
                 return hold.state is State.HELD
             future = hold.prepare_future()

@@ -69,15 +69,13 @@ async def areleased(permit: Permit) -> None:
         await permit_released.asend_robust(type(semaphore), semaphore=semaphore, permit=permit, held=held(permit._hold))
 
 
-def refused(semaphore: Semaphore, error: AcquireTimeoutError, waited: float) -> AcquireTimeoutError:
-    """No slot was free in time. Return the error, to be raised."""
+def refused(semaphore: Semaphore, error: AcquireTimeoutError, waited: float) -> None:
+    """No slot was free in time."""
     if acquire_timed_out.heard:
         acquire_timed_out.send_robust(type(semaphore), semaphore=semaphore, error=error, waited=waited)
-    return error
 
 
-async def arefused(semaphore: Semaphore, error: AcquireTimeoutError, waited: float) -> AcquireTimeoutError:
-    """No slot was free in time for a coroutine. Return the error, to be raised."""
+async def arefused(semaphore: Semaphore, error: AcquireTimeoutError, waited: float) -> None:
+    """No slot was free in time for a coroutine."""
     if acquire_timed_out.heard:
         await acquire_timed_out.asend_robust(type(semaphore), semaphore=semaphore, error=error, waited=waited)
-    return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING
 from django_sqlsem import testmode
 from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.backends.counting import TOKENS
-from django_sqlsem.clocks import boot_now, stood_still
 from django_sqlsem.modes import EXCLUSIVE, RWLOCK, UPDATE, UPGRADE, WHOLE, WRITER
 from django_sqlsem.naming import ONE_SLOT
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState, grouped
@@ -29,10 +29,7 @@ class LocalName:
     declared: int
     operator_slots: int | None = None
     paused: bool = False
-    #: Claim, token, the boot clock at the grant, and for how long this process had stood still at the last renewal.
-    held: dict[int, tuple[Claim, int, float, float]] = field(default_factory=dict)
-    #: Tokens of those whose leases ran out.
-    expired: set[int] = field(default_factory=set)
+    held: dict[int, tuple[Claim, int, float]] = field(default_factory=dict)
     #: By whom permits were revoked, by token.
     revoked: dict[int, str] = field(default_factory=dict)
     #: By whom holders were asked to stop, by token.
@@ -53,26 +50,11 @@ class LocalName:
         return replace(
             self,
             held=dict(self.held),
-            expired=set(self.expired),
             revoked=dict(self.revoked),
             asked=dict(self.asked),
             handed=dict(self.handed),
             keeping_out=set(self.keeping_out),
         )
-
-    def expire(self) -> None:
-        """Free what was not renewed for a lease, as a test had this process stand still."""
-        for slot, (claim, token, _since, renewed) in list(self.held.items()):
-            if stood_still() - renewed >= claim.lease:
-                del self.held[slot]
-                self.expired.add(token)
-
-    def renew(self, permit_ids: Collection[str]) -> None:
-        """Let the leases of these permits begin anew."""
-        self.expire()
-        for slot, (claim, token, since, _renewed) in self.held.items():
-            if claim.permit_id in permit_ids:
-                self.held[slot] = (claim, token, since, stood_still())
 
     def wanted(self, claim: Claim) -> list[int]:
         """Return the slots that the claim would get now; none if it has to wait."""
@@ -111,8 +93,6 @@ class LocalOperator(BaseSemaphoreBackend):
     def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
         """Return snapshots ordered by name."""
         with self._lock:
-            for known in self._world().values():
-                known.expire()
             return [
                 SemaphoreSnapshot(
                     name,
@@ -129,8 +109,8 @@ class LocalOperator(BaseSemaphoreBackend):
             ]
 
     def _holder(self, known: LocalName, slot: int) -> HolderSnapshot:
-        claim, token, since, renewed = known.held[slot]
-        age, left = boot_now() - since, claim.lease - (stood_still() - renewed)
+        claim, token, since = known.held[slot]
+        age = time.monotonic() - since
         now = datetime.datetime.now(datetime.UTC)
         who = claim.holder
         return HolderSnapshot(
@@ -144,9 +124,9 @@ class LocalOperator(BaseSemaphoreBackend):
             label=who.label,
             user=who.user,
             acquired_at=now - datetime.timedelta(seconds=age),
-            expires_at=now + datetime.timedelta(seconds=left),
+            expires_at=now + datetime.timedelta(seconds=claim.lease),
             age=age,
-            lease_left=left,
+            lease_left=claim.lease,
             mode=claim.got,
             stop_by=known.asked.get(token, ""),
         )
@@ -174,7 +154,7 @@ class LocalOperator(BaseSemaphoreBackend):
                 return None
             claim = known.held[slot][0]
             by = known.asked.get(token, by)
-            for each, number, *_ in known.held.values():
+            for each, number, _since in known.held.values():
                 if each.permit_id == claim.permit_id or (each.got and claim.got):  # all that it has
                     known.asked.setdefault(number, by)
             snapshot = self._holder(known, slot)

@@ -17,7 +17,6 @@ from django.db.transaction import TransactionManagementError
 from django_sqlsem import testmode
 from django_sqlsem.backends import transaction_rows
 from django_sqlsem.exceptions import BackendError, DeadlockError
-from django_sqlsem.session_settings import sqlstate
 from django_sqlsem.sessions import backend_error
 
 if TYPE_CHECKING:
@@ -143,7 +142,8 @@ def number_of(error: Exception) -> str | int | None:
     code = getattr(cause, "sqlite_errorcode", None) or next(iter(cause.args), None)
     if isinstance(code, int):
         return code
-    return sqlstate(cause)
+    state = getattr(cause, "sqlstate", None)
+    return state if isinstance(state, str) else None
 
 
 class RowLocking(TransactionLocking):
