@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 SOAK_ARGS ?=
 # Test processes at once. Most tests wait more than they work.
-WORKERS ?= 3
+WORKERS ?= 4
 
 BIN := $(VENV)/bin
 DEV := $(VENV)/.installed-dev
@@ -16,13 +16,14 @@ ifdef DATABASE_URL
 export DATABASE_URL
 endif
 
-.PHONY: help deps test soak lint format migrations demo screenshots clean
+.PHONY: help deps test soak lint docs format migrations demo screenshots clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make test        run the tests                  PYTEST_ARGS='-k name'"
 	@echo "make soak        run the long tests             SOAK_ARGS='-k name'"
-	@echo "make lint        check style, types, layers and migrations"
+	@echo "make lint        check style, types, layers, migrations and the documentation"
+	@echo "make docs        build the site of the documentation in docs/_build/html"
 	@echo "make format      format the code"
 	@echo "make demo        run the example project        DATABASE_URL=postgres://...  DEMO_ARGS='--seconds 10'"
 	@echo "make screenshots take the pictures of docs/images again, with Chromium"
@@ -55,6 +56,10 @@ lint: $(DEV)
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
 	$(BIN)/python manage.py makemigrations --check --dry-run
+	$(MAKE) docs
+
+docs: $(DEV)
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs docs/_build/html
 
 format: $(DEV)
 	$(BIN)/python -m ruff check --fix .
@@ -71,4 +76,4 @@ screenshots: $(DEV)
 		EXAMPLE_VAR_DIR=$$folder $(BIN)/python manage.py screenshots
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -14,7 +14,8 @@ class SqlsemConfig(AppConfig):
 
     def ready(self) -> None:
         """Register the checks and the hooks that tests, forks and exits need."""
-        from django_sqlsem import checks, lifecycle
+        from django_sqlsem import calls, checks, lifecycle
 
         checks.register()
         lifecycle.install()
+        calls.listen()

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections, transaction
 from django.views.generic import View
+
+from django_sqlsem.view_chains import leads_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from django.http import HttpRequest
+
+
+#: What a request has while a decorated view's transactions are open.
+_OPEN: Final = "_sqlsem_atomic"
 
 
 class EveryAlias(set[str]):
@@ -36,6 +42,8 @@ def aliases_to_open(wrapper: Callable[..., Any], func: Callable[..., Any], reque
     """Return the aliases on which ``wrapper`` must open the transaction that the handler has left to it."""
     if isinstance(getattr(func, "_non_atomic_requests", None), EveryAlias):
         return []  # another semaphore's wrapper, further in, opens it: after that one's permit too
+    if _OPEN in request.__dict__:
+        return []  # another one, further out, has done so
     marked = _marks(request)
     if not isinstance(marked, EveryAlias):
         return []
@@ -43,25 +51,34 @@ def aliases_to_open(wrapper: Callable[..., Any], func: Callable[..., Any], reque
     return [alias for alias in _atomic_aliases() if alias not in refused]
 
 
-def opened_by_handler(func: Callable[..., Any], request: HttpRequest) -> bool:
-    """Is ``func`` a class-based view's handler, such as ``get()``, inside a transaction that Django has opened?
+def opened_around(wrapper: Callable[..., Any], func: Callable[..., Any], request: HttpRequest) -> bool:
+    """Is ``func`` a view's body inside a transaction of ``ATOMIC_REQUESTS`` that was opened further out?
 
-    Django looks for marks on ``dispatch()`` only. The permit of a mere helper that gets the request is no such case:
-    it ends with the helper.
+    Django looks for marks on what the URLconf has. It sees none on a class-based view's handler, such as ``get()``,
+    below a decorator that does not copy them, or below an API framework. The permit of a mere helper that gets the
+    request is no such case: it ends with the helper.
     """
-    if isinstance(_marks(request), EveryAlias):
+    if isinstance(_marks(request), EveryAlias) and _OPEN not in request.__dict__:
+        return False
+    if not any(connections[alias].in_atomic_block for alias in _atomic_aliases()):
         return False
     actions = getattr(request.resolver_match and request.resolver_match.func, "actions", None) or {}  # a ViewSet's
     handlers = {"dispatch", *View.http_method_names, *actions.values()}
-    return getattr(func, "__name__", "") in handlers and any(
-        connections[alias].in_atomic_block for alias in _atomic_aliases()
-    )
+    if getattr(func, "__name__", "") in handlers:
+        return True
+    view = getattr(request.resolver_match, "func", None)
+    return view is not None and (leads_to(view, wrapper) or leads_to(view, func))
 
 
 @contextlib.contextmanager
-def atomic(aliases: list[str]) -> Iterator[None]:
+def atomic(aliases: list[str], request: HttpRequest | None) -> Iterator[None]:
     """Open a transaction on each alias, nested as the handler nests them."""
+    if request is None or not aliases:
+        yield
+        return
     with contextlib.ExitStack() as stack:
+        request.__dict__[_OPEN] = True
+        stack.callback(request.__dict__.pop, _OPEN, None)
         for alias in reversed(aliases):
             stack.enter_context(transaction.atomic(using=alias))
         yield

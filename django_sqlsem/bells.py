@@ -42,7 +42,8 @@ class Bell:
         self.channel = ""
         self._socket: socket.socket | None = None
         if prefix:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            listener.setblocking(False)  # unlike SOCK_NONBLOCK, which gevent's sockets pass over and wait
             try:
                 listener.bind(_address(prefix + process_id))
             except OSError:
@@ -79,7 +80,9 @@ def ring(channel: str, note: str) -> bool:
     if not channel.startswith(_PREFIX):
         return False
     if _ringer is None:
-        _ringer = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        ringer = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        ringer.setblocking(False)
+        _ringer = ringer
     try:
         _ringer.sendto(note.encode("ascii"), _address(channel))
     except OSError:

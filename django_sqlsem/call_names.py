@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -123,7 +124,24 @@ class CallName:
 def describe(wrapper: Callable[..., Any], func: Callable[..., Any]) -> None:
     """Give ``wrapper`` the signature of ``func`` for those who don't follow ``__wrapped__``, such as Celery."""
     if not isinstance(func, functools.partial) and (signature := signature_of(func)) != _ANYTHING:
-        wrapper.__signature__ = signature  # type: ignore[attr-defined]
+        wrapper.__signature__ = _resolved(signature, func)  # type: ignore[attr-defined]
+
+
+def _resolved(signature: inspect.Signature, func: Callable[..., Any]) -> inspect.Signature:
+    """Evaluate annotations that are text: whoever reads them would look their names up in this library's modules.
+
+    What names something that is not there, or for type checkers only, stays text.
+    """
+    names = getattr(inspect.unwrap(func), "__globals__", {})
+
+    def value(annotation: object) -> object:
+        if isinstance(annotation, str):
+            with contextlib.suppress(Exception):
+                return eval(annotation, names)  # noqa: S307 - the project's own code, as inspect does
+        return annotation
+
+    parameters = [each.replace(annotation=value(each.annotation)) for each in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=value(signature.return_annotation))
 
 
 def signature_of(func: Callable[..., Any]) -> inspect.Signature:

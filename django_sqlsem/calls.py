@@ -1,4 +1,4 @@
-"""What kind of call a decorated function gets: a view's, a Celery task's, or any other."""
+"""What kind of call a decorated function gets: a view's, a task's, or any other."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import functools
 import importlib
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from django_sqlsem import conf, identity
 from django_sqlsem.name_templates import django_request, resolved_user
 from django_sqlsem.timeouts import Unset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from django.http import HttpRequest
@@ -32,6 +32,47 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class SentAgain:
+    """How a worker is told that its task was sent again: by an exception to raise, or else by a value to return."""
+
+    exception: Exception | None = None
+    value: Any = None
+    #: The id under which the task comes back, if it is a new one.
+    task_id: str = ""
+
+
+class RunningTask(Protocol):
+    """A task that a worker is running right now. ``contrib`` has one for each system of tasks."""
+
+    @property
+    def label(self) -> str:
+        """What operators are shown: ``task.name[task-id]``."""
+
+    @property
+    def id(self) -> str:
+        """The task's id, or an empty string if it has none."""
+
+    @property
+    def makes_queries(self) -> bool:
+        """Whether ``retry()`` makes queries of the project, so that a coroutine must call it in a thread."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        """A block in which the task's body runs: what calls the body again inside makes a plain call."""
+
+    def retry(self, retry_after: int, error: Exception) -> SentAgain:
+        """Send the task again, for about ``retry_after`` seconds later, as ``error`` refused it now."""
+
+
+#: The systems of tasks: the module that is loaded where one is in use, and ours that knows it. By name, because ours
+#: are in a higher layer, and theirs are never imported for their own sake.
+_SYSTEMS: Final = (
+    ("celery", "django_sqlsem.contrib.celery"),
+    ("django.tasks", "django_sqlsem.contrib.tasks"),
+    ("django_tasks", "django_sqlsem.contrib.tasks"),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One call of a decorated function."""
 
@@ -40,49 +81,57 @@ class Call:
     request: HttpRequest | None = None
     #: The request as the view got it.
     given: Any = None
-    #: The running Celery task.
-    task: Any = None
+    #: The running task.
+    task: RunningTask | None = None
 
     @property
     def label(self) -> str:
         """The work in a few words: ``GET /path`` or ``task.name[task-id]``; empty for other calls."""
         if self.request is not None:
             return f"{self.request.method} {self.request.path}"
-        return f"{self.task.name}[{self.task.request.id}]" if self.task is not None else ""
+        return self.task.label if self.task is not None else ""
 
     def activity(self) -> AbstractContextManager[None]:
         """Label the permits taken inside with this request or task."""
         if self.kind is Kind.PLAIN:
             return contextlib.nullcontext()
-        return identity.activity(self.label, _user_name(self.given, self.request))
+        labelled = identity.activity(self.label, _user_name(self.given, self.request))
+        return labelled if self.task is None else _both(labelled, self.task.entered())
 
 
 def classify(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Call:
     """Say what kind of call this is.
 
-    It is a view's if the first or second positional argument is a request, and a task's if a Celery worker is
-    running ``wrapper`` as the body of its current task.
+    It is a view's if the first or second positional argument is a request, and a task's if a worker of Celery or of
+    ``django.tasks`` is running ``wrapper`` as the body of its current task.
     """
     for arg in args[:2]:
         if (request := django_request(arg)) is not None:
             return Call(Kind.VIEW, request=request, given=arg)
-    if (task := running_task(wrapper)) is not None:
+    if (task := running_task(wrapper, args)) is not None:
         return Call(Kind.TASK, task=task)
     return Call(Kind.PLAIN)
 
 
-def running_task(wrapper: Callable[..., Any]) -> Any:
-    """Return the Celery task whose body is ``wrapper``, if a worker is running it right now, else ``None``."""
-    celery = sys.modules.get("celery")  # never imported for its own sake
-    task = getattr(celery, "current_task", None)
-    if not task or not is_body(task, wrapper) or task.request.called_directly or task.request.is_eager:
-        return None
-    return task._get_current_object()
+def running_task(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> RunningTask | None:
+    """Return the task whose body is ``wrapper``, if a worker is running it right now, else ``None``."""
+    for theirs, ours in _SYSTEMS:
+        if theirs in sys.modules:
+            task: RunningTask | None = importlib.import_module(ours).running(wrapper, args)
+            if task is not None:
+                return task
+    return None
 
 
-def is_body(task: Any, wrapper: Callable[..., Any]) -> bool:
-    """Is ``wrapper`` what the task runs, below whatever else decorates its ``run``?"""
-    pending = [getattr(task, "_orig_run", None), task.run]
+def listen() -> None:
+    """Hear of the tasks that start, if Django's are in use: nothing else tells what a worker is running."""
+    if "django.tasks" in sys.modules or "django_tasks" in sys.modules:
+        importlib.import_module("django_sqlsem.contrib.tasks").listen()
+
+
+def is_below(wrapper: Callable[..., Any], *functions: Any) -> bool:
+    """Is ``wrapper`` one of these functions, or what one of them runs below whatever else decorates it?"""
+    pending = list(functions)
     while pending:
         function = pending.pop()
         function = getattr(function, "__func__", function)
@@ -121,12 +170,10 @@ def policy_for(semaphore: Semaphore, call: Call) -> Any:
     return default if chosen is None or chosen == "retry" or isinstance(chosen, int) else chosen
 
 
-def retry_task(task: Any, retry_after: int, error: Exception) -> Exception:
-    """Send the task again for later; return the exception that tells the worker so."""
-    # By name, because everything that knows Celery lives in contrib, which is a higher layer.
-    celery_support: Any = importlib.import_module("django_sqlsem.contrib.celery")
-    retry: Exception = celery_support.retry(task, retry_after, error)
-    return retry
+@contextlib.contextmanager
+def _both(outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _user_name(given: object, request: HttpRequest | None) -> str:

@@ -10,7 +10,7 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from django_sqlsem import checks_celery, checks_mssql, testmode
+from django_sqlsem import checks_celery, checks_databases, checks_mssql, checks_views, testmode
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.conf import config
@@ -91,4 +91,10 @@ def _sqlite(alias: str) -> Iterable[checks.CheckMessage]:
         )
 
 
-_STATIC: Final = (check_settings, checks_mssql.check_settings, checks_celery.check_celery)
+_STATIC: Final = (
+    check_settings,
+    checks_databases.check_databases,
+    checks_mssql.check_settings,
+    checks_celery.check_celery,
+    checks_views.check_views,
+)

@@ -11,7 +11,9 @@ from django.apps import AppConfig
 from django.conf import settings
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
 
+from django_sqlsem import greenlets
 from django_sqlsem.backends import database_for
 from django_sqlsem.conf import Config, config
 
@@ -30,6 +32,8 @@ class Limits:
     #: After what time the broker delivers again what nobody has acknowledged.
     visibility: float | None = None
     acks_late: bool = False
+    #: Whose greenlets its workers use: ``gevent``, ``eventlet``, or nobody's.
+    pool: str = ""
 
     @property
     def shortest(self) -> float | None:
@@ -53,10 +57,23 @@ def limits() -> Limits | None:
         _seconds(found.get("task_time_limit")),
         _seconds(visibility),
         bool(found.get("task_acks_late")),
+        _pool(found),
     )
 
 
-_KEYS: Final = ("broker_url", "broker_transport_options", "task_soft_time_limit", "task_time_limit", "task_acks_late")
+_KEYS: Final = (
+    "broker_url",
+    "broker_transport_options",
+    "task_soft_time_limit",
+    "task_time_limit",
+    "task_acks_late",
+    "worker_pool",
+)
+
+
+def _pool(found: dict[str, Any]) -> str:
+    pool = greenlets.library() or str(found.get("worker_pool") or "").rpartition(".")[2].lower()
+    return pool if pool in ("gevent", "eventlet") else ""
 
 
 def _of_app() -> dict[str, Any]:
@@ -85,6 +102,23 @@ def check_celery(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Iter
     found = limits()
     if found is not None:
         yield from messages(found, ours, tasks.task_timeout)
+    yield from pool_messages(found.pool if found is not None else greenlets.library(), database_for(None))
+
+
+def pool_messages(pool: str, alias: str) -> Iterable[checks.CheckMessage]:
+    """Yield what does not suit greenlets: those of Celery's pool, or of this very interpreter."""
+    try:
+        connection = connections[alias]
+    except ImproperlyConfigured:  # a driver that is not there: sqlsem.E003, or Django's own words
+        return
+    if why := greenlets.refusal(pool, connection.vendor, alias):
+        yield checks.Error(why, hint="See docs/checks.md#sqlseme008.", id="sqlsem.E008")
+    elif slow := greenlets.reproach(pool, connection):
+        yield checks.Warning(
+            f"Locks of {alias!r} are taken under gevent: {slow}",
+            hint="See docs/checks.md#sqlsemw017.",
+            id="sqlsem.W017",
+        )
 
 
 def messages(found: Limits, ours: Config, task_timeout: float | None) -> Iterable[checks.CheckMessage]:

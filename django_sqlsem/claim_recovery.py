@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import time
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.core.exceptions import ValidationError
 
 from django_sqlsem.backends.owners import bury, standing
 from django_sqlsem.claim_rows import Ending, Outcome, Owner, let_go, owned
+from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _looked: dict[tuple[str, str], float] = {}
 
 def is_due(keeper: Keeper, key: str) -> bool:
     """Whether it is time to look again; counts as having looked."""
-    now, place = time.monotonic(), (keeper.alias, key)
+    now, place = boot_now(), (keeper.alias, key)
     # What is kept inside the process is looked at in no time.
     if not keeper.backend.process_local and now < _looked.get(place, 0.0):
         return False
@@ -54,7 +54,7 @@ def give_back_abandoned(keeper: Keeper, column: StatusColumn) -> list[Any]:
     if not rows:
         return []
     workers = len({row.slot for row in rows})
-    _looked[alias, resource.key] = time.monotonic() + min(SELDOM, LOOK_EVERY * max(1.0, workers / MANY))
+    _looked[alias, resource.key] = boot_now() + min(SELDOM, LOOK_EVERY * max(1.0, workers / MANY))
 
     def look() -> set[tuple[int, int]]:
         if not keeper.backend.released_on_disconnect:

@@ -18,6 +18,7 @@ from django_sqlsem.claim_recovery import give_back_abandoned
 from django_sqlsem.claim_rows import refuse_atomic
 from django_sqlsem.factories import semaphore
 from django_sqlsem.naming import validate_slots
+from django_sqlsem.schemas import is_per_tenant
 from django_sqlsem.wording import shown
 
 if TYPE_CHECKING:
@@ -121,5 +122,10 @@ def _alias(rows: QuerySet[Any], using: str | None) -> str:
             f"claim() needs the locks in the database of the rows, to write both in one transaction: the rows of "
             f"{rows.model._meta.label} are in {alias!r}, the locks in {locks!r}. Where {alias!r} has the lock tables "
             f"too, give using={alias!r}."
+        )
+    if is_per_tenant(connections[alias], rows.model._meta.app_label):
+        raise ImproperlyConfigured(
+            f"claim() can't take rows of {rows.model._meta.label}, which each tenant has in a schema of its own: claims"
+            " name rows by model and primary key, and would take those of another tenant for them."
         )
     return alias

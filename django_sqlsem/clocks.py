@@ -1,4 +1,4 @@
-"""The host's boot clock: it counts suspend, and no one can set it."""
+"""The host's boot clock: it counts suspend, and no one can set it. Tests move this process's reading of it ahead."""
 
 from __future__ import annotations
 
@@ -14,15 +14,44 @@ if _BOOTTIME is None and sys.platform == "darwin":  # pragma: no cover
     _BOOTTIME = time.CLOCK_MONOTONIC
 
 
+#: Seconds by which ``testing.clock()`` has moved this process ahead. It only grows: this clock never goes back.
+_ahead = 0.0
+#: How many of them the process stood still, so that nothing was renewed.
+_stood_still = 0.0
+
+
 def boot_now() -> float:
     """Seconds since the host booted, time spent suspended included."""
     if _BOOTTIME is None:  # pragma: no cover - Windows, whose monotonic clock counts sleep
-        return time.monotonic()
-    return time.clock_gettime(_BOOTTIME)
+        return time.monotonic() + _ahead
+    return time.clock_gettime(_BOOTTIME) + _ahead
 
 
 def boot_now_us() -> int:
     """Microseconds since the host booted, time spent suspended included."""
+    return host_now_us() + ahead_us()
+
+
+def ahead_us() -> int:
+    """By how many microseconds a test has moved this process ahead of its host; 0 outside of tests."""
+    return round(_ahead * 1e6)
+
+
+def stood_still() -> float:
+    """For how many seconds altogether a test had this process stand still; 0 outside of tests."""
+    return _stood_still
+
+
+def move(seconds: float, *, still: bool) -> None:
+    """Move this process ahead, for a test; ``still``: nothing ran meanwhile."""
+    global _ahead, _stood_still
+    _ahead += seconds
+    if still:
+        _stood_still += seconds
+
+
+def host_now_us() -> int:
+    """Microseconds since the host booted, the same for all its processes: the clock of a database that has none."""
     if _BOOTTIME is None:  # pragma: no cover - Windows
         return time.monotonic_ns() // 1000
     return time.clock_gettime_ns(_BOOTTIME) // 1000

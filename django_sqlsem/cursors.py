@@ -54,7 +54,12 @@ class Cursor:
 
 
 class _PostgreSQLCursor(Cursor):
+    _psycopg2 = False
+
     def _open(self, connection: BaseDatabaseWrapper) -> Any:
+        if not hasattr(connection.connection, "pgconn"):
+            self._psycopg2 = True
+            return connection.connection.cursor()
         import psycopg
 
         # A prepared statement belongs to a session, and behind a pooler the next one may be another's.
@@ -62,7 +67,10 @@ class _PostgreSQLCursor(Cursor):
         return psycopg.Cursor(connection.connection)
 
     def execute(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] | None = None) -> None:
-        self._raw.execute(sql, parameters, prepare=self._prepare and parameters is not None)
+        if self._psycopg2:
+            self._raw.execute(sql, parameters)
+        else:
+            self._raw.execute(sql, parameters, prepare=self._prepare and parameters is not None)
 
     def close(self) -> None:
         pass  # it has fetched everything; closing it would only mark it

@@ -11,11 +11,13 @@ from asgiref.sync import sync_to_async
 from django.http.response import HttpResponseBase
 
 from django_sqlsem import atomic_requests
-from django_sqlsem.busy import Busy, busy_response, log_busy, log_busy_response
+from django_sqlsem.busy import Busy
+from django_sqlsem.busy_answers import answer_view, refuse_answer
+from django_sqlsem.busy_log import log_busy, log_busy_response
 from django_sqlsem.call_names import CallName, describe
-from django_sqlsem.calls import Call, Kind, classify, policy_for, retry_task
-from django_sqlsem.exceptions import AcquireTimeoutError
-from django_sqlsem.ranks import step_aside
+from django_sqlsem.calls import Call, Kind, SentAgain, classify, listen, policy_for
+from django_sqlsem.clients import ClientGoneError, gone_response
+from django_sqlsem.ranks import hand_on, step_aside
 from django_sqlsem.taken import Taken
 from django_sqlsem.targets import is_async_dispatch, is_coroutine_function, refuse, refuse_skipped_view
 
@@ -38,6 +40,7 @@ def decorate(semaphore: Semaphore, func: F) -> F:
     if issubclass(descriptor, (staticmethod, classmethod)):
         return cast("F", descriptor(decorate(semaphore, cast("Any", func).__func__)))
     refuse(semaphore, func)
+    listen()
     decorated = _Decorated(semaphore, func)
     if inspect.isasyncgenfunction(func):
         wrapper = decorated.async_generator()
@@ -89,9 +92,8 @@ class _Decorated:
             call, taken = Call(Kind.PLAIN), Taken()
             try:
                 with taken:
-                    refusal = taken.acquire(self._named(args, kwargs), call)
-                    if refusal is not None:
-                        return self._answer(call, refusal)
+                    if not taken.acquire(self._named(args, kwargs), call):
+                        return self._answer(call, taken)
                     return (yield from self.func(*args, **kwargs))
             except BaseException:
                 taken.abandon()
@@ -107,9 +109,8 @@ class _Decorated:
             call, taken = Call(Kind.PLAIN), Taken()
             try:
                 async with taken:
-                    refusal = await taken.aacquire(await self._anamed(args, kwargs), call)
-                    if refusal is not None:
-                        await self._aanswer(call, refusal)
+                    if not await taken.aacquire(await self._anamed(args, kwargs), call):
+                        await self._aanswer(call, taken)
                         return
                     async with contextlib.aclosing(self.func(*args, **kwargs)) as inner:
                         step = inner.__anext__()
@@ -139,15 +140,14 @@ class _Decorated:
         semaphore, taken = self._named(args, kwargs), Taken(late)
         try:
             with call.activity(), taken:
-                refusal = taken.acquire(semaphore, call)
-                if refusal is not None:
-                    return self._answer(call, refusal)
-                with atomic_requests.atomic(aliases):
+                if not taken.acquire(semaphore, call):
+                    return self._answer(call, taken)
+                with atomic_requests.atomic(aliases, call.request):
                     result = self.func(*args, **kwargs)
                 if inspect.iscoroutine(result):
                     return taken.leave_to_coroutine(result)
                 if call.kind is Kind.VIEW:
-                    taken.leave_to_stream(result)
+                    taken.leave_to_stream(result, call.request)
                 return result
         except BaseException:
             taken.abandon()
@@ -163,14 +163,13 @@ class _Decorated:
         try:
             with call.activity():
                 async with taken:
-                    refusal = await taken.aacquire(semaphore, call)
-                    if refusal is not None:
-                        return await self._aanswer(call, refusal)
+                    if not await taken.aacquire(semaphore, call):
+                        return await self._aanswer(call, taken)
                     result = self.func(*args, **kwargs)
                     if inspect.isawaitable(result):
                         result = await result
                     if call.kind is Kind.VIEW:
-                        taken.leave_to_stream(result)
+                        taken.leave_to_stream(result, call.request)
                     return result
         except BaseException:
             taken.abandon()
@@ -182,7 +181,7 @@ class _Decorated:
             return [], False
         refuse_skipped_view(self.semaphore, self.func)
         aliases = atomic_requests.aliases_to_open(wrapper, self.func, call.request)
-        return aliases, atomic_requests.opened_by_handler(self.func, call.request)
+        return aliases, atomic_requests.opened_around(wrapper, self.func, call.request)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Semaphore:
         name = self.names.name(args, kwargs)
@@ -192,36 +191,53 @@ class _Decorated:
         name = await self.names.aname(args, kwargs)
         return self.semaphore if name == self.semaphore.name else self.semaphore._named(name)
 
-    def _answer(self, call: Call, refusal: AcquireTimeoutError) -> Any:
-        return self._logged(call, refusal, self._decide(call, refusal))
+    def _answer(self, call: Call, taken: Taken) -> Any:
+        if call.request is not None and isinstance(taken.refusal, ClientGoneError):
+            if self.semaphore.on_busy == "raise":
+                raise taken.refusal
+            return gone_response(call.request)
+        return self._logged(call, taken, self._decide(call, taken))
 
-    async def _aanswer(self, call: Call, refusal: AcquireTimeoutError) -> Any:
-        if call.request is not None and not callable(self.semaphore.on_busy):
-            # In a thread, because a project's own page and context processors may make queries.
-            answer = await sync_to_async(self._decide)(call, refusal)
+    async def _aanswer(self, call: Call, taken: Taken) -> Any:
+        queries = call.request is not None or (call.task is not None and call.task.makes_queries)
+        if queries and not callable(self.semaphore.on_busy):
+            # In a thread, because a project's own page and context processors may make queries, and so may a backend.
+            answer = await sync_to_async(self._decide)(call, taken)
         else:
-            answer = self._decide(call, refusal)
+            answer = self._decide(call, taken)
             if inspect.isawaitable(answer):
                 answer = await answer
-        return self._logged(call, refusal, answer)
+        return self._logged(call, taken, answer)
 
-    def _decide(self, call: Call, refusal: AcquireTimeoutError) -> Any:
+    def _decide(self, call: Call, taken: Taken) -> Any:
+        assert taken.refusal is not None  # noqa: S101
         policy = policy_for(self.semaphore, call)
         if policy == "retry":
-            refusal.retry_after = step_aside(self.semaphore, call, refusal)
-        about = Busy.from_error(refusal)
+            taken.refusal.retry_after = step_aside(self.semaphore, call, taken.refusal)
+        about = Busy.from_error(taken.refusal, call.request)
         if callable(policy):
             return policy(about)
         if policy == "raise":
-            raise refusal
-        if policy == "retry":
-            retry = retry_task(call.task, about.retry_after, refusal)
+            raise taken.refusal
+        if call.task is not None and policy == "retry":
+            sent = call.task.retry(about.retry_after, taken.refusal)
+            hand_on(self.semaphore, call, taken.refusal, sent.task_id)
             log_busy(about, call.label, "is sent again for later")
-            raise retry
-        return None if call.request is None else busy_response(about, call.request, policy)
+            try:
+                if sent.exception is not None:
+                    raise sent.exception
+                return sent
+            finally:
+                del sent  # the exception's traceback keeps this frame
+        return None if call.request is None else answer_view(about, call, policy)
 
-    def _logged(self, call: Call, refusal: AcquireTimeoutError, answer: Any) -> Any:
-        about = Busy.from_error(refusal)
+    def _logged(self, call: Call, taken: Taken, answer: Any) -> Any:
+        if isinstance(answer, SentAgain):
+            return answer.value
+        assert taken.refusal is not None  # noqa: S101
+        about = Busy.from_error(taken.refusal, call.request)
+        if call.request is not None and callable(self.semaphore.on_busy):
+            refuse_answer(answer, self.semaphore.on_busy, call, self.func)
         if call.request is not None and isinstance(answer, HttpResponseBase):
             log_busy_response(about, call.request, answer)
         else:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from django.db import connections
 from django.db.models import BooleanField, Expression
 from django.db.transaction import TransactionManagementError
 
 from django_sqlsem import transactions
+from django_sqlsem.backends.same_database import leads_to_locks
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError, PermitLostError
 from django_sqlsem.wording import shown
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from django_sqlsem.backends.base import Held
     from django_sqlsem.holds import Hold
     from django_sqlsem.permits import Permit
-
-_WHERE: Final = ("ENGINE", "HOST", "PORT", "NAME")
 
 
 class Fence:
@@ -121,8 +120,9 @@ def _refuse_elsewhere(connection: BaseDatabaseWrapper, hold: Hold) -> None:
     home = hold.keeper.alias
     if connection.alias == home:
         return
-    here, there = connection.settings_dict, connections[home].settings_dict
-    if any(str(here.get(key)) != str(there.get(key)) for key in _WHERE):
+    backend = hold.keeper.backend
+    ask = not backend.process_local and backend.supports_renewal
+    if not leads_to_locks(connection.alias, home, hold.keeper.work, hold.held, ask=ask):
         raise ValueError(
             f"The locks are on {home!r}, another database than {connection.alias!r}, whose transactions cannot be"
             " fenced with them: compare permit.token there, or keep the locks in that database."

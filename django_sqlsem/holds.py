@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
-import contextlib
 import dataclasses
 import enum
 import threading
@@ -13,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from django_sqlsem.answers import Awaited
 from django_sqlsem.backends.base import Claim, Grant, Held
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.snapshots import Loss, LossReason
@@ -47,14 +46,7 @@ def margin(lease: float) -> float:
     return min(1.0, lease / 20)
 
 
-def _taken_lock() -> threading.Lock:
-    """Return a lock to wait for: unlike an Event, a signal that raises in the waiter leaves it as it was."""
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
-class Hold:
+class Hold(Awaited):
     """One acquisition. The keeper and the arbiter know it by this record; the program has the ``Permit``.
 
     Fields are written by one side at a time: by the caller until it is queued, by the keeper until it is granted,
@@ -62,7 +54,7 @@ class Hold:
     """
 
     def __init__(self, keeper: Keeper, claim: Claim, *, max_hold: float | None, kept: bool = True) -> None:
-        self.keeper = keeper
+        super().__init__(keeper)
         self.claim = claim
         self.max_hold = max_hold
         #: Whether a grant is kept until it is released; else the caller takes it for good in a moment.
@@ -77,7 +69,6 @@ class Hold:
         self.deadline = 0.0
         self.renew_at = 0.0
         self.loss: Loss | None = None
-        self.error: BaseException | None = None
         self.renewal_error = ""
         #: The boot clock when the last statement was sent that found it still waiting, or made it wait.
         self.proved = 0.0
@@ -85,7 +76,6 @@ class Hold:
         self.abandoned = False
         self.settled = False  # whether the caller knows of its grant
         self.queued = False  # whether the caller waits for an answer
-        self.told = False
         self.released = False
         #: The caller's transactions that are fenced with it: until they end, it is not given back.
         self.fences: tuple[Fence, ...] = ()
@@ -104,13 +94,13 @@ class Hold:
         self.permit: Callable[[], Permit | None] = lambda: None
         self.owner: weakref.ref[Any] | None = None
         self.worker: weakref.ref[threading.Thread] | None = None
+        #: The thread that its caller blocks while it waits.
+        self.thread: weakref.ref[threading.Thread] | None = None
         self.scope: tuple[int, str, str] | None = None
         #: What its thread or task had taken when it asked.
         self.beside: tuple[weakref.ref[Hold], ...] = ()
         self._generation = _generation
         self._notified = threading.Lock()
-        self._unanswered = _taken_lock()
-        self._future: asyncio.Future[None] | None = None
 
     @property
     def permit_id(self) -> str:
@@ -134,6 +124,13 @@ class Hold:
         claim = self.claim
         asked = bool(self.stop_by)
         return Held(claim.permit_id, claim.resource, self.grant, self.keeper.presence, claim.durable, claim.mode, asked)
+
+    @property
+    def overdue(self) -> str:
+        """Says in words that it is held for longer than it may be; else empty."""
+        if self.max_hold is None or boot_now() - self.granted_at <= self.max_hold:
+            return ""
+        return f"held for longer than max_hold={self.max_hold:g} s"
 
     def patience(self, now: float) -> float | None:
         """For how many more seconds its caller waits; ``None``: for ever."""
@@ -209,47 +206,11 @@ class Hold:
         if self._notified.acquire(blocking=False):
             self.keeper.tell_lost(self)
 
-    # Waiting for the keeper's answer.
-
-    def take_error(self) -> BaseException:
-        """Return the error and forget it: its traceback keeps what its callers hold, and must be on no cycle."""
-        error, self.error = self.error, None
-        assert error is not None  # noqa: S101
-        return error
-
-    def prepare_future(self) -> asyncio.Future[None]:
-        """Let the running event loop be told; returns the future to wait for."""
-        self._future = asyncio.get_running_loop().create_future()
-        return self._future
-
     def rearm(self) -> None:
         """Forget a grant that came to nothing, and ask anew."""
         self.fresh_claim()
         self.state, self.grant, self.loss = State.NEW, None, None
         self.stop_by, self.stop_told = "", threading.Lock()
-        self.settled = self.queued = self.told = False
+        self.settled = self.queued = False
         self._notified = threading.Lock()
-        self._unanswered = _taken_lock()
-
-    def wait(self, timeout: float | None) -> bool:
-        """Block this thread until there is an answer. Return whether there is one."""
-        return self._unanswered.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
-
-    def answer(self, error: BaseException | None = None) -> None:
-        """Wake whoever waits: it was granted, or ``error`` happened. Called from any thread."""
-        self.error = error
-        self.told = True
-        with contextlib.suppress(RuntimeError):  # it was answered before
-            self._unanswered.release()
-        future = self._future
-        if future is None:
-            return
-
-        def resolve() -> None:
-            if not future.done():
-                future.set_result(None)
-
-        try:
-            future.get_loop().call_soon_threadsafe(resolve)
-        except RuntimeError:  # the loop was closed under its waiters: nobody will take the permit
-            self.keeper.abandon(self)
+        self.await_anew()

@@ -74,7 +74,7 @@ def printable(text: str, length: int) -> str:
 def current(label: str = "") -> HolderIdentity:
     """Return the identity of the calling thread and of the work it does."""
     doing = _activity.get()
-    label = label or (doing.label if doing else "") or _celery_label() or _command_line()
+    label = label or (doing.label if doing else "") or _task_label() or _command_line()
     return HolderIdentity(
         host=_host(),
         pid=os.getpid(),
@@ -88,6 +88,11 @@ def current(label: str = "") -> HolderIdentity:
 @functools.cache
 def _host() -> str:
     return printable(socket.gethostname(), 255)
+
+
+def _task_label() -> str:
+    tasks: Any = sys.modules.get("django_sqlsem.contrib.tasks")  # loaded where Django's tasks are in use
+    return _celery_label() or (tasks.label() if tasks is not None else "")
 
 
 def _celery_label() -> str:

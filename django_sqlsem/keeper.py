@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import asyncio
 import contextlib
 import logging
 import threading
@@ -88,7 +87,7 @@ class Keeper(KeeperBase):
         self.post(lambda: self._first_try(hold, once=timeout == 0))
         remaining = None if timeout in (None, 0) else timeout
         while True:
-            await asyncio.wait({future}, timeout=remaining)
+            await hold.answered(future, remaining)
             if self.settled(hold, future.done()):
                 return hold.state is State.HELD
             future = hold.prepare_future()

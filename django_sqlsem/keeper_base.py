@@ -162,6 +162,7 @@ class KeeperBase(abc.ABC):
 
     async def call(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the keeper's side, and return what it returns. It runs even if this task is cancelled."""
+        scopes.refuse_other_loops()
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def step() -> None:

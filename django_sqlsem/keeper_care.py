@@ -15,6 +15,7 @@ from django_sqlsem.deadlocks.watch import Watch
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.keeper import Keeper
+from django_sqlsem.lent_threads import LentThreads
 from django_sqlsem.reach import Reach
 from django_sqlsem.sessions import OwnSession
 
@@ -48,6 +49,7 @@ class CaringKeeper(Keeper):
         self._renewals_fail = False
         self._reach = Reach(self.alias)
         self._watch = Watch(self, self.break_off)
+        self._lent_threads = LentThreads(self, self.break_off)
         if isinstance(self.own, OwnSession):
             self.own.opened = self._opened
         #: When the beacon went out unasked, on the boot clock, and when to try to light it again.
@@ -103,6 +105,13 @@ class CaringKeeper(Keeper):
         due = [(now + delay, delay, resource, permit_id) for delay in DOUBTS]
         self.post(partial(self._doubts.extend, due))
 
+    def look_at_all(self) -> None:
+        """Look at everything at the next turn: the clock was moved. For the keeper's side."""
+        self._scan_at = 0.0
+        with self.queue_lock:
+            for arbiter in self.arbiters.values():
+                arbiter.look_soon()
+
     def _scan(self, now: float) -> None:
         """Look at everything that is held: what is lost, forgotten, stuck or to be renewed."""
         started = time.monotonic()
@@ -120,24 +129,25 @@ class CaringKeeper(Keeper):
                 continue  # its caller will find out that it slept through the grant, and try again
             elif hold.current_loss() is not None:
                 # Nothing to renew; the holder will release it, or forget it.
-                if self._forgotten(hold, now):
+                if self._forgotten(hold):
                     self.give_back(hold, self.own)
-            elif why := self._forgotten(hold, now):
+            elif why := self._forgotten(hold):
                 self.forget(hold, why)
             else:
                 if hold.renew_at - 0.1 * hold.renewal_interval <= now:
                     renew.append(hold)
                 next_at = min(next_at, hold.renew_at, hold.deadline)
+        self._lent_threads.look()
         if renew:
             self._renew(renew)
             next_at = min([next_at, *(hold.renew_at for hold in renew)])
         self._scan_at = max(next_at, now + 0.02)
 
-    def _forgotten(self, hold: Hold, now: float) -> str:
+    def _forgotten(self, hold: Hold) -> str:
         if hold.fenced:
             return ""  # somebody's transaction still counts on it
-        if hold.max_hold is not None and now - hold.granted_at > hold.max_hold:
-            return f"held for longer than max_hold={hold.max_hold:g} s"
+        if hold.overdue:
+            return hold.overdue
         if scopes.owner_is_gone(hold):
             return "the thread or task that took it has ended"
         if hold.permit() is None:  # a signal that raised in its finaliser has cut that short

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from django_sqlsem import testmode
+from django_sqlsem import busy_log, testmode
 from django_sqlsem.alarms import Alarm
 from django_sqlsem.arbiter import HEARTBEAT, Arbiter
 from django_sqlsem.backends.base import Grant, Granted
@@ -287,6 +287,7 @@ class ThreadKeeper(RecordingKeeper):
         if self._watch.next_at <= now and not (self.holds and boot_now() >= self._scan_at):
             self._watch.step(self._leisure(now))
         self.write_history(boot_now())
+        busy_log.log_rest()
 
 
 def _wake() -> None:

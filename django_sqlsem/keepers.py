@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from django.db import connections
+
+from django_sqlsem import greenlets
 from django_sqlsem.keeper_inline import InlineKeeper
 from django_sqlsem.keeper_thread import ThreadKeeper
 
@@ -25,6 +28,8 @@ def keeper_for(backend: BaseSemaphoreBackend) -> Keeper:
         with _keepers_lock:
             keeper = _keepers.get(id(backend))
             if keeper is None or keeper.backend is not backend:
+                if not backend.process_local:
+                    greenlets.refuse(connections[backend.alias])
                 keeper = InlineKeeper(backend) if backend.process_local else ThreadKeeper(backend)
                 _keepers[id(backend)] = keeper
     return keeper

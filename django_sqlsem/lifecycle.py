@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
-from django_sqlsem import backends, entries, holds, identity, keepers, scopes, sessions, sqlite_files, testmode
+from django_sqlsem import backends, busy_log, entries, holds, identity, keepers, sessions, sqlite_files, testmode
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def install() -> None:
 def stop_all() -> None:
     """Give back everything that this process holds and close the library's connections; later use starts anew."""
     keepers.stop_all()
+    busy_log.log_rest(everything=True)
 
 
 def _before_fork() -> None:
@@ -63,10 +64,11 @@ def _after_fork_in_child() -> None:
     sessions.after_fork_in_child()
     backends.after_fork()
     keepers.after_fork()
-    scopes.after_fork()
     entries.after_fork()
     identity.after_fork()
+    busy_log.after_fork()
     _stop_with_multiprocessing()
+    _stop_with_celery()
 
 
 def _stop_with_multiprocessing() -> None:
@@ -80,12 +82,24 @@ def _stop_with_multiprocessing() -> None:
     util.register_after_fork(stop_all, _finalise_with_multiprocessing)
 
 
+def _stop_with_celery() -> None:
+    # A child of Celery's prefork pool ends by os._exit() too, and tells only its signal.
+    signals: Any = sys.modules.get("celery.signals")
+    if signals is not None:
+        signals.worker_process_shutdown.connect(_stopped_by_celery, dispatch_uid="sqlsem_lifecycle")
+
+
+def _stopped_by_celery(**kwargs: Any) -> None:
+    stop_all()
+
+
 def _finalise_with_multiprocessing(*_: object) -> None:
     sys.modules["multiprocessing.util"].Finalize(None, stop_all, exitpriority=10)
 
 
 def _lose_flushed(using: str, **kwargs: Any) -> None:
     """A ``TransactionTestCase`` has emptied the tables: what it left held is nobody's any more."""
+    # Not with serialized_rollback or available_apps, which keep the signal from being sent: see the guard below.
     if testmode.active() and "plan" not in kwargs:  # a migration has a plan, a flush has none
         for keeper in keepers.all_keepers():
             if keeper.alias == using:
@@ -96,8 +110,17 @@ def _lose_flushed(using: str, **kwargs: Any) -> None:
 
 
 def _guard_test_database(connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
-    """Leave a test database before it is dropped: nobody may be connected to it then."""
-    creation: Any = connection.creation
+    """Leave a test database before it is dropped, as nobody may be connected to it then; hear of its being emptied."""
+    creation, ops, alias = connection.creation, connection.ops, connection.alias
+    if testmode.active() and "execute_sql_flush" not in vars(ops):
+        flush = ops.execute_sql_flush
+
+        def flush_and_lose(*args: Any, **kwargs: Any) -> Any:
+            flushed = flush(*args, **kwargs)
+            _lose_flushed(alias)
+            return flushed
+
+        vars(ops)["execute_sql_flush"] = flush_and_lose
     if not testmode.active() or hasattr(creation, "_sqlsem_guarded"):
         return
     destroy = creation.destroy_test_db
@@ -106,5 +129,4 @@ def _guard_test_database(connection: BaseDatabaseWrapper, **kwargs: Any) -> None
         stop_all()
         return destroy(*args, **kwargs)
 
-    creation._sqlsem_guarded = True
-    creation.destroy_test_db = leave_and_destroy
+    vars(creation).update(_sqlsem_guarded=True, destroy_test_db=leave_and_destroy)

@@ -69,13 +69,15 @@ async def areleased(permit: Permit) -> None:
         await permit_released.asend_robust(type(semaphore), semaphore=semaphore, permit=permit, held=held(permit._hold))
 
 
-def refused(semaphore: Semaphore, error: AcquireTimeoutError, waited: float) -> None:
-    """No slot was free in time."""
+def refused(semaphore: Semaphore, error: AcquireTimeoutError, waited: float) -> AcquireTimeoutError:
+    """No slot was free in time. Return the error, to be raised."""
     if acquire_timed_out.heard:
         acquire_timed_out.send_robust(type(semaphore), semaphore=semaphore, error=error, waited=waited)
+    return error
 
 
-async def arefused(semaphore: Semaphore, error: AcquireTimeoutError, waited: float) -> None:
-    """No slot was free in time for a coroutine."""
+async def arefused(semaphore: Semaphore, error: AcquireTimeoutError, waited: float) -> AcquireTimeoutError:
+    """No slot was free in time for a coroutine. Return the error, to be raised."""
     if acquire_timed_out.heard:
         await acquire_timed_out.asend_robust(type(semaphore), semaphore=semaphore, error=error, waited=waited)
+    return error

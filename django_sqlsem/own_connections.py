@@ -53,7 +53,7 @@ def _connection(alias: str, made: list[Any]) -> BaseDatabaseWrapper:
     settings: dict[str, Any] = copy.deepcopy(dict(connections[alias].settings_dict))
     backend: Any = load_backend(settings["ENGINE"])
     session_settings.adapt(settings, backend.DatabaseWrapper.vendor)
-    connection: BaseDatabaseWrapper = backend.DatabaseWrapper(settings, alias)
+    connection: BaseDatabaseWrapper = session_settings.without_pool(backend.DatabaseWrapper)(settings, alias)
     made.append(connection)
     connection.inc_thread_sharing()
     get_new_connection = connection.get_new_connection

@@ -1,4 +1,4 @@
-"""The rank of a Celery task that was refused: it keeps its place in the queue until it comes back.
+"""The rank of a task that was refused: it keeps its place in the queue until it comes back.
 
 A task that is away is never granted, so that no slot is idle for its sake. When it comes back it goes before all who
 came after its first try, and how soon it should come back follows from how many are before it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django_sqlsem import scopes
 from django_sqlsem.calls import Call, policy_for
@@ -28,7 +28,7 @@ def ranked(semaphore: Semaphore, call: Call) -> Semaphore:
     task_id = _task_id(call)
     if not task_id or policy_for(semaphore, call) != "retry":
         return semaphore
-    return dataclasses.replace(semaphore, rank=hashlib.sha256(task_id.encode()).hexdigest()[:32])
+    return dataclasses.replace(semaphore, rank=_ticket(task_id))
 
 
 def step_aside(semaphore: Semaphore, call: Call, refusal: AcquireTimeoutError) -> float:
@@ -52,11 +52,28 @@ def step_aside(semaphore: Semaphore, call: Call, refusal: AcquireTimeoutError) -
     try:
         return ranked(semaphore._named(snapshot.name), call)._step_aside(lambda before: retry_after(snapshot, before))
     except BackendError as error:  # the rank is a courtesy; the task comes back without it
-        extra = {"semaphore": snapshot.name, "what": "rank_not_kept", "task_id": task_id}
-        logger.debug("The rank of %s could not be kept: %s", call.label, error, extra=extra)
+        _not_kept(call, snapshot.name, task_id, error)
         return refusal.retry_after
 
 
+def hand_on(semaphore: Semaphore, call: Call, refusal: AcquireTimeoutError, task_id: str) -> None:
+    """Let a task that comes back under another id have the rank that was kept for this one."""
+    if refusal._snapshot is None or not task_id or not _task_id(call) or scopes.in_event_loop():
+        return
+    try:
+        ranked(semaphore._named(refusal.name), call)._hand_rank_on(_ticket(task_id))
+    except BackendError as error:
+        _not_kept(call, refusal.name, task_id, error)
+
+
+def _ticket(task_id: str) -> str:
+    return hashlib.sha256(task_id.encode()).hexdigest()[:32]
+
+
+def _not_kept(call: Call, name: str, task_id: str, error: BackendError) -> None:
+    extra = {"semaphore": name, "what": "rank_not_kept", "task_id": task_id}
+    logger.debug("The rank of %s could not be kept: %s", call.label, error, extra=extra)
+
+
 def _task_id(call: Call) -> str:
-    request: Any = getattr(call.task, "request", None)
-    return str(getattr(request, "id", None) or "")
+    return call.task.id if call.task is not None else ""

@@ -65,7 +65,10 @@ class Reach:
 
     def _listen(self, connection: BaseDatabaseWrapper, channel: str) -> None:
         raw: Any = connection.connection
-        raw.add_notify_handler(lambda note: self._notes.append(note.payload))
+        if hasattr(raw, "pgconn"):
+            raw.add_notify_handler(lambda note: self._notes.append(note.payload))
+        else:
+            raw.notifies = _Psycopg2Notes(self._notes)
         with connection.cursor() as cursor:
             cursor.execute(f'LISTEN "{channel}"')
         self._listening = raw
@@ -91,21 +94,19 @@ class Reach:
 
         Sets ``ended`` if the session has ended.
         """
-        notes, self._notes = self._notes, []
-        heard: list[Granted | str] = []
-        _read_into(heard, notes)
-        if self._bell is not None:
-            _read_into(heard, self._bell.heard())
         if self._listening is not None:
-            raw = self._listening
             try:
-                raw.pgconn.consume_input()
-                while (note := raw.pgconn.notifies()) is not None:
-                    _read_into(heard, [note.extra.decode()])
+                self._notes += _arrived(self._listening)
             except Exception as error:  # noqa: BLE001 - of the driver: the session has ended
                 logger.debug("The keeper's session of %r has ended: %s", self.alias, error)
                 self._listening = None
                 self.ended = True
+        notes = self._notes[:]
+        del self._notes[: len(notes)]
+        heard: list[Granted | str] = []
+        _read_into(heard, notes)
+        if self._bell is not None:
+            _read_into(heard, self._bell.heard())
         return heard
 
     @property
@@ -144,6 +145,26 @@ class Reach:
             self._bell.close()
         if self.beacon is not None:
             self.beacon.after_fork()
+
+
+class _Psycopg2Notes:
+    """Where psycopg2 leaves the server's words as they come in."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+
+    def append(self, note: Any) -> None:
+        """Keep what was said."""
+        self._notes.append(note.payload)
+
+
+def _arrived(raw: Any) -> list[str]:
+    """Read what has come in without a statement, and return it; psycopg2 puts it where it is told to."""
+    if not hasattr(raw, "pgconn"):
+        raw.poll()
+        return []
+    raw.pgconn.consume_input()
+    return [note.extra.decode() for note in iter(raw.pgconn.notifies, None)]
 
 
 def _read_into(heard: list[Granted | str], notes: list[str]) -> None:

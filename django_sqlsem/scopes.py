@@ -9,6 +9,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from asgiref.sync import AsyncToSync
 from django.core.exceptions import SynchronousOnlyOperation
 
 from django_sqlsem.exceptions import AlreadyHeldError
@@ -25,7 +26,6 @@ _task: contextvars.ContextVar[weakref.ref[asyncio.Task[Any]] | None] = contextva
 )
 #: Whom tests let hold something, instead of themselves.
 _stranger: contextvars.ContextVar[Stranger | None] = contextvars.ContextVar("sqlsem_stranger", default=None)
-_held: dict[tuple[int, str, str], Hold] = {}
 #: What this flow of control took: a task, and what it calls in threads. Of a parent task's, a child knows but the past.
 _taken: contextvars.ContextVar[tuple[weakref.ref[Hold], ...]] = contextvars.ContextVar("sqlsem_taken", default=())
 _followed: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
@@ -46,17 +46,15 @@ def as_stranger() -> Iterator[None]:
         _stranger.reset(reset)
 
 
-def after_fork() -> None:
-    """A forked child holds nothing."""
-    _held.clear()
-
-
 def current_owner() -> Any:
-    """Return the running task, or the task that called into this thread, or else the thread."""
+    """Return the running task, or the task that called into this thread, or else the thread.
+
+    A task that ``async_to_sync`` made works for the thread that called it, and ends with that call.
+    """
     stranger = _stranger.get()
     if stranger is not None:
         return stranger
-    task = _running_task()
+    task, thread = _running()
     if task is not None:
         _task.set(weakref.ref(task))
         return task
@@ -64,7 +62,7 @@ def current_owner() -> Any:
     caller = carried() if carried else None
     if caller is not None and not caller.done():
         return caller
-    return threading.current_thread()
+    return thread
 
 
 def enter(owner: Any, alias: str, hold: Hold) -> None:
@@ -82,39 +80,43 @@ def enter(owner: Any, alias: str, hold: Hold) -> None:
                 f"{'task' if isinstance(owner, asyncio.Task) else 'thread'} (slot {numbers(slots)})."
             )
     if isinstance(owner, asyncio.Task):
-        if _running_task() is not owner:
-            hold.worker = weakref.ref(threading.current_thread())
+        task, thread = _running()
+        if task is not owner:
+            hold.worker = weakref.ref(thread)
         elif owner not in _followed:
             _followed.add(owner)
             owner.add_done_callback(_hand_over)
+    if not in_event_loop():
+        hold.thread = weakref.ref(threading.current_thread())
     hold.owner = weakref.ref(owner)
     hold.scope = scope
     if flow:
         hold.beside = beside(owner, flow)
-    _held[scope] = hold
     _taken.set((*(weakref.ref(taken) for taken in flow), weakref.ref(hold)))
 
 
 def taken_by(owner: Any, alias: str, key: str) -> list[Hold]:
     """Return what ``owner`` has taken of one name, and this flow of control knows of."""
     scope = (id(owner), alias, key)
-    if isinstance(owner, asyncio.Task):
-        # Threads that work for one task side by side share its name, but are not inside one another.
-        found = [taken for taken in taken_here() if taken.scope == scope]
-    else:
-        found = [_held[scope]] if scope in _held else []
+    # Threads that work for one task side by side share its name, but are not inside one another; nor are the tasks
+    # for which one thread works in turn, if one of them still has what the thread took for it.
+    found = [taken for taken in taken_here() if taken.scope == scope]
     return [hold for hold in found if hold.owner is not None and hold.owner() is owner]
 
 
 def taken_here() -> list[Hold]:
     """Return what this flow of control has taken and not given back, oldest first."""
     holds = [ref() for ref in _taken.get()]
-    return [hold for hold in holds if hold is not None and not hold.releasing.locked() and not hold.abandoned]
+    return [hold for hold in holds if hold is not None and not _is_over(hold)]
 
 
 def beside(owner: Any, flow: Iterable[Hold]) -> tuple[weakref.ref[Hold], ...]:
     """Return what of ``flow`` is the owner's own: of its parent's, a child task gives nothing back."""
     return tuple(weakref.ref(hold) for hold in flow if hold.owner is not None and hold.owner() is owner)
+
+
+def _is_over(hold: Hold) -> bool:
+    return hold.foreign or hold.releasing.locked() or hold.abandoned
 
 
 def is_held(hold: Hold) -> bool:
@@ -127,9 +129,7 @@ def is_held(hold: Hold) -> bool:
 
 def leave(hold: Hold) -> None:
     """The hold no longer belongs to anyone's thread or task."""
-    scope, hold.scope, hold.owner = hold.scope, None, None
-    if scope is not None and _held.get(scope) is hold:
-        _held.pop(scope, None)
+    hold.scope = hold.owner = None
 
 
 def owner_is_gone(hold: Hold) -> bool:
@@ -168,11 +168,28 @@ def refuse_event_loop(
         raise SynchronousOnlyOperation(message)
 
 
-def _running_task() -> asyncio.Task[Any] | None:
+def refuse_other_loops() -> None:
+    """Asynchronous calls are answered through an event loop of asyncio. Raises ``RuntimeError`` where none runs."""
+    if not in_event_loop():
+        raise RuntimeError(
+            "A semaphore's asynchronous calls need a running event loop of asyncio: asyncio.run(), uvloop, an ASGI "
+            "server, async_to_sync(), or anyio with its asyncio backend. Under trio, call the synchronous ones in "
+            "a thread, by `await trio.to_thread.run_sync(semaphore.acquire)`."
+        )
+
+
+def _running() -> tuple[asyncio.Task[Any] | None, threading.Thread]:
+    """Return the task that runs, if one does on its own account, and the thread that stands behind this code."""
     try:
-        return asyncio.current_task()
+        task = asyncio.current_task()
     except RuntimeError:
-        return None
+        task = None
+    thread = threading.current_thread()
+    if task is None or not getattr(task.get_coro(), "__qualname__", "").startswith(AsyncToSync.__qualname__ + "."):
+        return task, thread
+    # The thread lends itself, while it waits, to what the coroutine has to run in it: that tells which one it is.
+    waiting = getattr(getattr(AsyncToSync.executors, "current", None), "_work_thread", None)
+    return (None, waiting) if isinstance(waiting, threading.Thread) else (task, thread)
 
 
 def _hand_over(task: asyncio.Task[Any]) -> None:

@@ -28,6 +28,7 @@ from django_sqlsem.upgrades import UpgradablePermit
 
 if TYPE_CHECKING:
     from django_sqlsem.busy import OnBusy
+    from django_sqlsem.clients import Client
     from django_sqlsem.keeper import Keeper
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -66,6 +67,8 @@ class Semaphore:
     rank: str = dataclasses.field(default="", repr=False)
     #: The decorator's name before a call's arguments filled it in: ``sync:{request.user.pk}``. Empty for any other.
     template: str = dataclasses.field(default="", repr=False, compare=False)
+    #: Whom the view would answer that asks; set by the decorator. Once they have gone, nobody waits.
+    client: Client | None = dataclasses.field(default=None, repr=False, compare=False)
 
     #: Whether nobody else may leave a block than who entered it, as long as they are there.
     _left_by_its_own: ClassVar[bool] = False
@@ -195,6 +198,11 @@ class Semaphore:
         keeper = self._keeper()
         return keeper.backend.step_aside(keeper.session_here(), self._claim(keeper), estimate)
 
+    def _hand_rank_on(self, heir: str) -> None:
+        """Let ``heir`` have the rank that was kept for a task that was refused."""
+        keeper = self._keeper()
+        keeper.backend.hand_rank_on(keeper.session_here(), self._claim(keeper), heir)
+
     def _seconds(self, timeout: Seconds | Unset | None) -> float | None:
         if isinstance(timeout, Unset):
             timeout = self.timeout
@@ -210,6 +218,7 @@ class Semaphore:
         keeper = self._keeper()
         claim = self._claim(keeper)
         hold = Hold(keeper, claim, max_hold=self.max_hold)
+        hold.client = self.client
         if self.on_lost is not None:
             hold.callbacks.append(self.on_lost)
         scopes.enter(scopes.current_owner(), keeper.alias, hold)
@@ -252,9 +261,12 @@ class Semaphore:
         except BaseException:
             keeper.abandon(hold)
             raise
+        if self.client is not None:
+            self.client.check(self.name)
         return None
 
     async def _aacquire(self, timeout: float | None) -> Permit | None:
+        scopes.refuse_other_loops()
         if refusals.forced_refusal(self.name):
             return None
         keeper, hold, permit = self._prepare()
@@ -268,25 +280,19 @@ class Semaphore:
         return None
 
     def _granted(self, permit: Permit) -> Permit:
-        self._apply_test(permit)
+        refusals.befall(permit._hold)
         notices.granted(permit)
         return permit
 
     async def _agranted(self, permit: Permit) -> Permit:
-        self._apply_test(permit)
+        refusals.befall(permit._hold)
         await notices.agranted(permit)
         return permit
 
-    def _apply_test(self, permit: Permit) -> None:
-        if refusals.lost or refusals.asked:
-            refusals.befall(permit._hold)
-
     def _refuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
-        error = refusals.refusal(snapshot, timeout, self.kind, self.take, self.mode)
-        notices.refused(self, error, waited)
-        raise error
+        # In no variable: the error's traceback keeps the frames, which would keep the error.
+        raise notices.refused(self, refusals.refusal(snapshot, timeout, self.kind, self.take, self.mode), waited)
 
     async def _arefuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
-        error = refusals.refusal(snapshot, timeout, self.kind, self.take, self.mode)
-        await notices.arefused(self, error, waited)
-        raise error
+        make = refusals.refusal
+        raise await notices.arefused(self, make(snapshot, timeout, self.kind, self.take, self.mode), waited)

@@ -31,7 +31,18 @@ _POSTGRESQL: Final = {
     "keepalives_count": 4,
     "tcp_user_timeout": 5000,
 }
+#: Packages whose engines take connections from a pool of their own, and the options of such.
+_POOLS: Final = ("django_db_geventpool", "dj_db_conn_pool")
+_POOL_OPTIONS: Final = ("pool", "MAX_CONNS", "REUSE_CONNS")
 _MYSQL: Final = {"connect_timeout": 5, "read_timeout": ANSWER_TIMEOUT, "write_timeout": ANSWER_TIMEOUT}
+
+
+def without_pool(engine: type[BaseDatabaseWrapper]) -> type[BaseDatabaseWrapper]:
+    """Return the engine below one that pools: it would keep those waiting who want ours, and hand on our limits."""
+    bases = engine.__mro__
+    pooled = [index for index, each in enumerate(bases) if each.__module__.partition(".")[0] in _POOLS]
+    below = bases[pooled[-1] + 1 :] if pooled else bases
+    return next((each for each in below if hasattr(each, "get_new_connection") and hasattr(each, "vendor")), engine)
 
 
 def adapt(settings: dict[str, Any], vendor: str) -> None:
@@ -40,7 +51,8 @@ def adapt(settings: dict[str, Any], vendor: str) -> None:
     settings["ATOMIC_REQUESTS"] = False
     settings["AUTOCOMMIT"] = True
     if vendor == "postgresql":
-        options.pop("pool", None)  # a connection of our own, or two, outside the pool's count
+        for name in _POOL_OPTIONS:  # a connection of our own, or two, outside the pool's count
+            options.pop(name, None)
         for name, value in _POSTGRESQL.items():
             options.setdefault(name, value)
         from django.db.backends.postgresql.psycopg_any import IsolationLevel
@@ -90,8 +102,8 @@ def prepare(connection: BaseDatabaseWrapper) -> None:
                 cursor.execute(f"SET statement_timeout = {STATEMENT_TIMEOUT_MS}")
                 cursor.execute(f"SET idle_in_transaction_session_timeout = {IDLE_TRANSACTION * 1000}")
                 cursor.execute("SET default_transaction_isolation = 'read committed'")
-                # Django turns the driver's prepared statements off.
-                connection.connection.prepare_threshold = 5
+                if hasattr(connection.connection, "pgconn"):  # psycopg 3, where Django turns prepared statements off
+                    connection.connection.prepare_threshold = 5
                 # Everything here is looked up by a key: planned once, by index, also while the tables are still empty.
                 cursor.execute("SET plan_cache_mode = force_generic_plan")
                 cursor.execute("SET enable_seqscan = off")
@@ -121,6 +133,10 @@ _TRANSIENT_MYSQL: Final = {1205, 1213}
 _TRANSIENT_SQLITE: Final = {5, 6}  # SQLITE_BUSY, SQLITE_LOCKED
 _TRANSIENT_ORACLE: Final = {60, 8177}
 
+_READ_ONLY_SQLSTATE: Final = "25006"
+_READ_ONLY_MYSQL: Final = {1290, 1792, 1836}
+_READ_ONLY_SQLITE: Final = 8  # SQLITE_READONLY
+
 _DISCONNECT_MYSQL: Final = {0, 1053, 1927, 2006, 2013, 2014, 2055, 4031}
 _DISCONNECT_SQLSTATES: Final = ("08", "57P")
 
@@ -128,7 +144,7 @@ _DISCONNECT_SQLSTATES: Final = ("08", "57P")
 def is_transient(error: Exception) -> bool:
     """Whether the database refused a statement, without doing it, for a reason that passes by itself."""
     cause: Any = error.__cause__ or error
-    if getattr(cause, "sqlstate", None) in _TRANSIENT_SQLSTATES:
+    if sqlstate(cause) in _TRANSIENT_SQLSTATES:
         return True
     sqlite_code = getattr(cause, "sqlite_errorcode", None)
     if sqlite_code is not None:
@@ -147,7 +163,7 @@ def is_disconnect(error: Exception) -> bool:
     cause: Any = error.__cause__ or error
     module = type(cause).__module__
     if "psycopg" in module:
-        state = getattr(cause, "sqlstate", None)
+        state = sqlstate(cause)
         return state is None or state.startswith(_DISCONNECT_SQLSTATES)
     if "sqlite3" in module:
         return False
@@ -160,7 +176,7 @@ def is_missing_table(error: Exception) -> bool:
     """Whether the error says that a lock table is not there."""
     cause: Any = error.__cause__ or error
     text = str(cause)
-    known = getattr(cause, "sqlstate", None) == "42P01" or _number(cause) in (1146, 942) or "no such table" in text
+    known = sqlstate(cause) == "42P01" or _number(cause) in (1146, 942) or "no such table" in text
     return known and "sqlsem_" in text.lower()
 
 
@@ -168,8 +184,23 @@ def is_missing_column(error: Exception, name: str) -> bool:
     """Whether the error says that a table has no such column. ``name``: how that begins."""
     cause: Any = error.__cause__ or error
     text = str(cause)
-    known = getattr(cause, "sqlstate", None) == "42703" or _number(cause) in (1054, 904) or "no such column" in text
+    known = sqlstate(cause) == "42703" or _number(cause) in (1054, 904) or "no such column" in text
     return known and name in text.lower()
+
+
+def is_read_only(error: Exception) -> bool:
+    """Whether a statement failed because the server, the file or the session does not take writes."""
+    cause: Any = error.__cause__ or error
+    sqlite_code = getattr(cause, "sqlite_errorcode", None)
+    if sqlite_code is not None:
+        return bool((sqlite_code & 0xFF) == _READ_ONLY_SQLITE)
+    return sqlstate(cause) == _READ_ONLY_SQLSTATE or _number(cause) in _READ_ONLY_MYSQL
+
+
+def sqlstate(cause: Any) -> str | None:
+    """Return PostgreSQL's code of a driver's error; ``None`` for one that did not come from the server."""
+    found: str | None = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)  # of psycopg 3, of psycopg2
+    return found
 
 
 def _number(cause: Any) -> int | None:
@@ -186,7 +217,7 @@ def socket_descriptors(raw: Any) -> list[int]:
     sock = getattr(raw, "_sock", None)  # PyMySQL
     if sock is not None:
         return [sock.fileno()]
-    fileno = getattr(raw, "fileno", None)  # mysqlclient, oracledb
+    fileno = getattr(raw, "fileno", None)  # psycopg2, mysqlclient, oracledb
     try:
         return [fileno()] if callable(fileno) else []
     except Exception:  # noqa: BLE001 - a closed connection has none

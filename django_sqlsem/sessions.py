@@ -228,6 +228,8 @@ def backend_error(alias: str, error: Exception, *, stale: bool = False) -> Backe
     message = f"The database {alias!r} failed: {str(error).strip() or type(error).__name__}"
     if session_settings.is_missing_table(error):
         message += f" (the lock tables are not there: run manage.py migrate --database {alias})"
+    elif session_settings.is_read_only(error):
+        message += " (it cannot be written to: locks must be kept by the primary, see SQLSEM['DATABASE'])"
     wrapped = BackendError(message)
     wrapped.stale_connection = stale
     return wrapped

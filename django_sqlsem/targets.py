@@ -23,6 +23,12 @@ _TASK_ORDER = """\
     @{kind}({name!r})
     def {function}(...):"""
 
+#: Tasks of other systems: their module and class, the attribute with the body, and the decorator that made them.
+_OTHER_TASKS = (
+    ("huey.api", "TaskWrapper", "func", "@huey.task()"),
+    ("dramatiq.actor", "Actor", "fn", "@dramatiq.actor"),
+)
+
 _CLASS_ORDER = """\
 @{kind} decorates functions, not the class {shown}. {advice}"""
 
@@ -38,6 +44,10 @@ def refuse(semaphore: Semaphore, target: Any) -> None:
     if _is_django_task(type(target)):
         name = target.func.__name__
         raise TypeError(_TASK_ORDER.format(shown=name, decorator="@task", function=name, **words))
+    for module, kind, attribute, decorator in _OTHER_TASKS:
+        if issubclass(type(target), _class_if_loaded(module, kind)):
+            name = getattr(getattr(target, attribute, None), "__name__", "work")
+            raise TypeError(_TASK_ORDER.format(shown=name, decorator=decorator, function=name, **words))
     if inspect.isclass(target):
         raise TypeError(_CLASS_ORDER.format(shown=target.__qualname__, advice=_advice(target, **words), **words))
     if not callable(target):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,8 @@ def django_db_setup(django_test_environment: None, django_db_blocker: Any, reque
         others = set(databases.covered()) - by_hand
         created = setup_databases(verbosity=verbosity, interactive=False, aliases=others)
         made.callback(teardown_databases, created, verbosity=verbosity)
+        for alias in others:
+            databases.commit_without_waiting(alias)
         made = made.pop_all()  # all went well, so they stay
     yield
     with django_db_blocker.unblock(), made:
@@ -108,9 +111,24 @@ def counter(database: str) -> Iterator[databases.OutsideCounter]:
 
 
 @pytest.fixture
+def make_project(tmp_path: Path, django_db_setup: None, django_db_blocker: Any) -> Iterator[Callable[..., Any]]:
+    """A function that makes a user's project of a kind of database: see ``tests.projects``."""
+    from tests.projects import projects
+
+    with django_db_blocker.unblock(), projects(tmp_path) as make:
+        yield make
+
+
+@pytest.fixture
 def redis_url() -> str:
     """The address of a Redis server. Skips the test without one."""
     return _where("redis")
+
+
+@pytest.fixture
+def rabbitmq_url() -> str:
+    """The address of a RabbitMQ server. Skips the test without one."""
+    return _where("rabbitmq")
 
 
 @pytest.fixture

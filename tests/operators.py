@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+import pytest
 from django.core.management import call_command
 from django.db import connections
 
@@ -14,6 +15,9 @@ from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.naming import resource_for
 from tests import applocks
 from tests.databases import ROOT, child_environment
+
+#: For a test in which no database has a part: its fixture ``database`` is SQLite alone.
+ON_ONE_DATABASE = pytest.mark.parametrize("database", ["default"], indirect=True, ids=["sqlite"])
 
 
 def now_us(alias: str) -> int:

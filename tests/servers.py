@@ -1,14 +1,15 @@
 """Which servers and programs the tests can use, found before Django's settings exist.
 
 Each server is looked for at the address in its variable (``SQLSEM_TEST_POSTGRES_URL``, ``SQLSEM_TEST_MARIADB_URL``,
-``SQLSEM_TEST_REDIS_URL``), else at its default address. One that is missing is left out, unless
-``SQLSEM_TEST_REQUIRE`` (names separated by commas) asks for it.
+``SQLSEM_TEST_REDIS_URL``, ``SQLSEM_TEST_RABBITMQ_URL``), else at its default address. One that is missing is left out,
+unless ``SQLSEM_TEST_REQUIRE`` (names separated by commas) asks for it.
 
 A server that speaks TDS (``mssql``) has no default address: it is looked for if ``SQLSEM_TEST_MSSQL_URL`` names it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -19,7 +20,7 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import dj_database_url
 
@@ -29,6 +30,7 @@ DEFAULT_URLS = {
     "postgres": "postgres://postgres@127.0.0.1:5432/postgres",
     "mariadb": "mysql://root@127.0.0.1:3306/test",
     "redis": "redis://127.0.0.1:6379/0",
+    "rabbitmq": "amqp://guest:guest@127.0.0.1:5672//",
 }
 #: Those that become aliases of ``DATABASES``, beside SQLite.
 DATABASES = ("postgres", "mariadb", "mssql")
@@ -76,10 +78,13 @@ def install_mysql_driver() -> str:
         raise ValueError(f"SQLSEM_TEST_MYSQL_DRIVER must be mysqlclient or pymysql, not {forced!r}.")
     if forced != "pymysql":
         try:
-            return f"mysqlclient {importlib.import_module('MySQLdb').__version__}"
+            found = importlib.import_module("MySQLdb")
         except ImportError:
             if forced:
                 raise
+        else:
+            if found.__name__ == "MySQLdb":  # not PyMySQL under its name, from an earlier call
+                return f"mysqlclient {found.__version__}"
     import pymysql
 
     pymysql.version_info = max(pymysql.version_info, (2, 2, 7, "final", 0))  # Django 6 asks for mysqlclient 2.2.1
@@ -115,6 +120,15 @@ def given_settings() -> dict[str, Any]:
     """Return ``SQLSEM`` as a test has given it to its child, else nothing."""
     given: dict[str, Any] = json.loads(os.environ.get("SQLSEM_TEST_SETTINGS", "{}"))
     return given
+
+
+def directory_in_memory() -> str | None:
+    """Return a directory in which files do not wait for a disk, or ``None`` if there is none with room enough."""
+    path = "/dev/shm"
+    with contextlib.suppress(OSError):
+        if os.access(path, os.W_OK | os.X_OK) and shutil.disk_usage(path).free > 1 << 30:
+            return path
+    return None
 
 
 def sqlite_settings(directory: str) -> dict[str, Any]:
@@ -191,6 +205,20 @@ def _find_redis() -> Found:
 
     with redis.Redis.from_url(url_of("redis"), socket_connect_timeout=5, socket_timeout=5) as client:
         return Found(url_of("redis"), f"Redis {client.info('server')['redis_version']}")
+
+
+def _find_rabbitmq() -> Found:
+    import amqp
+
+    parts = urlsplit(url_of("rabbitmq"))
+    with amqp.Connection(
+        f"{parts.hostname}:{parts.port or 5672}",
+        userid=unquote(parts.username or "guest"),
+        password=unquote(parts.password or "guest"),
+        virtual_host=unquote(parts.path[1:]) or "/",
+        connect_timeout=5,
+    ) as connection:
+        return Found(url_of("rabbitmq"), f"RabbitMQ {connection.server_properties['version']}")
 
 
 def _find_chromium() -> Found:

@@ -19,7 +19,7 @@ if "SQLSEM_TEST_DATABASES" in os.environ:
     DATABASES = servers.given_databases()
 else:
     FOUND, MISSING = servers.survey()
-    _directory = tempfile.mkdtemp(prefix="sqlsem-tests-")
+    _directory = tempfile.mkdtemp(prefix="sqlsem-tests-", dir=servers.directory_in_memory())
 
     def _remove(directory: str = _directory, pid: int = os.getpid()) -> None:
         if os.getpid() == pid:  # not at the exit of a forked child

@@ -19,7 +19,7 @@ from django_sqlsem import queries
 from django_sqlsem.models import SemaphoreRow, SlotRow
 from django_sqlsem.naming import resource_for
 from tests import applocks
-from tests.operators import hold, make_semaphore, slot_row, wait
+from tests.operators import ON_ONE_DATABASE, hold, make_semaphore, slot_row, wait
 
 pytestmark = pytest.mark.leaves_held
 
@@ -358,6 +358,7 @@ def test_permissions(operator: Client, locks_alias: str) -> None:
         ("set_slots", "null"),
     ],
 )
+@ON_ONE_DATABASE
 def test_damaged_confirmations(operator: Client, locks_alias: str, action: str, targets: str) -> None:
     make_semaphore(locks_alias)
     hold(locks_alias)

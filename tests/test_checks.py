@@ -15,7 +15,7 @@ from django.core.management import call_command
 from django.db import connections
 from django.test import override_settings
 
-from django_sqlsem import checks_celery, testmode
+from django_sqlsem import checks_celery, greenlets, testmode
 from django_sqlsem.checks_celery import Limits, limits, messages
 from django_sqlsem.conf import Config
 from django_sqlsem.contrib.celery import MAX_COUNTDOWN
@@ -147,3 +147,61 @@ def test_what_is_silenced_stays_so(tmp_path: Any, capsys: Any) -> None:
         call_command("check")
         assert "sqlsem.W012" not in capsys.readouterr().err
     assert "locks" not in connections.databases
+
+
+class _Connection:
+    """What the checks look at of a connection."""
+
+    def __init__(self, vendor: str, driver: str, **attributes: Any) -> None:
+        self.vendor, self.alias = vendor, "locks"
+        self.Database = types.ModuleType(driver)
+        vars(self.Database).update(attributes)
+
+
+@pytest.mark.parametrize(
+    ("pool", "connection", "refused", "slow"),
+    [
+        ("prefork", _Connection("microsoft", "pyodbc"), "", ""),
+        ("gevent", _Connection("postgresql", "psycopg"), "", ""),
+        ("gevent", _Connection("mysql", "pymysql", install_as_MySQLdb=1), "", ""),
+        ("gevent", _Connection("mysql", "MySQLdb"), "", "MySQLdb stops all greenlets"),
+        ("gevent", _Connection("microsoft", "pyodbc"), "can't be taken under gevent: on SQL Server", ""),
+        ("eventlet", _Connection("postgresql", "psycopg"), "can't be taken under eventlet", ""),
+    ],
+)
+def test_greenlets_and_drivers(pool: str, connection: Any, refused: str, slow: str) -> None:
+    assert refused in greenlets.refusal(pool, connection.vendor, "locks")
+    assert bool(greenlets.refusal(pool, connection.vendor, "locks")) == bool(refused)
+    assert slow in greenlets.reproach(pool, connection)
+    assert bool(greenlets.reproach(pool, connection)) == bool(slow)
+
+
+def test_pools_of_the_settings(monkeypatch: Any, tmp_path: Any) -> None:
+    monkeypatch.setitem(sys.modules, "celery._state", None)
+    with an_alias(tmp_path):
+        for pool in ("eventlet", "celery.concurrency.eventlet"):
+            with override_settings(CELERY_WORKER_POOL=pool):
+                assert found() == ["sqlsem.E008"]
+        for pool in ("gevent", "prefork", "threads", "solo"):
+            with override_settings(CELERY_WORKER_POOL=pool):
+                assert found() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"AUTOCOMMIT": False}, ["sqlsem.W022"]),
+        ({"NAME": "file:locks.sqlite3?mode=ro"}, ["sqlsem.W021"]),
+        ({"NAME": "file:locks.sqlite3?mode=rwc"}, []),
+        ({"OPTIONS": {"target_session_attrs": "standby"}}, ["sqlsem.W021"]),
+        ({"OPTIONS": {"target_session_attrs": "read-write"}}, []),
+        ({"OPTIONS": {"options": "-c statement_timeout=5 -c default_transaction_read_only=on"}}, ["sqlsem.W021"]),
+        ({"OPTIONS": {"options": "-c default_transaction_read_only=off"}}, []),
+        ({"OPTIONS": {"init_command": "SET SESSION TRANSACTION READ ONLY"}}, ["sqlsem.W021"]),
+    ],
+    ids=str,
+)
+def test_the_alias_of_the_locks(tmp_path: Any, settings: dict[str, Any], expected: list[str]) -> None:
+    options = FILE["OPTIONS"] | settings.get("OPTIONS", {})
+    with an_alias(tmp_path, **(settings | {"OPTIONS": options})):
+        assert found() == expected

@@ -330,8 +330,8 @@ def test_everything_visible_stays():
     assert wrapped.__doc__ == "Says something."
     assert wrapped.mark is f.mark
     assert wrapped.csrf_exempt
-    assert inspect.signature(wrapped) == inspect.signature(f)
-    assert inspect.getfullargspec(wrapped) == inspect.getfullargspec(f)
+    assert inspect.signature(wrapped) == inspect.signature(f, eval_str=True)
+    assert inspect.getfullargspec(wrapped)[:-1] == inspect.getfullargspec(f)[:-1]
     assert wrapped.__wrapped__ is f
     assert not hasattr(f, "_non_atomic_requests")
 

@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asgiref.sync import sync_to_async
+from channels.routing import URLRouter
+from channels.testing import WebsocketCommunicator
+from django.db import connections
 from django.test import RequestFactory, override_settings
+from django.urls import path as route
 
 import django_sqlsem
 from django_sqlsem import conf, mutex, semaphore
@@ -131,10 +136,20 @@ def test_the_tests_in_testing_md_pass(tmp_path: Path) -> None:
     }
     # Away from the repository's own configuration and fixtures, as in a project of one's own.
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(module)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "django_sqlsem.pytest_plugin",
+        str(module),
+    ]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 passed" in done.stdout
+    assert "13 passed" in done.stdout
 
 
 def test_who_is_asked_to_stop_stops(database: str, settings: Any) -> None:
@@ -151,6 +166,34 @@ def test_who_is_asked_to_stop_stops(database: str, settings: Any) -> None:
         assert page["before_the_deployment"]() == [os.getpid()]
         wait_until(lambda: permit.stop_requested)
     assert page["INDEX"].status().paused
+
+
+def test_the_page_on_asynchronous_code_does_what_it_says(database: str, settings: Any) -> None:
+    settings.SQLSEM = {"DATABASE": database}
+    page = run_page(ROOT / "docs" / "async.md")
+    request = RequestFactory().get("/")
+
+    def talk(consumer: Any) -> Any:
+        return WebsocketCommunicator(URLRouter([route("<room>", consumer.as_asgi())]), "/room")
+
+    async def main() -> None:
+        assert (await page["monthly_report"](request)).content == b"the report"
+        assert await page["resize"]("x") == await page["resize_at_once"]("x") == "x"
+        assert [part async for part in await page["stream"](request)] == [b"0\n", b"1\n", b"2\n"]
+        chat, first, second = talk(page["Chat"]), talk(page["Seat"]), talk(page["Seat"])
+        for each in (chat, first):
+            await each.connect(timeout=30)
+        await chat.send_to(text_data="Hello")
+        assert await chat.receive_from(timeout=30) == "Hello!"
+        assert await first.receive_from(timeout=30) == "Your turn."
+        await second.connect(timeout=30)
+        await first.disconnect(timeout=30)
+        assert await second.receive_from(timeout=30) == "Your turn."
+        for each in (chat, second):
+            await each.disconnect(timeout=30)
+        await sync_to_async(connections.close_all)()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("page", [ROOT / "docs" / "settings.md"], ids=["settings.md"])
@@ -200,7 +243,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_in_the_index() -> None:
     index = ROOT / "docs" / "index.md"
     linked = {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(prose(index))}
-    assert linked == set(DOCS) - {index}
+    assert linked == {*DOCS, *(ROOT / "docs").glob("*.rst")} - {index}
 
 
 @pages

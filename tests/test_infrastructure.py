@@ -10,7 +10,7 @@ import subprocess
 import time
 
 import pytest
-from django.db import connections
+from django.db import OperationalError, connections
 
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.models import SemaphoreRow, SlotRow
@@ -117,7 +117,7 @@ def test_a_child_can_be_stopped_and_killed():
 ITSELF = """
 import atexit, json, os, random, sys, threading, time, uuid
 from django.conf import settings
-from django.db import connections
+from django.db import OperationalError, connections
 from django_sqlsem import conf, identity
 def later():
     threading.main_thread().join()
@@ -302,6 +302,30 @@ def test_a_tds_server_is_looked_for_only_where_it_is_named(monkeypatch):
     assert "mssql" not in servers.survey()[1]
     monkeypatch.setenv("SQLSEM_TEST_REQUIRE", "mssql")
     assert "mssql" in servers.survey()[1]
+
+
+def test_the_drivers_name_is_the_same_each_time():
+    """Installed as ``MySQLdb``, PyMySQL is still PyMySQL: else each connection reads all certificates."""
+    name = servers.install_mysql_driver()
+    assert servers.install_mysql_driver() == name
+    assert servers.without_tls("127.0.0.1") == ({"ssl_disabled": True} if name.startswith("PyMySQL") else {})
+
+
+def test_what_a_killed_child_keeps_locked_is_deleted_all_the_same(database, monkeypatch):
+    """One statement after the other, if all at once end in a deadlock."""
+    Probe.objects.using(database).create(name="left")
+    real, tried = databases._delete, []
+
+    def delete(alias, tables):
+        real(alias, tables)
+        tried.append(alias)
+        if connections[alias].in_atomic_block:
+            raise OperationalError(1213, "Deadlock found when trying to get lock")
+
+    monkeypatch.setattr(databases, "_delete", delete)
+    databases.delete_rows(database)
+    assert tried == [database] * (2 if connections[database].vendor == "mysql" else 1)
+    assert not Probe.objects.using(database).exists()
 
 
 def test_the_marks_of_parameters_on_a_tds_server():

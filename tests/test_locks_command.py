@@ -21,7 +21,16 @@ from django.core.management import CommandError
 from django_sqlsem import control, durations, queries
 from django_sqlsem.management import output
 from django_sqlsem.models import SemaphoreRow
-from tests.operators import hold, locks, locks_command, make_semaphore, process_exists, slot_row, wait
+from tests.operators import (
+    ON_ONE_DATABASE,
+    hold,
+    locks,
+    locks_command,
+    make_semaphore,
+    process_exists,
+    slot_row,
+    wait,
+)
 
 pytestmark = pytest.mark.leaves_held
 
@@ -333,6 +342,11 @@ def held(database: str, name: str) -> int:
 def test_run_passes_the_exit_code_through(database: str) -> None:
     done = run_locks("run", "nightly", "--slots", "2", "--database", database, "--", "sh", "-c", "echo hi; exit 3")
     assert (done.stdout, done.returncode) == ("hi\n", 3)
+    assert held(database, "nightly") == 0
+
+
+@ON_ONE_DATABASE
+def test_run_passes_good_and_bad_ends_through(database: str) -> None:
     assert run_locks("run", "nightly", "--database", database, "--", "true").returncode == 0
     assert run_locks("run", "nightly", "--database", database, "--", "sh", "-c", "kill -9 $$").returncode == 137
     assert held(database, "nightly") == 0
@@ -366,6 +380,7 @@ def test_run_is_busy(database: str) -> None:
     assert slot_row(database, "nightly").token == 7
 
 
+@ON_ONE_DATABASE
 def test_run_under_a_mutex(database: str) -> None:
     make_semaphore(database, "only", slots=1, kind="mutex")
     arguments = ("run", "only", "--database", database, "--", "true")
@@ -417,8 +432,7 @@ def test_run_under_nohup_goes_on_after_a_hangup(committed: None) -> None:
     assert held("default", "nightly") == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_run_can_be_stopped_while_it_waits(database: str, number: int) -> None:
+def stops_while_it_waits(database: str, number: int) -> None:
     make_semaphore(database, "nightly", slots=1)
     hold(database, "nightly")
     with running(
@@ -428,6 +442,15 @@ def test_run_can_be_stopped_while_it_waits(database: str, number: int) -> None:
         process.send_signal(number)
         assert process.wait(20) == 128 + number
     eventually(lambda: not queries.semaphores(state="waiting", using=database), 5)
+
+
+def test_run_can_be_stopped_while_it_waits(database: str) -> None:
+    stops_while_it_waits(database, signal.SIGTERM)
+
+
+@ON_ONE_DATABASE
+def test_run_can_be_interrupted_while_it_waits(database: str) -> None:
+    stops_while_it_waits(database, signal.SIGINT)
 
 
 def test_run_waits_its_turn(database: str) -> None:

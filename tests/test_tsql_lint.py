@@ -51,7 +51,7 @@ def test_it_parses(text: str) -> None:
 def test_what_is_broken_is_found(word: str) -> None:
     """Whether the test above would notice: a text loses its first such word, or its last."""
     pattern = re.compile(rf"\b{word}\b" if word.isalpha() else re.escape(word))
-    text = BATCHES["release"]
+    text = BATCHES["prove_recorded"]
     places = list(pattern.finditer(text))
     for place in (places[0], places[-1]):
         assert faults(text[: place.start()] + text[place.end() :]), f"nobody misses {word!r} at {place.start()}"

@@ -194,6 +194,10 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
         """
         return estimate(0)
 
+    def hand_rank_on(self, session: Session, claim: Claim, heir: str) -> None:
+        """Keep the place of ``claim.rank`` for the rank ``heir`` from now on, if it is still kept."""
+        return
+
     @abc.abstractmethod
     def release(self, session: Session, held: Held, *, wanted: bool = False, hand_on: bool = True) -> Released:
         """Atomically free the slots that still carry this very permit, and hand them to waiters. Idempotent.

@@ -179,7 +179,7 @@ class SQLite(Dialect):
         """Return the boot clock and the boot's name."""
         return {
             "no": False,
-            "now": clocks.boot_now_us(),
+            "now": clocks.host_now_us(),
             "wall": time.time_ns() // 1000,
             "boot_id": clocks.boot_id(),
         }
@@ -190,7 +190,7 @@ class SQLite(Dialect):
 
     def now(self, cursor: AnyCursor) -> int:
         """Return the host's boot clock, in microseconds."""
-        return clocks.boot_now_us()
+        return clocks.host_now_us()
 
 
 class MySQL(Dialect):

@@ -20,6 +20,7 @@ from django_sqlsem.backends.base import (
 )
 from django_sqlsem.backends.counting import TOKENS, Counting
 from django_sqlsem.backends.local_operator import LocalName, LocalOperator
+from django_sqlsem.clocks import boot_now, stood_still
 from django_sqlsem.exceptions import never_met, wrong_kind
 from django_sqlsem.modes import EXCLUSIVE, UPDATE, UPGRADE, WHOLE
 from django_sqlsem.snapshots import Loss, LossReason
@@ -55,6 +56,7 @@ class LocalBackend(LocalOperator, Counting):
             return self._claim_tokens(claim)
         with self._lock:
             known = self._world().setdefault(name, LocalName(name, kind, claim.slots or 1))
+            known.expire()
             if known.kind != kind:
                 raise wrong_kind(name, known.kind, kind)
             if claim.slots is not None:
@@ -67,7 +69,7 @@ class LocalBackend(LocalOperator, Counting):
             known.keeping_out.discard(claim.permit_id)
             tokens = (next(_tokens),) * len(free) if claim.mode else tuple(next(_tokens) for _ in free)
             for slot, token in zip(free, tokens, strict=True):
-                known.held[slot] = (claim, token, time.monotonic())
+                known.held[slot] = (claim, token, boot_now(), stood_still())
             return Grant(tuple(free), tokens, tuple(free))
 
     def _claim_tokens(self, claim: Claim) -> Grant | None:
@@ -156,7 +158,10 @@ class LocalBackend(LocalOperator, Counting):
             return bool(mine)
 
     def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
-        """Nothing runs out here."""
+        """Nothing runs out here, unless a test has the process stand still."""
+        with self._lock:
+            for known in self._world().values():
+                known.renew({each.permit_id for each in held})
         return Renewal(frozenset(each.permit_id for each in held), dict[str, Loss](), dict(self._asked(held)))
 
     def _asked(self, held: Sequence[Held]) -> Iterator[tuple[str, str]]:
@@ -171,6 +176,8 @@ class LocalBackend(LocalOperator, Counting):
         """Look whether all the slots are still the permit's."""
         with self._lock:
             known = self._world().get(held.resource.name)
+            if known is not None:
+                known.expire()
             mine = [claim.permit_id for claim, *_ in known.held.values()] if known else []
             if mine.count(held.permit_id) == len(held.grant.slots):
                 return None
@@ -179,8 +186,11 @@ class LocalBackend(LocalOperator, Counting):
                 if known
                 else None
             )
+            expired = known is not None and not known.expired.isdisjoint(held.grant.tokens)
         if by is not None:
             return Loss(LossReason.REVOKED, f"revoked by {by or 'an operator'}", by)
+        if expired:
+            return Loss(LossReason.EXPIRED, "its lease ran out while this process did not run")
         return Loss(LossReason.SESSION_ENDED, "the test in which it was taken has ended")
 
     def listen(self, changed: Callable[[], object]) -> None:

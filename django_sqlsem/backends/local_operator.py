@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import threading
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from django_sqlsem import testmode
 from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.backends.counting import TOKENS
+from django_sqlsem.clocks import boot_now, stood_still
 from django_sqlsem.modes import EXCLUSIVE, RWLOCK, UPDATE, UPGRADE, WHOLE, WRITER
 from django_sqlsem.naming import ONE_SLOT
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState, grouped
@@ -29,7 +29,10 @@ class LocalName:
     declared: int
     operator_slots: int | None = None
     paused: bool = False
-    held: dict[int, tuple[Claim, int, float]] = field(default_factory=dict)
+    #: Claim, token, the boot clock at the grant, and for how long this process had stood still at the last renewal.
+    held: dict[int, tuple[Claim, int, float, float]] = field(default_factory=dict)
+    #: Tokens of those whose leases ran out.
+    expired: set[int] = field(default_factory=set)
     #: By whom permits were revoked, by token.
     revoked: dict[int, str] = field(default_factory=dict)
     #: By whom holders were asked to stop, by token.
@@ -50,11 +53,26 @@ class LocalName:
         return replace(
             self,
             held=dict(self.held),
+            expired=set(self.expired),
             revoked=dict(self.revoked),
             asked=dict(self.asked),
             handed=dict(self.handed),
             keeping_out=set(self.keeping_out),
         )
+
+    def expire(self) -> None:
+        """Free what was not renewed for a lease, as a test had this process stand still."""
+        for slot, (claim, token, _since, renewed) in list(self.held.items()):
+            if stood_still() - renewed >= claim.lease:
+                del self.held[slot]
+                self.expired.add(token)
+
+    def renew(self, permit_ids: Collection[str]) -> None:
+        """Let the leases of these permits begin anew."""
+        self.expire()
+        for slot, (claim, token, since, _renewed) in self.held.items():
+            if claim.permit_id in permit_ids:
+                self.held[slot] = (claim, token, since, stood_still())
 
     def wanted(self, claim: Claim) -> list[int]:
         """Return the slots that the claim would get now; none if it has to wait."""
@@ -93,6 +111,8 @@ class LocalOperator(BaseSemaphoreBackend):
     def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
         """Return snapshots ordered by name."""
         with self._lock:
+            for known in self._world().values():
+                known.expire()
             return [
                 SemaphoreSnapshot(
                     name,
@@ -109,8 +129,8 @@ class LocalOperator(BaseSemaphoreBackend):
             ]
 
     def _holder(self, known: LocalName, slot: int) -> HolderSnapshot:
-        claim, token, since = known.held[slot]
-        age = time.monotonic() - since
+        claim, token, since, renewed = known.held[slot]
+        age, left = boot_now() - since, claim.lease - (stood_still() - renewed)
         now = datetime.datetime.now(datetime.UTC)
         who = claim.holder
         return HolderSnapshot(
@@ -124,9 +144,9 @@ class LocalOperator(BaseSemaphoreBackend):
             label=who.label,
             user=who.user,
             acquired_at=now - datetime.timedelta(seconds=age),
-            expires_at=now + datetime.timedelta(seconds=claim.lease),
+            expires_at=now + datetime.timedelta(seconds=left),
             age=age,
-            lease_left=claim.lease,
+            lease_left=left,
             mode=claim.got,
             stop_by=known.asked.get(token, ""),
         )
@@ -154,7 +174,7 @@ class LocalOperator(BaseSemaphoreBackend):
                 return None
             claim = known.held[slot][0]
             by = known.asked.get(token, by)
-            for each, number, _since in known.held.values():
+            for each, number, *_ in known.held.values():
                 if each.permit_id == claim.permit_id or (each.got and claim.got):  # all that it has
                     known.asked.setdefault(number, by)
             snapshot = self._holder(known, slot)

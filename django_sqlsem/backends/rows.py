@@ -92,13 +92,12 @@ class RowsBackend(RowsClaims, Counting):
         if queue is not None and queue.gone:  # then nobody would hand anything over: it comes anew, and makes the name
             session.run(lambda cursor: dialect.execute(cursor, rows_queue.LEAVE, parameters))
             queue = None
-        # What a mode waits for is not told by how many slots are free.
-        if queue is not None and (
-            (queue.free and not claim.mode)
-            or self._take_from_the_dead(session, dialect, claim, queue.suspects)
-            or claim.mode
-        ):
-            granted = rows_grants.grant(session, dialect, parameters)
+        if queue is not None:
+            # What a mode waits for is not told by how many slots are free.
+            enough = not claim.mode and queue.free >= claim.take
+            taken = not enough and self._take_from_the_dead(session, dialect, claim, queue.suspects)
+            if queue.free or taken or claim.mode:
+                granted = rows_grants.grant(session, dialect, parameters)
         if queue is None:
             mine = self.granted(session, claim)
             granted = (mine,) if mine else ()
@@ -137,6 +136,12 @@ class RowsBackend(RowsClaims, Counting):
         dialect = dialect_for(session.connection)
         parameters = claim_parameters(claim)
         return session.run(lambda cursor: rows_queue.step_aside(dialect, cursor, parameters, estimate))
+
+    def hand_rank_on(self, session: Session, claim: Claim, heir: str) -> None:
+        """Write the other rank into the task's row."""
+        dialect = dialect_for(session.connection)
+        parameters = {"rank": claim.rank, "heir": heir}
+        session.run(lambda cursor: dialect.execute(cursor, rows_queue.HAND_ON, parameters))
 
     def release(self, session: Session, held: Held, *, wanted: bool = False, hand_on: bool = True) -> Released:
         """Free the rows that still carry the permit's id, and hand them on."""

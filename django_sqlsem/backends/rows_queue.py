@@ -164,6 +164,8 @@ def _before(dialect: Dialect) -> str:
     )
 
 
+#: A task comes back under another id.
+HAND_ON: Final = "UPDATE sqlsem_waiter SET ticket = %(heir)s WHERE ticket = %(rank)s"
 _STILL_AWAY: Final = "UPDATE sqlsem_waiter SET expires_us = {now} + %(away_us)s WHERE ticket = %(rank)s"
 _GO_AWAY: Final = (
     f"INSERT INTO sqlsem_waiter ({_COLUMNS}) VALUES (%(rank)s, %(key)s, {{now}}, {{now}} + %(away_us)s, %(take)s,"

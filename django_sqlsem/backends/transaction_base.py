@@ -17,6 +17,7 @@ from django.db.transaction import TransactionManagementError
 from django_sqlsem import testmode
 from django_sqlsem.backends import transaction_rows
 from django_sqlsem.exceptions import BackendError, DeadlockError
+from django_sqlsem.session_settings import sqlstate
 from django_sqlsem.sessions import backend_error
 
 if TYPE_CHECKING:
@@ -142,8 +143,7 @@ def number_of(error: Exception) -> str | int | None:
     code = getattr(cause, "sqlite_errorcode", None) or next(iter(cause.args), None)
     if isinstance(code, int):
         return code
-    state = getattr(cause, "sqlstate", None)
-    return state if isinstance(state, str) else None
+    return sqlstate(cause)
 
 
 class RowLocking(TransactionLocking):

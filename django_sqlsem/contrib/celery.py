@@ -2,30 +2,109 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import random
+import sys
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from django_sqlsem.calls import SentAgain, is_below
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from celery.exceptions import Retry
+
+logger = logging.getLogger("django_sqlsem")
 
 #: Seconds. Brokers such as Redis deliver a message twice if it is put off for longer than their visibility timeout.
 MAX_COUNTDOWN: Final = 300.0
+#: For how long a worker pauses before it gives a message back that it could not send again, in seconds.
+PAUSE: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CeleryTask:
+    """A task that a Celery worker is running."""
+
+    task: Any
+    #: What ``retry()`` sends goes to the broker.
+    makes_queries = False
+
+    @property
+    def label(self) -> str:
+        """What operators are shown."""
+        return f"{self.task.name}[{self.task.request.id}]"
+
+    @property
+    def id(self) -> str:
+        """The task's id, which it keeps when it is sent again."""
+        return str(self.task.request.id or "")
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Celery itself says whether a task was called directly."""
+        return contextlib.nullcontext()
+
+    def retry(self, retry_after: int, error: Exception) -> SentAgain:
+        """Send the task again; the exception tells the worker so."""
+        try:
+            return SentAgain(exception=retry(self.task, retry_after, error))
+        finally:
+            del error  # if it is raised, its traceback keeps this frame
+
+
+def running(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> CeleryTask | None:
+    """Return the Celery task whose body is ``wrapper``, if a worker is running it right now, else ``None``."""
+    task = getattr(sys.modules.get("celery"), "current_task", None)
+    if not task or not is_body(task, wrapper) or task.request.called_directly or task.request.is_eager:
+        return None
+    return CeleryTask(task._get_current_object())
+
+
+def is_body(task: Any, wrapper: Callable[..., Any]) -> bool:
+    """Is ``wrapper`` what the task runs, below whatever else decorates its ``run``?"""
+    return is_below(wrapper, getattr(task, "_orig_run", None), task.run)
 
 
 def retry(task: Any, retry_after: int, error: Exception) -> Retry:
     """Send the running task again, and return the exception to raise.
 
     The countdown is ``retry_after`` seconds, give or take a half, so that tasks refused together don't come back
-    together. The attempt does not count: ``request.retries`` is one less while the message is made, and
-    ``task.max_retries``, which all of the task's calls share, is not touched. Raises ``celery.exceptions.Reject`` if
-    the broker can't be reached.
+    together. The attempt does not count: the message carries the number of retries that it came with, and
+    ``task.max_retries``, which all of the task's calls share, is neither asked nor touched.
+
+    If the broker does not take the message, the task must not vanish. With ``acks_late`` the worker gives back the
+    message that it has: raises ``celery.exceptions.Reject``. Else the task fails: raises ``error``.
     """
+    from celery.exceptions import Reject, Retry
+
     request = task.request
     countdown = min(retry_after * random.uniform(0.5, 1.5), MAX_COUNTDOWN)  # noqa: S311 - nothing is secret
-    counted = request.retries
-    request.retries = counted - 1
+    # Not task.retry(), which counts, and fails a task whose own retries were given a limit of their own.
+    message = task.signature_from_request(request, countdown=countdown, retries=request.retries)
     try:
-        result: Retry = task.retry(exc=error.with_traceback(None), countdown=countdown, throw=False)
-    finally:
-        request.retries = counted  # handlers of the retry see the true number
-    return result
+        message.apply_async()
+    except Exception as unsent:
+        outcome = "is given back to the broker" if task.acks_late else "fails"
+        logger.error(
+            "%s[%s] is busy, could not be sent again, and %s: %s",
+            task.name,
+            request.id,
+            outcome,
+            unsent,
+            extra={"semaphore": getattr(error, "name", ""), "what": "retry_not_sent", "task_id": request.id},
+        )
+        if not task.acks_late:
+            try:
+                raise error from unsent
+            finally:
+                del error  # its traceback keeps this frame
+        time.sleep(PAUSE)  # the broker will deliver it at once
+        raise Reject(unsent, requeue=True) from unsent
+    when: Any = countdown
+    again = Retry(exc=error.with_traceback(None), when=when, sig=message)
+    again.args = again.args[1:]  # the first is itself: it would be garbage, with all the frames in its traceback
+    return again

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from django_sqlsem.cursors import BEGIN
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.history import statements
-from django_sqlsem.session_settings import is_disconnect, is_of_sql_server, is_transient
+from django_sqlsem.session_settings import is_disconnect, is_of_sql_server, is_transient, sqlstate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +82,7 @@ def passes(error: Exception) -> bool:
         error = error.__cause__
     cause: Any = error.__cause__ or error
     code = cause.args[0] if getattr(cause, "args", ()) else None
-    late = getattr(cause, "sqlstate", None) == _TIMED_OUT_SQLSTATE or code in _TIMED_OUT_MYSQL
+    late = sqlstate(cause) == _TIMED_OUT_SQLSTATE or code in _TIMED_OUT_MYSQL
     if is_of_sql_server(cause):
         late = _TIMED_OUT_SQL_SERVER.search(str(cause)) is not None
     return late or is_transient(error) or is_disconnect(error)

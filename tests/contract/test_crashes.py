@@ -178,3 +178,14 @@ def test_a_holder_stopped_for_less_than_its_lease_keeps_its_slot(database):
         assert holder.check() is None
         holder.release()
         holder.end()
+
+
+def test_who_wants_two_slots_does_not_wait_for_the_lease_of_a_dead_holder_of_one(database: str) -> None:
+    wanted = semaphore("several", slots=2, take=2, using=database)
+    with wanted.acquire():
+        pass  # the name is no longer new
+    with Child("hold", database, "several", 2) as holder:
+        holder.expect("held")
+        holder.kill()
+    with wanted.acquire(timeout=25) as permit:  # the other slot was free all the time; the lease is 60 s
+        assert permit.slots == (1, 2)

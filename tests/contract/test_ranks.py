@@ -20,7 +20,7 @@ pytestmark = pytest.mark.rows_only("ranks")
 
 def task_call(task_id, name="shop.work"):
     """The call of a task that a worker runs."""
-    return Call(Kind.TASK, task=types.SimpleNamespace(name=name, request=types.SimpleNamespace(id=task_id)))
+    return Call(Kind.TASK, task=types.SimpleNamespace(id=task_id, label=f"{name}[{task_id}]"))
 
 
 def refuse(lock, task_id):

@@ -1,12 +1,9 @@
-"""For the tests of projects that use semaphores: make one busy, held or lost, wherever it really lives."""
+"""Make a semaphore busy, held, lost or asked to stop, wherever it really lives."""
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 from django_sqlsem import refusals, scopes, stops
 from django_sqlsem.factories import semaphore
@@ -15,24 +12,11 @@ from django_sqlsem.naming import Name, validate_name, validate_slots
 from django_sqlsem.permits import Permit
 from django_sqlsem.semaphores import Semaphore
 from django_sqlsem.snapshots import Loss, LossReason
-
-__all__ = ["busy", "held", "lost", "stop_requested"]
-
-T = TypeVar("T")
+from django_sqlsem.testing.threads import blocking
 
 
 def _name(target: Name | Semaphore) -> str:
     return target.name if isinstance(target, Semaphore) else validate_name(target)
-
-
-def _blocking(function: Callable[[], T]) -> T:
-    """Call what waits for the database a moment; in an async test, on another thread than the event loop's."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return function()
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
 
 
 @contextlib.contextmanager
@@ -57,7 +41,7 @@ def held(target: Name | Semaphore, slots: int | None = None, *, total: int | Non
     ``AcquireTimeoutError`` if so many are not free.
     """
     found = target if isinstance(target, Semaphore) else semaphore(validate_name(target), total)
-    wanted = validate_slots(slots) if slots is not None else 1 if found.mode else _blocking(found.status).slots
+    wanted = validate_slots(slots) if slots is not None else 1 if found.mode else blocking(found.status).slots
 
     def take() -> Permit:
         with scopes.as_stranger():
@@ -68,11 +52,11 @@ def held(target: Name | Semaphore, slots: int | None = None, *, total: int | Non
     holder = semaphore(found.name, found.slots, timeout=0, lease=found.lease, fair=False, using=found.using)
     permits: list[Permit] = []
     try:
-        permits.extend(_blocking(take) for _nth in range(wanted))
+        permits.extend(blocking(take) for _nth in range(wanted))
         yield permits
     finally:
         for permit in permits:
-            _blocking(permit.release)
+            blocking(permit.release)
 
 
 @contextlib.contextmanager

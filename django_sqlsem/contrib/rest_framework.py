@@ -1,0 +1,55 @@
+"""Busy answers of Django REST framework's views: through their own exception handler and renderers."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from django.http import HttpRequest, HttpResponse
+from rest_framework import exceptions
+from rest_framework.views import APIView
+
+from django_sqlsem.busy import Busy, busy_response, detail, finish
+
+
+class BusyAnswer(exceptions.APIException):  # type: ignore[misc]  # of a library without types
+    """What the project's exception handler gets for a busy view. ``wait``: seconds until the next try; ``busy``."""
+
+    default_code = "busy"
+
+    def __init__(self, busy: Busy, status: int) -> None:
+        """``status``: the HTTP status of the answer."""
+        super().__init__(detail(busy), code=self.default_code)
+        self.status_code = status
+        self.wait = busy.retry_after
+        self.busy = busy
+
+
+def answer(busy: Busy, given: Any, request: HttpRequest, view: Any, status: int) -> HttpResponse:
+    """Return the busy answer of a view. ``given``: its request as it got it; ``view``: what the URLconf calls."""
+    running = (getattr(given, "parser_context", None) or {}).get("view")
+    try:
+        if isinstance(running, APIView):
+            response = running.handle_exception(BusyAnswer(busy, status))
+        else:
+            response = _answer_ahead(BusyAnswer(busy, status), request, view)
+    except BusyAnswer:  # the project's exception handler does not answer it
+        response = busy_response(busy, request, status)
+    return finish(response, busy)
+
+
+def _answer_ahead(error: BusyAnswer, request: HttpRequest, view: Any) -> HttpResponse:
+    """Answer as a view does that was decorated above its ``dispatch()``'s own steps, and has not begun."""
+    match = request.resolver_match
+    args, kwargs = (match.args, match.kwargs) if match else ((), {})
+    running = view.cls(**getattr(view, "initkwargs", {}))
+    if actions := getattr(view, "actions", None):
+        running.action_map = actions
+    running.setup(request, *args, **kwargs)
+    wrapped = running.request = running.initialize_request(request, *args, **kwargs)
+    running.headers = running.default_response_headers
+    with contextlib.suppress(exceptions.APIException):  # the page names the user; whoever is none is none there too
+        wrapped.user  # noqa: B018
+    running.format_kwarg = running.get_format_suffix(**kwargs)
+    response: HttpResponse = running.finalize_response(wrapped, running.handle_exception(error), *args, **kwargs)
+    return response

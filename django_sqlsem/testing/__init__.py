@@ -1,0 +1,23 @@
+"""For the tests of projects that use semaphores: busy, held and lost ones, a clock to move, and what was left held."""
+
+from __future__ import annotations
+
+from django_sqlsem.testing.clock import Clock, clock
+from django_sqlsem.testing.forcing import busy, held, lost, stop_requested
+from django_sqlsem.testing.leaks import assert_nothing_held, nothing_held
+from django_sqlsem.testing.recording import Acquisition, Recorded, make_busy, recorded
+
+__all__ = [
+    "Acquisition",
+    "Clock",
+    "Recorded",
+    "assert_nothing_held",
+    "busy",
+    "clock",
+    "held",
+    "lost",
+    "make_busy",
+    "nothing_held",
+    "recorded",
+    "stop_requested",
+]

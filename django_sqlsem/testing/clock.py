@@ -1,0 +1,258 @@
+"""A clock that tests move: leases run out, waits end and periods pass without anybody sleeping.
+
+The library reads the time inside the process in one place, ``clocks.boot_now()``: the host's boot clock and an offset,
+which is 0 outside of tests. ``clock()`` lets a test add to it. Nothing is frozen: time goes on as always, from further
+ahead. The offset stays when the block ends, since a clock that other threads read must never go back. It is not
+``time.time()`` nor ``time.monotonic()``: nothing else in the process sees it, and what freezegun or time-machine do
+to those is not seen here.
+
+The databases' clocks can't be moved. The rows of what this process holds are moved instead, by as much into the past,
+so that their leases run out for other processes too. Those of other processes' permits are left alone. Application
+locks on SQL Server have no lease: the holder is told that it lost its permit, and the lock stays taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import connections
+from django.db.models import F
+
+from django_sqlsem import answers, clocks, scopes
+from django_sqlsem.clocks import boot_now
+from django_sqlsem.holds import Hold, State
+from django_sqlsem.keeper_inline import InlineKeeper
+from django_sqlsem.keeper_thread import ThreadKeeper
+from django_sqlsem.keepers import all_holds, all_keepers
+from django_sqlsem.testing.threads import elsewhere
+from django_sqlsem.timeouts import Seconds, to_seconds
+
+if TYPE_CHECKING:
+    from django_sqlsem.keeper import Keeper
+
+#: How often other tasks of an event loop may run before a wait jumps.
+PASSES: Final = 20
+#: For how long to wait for a keeper's thread to look around, in seconds.
+PATIENCE: Final = 30.0
+#: A step ends so many seconds after what it leads to.
+AFTER: Final = 1e-6
+
+_open: list[Clock] = []
+_moving = threading.RLock()
+_opened_here: contextvars.ContextVar[Clock | None] = contextvars.ContextVar("sqlsem_clock", default=None)
+
+
+class Clock:
+    """The library's clock in this process, as one block of a test may move it. Made by ``clock()``."""
+
+    def __init__(self, *, autojump: bool | None) -> None:
+        #: Which waits end at once: ``True``: all of this process; ``False``: none; ``None``: those of who opened it.
+        self.autojump = autojump
+        #: Seconds that this block has moved the clock ahead so far.
+        self.elapsed = 0.0
+        self._opener = scopes.current_owner()
+        self._closed = False
+
+    def advance(self, seconds: Seconds, *, renewed: bool = False) -> None:
+        """Move the clock ahead by ``seconds`` (a number or a ``timedelta``).
+
+        As if the whole process had stood still: a permit whose lease was shorter is lost (``LossReason.EXPIRED``), and
+        its slot is free for others. ``renewed=True``: as if it had gone on running, with its leases renewed all the
+        time. Either way periods pass, what is held for longer than ``max_hold`` is given back, and waits end that
+        would have. All of that is done when this returns.
+
+        Raises ``TypeError`` or ``ValueError`` for a bad length, and ``RuntimeError`` after the block.
+        """
+        length = to_seconds(seconds, what="seconds")
+        assert length is not None  # noqa: S101
+        if self._closed:
+            raise RuntimeError("This clock's block has ended: open another one with clock().")
+        with _moving:
+            if not renewed:
+                self._move(length, still=True)
+                return
+            end = boot_now() + length
+            while (left := end - boot_now()) > 0:
+                self._move(min([left, *(at - boot_now() + AFTER for at in _ahead())]), still=False)
+
+    def _move(self, seconds: float, *, still: bool) -> None:
+        keepers = all_keepers()
+        if not still:
+            for keeper in keepers:
+                _renew(keeper, seconds)
+        clocks.move(max(0.0, seconds), still=still)
+        self.elapsed += max(0.0, seconds)
+        for keeper in keepers:
+            _move_rows(keeper, seconds, still=still)
+            _look_around(keeper)
+
+    # Waits.
+
+    def jumps(self, hold: Hold) -> bool:
+        """Whether the wait that begins is one to jump over."""
+        if self.autojump is not None:
+            return self.autojump
+        waiter = hold.owner() if hold.owner is not None else None
+        if waiter is self._opener:
+            return True
+        # What a thread runs in an event loop keeps it from moving the clock.
+        mine = threading.current_thread() is self._opener or _opened_here.get() is self
+        return mine and isinstance(self._opener, threading.Thread) and isinstance(waiter, asyncio.Task)
+
+    def jump_over(self, hold: Hold) -> None:
+        """Let time pass, as if this process ran on, until a wait has been answered or is over."""
+        with _moving:
+            while not hold.told:
+                now, until = boot_now(), hold.patient_until
+                ends = [at for at in [*_ahead(), until] if at is not None and at > now]
+                if until is not None and until <= now:
+                    ends.append(now)
+                if not ends:
+                    return  # for ever: somebody else must end it
+                self._move(min(ends) - now + AFTER, still=False)
+
+
+@contextlib.contextmanager
+def clock(*, autojump: bool | None = None) -> Iterator[Clock]:
+    """Yield the library's clock, to be moved by ``advance()`` inside the block.
+
+    A wait that nobody could end by moving the clock jumps to its end: one of the thread or task that opened the block,
+    or of what it calls. ``autojump=True`` has all waits of the process jump, ``autojump=False`` none. A wait with
+    ``timeout=None`` only jumps to what ends it, if that is known. Blocks may be nested; they move the same clock.
+    Waits of ``transaction_lock()`` and ``table_lock()`` are the database's own, and take their time.
+    """
+    mine = Clock(autojump=autojump)
+    reset = _opened_here.set(mine)
+    with _moving:
+        _open.append(mine)
+        answers.jumper = _JUMPER
+    try:
+        yield mine
+    finally:
+        mine._closed = True
+        with _moving:
+            _open.remove(mine)
+            if not _open:
+                answers.jumper = None
+        with contextlib.suppress(ValueError):  # a fixture may end in another context than it began in
+            _opened_here.reset(reset)
+
+
+class _Jumper:
+    """Asks the open clocks about waits."""
+
+    def jump(self, hold: Hold) -> None:
+        """Jump over a thread's wait."""
+        if (found := self._clock_for(hold)) is not None:
+            found.jump_over(hold)
+
+    async def ajump(self, hold: Hold, future: asyncio.Future[None]) -> None:
+        """Jump over a task's wait, once its first try has failed and the other tasks had their turn."""
+        while self._clock_for(hold) is not None and not future.done() and hold.state is State.NEW:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)  # - a keeper's thread asks the database, and tells nobody
+        for _ in range(PASSES):
+            if future.done():
+                return
+            await asyncio.sleep(0)
+        if (found := self._clock_for(hold)) is not None:
+            found.jump_over(hold)
+
+    def _clock_for(self, hold: Hold) -> Clock | None:
+        return next((each for each in reversed(list(_open)) if each.jumps(hold)), None)
+
+
+_JUMPER: Final = _Jumper()
+
+
+def _ahead() -> list[float]:
+    """Return the instants to come at which something ends by itself: long holds, and waits."""
+    now, found = boot_now(), []
+    for hold in all_holds():
+        if hold.state is State.HELD and hold.max_hold is not None and not hold.releasing.locked():
+            found.append(hold.granted_at + hold.max_hold)
+        elif hold.state is State.QUEUED and hold.patient_until is not None:
+            found.append(hold.patient_until)
+    return [at for at in found if at > now]
+
+
+def _live(keeper: Keeper) -> list[Hold]:
+    found = [hold for hold in list(keeper.holds.values()) if hold.state is State.HELD and hold.grant is not None]
+    return [hold for hold in found if hold.kept and not hold.releasing.locked() and hold.loss is None]
+
+
+def _renew(keeper: Keeper, seconds: float) -> None:
+    """Do what renewals would do for so many seconds."""
+    if isinstance(keeper, InlineKeeper):
+        keeper.backend.renew(keeper.own, [hold.held for hold in _live(keeper)])
+    for hold in _live(keeper):
+        hold.deadline += seconds
+        hold.renew_at += seconds
+
+
+def _move_rows(keeper: Keeper, seconds: float, *, still: bool) -> None:
+    """Have what this process holds be taken earlier in the database, and run out earlier unless it was renewed."""
+    ids = [row for hold in list(keeper.holds.values()) if hold.grant is not None for row in hold.grant.row_ids]
+    if keeper.backend.process_local or keeper.backend.released_on_disconnect or not ids:
+        return
+    from django_sqlsem.models import SlotRow
+
+    permits = [hold.permit_id for hold in list(keeper.holds.values())]
+    by = round(seconds * 1e6)
+    changes: dict[str, Any] = {"acquired_us": F("acquired_us") - by}
+    if still:
+        changes["expires_us"] = F("expires_us") - by
+
+    def update() -> None:
+        rows = SlotRow.objects.using(keeper.alias).filter(pk__in=ids, permit_id__in=permits, expires_us__isnull=False)
+        rows.update(**changes)
+
+    connection = connections[keeper.alias]
+    if connection.vendor == "sqlite" and connection.in_atomic_block:
+        update()  # its one writer is this transaction
+    else:
+        elsewhere(update)
+
+
+def _look_around(keeper: Keeper) -> None:
+    """Have a keeper see what the new time means: what is lost, what is overdue, who gets what became free."""
+    for hold in _live(keeper):
+        hold.current_loss()
+    if isinstance(keeper, InlineKeeper):
+        for hold in _live(keeper):
+            if hold.overdue and not hold.fenced:
+                keeper.forget(hold, hold.overdue)
+        for arbiter in list(keeper.arbiters.values()):
+            keeper.poke(arbiter)
+    elif isinstance(keeper, ThreadKeeper):
+        _wake(keeper)
+    over = [hold for hold in list(keeper.holds.values()) if hold.state is State.QUEUED and _is_over(hold)]
+    for hold in over:
+        keeper.withdraw(hold)  # unless it was granted at this very moment
+        if hold.state is State.OVER:
+            hold.answer()
+
+
+def _is_over(hold: Hold) -> bool:
+    return hold.patient_until is not None and hold.patient_until <= boot_now()
+
+
+def _wake(keeper: ThreadKeeper) -> None:
+    """Have the keeper's thread take a look at everything, and wait until it has."""
+    if not keeper.holds:
+        return
+    for first in (True, False):  # it works off its inbox before it looks
+        looked = threading.Event()
+
+        def step(first: bool = first, looked: threading.Event = looked) -> None:
+            if first:
+                keeper.look_at_all()
+            looked.set()
+
+        keeper.post(step)
+        if not looked.wait(PATIENCE):
+            raise RuntimeError(f"The keeper of {keeper.alias!r} does not answer.")
