@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +19,7 @@ from django.core.management import call_command
 from django_sqlsem import semaphore
 from django_sqlsem.testing import held
 from tests.databases import ROOT
-from tests.test_docs import FENCE, PAGES, blocks, commands, run_page, text_of
+from tests.test_docs import FENCE, PAGES, blocks, commands, text_of
 
 #: The languages of blocks, and where they are run or looked at. ``text`` shows what is printed.
 LANGUAGES = {
@@ -42,9 +45,17 @@ def test_no_block_is_in_a_language_that_nothing_runs() -> None:
     assert found <= set(LANGUAGES)
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_of_every_page_runs(page: Path, committed: None) -> None:
-    run_page(page)
+def test_python_of_every_page_runs(tmp_path: Path) -> None:
+    database = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "db.sqlite3")}
+    environment = os.environ | {
+        "DJANGO_SETTINGS_MODULE": "tests.settings",
+        "SQLSEM_TEST_DATABASES": json.dumps({"default": database}),
+    }
+    command = [sys.executable, "-m", "tests.docs_pages", *map(str, WITH_CODE)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    raised = json.loads(done.stdout.splitlines()[-1])
+    assert not raised, "\n".join(raised.values())
 
 
 class Operator(io.StringIO):

@@ -10,6 +10,7 @@ from rest_framework import exceptions
 from rest_framework.views import APIView
 
 from django_sqlsem.busy import Busy, busy_response, detail, finish
+from django_sqlsem.view_chains import view_class
 
 
 class BusyAnswer(exceptions.APIException):  # type: ignore[misc]  # of a library without types
@@ -31,8 +32,10 @@ def answer(busy: Busy, given: Any, request: HttpRequest, view: Any, status: int)
     try:
         if isinstance(running, APIView):
             response = running.handle_exception(BusyAnswer(busy, status))
-        else:
+        elif issubclass(view_class(view) or object, APIView):
             response = _answer_ahead(BusyAnswer(busy, status), request, view)
+        else:  # a request like the framework's, in a view that is none of its
+            response = busy_response(busy, request, status)
     except BusyAnswer:  # the project's exception handler does not answer it
         response = busy_response(busy, request, status)
     return finish(response, busy)

@@ -147,7 +147,8 @@ def async_view(lock):
 def task(lock, app=TASKS, expected=Retry, **options):
     """A task's body, run as a worker does."""
 
-    @app.task(name=lock.name, **options)
+    # A name is given once: an app that knows it returns the task that it knows.
+    @app.task(name=f"{lock.name}-{lock.using}", **options)
     @lock
     def work():
         raise AssertionError("not reached")
