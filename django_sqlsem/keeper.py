@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import abc
-import contextlib
+import dataclasses
 import logging
 import threading
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -51,6 +50,8 @@ class Keeper(KeeperBase):
         self.register(hold)
         session = self.session_here()
         mine = not isinstance(session, CallerSession)
+        if timeout != 0 and mine:
+            self._stand_apart(hold, session)
         if timeout == 0 and mine and (line := self._left(hold)) is not None:
             cleared = threading.Event()
             self.post(partial(line.step, self.own))
@@ -99,6 +100,11 @@ class Keeper(KeeperBase):
         arbiter = self.arbiters.get(hold.claim.resource.key)
         return arbiter if arbiter is not None and not arbiter.queue else None
 
+    def _stand_apart(self, hold: Hold, session: Session) -> None:
+        """A task that has come back does not stand behind those of this process who came after its first try."""
+        if hold.claim.rank and hold.claim.line in self.arbiters and self.backend.keeps_place(session, hold.claim):
+            hold.claim = dataclasses.replace(hold.claim, apart=True)
+
     def may_go_first(self, hold: Hold) -> bool:
         """Whether nobody waits for this name in this process, or the claim barges, or has a place of its own."""
         claim = hold.claim
@@ -145,6 +151,8 @@ class Keeper(KeeperBase):
                 return
             wanted = hold.state is State.NEW and not hold.abandoned
             if wanted:
+                if hold.claim.rank and hold.claim.line in self.arbiters:  # the place may be older than theirs
+                    hold.claim = dataclasses.replace(hold.claim, apart=True)
                 arbiter = self._arbiter(hold)
                 self._queue(arbiter, hold)
                 if arbiter.queue[0] is hold:
@@ -230,24 +238,6 @@ class Keeper(KeeperBase):
             self.waiting.pop(hold.permit_id, None)
         hold.answer()
 
-    def give_up_unanswered(self) -> None:
-        """Before the end: whoever has asked the database, and does not know what came of it, gets nothing."""
-        started = time.monotonic()
-        with self.queue_lock:
-            known = [hold for hold in self.holds.values() if not (hold.told or hold.abandoned)]
-            left = [hold for hold in known if hold.asked and hold.grant is None]
-            for hold in left:
-                hold.abandoned = True  # if its thread goes on after all
-                self.waiting.pop(hold.permit_id, None)
-        for hold in left:
-            hold.answer(BackendError("The process is ending."))
-        if left:
-            self.work.close()  # when the statement under way has ended
-        for hold in left:
-            if not self.own.unreachable(started):
-                with contextlib.suppress(BackendError):
-                    self.backend.discard(self.own, hold.claim.resource, hold.permit_id)
-
     def _queue(self, arbiter: Arbiter, hold: Hold) -> None:
         hold.state, hold.queued = State.QUEUED, True
         arbiter.queue.append(hold)
@@ -258,6 +248,8 @@ class Keeper(KeeperBase):
         try:
             if once and (line := self._left(hold)) is not None:
                 line.step(self.own)
+            if not once:
+                self._stand_apart(hold, self.own)
             enrol = self._may_wait(hold, 0 if once else None)
             granted = self.may_go_first(hold) and self.try_now(hold, self.own, enrol=enrol)
             if granted or once:

@@ -84,6 +84,24 @@ class CaringKeeper(Keeper):
         if hold.beside:  # who holds nothing keeps nobody waiting
             self._watch.add(hold)
 
+    def give_up_unanswered(self) -> None:
+        """Before the end: whoever has asked the database, and does not know what came of it, gets nothing."""
+        started = time.monotonic()
+        with self.queue_lock:
+            known = [hold for hold in self.holds.values() if not (hold.told or hold.abandoned)]
+            left = [hold for hold in known if hold.asked and hold.grant is None]
+            for hold in left:
+                hold.abandoned = True  # if its thread goes on after all
+                self.waiting.pop(hold.permit_id, None)
+        for hold in left:
+            hold.answer(BackendError("The process is ending."))
+        if left:
+            self.work.close()  # when the statement under way has ended
+        for hold in left:
+            if not self.own.unreachable(started):
+                with contextlib.suppress(BackendError):
+                    self.backend.discard(self.own, hold.claim.resource, hold.permit_id)
+
     def break_off(self, hold: Hold, error: Exception) -> bool:
         """Have a wait end with an error. Return whether it was still waiting."""
         with self.queue_lock:

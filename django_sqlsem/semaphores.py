@@ -245,7 +245,7 @@ class Semaphore:
             fair=self.fair,
             holder=identity.current(),
             presence=keeper.presence,
-            rank=self.rank,
+            rank=self.rank if keeper.backend.keeps_ranks else "",
             durable=self.durable if self.durable is not None else config(alias).durable,
         )
 

@@ -137,6 +137,8 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
 
     #: Does the backend live inside this process, without connections, threads and leases?
     process_local: ClassVar[bool] = False
+    #: Whether a task that is sent again keeps its place meanwhile.
+    keeps_ranks: ClassVar[bool] = False
     #: Does a grant last only as long as the database session that made it?
     released_on_disconnect: ClassVar[bool] = False
     #: Must a grant be renewed to be kept?
@@ -193,6 +195,10 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
         Returns the seconds that ``estimate`` says when so many are before it; it lapses a while after that.
         """
         return estimate(0)
+
+    def keeps_place(self, session: Session, claim: Claim) -> bool:
+        """Return whether the place of ``claim.rank`` is kept, so that it has come back."""
+        return False
 
     def hand_rank_on(self, session: Session, claim: Claim, heir: str) -> None:
         """Keep the place of ``claim.rank`` for the rank ``heir`` from now on, if it is still kept."""

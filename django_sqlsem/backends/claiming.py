@@ -49,6 +49,8 @@ class Claim:
     durable: bool = True
     #: The name under which a task keeps its place while it is away; empty for anybody else.
     rank: str = ""
+    #: Whether it has come back to that place, and so does not stand behind others of its process.
+    apart: bool = False
     #: How it shares the name with others. ``take`` is 0 where that means all slots.
     mode: str = SHARED
 
@@ -60,4 +62,5 @@ class Claim:
     @property
     def line(self) -> str:
         """The line in which it waits inside its process."""
-        return line_of(self.resource.key, self.mode)
+        line = line_of(self.resource.key, self.mode)
+        return f"{line} {self.rank}" if self.apart else line

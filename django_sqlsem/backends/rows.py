@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 class RowsBackend(RowsClaims, Counting):
     """The portable backend. The database's row locks keep the invariant; no counter can leak or over-admit."""
 
+    keeps_ranks = True
     modes = frozenset({WHOLE, UPDATE, UPGRADE})
 
     def opened(self, connection: BaseDatabaseWrapper) -> None:
@@ -136,6 +137,16 @@ class RowsBackend(RowsClaims, Counting):
         dialect = dialect_for(session.connection)
         parameters = claim_parameters(claim)
         return session.run(lambda cursor: rows_queue.step_aside(dialect, cursor, parameters, estimate))
+
+    def keeps_place(self, session: Session, claim: Claim) -> bool:
+        """Look for the task's row."""
+        dialect = dialect_for(session.connection)
+
+        def look(cursor: AnyCursor) -> bool:
+            dialect.execute(cursor, rows_queue.KEPT, {"rank": claim.rank})
+            return cursor.fetchone() is not None
+
+        return session.run(look)
 
     def hand_rank_on(self, session: Session, claim: Claim, heir: str) -> None:
         """Write the other rank into the task's row."""

@@ -39,6 +39,8 @@ AHEAD: Final = (
 LEAVE: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(permit_id)s"
 #: A task that was away is away no more.
 BACK: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(rank)s"
+#: Is there such a task?
+KEPT: Final = "SELECT 1 FROM sqlsem_waiter WHERE ticket = %(rank)s"
 #: Waiters whose process has died without a word.
 SWEEP: Final = (
     "DELETE FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND (expires_us < {now} - %(patience_us)s * 4{boot})"

@@ -9,7 +9,10 @@ import types
 import pytest
 
 from django_sqlsem import AcquireTimeoutError, identity, queries, ranks, scopes, semaphore
+from django_sqlsem.backends import get_backend
+from django_sqlsem.backends.rows import RowsBackend
 from django_sqlsem.calls import Call, Kind
+from django_sqlsem.keepers import keeper_for
 from django_sqlsem.models import SlotRow, WaiterRow
 from tests.contract.actors import Actor
 from tests.databases import held_rows
@@ -116,6 +119,71 @@ def test_a_task_that_waits_in_a_worker_stands_at_its_old_place(database):
         later.release()
         later.end()
         task.join(20)
+
+
+class Queue:
+    """Threads that wait for a slot that this test holds, and in which order they got it."""
+
+    def __init__(self, database, name):
+        self.lock = semaphore(name, 1, timeout=60, using=database)
+        self.held = self.lock.acquire()
+        self.held.detach()
+        self.got, self.threads = [], []
+
+    def waiting(self):
+        return queries.semaphore(self.lock.name, using=self.lock.using).waiting
+
+    def ask(self, word, task_id=None):
+        """Have a thread wait: for itself, or as a task."""
+        lock = ranks.ranked(self.lock, task_call(task_id)) if task_id else self.lock
+
+        def work():
+            with lock:
+                self.got.append(word)
+
+        self.threads.append(threading.Thread(target=work))
+        self.threads[-1].start()
+
+    def order(self):
+        """Let them have it, and return in which order they did."""
+        self.held.release()
+        for each in self.threads:
+            each.join(60)
+        return self.got
+
+
+def test_it_goes_before_later_ones_of_its_own_process_too(database):
+    queue = Queue(database, "beside")
+    refuse(queue.lock, "early")
+    queue.ask("first newcomer")
+    wait_until(lambda: queue.waiting() == 1)
+    refuse(queue.lock, "late")
+    queue.ask("second newcomer")
+    wait_until(lambda: queue.waiting() == 2)
+    queue.ask("late", "late")
+    wait_until(lambda: away(database) == 1)
+    queue.ask("early", "early")
+    wait_until(lambda: away(database) == 0)
+    assert queue.order() == ["early", "first newcomer", "late", "second newcomer"]
+
+
+def test_two_threads_that_ask_at_once_do_not_cost_it_its_place(database, monkeypatch):
+    """Its row takes the old place, and only then the process learns that another one has begun to wait here."""
+    queue = Queue(database, "at-once")
+    refuse(queue.lock, "early")
+    enrol = RowsBackend.enrol
+
+    def enrol_and_wait(backend, session, claim, place, *, first):
+        waited = enrol(backend, session, claim, place, first=first)
+        if claim.rank and first:
+            queue.ask("newcomer")
+            wait_until(lambda: keeper_for(get_backend(database)).arbiters)
+        return waited
+
+    monkeypatch.setattr(RowsBackend, "enrol", enrol_and_wait)
+    queue.ask("early", "early")
+    wait_until(lambda: queue.waiting() == 2)
+    assert queue.order() == ["early", "newcomer"]
 
 
 def test_the_countdown_follows_the_place(database):

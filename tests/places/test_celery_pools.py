@@ -252,8 +252,6 @@ def test_never_more_than_slots(place, name, path):
 
 @EVERYWHERE
 def test_who_was_refused_first_is_served_first(place, name, path):
-    if place.pool != "prefork":
-        pytest.skip("those who wait in one process are served as they came to it")
     with semaphore(name):
         pass
     with held(name, total=1) as [permit]:
