@@ -71,7 +71,9 @@ class CaringKeeper(Keeper):
 
     def try_now(self, hold: Hold, session: Session, *, enrol: bool) -> bool:
         """Claim once, without waiting; if this process is killed right after it, others will see that."""
-        if not self.own.is_open and self._dark_since is None and isinstance(session, OwnSession):
+        # The keeper's thread may be about to open it: whoever comes meanwhile would claim as one whom nobody reaches.
+        ready = self.own.is_open and (self._reach.known or not isinstance(self.own, OwnSession))
+        if not ready and self._dark_since is None and isinstance(session, OwnSession):
             session.run(lambda cursor: None)  # if the database cannot be reached, one try is enough to tell
             if isinstance(self.own, OwnSession) and config(self.alias).beacons:
                 with contextlib.suppress(BackendError):  # the keeper tries on

@@ -34,6 +34,8 @@ class Reach:
         self.alias = alias
         self.presence = Presence()
         self.beacon: Beacon | None = None
+        #: Whether ``presence`` has been found out: a moment after the first connection is open, on the opener's thread.
+        self.known = False
         #: Whether a connection has been opened since somebody asked.
         self.reopened = False
         self.ended = False
@@ -62,6 +64,7 @@ class Reach:
                 with connection.cursor() as cursor:
                     lit = self.beacon.light(cursor, process_id())
         self.presence = Presence(channel, reachable_from, bells, lit)
+        self.known = True
 
     def _listen(self, connection: BaseDatabaseWrapper, channel: str) -> None:
         raw: Any = connection.connection
@@ -137,7 +140,7 @@ class Reach:
                 self.beacon.put_out()
             self.beacon = None
         self._listening = None
-        self.presence = Presence()
+        self.presence, self.known = Presence(), False
 
     def after_fork(self) -> None:
         """In a forked child: let go of what is the parent's, without ending it."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import random
 import signal
 import subprocess
 import sys
@@ -121,10 +122,21 @@ class Child:
         self.process.kill()
         self.process.wait(60)
 
-    def stop(self) -> None:
-        """Stop it by SIGSTOP, and wait until it has stopped."""
-        self.signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+    def stop(self, *, anywhere: bool = False) -> None:
+        """Stop it by SIGSTOP, and wait until it has stopped.
+
+        Not while it locks an SQLite file: as long as it is stopped, no other process could write to it, or even read.
+        Then it goes on and is stopped a little later. ``anywhere``: that is what the test is about.
+        """
+        deadline = time.monotonic() + 60.0
+        while True:
+            self.signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+            if anywhere or not (found := sqlite_locks(self.pid)):
+                return
+            self.cont()
+            assert time.monotonic() < deadline, self._story(f"never let go of {found}")
+            time.sleep(random.uniform(0.001, 0.05))  # out of step with what it does at intervals
 
     def cont(self) -> None:
         """Let it go on by SIGCONT."""
@@ -175,6 +187,22 @@ class Child:
     def _story(self, what: str) -> str:
         said = "\n".join(self.lines[-20:]) or "nothing"
         return f"The child {self.target!r} {what}.\n--- it said\n{said}\n--- its stderr\n{self.stderr.strip()}"
+
+
+def sqlite_locks(pid: int) -> list[str]:
+    """Return what a stopped process keeps others out of: the exclusive locks of its SQLite files, as Linux tells them.
+
+    In a WAL the one writer's is byte 120 of the file ``-shm``; those of its readers are shared. Empty elsewhere.
+    """
+    found = []
+    with contextlib.suppress(FileNotFoundError):  # not Linux, or it has ended
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            path = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+            if ".sqlite3" in os.path.basename(path):
+                with open(f"/proc/{pid}/fdinfo/{descriptor}", encoding="ascii") as lines:
+                    locks = [line.strip() for line in lines if line.startswith("lock:")]
+                found += [f"{path}: {lock}" for lock in locks if " WRITE " in lock]
+    return found
 
 
 def is_alive(pid: int) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import time
 
@@ -15,7 +16,7 @@ from django.db import OperationalError, connections
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.models import SemaphoreRow, SlotRow
 from tests import databases, forks, servers, tds
-from tests.processes import Child, children_hear_signals, is_alive, wait_for_end
+from tests.processes import Child, children_hear_signals, is_alive, sqlite_locks, wait_for_end
 from tests.testapp.models import Probe
 from tests.threads import run_in_threads, wait_until
 
@@ -112,6 +113,40 @@ def test_a_child_can_be_stopped_and_killed():
         wait_until(lambda: len(child.lines) > seen)
         child.kill()
         assert child.wait() == -9
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fdinfo"), reason="Linux alone tells who has locked what")
+def test_a_child_is_not_stopped_while_it_keeps_an_sqlite_file_locked(tmp_path):
+    path = str(tmp_path / "written.sqlite3")
+    code = (
+        "import sqlite3, time\n"
+        "connection = sqlite3.connect(args[0], isolation_level=None, timeout=60)\n"
+        "connection.execute('PRAGMA journal_mode = WAL')\n"
+        "connection.execute('CREATE TABLE written (number)')\n"
+        "say('ready')\n"
+        "while True:\n"
+        "    connection.execute('BEGIN IMMEDIATE')\n"
+        "    connection.execute('INSERT INTO written VALUES (1)')\n"
+        "    time.sleep(0.03)\n"
+        "    connection.execute('COMMIT')\n"
+        "    time.sleep(0.01)\n"
+    )
+    with Child(code, path) as child, contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=0)) as mine:
+        child.expect("ready")
+        for _ in range(20):
+            child.stop()
+            mine.execute("BEGIN IMMEDIATE")
+            mine.execute("ROLLBACK")
+            child.cont()
+            time.sleep(0.02)
+        found = []
+        while not found:  # stopped wherever it is, it keeps everybody out now and then
+            child.stop(anywhere=True)
+            found = sqlite_locks(child.pid)
+            if found:
+                with pytest.raises(sqlite3.OperationalError, match="locked"):
+                    mine.execute("BEGIN IMMEDIATE")
+            child.cont()
 
 
 ITSELF = """

@@ -146,7 +146,7 @@ def test_nobody_takes_a_slot_while_a_fenced_transaction_is_open(database, probe,
         assert first.tell("begin") == "begun"
         assert first.tell("fence") == "fenced"
         assert first.tell("write 1") == "written"
-        first.stop()
+        first.stop(anywhere=True)  # in its transaction
         expired(database)
         if sqlite:
             second.waits()

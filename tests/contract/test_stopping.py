@@ -16,9 +16,11 @@ from django.db.models import F
 from django_sqlsem import AcquireTimeoutError, bells, control, mutex, queries, semaphore
 from django_sqlsem.backends import get_backend, rows_wishes
 from django_sqlsem.claims import claim
+from django_sqlsem.keeper_thread import ThreadKeeper
 from django_sqlsem.keepers import keeper_for
 from django_sqlsem.locks import acquire_all, current_permit, monitor, rwlock
 from django_sqlsem.models import SlotRow
+from django_sqlsem.reach import Reach
 from django_sqlsem.signals import permit_stop_requested
 from tests import applocks
 from tests.contract.actors import Actor
@@ -61,6 +63,31 @@ def test_a_holder_hears_at_once_and_keeps_what_it_has(database):
         assert (seen.stop_requested, seen.stop_by) == (True, "ann")
         holder.release()
         holder.end()
+
+
+@pytest.mark.rows_only("beacons")
+def test_the_first_grant_of_a_process_says_how_that_is_reached(database, monkeypatch):
+    """Also if its claim comes while another thread finds that out, on a connection that is open by then."""
+    begun = threading.Event()
+    opened, register = Reach.opened, ThreadKeeper.register
+
+    def open_slowly(reach, connection):
+        begun.set()
+        time.sleep(1.0)
+        opened(reach, connection)
+
+    def register_and_let_begin(keeper, hold):
+        register(keeper, hold)
+        assert begun.wait(SOON)
+
+    monkeypatch.setattr(Reach, "opened", open_slowly)
+    monkeypatch.setattr(ThreadKeeper, "register", register_and_let_begin)
+    with semaphore("first", lease=LONG, using=database).acquire() as permit:
+        (row,) = held_rows(database)
+        assert row.channel == keeper_for(get_backend(database)).presence.channel != ""
+        assert row.beacon
+        assert len(control.request_stop("first", by="ann", using=database)) == 1
+        wait_until(lambda: permit.stop_requested, timeout=SOON)
 
 
 def test_where_no_bell_rings_the_next_renewal_tells(database):
