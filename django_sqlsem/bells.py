@@ -71,23 +71,36 @@ class Bell:
             listener.close()
 
 
-_ringer: socket.socket | None = None
+#: The socket that rings, once there is one; a dictionary, as two threads may make it at the same time.
+_ringers: dict[str, socket.socket] = {}
 
 
 def ring(channel: str, note: str) -> bool:
     """Wake the process at ``channel``. Return whether it will hear: it is here, and has not too much to hear yet."""
-    global _ringer
     if not channel.startswith(_PREFIX):
         return False
-    if _ringer is None:
-        ringer = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        ringer.setblocking(False)
-        _ringer = ringer
+    ringer = _ringers.get("") or _new_ringer()
     try:
-        _ringer.sendto(note.encode("ascii"), _address(channel))
+        ringer.sendto(note.encode("ascii"), _address(channel))
     except OSError:
         return False
     return True
+
+
+def stop() -> None:
+    """Close what rings. It is made anew when it is needed."""
+    ringer = _ringers.pop("", None)
+    if ringer is not None:
+        ringer.close()
+
+
+def _new_ringer() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    made.setblocking(False)
+    kept = _ringers.setdefault("", made)
+    if kept is not made:
+        made.close()
+    return kept
 
 
 def _address(channel: str) -> bytes:

@@ -137,7 +137,10 @@ def _resolved(signature: inspect.Signature, func: Callable[..., Any]) -> inspect
     def value(annotation: object) -> object:
         if isinstance(annotation, str):
             with contextlib.suppress(Exception):
-                return eval(annotation, names)  # noqa: S307 - the project's own code, as inspect does
+                # Compiled first: once a KeyboardInterrupt has struck in an eval() of text, CPython ends the process by
+                # SIGINT in the end, though it was caught.
+                code = compile(annotation.lstrip(" \t"), "<annotation>", "eval", dont_inherit=True)
+                return eval(code, names)  # noqa: S307 - the project's own code, as inspect does
         return annotation
 
     parameters = [each.replace(annotation=value(each.annotation)) for each in signature.parameters.values()]

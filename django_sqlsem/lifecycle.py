@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
-from django_sqlsem import backends, busy_log, entries, holds, identity, keepers, sessions, sqlite_files, testmode
+from django_sqlsem import backends, bells, busy_log, entries, holds, identity, keepers, sessions, sqlite_files, testmode
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def stop_all() -> None:
     """Give back everything that this process holds and close the library's connections; later use starts anew."""
     keepers.stop_all()
     busy_log.log_rest(everything=True)
+    bells.stop()
 
 
 def _before_fork() -> None:

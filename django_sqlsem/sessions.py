@@ -89,7 +89,8 @@ class OwnSession:
         self._file: sqlite_files.FileId = None
         #: When a connection could not be opened last, and why; ``None`` since one could.
         self._unreachable: tuple[float, DjangoDatabaseError] | None = None
-        _sessions.add(self)
+        with _gate:  # who is about to fork goes through all of them
+            _sessions.add(self)
 
     @property
     def connection(self) -> BaseDatabaseWrapper:

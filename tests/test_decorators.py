@@ -28,6 +28,7 @@ from django_sqlsem.signals import acquire_timed_out, permit_acquired, permit_rel
 from django_sqlsem.testing import busy, held
 from tests import urls_decorators
 from tests.databases import ROOT, held_rows
+from tests.processes import Child
 from tests.threads import run_in_threads, wait_until
 
 rf = RequestFactory()
@@ -334,6 +335,25 @@ def test_everything_visible_stays():
     assert inspect.getfullargspec(wrapped)[:-1] == inspect.getfullargspec(f)[:-1]
     assert wrapped.__wrapped__ is f
     assert not hasattr(f, "_non_atomic_requests")
+
+
+def test_an_interrupt_in_an_annotation_that_was_caught_does_not_end_the_process_later():
+    """As CPython has it for a ``KeyboardInterrupt`` in an ``eval()`` of text."""
+    body = """
+        from __future__ import annotations
+        from django_sqlsem import mutex
+        def interrupted():
+            raise KeyboardInterrupt
+        def f() -> interrupted():
+            pass
+        try:
+            mutex("f")(f)
+        except KeyboardInterrupt:
+            say("caught")
+    """
+    with Child(textwrap.dedent(body), forked=False) as child:
+        child.expect("caught")
+        child.finish()
 
 
 def test_decorating_touches_neither_settings_nor_databases():

@@ -235,3 +235,28 @@ def test_nothing_stays_held_by_a_child_of_multiprocessing(database, case):
         parent.send()
         parent.finish()
         assert "Traceback" not in parent.stderr
+
+
+def test_nothing_is_left_unclosed_by_a_process_that_has_rung_another():
+    """Nor by one in which many threads ring for the first time at once."""
+    body = """
+        import threading
+        from django_sqlsem import bells
+        heard = bells.Bell("of a test")
+        ready = threading.Barrier(8)
+        def ring():
+            ready.wait()
+            assert bells.ring(heard.channel, "x")
+        threads = [threading.Thread(target=ring) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert heard.heard() == ["x"] * 8
+        heard.close()
+        say("rung")
+    """
+    with Child(textwrap.dedent(body), env={"PYTHONWARNINGS": "always::ResourceWarning"}, forked=False) as child:
+        child.expect("rung")
+        child.finish()
+        assert "ResourceWarning" not in child.stderr

@@ -231,3 +231,19 @@ def test_a_hold_that_was_abandoned_is_not_reported_as_forgotten(database, caplog
     assert "forgotten" not in caplog.text
     hold.abandoned = False
     permit.release()
+
+
+def test_no_session_is_made_while_a_fork_goes_through_all_of_them():
+    """What changes under way would break that off, and no session would be kept from opening a connection."""
+    making = threading.Thread(target=OwnSession, args=("default",))
+    sessions.before_fork()
+    try:
+        known = len(sessions._sessions)
+        making.start()
+        making.join(0.2)
+        assert making.is_alive()
+        assert len(sessions._sessions) <= known
+    finally:
+        sessions.after_fork_in_parent()
+    making.join(60)
+    assert not making.is_alive()
