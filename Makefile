@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 SOAK_ARGS ?=
 # Test processes at once. Most tests wait more than they work.
-WORKERS ?= 4
+WORKERS ?= 6
 
 BIN := $(VENV)/bin
 DEV := $(VENV)/.installed-dev
