@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from django.db import IntegrityError
+from django.db.models.constants import OnConflict
 
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.backends.incarnation import read
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
+
+
+_SEEN: Final = "SELECT seen_us FROM sqlsem_server WHERE identity = %s"
+
+
+def _note(connection: BaseDatabaseWrapper) -> str:
+    """Insert it unless it is there; no error, as that would break a transaction of the caller's."""
+    insert = connection.ops.insert_statement(on_conflict=OnConflict.IGNORE)
+    rest = connection.ops.on_conflict_suffix_sql([], OnConflict.IGNORE, [], [])
+    return f"{insert} sqlsem_server (identity, seen_us) VALUES (%s, %s) {rest}"
 
 
 def note_server(connection: BaseDatabaseWrapper) -> None:
@@ -23,15 +32,16 @@ def note_server(connection: BaseDatabaseWrapper) -> None:
         server = read(connection, cursor)
         if server is None:
             return
-        cursor.execute("SELECT seen_us FROM sqlsem_server WHERE identity = %s", [server.identity])
+        cursor.execute(_SEEN, [server.identity])
         row = cursor.fetchone()
         if row is None:
             now = dialect_for(connection).now(cursor)
             # One that is new to a database with locks may have been promoted; the very first one has not.
             cursor.execute("SELECT COUNT(*) FROM sqlsem_server")
-            row = (now if cursor.fetchone()[0] else server.started_us or now,)
-            with contextlib.suppress(IntegrityError):
-                cursor.execute("INSERT INTO sqlsem_server (identity, seen_us) VALUES (%s, %s)", [server.identity, *row])
+            seen = now if cursor.fetchone()[0] else server.started_us or now
+            cursor.execute(_note(connection), [server.identity, seen])
+            cursor.execute(_SEEN, [server.identity])  # another connection may have been first
+            row = cursor.fetchone() or (seen,)
         connection.sqlsem_since_us = int(row[0])  # type: ignore[attr-defined]
         connection.sqlsem_since_of = connection.connection  # type: ignore[attr-defined]
 

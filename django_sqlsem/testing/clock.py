@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import contextvars
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
@@ -82,10 +82,11 @@ class Clock:
 
     def _move(self, seconds: float, *, still: bool) -> None:
         keepers = all_keepers()
-        if not still:
-            for keeper in keepers:
-                _renew(keeper, seconds)
-        clocks.move(max(0.0, seconds), still=still)
+        with _at_rest(keepers):
+            if not still:
+                for keeper in keepers:
+                    _renew(keeper, seconds)
+            clocks.move(max(0.0, seconds), still=still)
         self.elapsed += max(0.0, seconds)
         for keeper in keepers:
             _move_rows(keeper, seconds, still=still)
@@ -169,6 +170,32 @@ class _Jumper:
 _JUMPER: Final = _Jumper()
 
 
+@contextlib.contextmanager
+def _at_rest(keepers: list[Keeper]) -> Iterator[None]:
+    """Have the keepers' threads wait for the block's end: a renewal under way would count from before the jump."""
+    goes_on = threading.Event()
+
+    def rest(begun: threading.Event) -> None:
+        begun.set()
+        goes_on.wait(PATIENCE)
+
+    try:
+        for keeper in keepers:
+            if isinstance(keeper, ThreadKeeper) and keeper.holds:
+                _await(keeper, rest)
+        yield
+    finally:
+        goes_on.set()
+
+
+def _await(keeper: ThreadKeeper, step: Callable[[threading.Event], None]) -> None:
+    """Have a keeper's thread take a step, and wait for the event that it sets."""
+    event = threading.Event()
+    keeper.post(lambda: step(event))
+    if not event.wait(PATIENCE):
+        raise RuntimeError(f"The keeper of {keeper.alias!r} does not answer.")
+
+
 def _ahead() -> list[float]:
     """Return the instants to come at which something ends by itself: long holds, and waits."""
     now, found = boot_now(), []
@@ -245,14 +272,10 @@ def _wake(keeper: ThreadKeeper) -> None:
     """Have the keeper's thread take a look at everything, and wait until it has."""
     if not keeper.holds:
         return
-    for first in (True, False):  # it works off its inbox before it looks
-        looked = threading.Event()
 
-        def step(first: bool = first, looked: threading.Event = looked) -> None:
-            if first:
-                keeper.look_at_all()
-            looked.set()
+    def look(done: threading.Event) -> None:
+        keeper.look_at_all()
+        done.set()
 
-        keeper.post(step)
-        if not looked.wait(PATIENCE):
-            raise RuntimeError(f"The keeper of {keeper.alias!r} does not answer.")
+    _await(keeper, look)
+    _await(keeper, threading.Event.set)  # it works off its inbox before it looks

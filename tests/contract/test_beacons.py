@@ -15,7 +15,7 @@ from django.db import connections
 from hypothesis import given
 from hypothesis import strategies as st
 
-from django_sqlsem.backends import beacons, incarnation, lock_files
+from django_sqlsem.backends import beacons, incarnation, lock_files, rows_server
 from django_sqlsem.backends.dialects import dialect_for
 from tests import applocks, databases
 from tests.contract.lamps import Burning, Lamp
@@ -463,6 +463,23 @@ def test_an_incarnation_is_the_same_for_every_session(server):
     (found,) = set.union(*run_in_threads(4, ask))
     assert found.identity
     assert 0 < found.started_us < now
+
+
+def test_connections_that_note_a_server_together_agree_since_when_it_is_known(server, monkeypatch):
+    """The second one has found nothing, and now counts what the first one has written."""
+    databases.query(server, "DELETE FROM sqlsem_server")
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(contextlib.closing(connections[server].copy())) for _ in range(2))
+
+        def dialect(connection):
+            if connection is second:
+                rows_server.note_server(first)
+            return dialect_for(connection)
+
+        monkeypatch.setattr(rows_server, "dialect_for", dialect)
+        rows_server.note_server(second)
+        assert first.sqlsem_since_us == second.sqlsem_since_us == incarnation_of(server).started_us
+    assert databases.query(server, "SELECT COUNT(*) FROM sqlsem_server") == [(1,)]
 
 
 def test_sqlite_has_no_incarnation(committed):

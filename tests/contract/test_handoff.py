@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import threading
@@ -235,8 +236,15 @@ def test_a_waiter_gives_up_after_it_was_granted_and_before_it_heard(database, co
     assert counter.peak <= 1
 
 
+#: How often each process of ``gamble()`` must have been granted a slot, and refused one.
+ENOUGH = 7
+
+
 def gamble(alias, name, slots, rounds, most):
-    """Ask with timeouts about as long as one has to wait; tell how often it was granted and refused."""
+    """Ask with timeouts about as long as one has to wait; tell how often it was granted and refused.
+
+    So many rounds, and as many more as it takes until it has met both some times.
+    """
     shared = semaphore(name, slots=slots, using=alias)
     tally = Tally()
     say("ready")
@@ -245,7 +253,9 @@ def gamble(alias, name, slots, rounds, most):
 
         def run():
             with tally.noting_errors():
-                for _ in range(rounds):
+                for attempt in itertools.count():
+                    if attempt >= rounds and min(tally.grants, tally.refused) > ENOUGH:
+                        return
                     started = time.monotonic()
                     try:
                         permit = shared.acquire(timeout=random.uniform(0.001, most))
@@ -276,11 +286,10 @@ def test_two_hundred_timeouts_near_the_moment_of_the_hand_off(database, counter,
             child.expect("ready", timeout=60)
         for child in children:
             child.send()
-        tallies = [json.loads(child.expect("tally", timeout=60)) for child in children]
+        tallies = [json.loads(child.expect("tally", timeout=200)) for child in children]
         assert [tally["errors"] for tally in tallies] == [[]] * 3
-        assert sum(tally["grants"] + tally["refused"] for tally in tallies) == 210
-        assert sum(tally["grants"] for tally in tallies) > 20
-        assert sum(tally["refused"] for tally in tallies) > 20
+        assert sum(tally["grants"] + tally["refused"] for tally in tallies) >= 210
+        assert min(tally[each] for tally in tallies for each in ("grants", "refused")) > ENOUGH
         assert counter.peak <= slots
         wait_until(lambda: held_rows(database) == [] and waiters(database) == [], timeout=HEARTBEAT)
         semaphore("gambled", slots=slots, using=database).acquire(timeout=0).release()

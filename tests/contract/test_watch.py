@@ -106,6 +106,7 @@ def test_a_slow_database_writes_a_crowd_of_waits_down_a_few_at_a_time(database, 
     real = keeper._watch.step
     monkeypatch.setattr(statements, "insert", slowly)
     monkeypatch.setattr(keeper._watch, "step", step)
+    monkeypatch.setattr(watch, "REST", 1.0)  # on a busy machine a statement may take too long as well
 
     def wait(number):
         with mutex(f"mine {number}", lease=2, using=database) as permit:

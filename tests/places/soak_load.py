@@ -127,8 +127,8 @@ class Kill:
 class Trouble:
     """Kills, stops and restarts, one after the other, every ``pause`` seconds or so.
 
-    ``slots`` returns the slot rows as ``(slot, pid, token)``, of held ones. ``brief``: one kill of a holder of each
-    kind, and no more. ``problems`` are errors of this thread.
+    ``slots`` returns the slot rows as ``(slot, pid, token)``, of held ones. ``brief``: one holder of each kind is
+    killed, and no more. ``problems`` are errors of this thread.
     """
 
     def __init__(
@@ -167,9 +167,12 @@ class Trouble:
             once = self._acts[:3] if self._brief else list(self._acts)
             random.shuffle(once)
             while not self._stop.wait(self._pause * (0.5 + random.random())) and (once or not self._brief):
-                _, what, act = once.pop() if once else random.choices(self._acts, [each[0] for each in self._acts])[0]
+                next_one = once.pop() if once else random.choices(self._acts, [each[0] for each in self._acts])[0]
+                _, what, act = next_one
                 act()
                 self.done[what] += 1
+                if self._brief and not any(what.endswith(kill.what) for kill in self.kills):
+                    once.insert(0, next_one)  # the holder had given back before it was struck
         except BaseException as error:
             self.problems.append(error)
 
