@@ -88,7 +88,7 @@ def postgres() -> Iterator[str]:
             server.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+@pytest.mark.parametrize("database", ["sqlite", pytest.param("postgres", marks=pytest.mark.soak)])
 def test_never_more_than_three_and_nothing_left(database: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     url = "" if database == "sqlite" else request.getfixturevalue("postgres")
     for seconds in ("8", "2"):  # the second run finds the tables, the user and the messages of the first

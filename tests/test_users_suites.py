@@ -188,6 +188,10 @@ FAILING = """
 """
 
 
+#: A server's database takes long to make, and these make it twice.
+KEPT = [pytest.param(kind, marks=pytest.mark.soak if kind == "postgres" else ()) for kind in KINDS if kind != "memory"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_djangos_runner(make_project, kind):
     project = make_project(kind)
@@ -207,7 +211,7 @@ def test_djangos_runner_in_parallel(make_project, kind):
     project.untouched()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "memory"])
+@pytest.mark.parametrize("kind", KEPT)
 def test_djangos_runner_keeps_the_database(make_project, kind):
     project = make_project(kind)
     project.write("shop/tests.py", TESTS)
@@ -227,7 +231,7 @@ def test_pytest_django(make_project, kind):
     project.untouched()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "memory"])
+@pytest.mark.parametrize("kind", KEPT)
 def test_pytest_django_reuses_the_database(make_project, kind):
     project = make_project(kind)
     project.write("shop/pytest_shop.py", PYTESTS)
