@@ -283,7 +283,7 @@ def test_workers_keep_to_the_slots(database, settings, path):
         for worker in workers.values():
             worker.signal(signal.SIGTERM)
         for worker in workers.values():
-            assert worker.wait(60) == 0
+            worker.finish()
         assert client.ask(f"last({last!r})")["value"] == "counted"
         assert {client.ask(f"last({each!r})")["value"] for each in later} == {"counted"}
         assert (counter.peak, counter.current) == (2, 0)
