@@ -283,8 +283,7 @@ def test_workers_keep_to_the_slots(database, settings, path):
         for worker in workers.values():
             worker.signal(signal.SIGTERM)
         for worker in workers.values():
-            # Its handler raises SystemExit wherever it is: in a statement of its own queue, the driver may make an error
-            # of that.
+            # Its handler raises SystemExit wherever it is, of which a driver may make an error, in a look at the queue.
             assert worker.wait(60) == 0 or ", in shutdown\n    sys.exit(0)" in worker.stderr, worker.stderr
         assert client.ask(f"last({last!r})")["value"] == "counted"
         assert {client.ask(f"last({each!r})")["value"] for each in later} == {"counted"}
