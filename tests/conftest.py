@@ -4,6 +4,8 @@
     The alias of one covered database after the other, real and committed: no transaction is around the test.
     Afterwards nothing may be held by a live permit (unless the test is marked ``leaves_held``), and all that the
     test wrote is deleted.
+``world``
+    The same, and ``default`` inside the transaction of a ``TestCase``, whose locks are this process's own.
 ``counter``
     An ``OutsideCounter`` on ``database``.
 """
@@ -20,6 +22,8 @@ from django.conf import settings
 from django.db import connections
 from django.test.utils import setup_databases, teardown_databases
 
+from django_sqlsem import answers, testing
+from django_sqlsem.backends import get_backend
 from tests import applocks, databases, forks, processes, tds
 
 
@@ -101,6 +105,25 @@ def database(request: Any, committed: None) -> Iterator[str]:
     yield alias
     if request.node.get_closest_marker("leaves_held") is None:
         databases.assert_nothing_held(alias)
+
+
+@pytest.fixture(
+    params=[
+        *(pytest.param(alias, id=databases.label(alias)) for alias in databases.covered()),
+        pytest.param("local", id="process-local"),
+    ]
+)
+def world(request: Any) -> Iterator[str]:
+    """An alias with its real backend, or ``default`` inside the transaction that a ``TestCase`` has."""
+    local = request.param == "local"
+    request.getfixturevalue("db" if local else "committed")
+    alias = "default" if local else request.param
+    assert get_backend(alias).process_local is local
+    yield alias
+    if not local:
+        databases.assert_nothing_held(alias)
+    testing.assert_nothing_held()
+    assert answers.jumper is None
 
 
 @pytest.fixture

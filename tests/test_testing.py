@@ -25,25 +25,7 @@ from django_sqlsem import (
 from django_sqlsem.backends import get_backend
 from django_sqlsem.locks import rwlock
 from django_sqlsem.snapshots import LossReason
-from tests import databases
 from tests.threads import run_in_threads, wait_until
-
-REAL = [pytest.param(alias, id=databases.label(alias)) for alias in databases.covered()]
-LOCAL = [pytest.param("local", id="process-local")]
-
-
-@pytest.fixture(params=REAL + LOCAL)
-def world(request):
-    """An alias with its real backend, or ``default`` inside the transaction that a ``TestCase`` has."""
-    if request.param == "local":
-        request.getfixturevalue("db")
-        assert get_backend("default").process_local
-        yield "default"
-        return
-    request.getfixturevalue("committed")
-    assert not get_backend(request.param).process_local
-    yield request.param
-    databases.assert_nothing_held(request.param)
 
 
 def test_busy_refuses_at_once_whatever_the_timeout(world):

@@ -18,28 +18,13 @@ from django_sqlsem.backends import get_backend
 from django_sqlsem.claims import claim
 from django_sqlsem.refresh import BuildFailedError, refresh_every
 from django_sqlsem.snapshots import LossReason
-from tests import applocks, databases
+from tests import applocks
 from tests.testapp.models import Inventory
 from tests.threads import wait_until
 
-REAL = [pytest.param(alias, id=databases.label(alias)) for alias in databases.covered()]
-LOCAL = [pytest.param("local", id="process-local")]
 #: A wait that is jumped over takes less than this, and a real one of LONG seconds more.
 SOON = 250
 LONG = 600
-
-
-@pytest.fixture(params=REAL + LOCAL)
-def world(request):
-    """An alias with its real backend, or ``default`` inside the transaction that a ``TestCase`` has."""
-    if request.param == "local":
-        request.getfixturevalue("db")
-        yield "default"
-    else:
-        request.getfixturevalue("committed")
-        yield request.param
-        databases.assert_nothing_held(request.param)
-    assert answers.jumper is None
 
 
 @pytest.fixture

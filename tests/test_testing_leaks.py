@@ -14,24 +14,7 @@ from django.http import HttpResponse
 
 from django_sqlsem import AcquireTimeoutError, mutex, semaphore, testing
 from django_sqlsem.busy import Busy
-from tests import databases
 from tests.threads import run_in_threads, wait_until
-
-REAL = [pytest.param(alias, id=databases.label(alias)) for alias in databases.covered()]
-LOCAL = [pytest.param("local", id="process-local")]
-
-
-@pytest.fixture(params=REAL + LOCAL)
-def world(request):
-    """An alias with its real backend, or ``default`` inside the transaction that a ``TestCase`` has."""
-    if request.param == "local":
-        request.getfixturevalue("db")
-        yield "default"
-    else:
-        request.getfixturevalue("committed")
-        yield request.param
-        databases.assert_nothing_held(request.param)
-    testing.assert_nothing_held()
 
 
 def test_a_permit_that_is_left_is_told_of(world):
