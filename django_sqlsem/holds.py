@@ -146,6 +146,10 @@ class Hold(Awaited):
         self.claim = dataclasses.replace(self.claim, permit_id=uuid.uuid4().hex, presence=self.keeper.presence)
         self.asked = False
 
+    def stand_apart(self) -> None:
+        """Wait in a place of its own: a task that has come back is before those of its process who came later."""
+        self.claim = dataclasses.replace(self.claim, apart=True)
+
     def granted(self, grant: Grant, sent: float, lasts: float, *, at_once: bool) -> None:
         """Note the grant; ``sent`` is the boot clock from which its ``lasts`` seconds count here.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import logging
 import threading
 from functools import partial
@@ -103,7 +102,7 @@ class Keeper(KeeperBase):
     def _stand_apart(self, hold: Hold, session: Session) -> None:
         """A task that has come back does not stand behind those of this process who came after its first try."""
         if hold.claim.rank and hold.claim.line in self.arbiters and self.backend.keeps_place(session, hold.claim):
-            hold.claim = dataclasses.replace(hold.claim, apart=True)
+            hold.stand_apart()
 
     def may_go_first(self, hold: Hold) -> bool:
         """Whether nobody waits for this name in this process, or the claim barges, or has a place of its own."""
@@ -152,7 +151,7 @@ class Keeper(KeeperBase):
             wanted = hold.state is State.NEW and not hold.abandoned
             if wanted:
                 if hold.claim.rank and hold.claim.line in self.arbiters:  # the place may be older than theirs
-                    hold.claim = dataclasses.replace(hold.claim, apart=True)
+                    hold.stand_apart()
                 arbiter = self._arbiter(hold)
                 self._queue(arbiter, hold)
                 if arbiter.queue[0] is hold:
