@@ -138,7 +138,7 @@ def test_a_killed_parents_session_ends_although_its_child_lives(database):
             wait_until(lambda: not before & set(session_ids(database)), timeout=60)
         assert is_alive(child)
         # Nobody renews for the dead: the slot comes back with the end of the lease.
-        wait_until(lambda: held_rows(database) == [], timeout=20)
+        wait_until(lambda: held_rows(database) == [], timeout=6)
         os.kill(child, signal.SIGKILL)
 
 

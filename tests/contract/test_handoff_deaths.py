@@ -20,15 +20,15 @@ HEARTBEAT = 20.0
 LAPSE = 20.0
 
 
-def pids(database):
+def pids(database, **conditions):
     """Who waits, in order."""
-    return list(WaiterRow.objects.using(database).order_by("queued_us", "pk").values_list("pid", flat=True))
+    rows = WaiterRow.objects.using(database).filter(**conditions)
+    return list(rows.order_by("queued_us", "pk").values_list("pid", flat=True))
 
 
 def live(database):
     """Whose places have not lapsed, in order."""
-    rows = WaiterRow.objects.using(database).filter(expires_us__gt=now_us(database))
-    return list(rows.order_by("queued_us", "pk").values_list("pid", flat=True))
+    return pids(database, expires_us__gt=now_us(database))
 
 
 def join(database, child, who="a", **options):
