@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import sys
 
 
 def say(line: object) -> None:
     """Write a line for the parent's ``expect``."""
-    sys.stdout.write(f"{line}\n")  # in one piece, whatever other threads write
-    sys.stdout.flush()
+    # In one piece, whatever other threads write; past the buffer, whose lock a thread may have at the process's end.
+    left = f"{line}\n".encode()
+    while left:
+        left = left[os.write(1, left) :]
 
 
 def listen() -> str:

@@ -88,7 +88,13 @@ def _told() -> None:
     """Wait until it has been said which permits were forgotten."""
     for thread in threading.enumerate():
         if thread.name == "sqlsem-on-lost" and thread is not threading.current_thread():
-            thread.join(GRACE)
+            deadline = time.monotonic() + GRACE
+            while time.monotonic() < deadline:
+                try:
+                    thread.join(GRACE)
+                    break
+                except RuntimeError:  # it is about to be started
+                    time.sleep(0.001)
 
 
 def _place() -> list[str]:
