@@ -12,6 +12,7 @@ from typing import Final
 from django_sqlsem.backends import applock_acquire_sql as acquiring
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_names import MAX_UNITS, PREFIX
+from django_sqlsem.backends.applock_parameters import type_of
 from django_sqlsem.backends.applock_procedure_acquire import BODY, PARAMETERS, RETHROW, throw
 from django_sqlsem.naming import MAX_NAME_LENGTH, MAX_SLOTS
 
@@ -229,7 +230,7 @@ RETURN 0;
 
 
 def _typed(*names: str) -> str:
-    return ", ".join(f"@{name} {sql.TYPES.get(name, 'int')}" for name in names)
+    return ", ".join(f"@{name} {type_of(name)}" for name in names)
 
 
 def _parts() -> dict[str, tuple[str, str]]:

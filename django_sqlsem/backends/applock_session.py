@@ -16,6 +16,7 @@ from django_sqlsem.backends import applock_sockets, applock_watch
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_codes import Meaning, failure, meaning
 from django_sqlsem.backends.applock_connect import answer_timeout, connect
+from django_sqlsem.backends.applock_parameters import input_sizes
 from django_sqlsem.backends.applock_proof_sql import prove
 from django_sqlsem.backends.applock_turns import Turn
 from django_sqlsem.backends.base import Grant
@@ -135,7 +136,7 @@ class LockSession:
         sent = boot_now()
         try:
             with self._wrapper.wrap_database_errors:
-                row = self._execute(batch.text, parameters, waits=waits)
+                row = self._execute(batch.text, parameters, sizes=input_sizes(batch.parameters), waits=waits)
         except DjangoDatabaseError as error:
             # Whatever else the server said of this batch, the other locks here are not to be lost for it.
             known = meaning(error)
@@ -167,7 +168,9 @@ class LockSession:
                 self.end(str(error.__cause__ or error).strip())
             raise backend_error(self.alias, error, stale=bool(self.ended) and not self.fresh) from error
 
-    def _execute(self, text: str, parameters: Sequence[Any], *, waits: bool = False) -> dict[str, Any]:
+    def _execute(
+        self, text: str, parameters: Sequence[Any], *, sizes: Sequence[Any] = (), waits: bool = False
+    ) -> dict[str, Any]:
         cursor = self._cursors.get(text)
         if cursor is None:
             try:
@@ -176,6 +179,7 @@ class LockSession:
             finally:
                 self._raw.timeout = self.limit
         try:
+            cursor.setinputsizes(sizes)
             self.asked = 0.0 if waits else time.monotonic()
             cursor.execute(text, parameters)
             while cursor.description is None:  # some servers send a word about each refused lock

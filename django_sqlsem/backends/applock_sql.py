@@ -12,6 +12,7 @@ import functools
 from dataclasses import dataclass
 from typing import Final
 
+from django_sqlsem.backends.applock_parameters import type_of
 from django_sqlsem.modes import RWLOCK, WRITER
 
 #: How long a batch waits for a row of ours, in milliseconds.
@@ -79,35 +80,6 @@ def taken(resource: str) -> str:
     return f"APPLOCK_TEST(N'public', {resource}, N'Exclusive', N'Session') = 0"
 
 
-#: Lengths are in UTF-16 units, of which a character may take two; what is longer is cut without a word.
-TYPES: Final = {
-    "stamp": "varchar(60)",
-    "base": "nvarchar(255)",
-    "gate": "nvarchar(255)",
-    "mode": "varchar(32)",
-    "lock_mode": "nvarchar(8)",
-    "resource": "nvarchar(255)",
-    "fence": "nvarchar(60)",
-    "told": "nvarchar(60)",
-    "csv": "nvarchar(max)",
-    "key": "nvarchar(32)",
-    "kind": "nvarchar(16)",
-    "name": "nvarchar(400)",
-    "permit": "nvarchar(32)",
-    "before": "nvarchar(32)",
-    "host": "nvarchar(510)",
-    "thread": "nvarchar(200)",
-    "label": "nvarchar(400)",
-    "user": "nvarchar(300)",
-    "process": "nvarchar(32)",
-    "pid": "bigint",
-    "lease": "bigint",
-    "age": "bigint",
-    "ticket": "nvarchar(32)",
-    "session_id": "int",
-    "session_us": "bigint",
-}
-
 #: Nothing is done on a session that is not the one that we opened: a pool may have put another in its place.
 CHECK: Final = (
     "IF CONTEXT_INFO() IS NULL OR CAST(SUBSTRING(CONTEXT_INFO(), 1, DATALENGTH(@stamp)) AS varchar(60)) <> @stamp"
@@ -117,7 +89,7 @@ CHECK: Final = (
 
 def batch(parameters: tuple[str, ...], body: str, *, patient: bool = True) -> Batch:
     """Declare the parameters and make a batch; ``patient``: it may meet locked rows, and waits a moment for them."""
-    declared = ", ".join(f"@{name} {TYPES.get(name, 'int')} = ?" for name in parameters)
+    declared = ", ".join(f"@{name} {type_of(name)} = ?" for name in parameters)
     limit = f" SET LOCK_TIMEOUT {ROW_PATIENCE_MS};" if patient else ""
     head = f"SET NOCOUNT ON;{limit}\nDECLARE {declared};\n"
     return Batch(head + body.strip() + "\n", parameters)

@@ -1,0 +1,64 @@
+"""The types of a batch's parameters, as drivers are told them: always those that the batch itself declares.
+
+Drivers that are not told send each text as one that is as long as its value (``nvarchar(7)``). A server then prepares
+the batch anew, and keeps one more plan of it, for each combination of lengths: of names, threads, labels, users.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Final
+
+#: Lengths are in UTF-16 units, of which a character may take two; what is longer is cut without a word.
+TYPES: Final = {
+    "stamp": "varchar(60)",
+    "base": "nvarchar(255)",
+    "gate": "nvarchar(255)",
+    "mode": "varchar(32)",
+    "lock_mode": "nvarchar(8)",
+    "resource": "nvarchar(255)",
+    "fence": "nvarchar(60)",
+    "told": "nvarchar(60)",
+    "csv": "nvarchar(max)",
+    "key": "nvarchar(32)",
+    "kind": "nvarchar(16)",
+    "name": "nvarchar(400)",
+    "permit": "nvarchar(32)",
+    "before": "nvarchar(32)",
+    "host": "nvarchar(510)",
+    "thread": "nvarchar(200)",
+    "label": "nvarchar(400)",
+    "user": "nvarchar(300)",
+    "process": "nvarchar(32)",
+    "pid": "bigint",
+    "lease": "bigint",
+    "age": "bigint",
+    "ticket": "nvarchar(32)",
+    "session_id": "int",
+    "session_us": "bigint",
+}
+
+#: ODBC's numbers of these types.
+_ODBC: Final = {"varchar": 12, "nvarchar": -9, "int": 4, "bigint": -5}
+_DIGITS: Final = {"int": 10, "bigint": 19}
+_TEXT: Final = re.compile(r"(n?varchar)\((max|[0-9]+)\)")
+
+
+def type_of(name: str) -> str:
+    """Return the type of a parameter; one of several is numbered, as ``key0``."""
+    return TYPES.get(name) or TYPES.get(name.rstrip("0123456789"), "int")
+
+
+@functools.lru_cache(maxsize=1000)
+def input_sizes(parameters: tuple[str, ...]) -> tuple[tuple[int, int, int], ...]:
+    """Return what ``Cursor.setinputsizes()`` takes: type, length or digits, and 0; a length of 0 is ``max``."""
+    return tuple(_size(type_of(name)) for name in parameters)
+
+
+def _size(declared: str) -> tuple[int, int, int]:
+    text = _TEXT.fullmatch(declared)
+    if text is None:
+        return _ODBC[declared], _DIGITS[declared], 0
+    kind, length = text.groups()
+    return _ODBC[kind], 0 if length == "max" else int(length), 0
