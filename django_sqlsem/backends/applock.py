@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from django_sqlsem.backends import applock_line_sql as line_sql
 from django_sqlsem.backends import applock_sql as sql
-from django_sqlsem.backends.applock_claims import Stand
+from django_sqlsem.backends.applock_claims import FIRST_TRY, Stand
 from django_sqlsem.backends.applock_line import Line
 from django_sqlsem.backends.applock_names import LockNames, lock_names
 from django_sqlsem.backends.applock_session import LockSession
@@ -65,7 +65,7 @@ class ApplockBackend(ApplockUpgrades):
     def enrol(self, session: Session, claim: Claim, place: Place, *, first: bool) -> Waited:
         """Claim if need be; else have the name's own thread stand in line in the server."""
         if first and not (claim.fair and self.is_crowded(claim.line)):
-            granted = self.try_claim(claim).granted
+            granted = self.try_claim(claim, FIRST_TRY).granted
             if granted is not None:
                 return Waited((granted,), at_once=True)
         names = lock_names(claim.resource.name).line(claim.mode)

@@ -7,7 +7,7 @@ from typing import Final
 
 from django_sqlsem.backends import applock_sweep_sql as sweep
 from django_sqlsem.backends.applock_fence_sql import OF_GATE
-from django_sqlsem.backends.applock_line_sql import PATIENCE_US, QUEUE_UP, SHOWN
+from django_sqlsem.backends.applock_line_sql import PATIENCE_US, SHOWN, queue_up
 from django_sqlsem.backends.applock_sql import (
     BUSY,
     CHECK,
@@ -38,7 +38,7 @@ DECLARE @status int = {DONE}, @rc int = 0, @done int = 0, @n int = @slots, @coun
     @began datetime2(3) = SYSUTCDATETIME();
 """
 
-_RECORD_VARIABLES: Final = """
+RECORD_VARIABLES: Final = """
 DECLARE @operator int, @paused bit = 0, @seen nvarchar(16), @top int, @token bigint = 0, @now bigint = 0;
 """
 
@@ -76,21 +76,8 @@ IF @n < 1 SET @n = 1;
 IF @status = {DONE} AND @take > @n SET @status = {NEVER};
 """
 
-#: The row beside each lock. Its lock is ours, so that nobody else writes it. An operator may have acted meanwhile.
-_RECORD: Final = f"""
-IF @status = {DONE}
-BEGIN
-    BEGIN TRY
-        IF @waited = 1
-            SELECT @status = CASE WHEN paused = 1 THEN {PAUSED}
-                WHEN COALESCE(operator_slots, 0) <> COALESCE(@operator, 0) THEN {BUSY} ELSE @status END
-            FROM sqlsem_semaphore WHERE name_key = @key;
-        SELECT @rest = SUBSTRING(@csv, 2, LEN(@csv)), @now = {NOW};
-        WHILE LEN(@rest) > 1 AND @status = {DONE}
-        BEGIN
-            SET @slot = CAST(LEFT(@rest, CHARINDEX(N',', @rest) - 1) AS int);
-            SET @rest = SUBSTRING(@rest, CHARINDEX(N',', @rest) + 1, LEN(@rest));
-            SELECT @token = token FROM sqlsem_slot WHERE semaphore_key = @key AND slot = @slot;
+#: The row beside one lock.
+ROW: Final = f"""SELECT @token = token FROM sqlsem_slot WHERE semaphore_key = @key AND slot = @slot;
             IF @@ROWCOUNT = 0 SET @status = {NEW};
             SET @token = CASE WHEN @token >= @now THEN @token + 1 ELSE @now END;
             UPDATE sqlsem_slot SET token = @token, permit_id = @permit, acquired_us = @now, expires_us = @now + @lease,
@@ -98,14 +85,40 @@ BEGIN
                 process_id = @process, session_id = @session_id, session_us = @session_us, suspect_us = NULL,
                 lock_mode = @lock_mode
             WHERE semaphore_key = @key AND slot = @slot;
-            SET @tokens = CONCAT(@tokens, @token, N',');
-        END;
+            SET @tokens = CONCAT(@tokens, @token, N',');"""
+
+
+def recording(rows: str) -> str:
+    """Return what writes the rows beside the locks. Those are ours, so that nobody else writes them.
+
+    An operator may have acted meanwhile.
+    """
+    return f"""
+IF @status = {DONE}
+BEGIN
+    BEGIN TRY
+        IF @waited = 1
+            SELECT @status = CASE WHEN paused = 1 THEN {PAUSED}
+                WHEN COALESCE(operator_slots, 0) <> COALESCE(@operator, 0) THEN {BUSY} ELSE @status END
+            FROM sqlsem_semaphore WHERE name_key = @key;
+        {rows.strip()}
     END TRY
     BEGIN CATCH
         SELECT @status = {ROW_FAILED}, @error = ERROR_NUMBER(), @message = ERROR_MESSAGE();
     END CATCH;
 END;
 """
+
+
+_RECORD: Final = recording(f"""
+        SELECT @rest = SUBSTRING(@csv, 2, LEN(@csv)), @now = {NOW};
+        WHILE LEN(@rest) > 1 AND @status = {DONE}
+        BEGIN
+            SET @slot = CAST(LEFT(@rest, CHARINDEX(N',', @rest) - 1) AS int);
+            SET @rest = SUBSTRING(@rest, CHARINDEX(N',', @rest) + 1, LEN(@rest));
+            {ROW}
+        END;
+""")
 
 _ANSWER: Final = f"""
 SELECT @status AS status, @csv AS slots, @tokens AS tokens, @declared AS declared, @n AS bound, @mark AS mark,
@@ -115,16 +128,16 @@ SELECT @status AS status, @csv AS slots, @tokens AS tokens, @declared AS declare
 _WAITING: Final = "DECLARE @waited int = 0;"
 
 _CLAIM: Final = ("stamp", "base", "gate", "mode", "place", "slots", "take", "fair", "start", "budget", "step")
-_HOLDER: Final = ("key", "kind", "lock_mode", "permit", "lease", "host", "pid", "thread", "label", "user", "process")
-_SESSION: Final = ("session_id", "session_us", "ticket", "waiting")
+HOLDER: Final = ("key", "kind", "lock_mode", "permit", "lease", "host", "pid", "thread", "label", "user", "process")
+SESSION: Final = ("session_id", "session_us", "ticket", "waiting")
 
 #: One that waits says that it still does.
 _LIVES: Final = f"""
     IF @ticket <> N''
         UPDATE sqlsem_waiter SET expires_us = {NOW} + {PATIENCE_US}, waiting = @waiting WHERE ticket = @ticket;
 """
-_ALIVE: Final = SHOWN.format(text=_LIVES)
-_SERVED: Final = SHOWN.format(
+ALIVE: Final = SHOWN.format(text=_LIVES)
+SERVED: Final = SHOWN.format(
     text=f" IF @ticket <> N'' AND @status = {DONE} DELETE FROM sqlsem_waiter WHERE ticket = @ticket; "
 )
 
@@ -157,7 +170,7 @@ END;
 
 #: The steps of a claim that is recorded, which the stored procedures share.
 STEPS: Final = {
-    "variables": _VARIABLES + _WAITING + _RECORD_VARIABLES,
+    "variables": _VARIABLES + _WAITING + RECORD_VARIABLES,
     "read": _READ,
     "take": sweep.QUEUE.replace("-- mark", sweep.MARK) + sweep.SWEEP.replace("-- shrink", sweep.SHRINK.strip()),
     "record": _RECORD,
@@ -179,6 +192,6 @@ def acquire(*, record: bool, in_line: bool = False) -> Batch:
         body = _VARIABLES + _WAITING + CHECK + stand + _READ_NOTHING + take + sweep.END
         return batch((*_CLAIM, *more), body + _ANSWER)
     step = STEPS
-    stand = QUEUE_UP + _STAND if in_line else _ALIVE
-    body = step["variables"] + CHECK + stand + step["read"] + step["take"] + step["record"] + _SERVED + step["end"]
-    return batch((*_CLAIM, *_HOLDER, *_SESSION, *more), body + _ANSWER)
+    stand = queue_up() + _STAND if in_line else ALIVE
+    body = step["variables"] + CHECK + stand + step["read"] + step["take"] + step["record"] + SERVED + step["end"]
+    return batch((*_CLAIM, *HOLDER, *SESSION, *more), body + _ANSWER)

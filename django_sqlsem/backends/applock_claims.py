@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from django_sqlsem.backends import applock_acquire_sql as acquiring
 from django_sqlsem.backends import applock_line_sql as line_sql
+from django_sqlsem.backends import applock_plain_sql as plain
 from django_sqlsem.backends import applock_quick_sql as quick
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_codes import ERRORS, Meaning, failure
 from django_sqlsem.backends.applock_fences import ApplockFencing
-from django_sqlsem.backends.applock_names import lock_names, mode_of, place_of
+from django_sqlsem.backends.applock_names import OF_SLOTS, lock_names, mode_of, place_of
 from django_sqlsem.backends.applock_session import Holding, LockSession
 from django_sqlsem.backends.base import Claim, Grant, Granted
 from django_sqlsem.clocks import boot_now
@@ -57,10 +58,14 @@ class Stand:
     arrived: float = 0.0
     #: For how many milliseconds it waits for slots, at the head.
     budget: int = 0
+    #: Whether it stands in line else: then it does not ask where others are known to wait by the time of its turn.
+    joins: bool = False
 
 
 #: Of a claim that does not wait.
 NO_STAND: Final = Stand()
+#: Of the first try of one that does.
+FIRST_TRY: Final = Stand(joins=True)
 
 
 class Answer(NamedTuple):
@@ -96,6 +101,8 @@ class ApplockClaims(ApplockFencing):
         again = True
         while True:
             with self.pool.shared(key, empty=claim.mode == UPDATE) as session:
+                if stand.joins and claim.fair and self.is_crowded(claim.line):
+                    return Answer(None, sql.BUSY)
                 try:
                     answer = self.attempt(session, claim, stand, fair=claim.fair)
                     if answer.status == sql.GATED and self._head_is_stuck(claim.line):
@@ -139,7 +146,8 @@ class ApplockClaims(ApplockFencing):
             granted = self._attempt_quickly(session, claim, values)
             if granted is not None:
                 return Answer(granted, sql.DONE)
-        batch = acquiring.acquire(record=record, in_line=in_line)
+        simple = values["mode"] == OF_SLOTS and claim.take == 1
+        batch = (plain if simple else acquiring).acquire(record=record, in_line=in_line)
         give_up = time.monotonic() + PATIENCE
         while True:
             row, granted = self._ask(session, claim, batch, values, waits=in_line)
@@ -150,6 +158,8 @@ class ApplockClaims(ApplockFencing):
                 slots = max(int(row["bound"] or 0), claim.slots or 1)
                 kind = {"key": key, "name": claim.resource.name, "kind": claim.resource.kind, "slots": slots}
                 session.run(sql.CREATE, kind, waits=True)  # thousands of rows take a while
+            elif status == sql.ODD:
+                batch = acquiring.acquire(record=record, in_line=in_line)
             elif status != sql.ROW_FAILED:
                 break
             elif ERRORS.get(int(row["error"])) is not Meaning.AGAIN or time.monotonic() >= give_up:
@@ -193,6 +203,8 @@ class ApplockClaims(ApplockFencing):
         # If this is cut short, what it may have got is freed before anything else of the name is done here.
         session.unclear[key] = (waits_as, self._most(claim))
         row = session.run(batch, values, waits=waits)
+        if "status" not in row:
+            row = quick.answer(row, values)
         granted = None
         if row["status"] == sql.DONE:
             slots = numbers(row["slots"])

@@ -17,22 +17,22 @@ from django_sqlsem.backends.applock_sql import get, give, taken
 OF_GATE: Final = f"CONCAT(N'{FENCE}', SUBSTRING(@gate, {len(GATE) + 1}, {DIGEST_UNITS}))"
 
 
-def behind(timeout: str) -> str:
+def behind(timeout: str, *, shared: bool = False) -> str:
     """Return what follows the grant of ``@slot``, the lock in ``@resource``: wait for the fences before it.
 
     If that takes longer than ``timeout`` the slot goes back, and ``@rc`` says that it was not granted. Nobody alive
-    has these fences: the slot is ours, and so are all, if the name is held in mode Exclusive.
+    has these fences: the slot is ours, and so are all, if the name is held in mode Exclusive. ``shared``: it is not.
     """
+    through = "SET @through = CASE WHEN @mode = 'Exclusive' THEN 'Exclusive' ELSE 'IntentExclusive' END;\n    "
     return f"""
 IF @rc >= 0 AND {taken("@fence")}
 BEGIN
-    SET @through = CASE WHEN @mode = 'Exclusive' THEN 'Exclusive' ELSE 'IntentExclusive' END;
-    {get("@fence", "@through", timeout)}
+    {"" if shared else through}{get("@fence", "IntentExclusive" if shared else "@through", timeout)}
     IF @rc >= 0
     BEGIN
         {give("@fence")}
     END;
-    IF @rc >= 0 AND @through <> 'Exclusive'
+    IF @rc >= 0{"" if shared else " AND @through <> 'Exclusive'"}
     BEGIN
         SET @post = CONCAT(@fence, N':', @slot);
         {get("@post", "Exclusive", timeout)}

@@ -17,19 +17,23 @@ SHOWN: Final = "BEGIN TRY {text} END TRY BEGIN CATCH SET @done = 0; END CATCH;"
 #: Who wants all slots has 0 in its row.
 _WANTED: Final = f"CASE WHEN @lock_mode = N'{WHOLE}' THEN 0 ELSE @take END"
 
-_ROW: Final = f"""
+
+def _row(wanted: str) -> str:
+    return f"""
     DELETE FROM sqlsem_waiter WHERE semaphore_key = @key AND expires_us < {NOW} - 60000000;
     UPDATE sqlsem_waiter SET expires_us = {NOW} + {PATIENCE_US}, waiting = @waiting, lock_mode = @lock_mode,
-        take = {_WANTED} WHERE ticket = @ticket;
+        take = {wanted} WHERE ticket = @ticket;
     IF @@ROWCOUNT = 0
         INSERT INTO sqlsem_waiter (ticket, semaphore_key, queued_us, expires_us, take, lease_us, away, waiting, host,
             pid, thread, label, user_name, process_id, boot_id, channel, beacon, lock_mode)
-        VALUES (@ticket, @key, {NOW} - @age, {NOW} + {PATIENCE_US}, {_WANTED}, @lease, 0, @waiting, @host,
+        VALUES (@ticket, @key, {NOW} - @age, {NOW} + {PATIENCE_US}, {wanted}, @lease, 0, @waiting, @host,
             @pid, @thread, @label, @user, @process, N'', N'', 0, @lock_mode);
 """
 
-#: The row of one that stands in line.
-QUEUE_UP: Final = f"IF @status = {DONE}\nBEGIN\n{SHOWN.format(text=_ROW)}\nEND;\n"
+
+def queue_up(wanted: str = _WANTED) -> str:
+    """Return what writes the row of one that stands in line for so many slots."""
+    return f"IF @status = {DONE}\nBEGIN\n{SHOWN.format(text=_row(wanted))}\nEND;\n"
 
 
 @functools.cache

@@ -53,8 +53,9 @@ class LockNames:
         return f"{number}-{self.base}"
 
 
-#: The mode in which holders have the name itself, by the kind of lock. Those of semaphores do not exclude one another,
-#: nor do readers, who keep out those of semaphores.
+#: The mode in which holders of slots have the name itself: they do not exclude one another.
+OF_SLOTS: Final = "IntentExclusive"
+#: The same of others, by the kind of lock. Readers do not exclude one another either, and keep out holders of slots.
 MODES: Final = {"monitor": "Exclusive", RWLOCK: "Shared"}
 #: The modes of claims that say by themselves in which mode they have the name.
 _BY_MODE: Final = {WHOLE: "Exclusive", UPDATE: "Update"}
@@ -64,7 +65,7 @@ DRAINS: Final = 1
 
 def mode_of(kind: str, mode: str = SHARED) -> str:
     """Return the mode in which a holder has the name itself: one that wants all slots, alone."""
-    return _BY_MODE.get(mode) or MODES.get(kind, "IntentExclusive")
+    return _BY_MODE.get(mode) or MODES.get(kind, OF_SLOTS)
 
 
 def place_of(kind: str, mode: str) -> int | None:

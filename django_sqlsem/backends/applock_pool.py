@@ -28,6 +28,8 @@ T = TypeVar("T")
 ENOUGH: Final = 2
 #: For how many seconds a claim waits for its turn: batches that do not wait are short.
 TURN: Final = 5.0
+#: How often whoever may open a session looks whether it is its turn to, in seconds.
+LOOK: Final = 0.5
 
 
 class LockPool:
@@ -104,7 +106,7 @@ class LockPool:
         def fits(session: LockSession) -> bool:
             return not (session.held if empty else key in session.held)
 
-        session = self._idle(fits, key, TURN) or self._open(asked)
+        session = self._idle(fits, key, asked, TURN) or self._open(asked)
         try:
             yield session
         finally:
@@ -116,7 +118,7 @@ class LockPool:
         ``give_back`` ends that. Raises ``BackendError``.
         """
         asked = time.monotonic()
-        session = self._idle(lambda each: not each.held and not each.unclear, "", 0.0) or self._open(asked)
+        session = self._idle(lambda each: not each.held and not each.unclear, "", asked, 0.0) or self._open(asked)
         session.waiting = True
         return session
 
@@ -150,9 +152,14 @@ class LockPool:
             else:
                 self._freed.notify_all()
 
-    def _idle(self, fits: Callable[[LockSession], bool], key: str, patience: float) -> LockSession | None:
+    def _idle(self, fits: Callable[[LockSession], bool], key: str, asked: float, patience: float) -> LockSession | None:
+        """Return a session whose turn it is, or ``None``: then the caller opens one.
+
+        Where logins are slow, a crowd would open one session each, one after the other, while the first ones are long
+        idle: so few do at a time, and the others take what becomes free meanwhile.
+        """
         self.attempts += 1
-        give_up = time.monotonic() + patience
+        give_up = asked + patience
         with self._lock:
             while True:
                 fitting = [
@@ -168,10 +175,12 @@ class LockPool:
                         each.lock.release()
                 left = give_up - time.monotonic()
                 self._opening = [each for each in self._opening if applock_turns.is_there(each)]
-                if len(fitting) + len(self._opening) < ENOUGH or left <= 0:
+                if len(self._opening) < ENOUGH and (len(fitting) + len(self._opening) < ENOUGH or left <= 0):
                     self._opening.append(applock_turns.user())
                     return None
-                self._freed.wait(left)
+                if left <= 0:
+                    self._hear_of_failures(asked)
+                self._freed.wait(left if left > 0 else LOOK)
 
     def _open(self, asked: float) -> LockSession:
         try:
@@ -182,15 +191,15 @@ class LockPool:
                 self._opening = [each for each in self._opening if each[1] != mine]
                 self._freed.notify_all()
 
-    def _open_one(self, asked: float) -> LockSession:
-        def hear_of_failures() -> None:
-            # Who stood in line meanwhile need not find it out anew, one long login after the other.
-            if self._failed is not None and self._failed[0] >= asked:
-                raise BackendError(str(self._failed[1])) from self._failed[1].__cause__
+    def _hear_of_failures(self, asked: float) -> None:
+        # Who stood in line meanwhile need not find it out anew, one long login after the other.
+        if self._failed is not None and self._failed[0] >= asked:
+            raise BackendError(str(self._failed[1])) from self._failed[1].__cause__
 
-        hear_of_failures()
+    def _open_one(self, asked: float) -> LockSession:
+        self._hear_of_failures(asked)
         try:
-            session = LockSession(self.alias, hear_of_failures)
+            session = LockSession(self.alias, lambda: self._hear_of_failures(asked))
         except DjangoDatabaseError as error:
             failed = backend_error(self.alias, error)
             self._failed = (time.monotonic(), failed)

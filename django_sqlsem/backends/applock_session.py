@@ -147,11 +147,15 @@ class LockSession:
             raise backend_error(self.alias, error, stale=bool(self.ended) and not self.fresh) from error
         finally:
             self.last_used = time.monotonic()
-        if row.get("status") == sql.FOREIGN:
+        if row.get("status") == sql.FOREIGN or not self._is_ours(row):
             self.end("another session stands in its place")
             raise failure(self.alias, sql.FOREIGN)
         self.proved_at, self.fresh = sent, batch is sql.OPEN
         return row
+
+    def _is_ours(self, row: dict[str, Any]) -> bool:
+        """Whether the session whose stamp an answer brings, if it does, is the one that we opened."""
+        return "found" not in row or bytes(row["found"] or b"").rstrip(b"\0") == self.stamp.encode()
 
     def rows(self, text: str, parameters: Sequence[Any]) -> list[dict[str, Any]]:
         """Run a query and return its rows by column. Raises ``BackendError``; the session may have ended then."""

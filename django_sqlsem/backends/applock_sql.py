@@ -38,6 +38,8 @@ OWN: Final = 7
 ROW_FAILED: Final = 8
 #: It is not the session that we opened.
 FOREIGN: Final = 9
+#: Something is so that the short batch does not do: it has taken nothing.
+ODD: Final = 10
 
 #: What a claim's ``fair`` says if it does not yield, as the head of the line has stopped.
 PAST: Final = 2
@@ -51,11 +53,11 @@ class Batch:
     parameters: tuple[str, ...]
 
 
-def get(resource: str, mode: str, timeout: str) -> str:
-    """Return the statement; ``mode`` is a mode's name, or a variable."""
+def get(resource: str, mode: str, timeout: str, result: str = "@rc") -> str:
+    """Return the statement; ``mode`` is a mode's name, or a variable, and ``result`` gets the return code."""
     text = mode if mode.startswith("@") else f"'{mode}'"
     return (
-        f"EXEC @rc = sys.sp_getapplock @Resource = {resource}, @LockMode = {text}, @LockOwner = 'Session',"
+        f"EXEC {result} = sys.sp_getapplock @Resource = {resource}, @LockMode = {text}, @LockOwner = 'Session',"
         f" @LockTimeout = {timeout}, @DbPrincipal = 'public';"
     )
 

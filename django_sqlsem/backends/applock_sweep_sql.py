@@ -14,7 +14,7 @@ LAST_STEP_MS: Final = 32
 FEW: Final = 16
 
 #: What patience is left. Each turn costs a millisecond at least, also if the clock is set back meanwhile.
-_LEFT: Final = """SET @budget = @budget - 1;
+LEFT: Final = """SET @budget = @budget - 1;
             SET @left = @budget - DATEDIFF(MILLISECOND, @began, SYSUTCDATETIME());
             IF @left > @budget SET @left = @budget;"""
 
@@ -82,7 +82,7 @@ _PLACE: Final = f"""
         IF @rc >= 0 SELECT @csv = CONCAT(@csv, @place, N','), @count = 1;
         ELSE SET @status = CASE WHEN @rc = -1 THEN {BUSY} ELSE @rc END;
         IF @rc = 1 SET @waited = 1;
-        {_LEFT}
+        {LEFT}
         SET @budget = CASE WHEN @left > 0 THEN @left ELSE 0 END;
         SET @began = SYSUTCDATETIME();
     END;
@@ -134,7 +134,7 @@ BEGIN
         END;
         IF @count < @take AND @status = {DONE}
         BEGIN
-            {_LEFT}
+            {LEFT}
             IF @left <= 0 OR @last = 0
                 SET @status = {BUSY};
             ELSE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from django_sqlsem.backends import applock_acquire_sql as waiting
 from django_sqlsem.backends import applock_line_sql as line
+from django_sqlsem.backends import applock_plain_sql as plain
 from django_sqlsem.backends import applock_procedures, applock_proof_sql, applock_quick_sql
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends import applock_upgrade_sql as upgrading
@@ -17,6 +18,10 @@ def all_batches() -> dict[str, sql.Batch]:
     return {
         "acquire": waiting.acquire(record=True),
         "acquire_unrecorded": waiting.acquire(record=False),
+        "plain_acquire": plain.acquire(record=True),
+        "plain_acquire_unrecorded": plain.acquire(record=False),
+        "plain_acquire_in_line": plain.acquire(record=True, in_line=True),
+        "plain_acquire_in_line_unrecorded": plain.acquire(record=False, in_line=True),
         "release": sql.release(record=True),
         "release_unrecorded": sql.release(record=False),
         "quick_acquire": applock_quick_sql.acquire(record=True),

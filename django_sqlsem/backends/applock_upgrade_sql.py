@@ -12,7 +12,7 @@ import functools
 from typing import Final
 
 from django_sqlsem.backends.applock_fence_sql import OF_GATE
-from django_sqlsem.backends.applock_line_sql import QUEUE_UP, SHOWN
+from django_sqlsem.backends.applock_line_sql import SHOWN, queue_up
 from django_sqlsem.backends.applock_sql import (
     BUSY,
     CHECK,
@@ -99,7 +99,7 @@ DECLARE @status int = {DONE}, @rc int = 0, @done int = 0, @i int = 0, @top int =
     @resource nvarchar(255) = N'', @fence nvarchar(60) = {OF_GATE}, @began datetime2(3) = SYSUTCDATETIME();
 {CHECK}
 IF @status = {DONE} AND {_MODE} NOT IN (N'Update', N'Exclusive') SET @status = {OWN};
-{QUEUE_UP if record and in_line else ""}{_TELL if in_line else ""}{_PAUSED if record else ""}
+{queue_up() if record and in_line else ""}{_TELL if in_line else ""}{_PAUSED if record else ""}
 IF @status = {DONE} AND {_MODE} <> N'Exclusive'
 BEGIN
     {get("@base", "Exclusive", "@budget")}
