@@ -28,6 +28,8 @@ class Proxy:
     def __init__(self, host: str, port: int) -> None:
         self.server = (host, port)
         self.port = 0
+        #: What clients have said, all of them together.
+        self.heard = bytearray()
         self._flows = threading.Event()
         self._flows.set()
         self._lock = threading.Lock()
@@ -104,14 +106,16 @@ class Proxy:
             with self._lock:
                 self._sockets |= {client, server}
                 refusing = self._listener is not listener
-            self._start(self._pump, client, server)
+            self._start(self._pump, client, server, self.heard)
             self._start(self._pump, server, client)
             if refusing:
                 self.refuse()
 
-    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+    def _pump(self, source: socket.socket, target: socket.socket, heard: bytearray | None = None) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                if heard is not None:
+                    heard += data
                 self._flows.wait()
                 target.sendall(data)
         self._flows.wait()  # that one side has gone is not told either

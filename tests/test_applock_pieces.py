@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from django_sqlsem import identity
-from django_sqlsem.backends import applock_sockets, applock_watch
+from django_sqlsem.backends import applock_pool, applock_sockets, applock_watch
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_claims import Answer, Stand
 from django_sqlsem.backends.applock_codes import Meaning, meaning
@@ -21,6 +21,7 @@ from django_sqlsem.backends.applock_names import lock_names
 from django_sqlsem.backends.applock_pool import LockPool
 from django_sqlsem.backends.applock_proof_sql import prove
 from django_sqlsem.backends.applock_session import Holding, LockSession
+from django_sqlsem.backends.applock_turns import Turn
 from django_sqlsem.backends.base import Claim, Grant, Granted, Place
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.naming import resource_for
@@ -177,6 +178,38 @@ def test_sessions_that_somebody_waits_on_are_not_waited_for() -> None:
     left: Any = SimpleNamespace(ended="", unclear={"key": None}, waiting=False)
     pool._sessions = [waiting, left]
     assert pool.unclear("key") == [left]
+
+
+def test_a_crowd_opens_few_sessions_however_slow_logins_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged_in, opened = threading.Event(), []
+
+    class Slow:
+        def __init__(self, alias: str, in_turn: Any) -> None:
+            opened.append(self)
+            assert logged_in.wait(30)
+            self.lock, self.held, self.unclear = Turn(lambda: None), dict[str, Holding](), dict[str, Any]()
+            self.ended, self.waiting, self.kept, self.last_used = "", False, False, 0.0
+
+    monkeypatch.setattr(applock_pool, "LockSession", Slow)
+    monkeypatch.setattr(applock_pool, "TURN", 0.05)
+    monkeypatch.setattr(applock_pool, "LOOK", 0.05)
+    pool = LockPool("default")
+    served: list[LockSession] = []
+
+    def claim_once() -> None:
+        with pool.shared("key") as session:
+            served.append(session)
+
+    crowd = [threading.Thread(target=claim_once, daemon=True) for _ in range(50)]
+    for each in crowd:
+        each.start()
+    wait_until(lambda: pool.attempts == len(crowd))
+    time.sleep(0.2)  # all of them have waited for longer than their turn takes
+    logged_in.set()
+    for each in crowd:
+        each.join(30)
+    assert len(served) == len(crowd)
+    assert len(opened) == applock_pool.ENOUGH
 
 
 @pytest.mark.parametrize(
