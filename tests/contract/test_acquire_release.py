@@ -115,7 +115,7 @@ def test_take_is_all_or_nothing(database):
 
 
 def test_async(database):
-    lock = semaphore("async", slots=2, timeout=10, using=database)
+    lock = semaphore("async", slots=2, timeout=30, using=database)
     inside = peak = 0
     pair = None
 

@@ -89,13 +89,15 @@ def test_two_connections_wait_for_hundreds_of_threads_and_tasks(database):
         wait_until(lambda: queries.semaphore("busy", using=database).waiting == TASKS)
         assert 1 <= counted.of(child) <= most
         child.send()
-        assert int(child.expect("threads")) <= most - 1  # the keeper's, and one that waits in the server
+        # The keeper's; with application locks also one that waits in the server, and one that watches its silence.
+        assert int(child.expect("threads")) <= (3 if applocks.are_at(database) else 1)
         wait_until(lambda: queries.semaphore("busy", using=database).waiting == THREADS + TASKS)
         assert query(database, "SELECT COUNT(*) FROM sqlsem_waiter") == [(1,)]
         assert 1 <= counted.of(child) <= most
         for permit in permits:
             permit.release()
-        assert json.loads(child.expect("done", timeout=60)) == []
+        # A stand-in for SQL Server parses every batch anew: a hand-over takes it a tenth of a second.
+        assert json.loads(child.expect("done", timeout=180 if applocks.are_at(database) else 60)) == []
         assert counted.of(child) <= holding
         assert held_rows(database) == []
         wait_until(lambda: counted.of(child) == 0, timeout=IDLE + 30, what="no connections")
