@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.stats import Turn, jain, longest_wait, most_overtaken
 from django_sqlsem import queries, semaphore
-from django_sqlsem.backends import applock_acquire_sql as acquiring
+from django_sqlsem.backends import applock_plain_sql as plain
 from django_sqlsem.backends.applock_names import lock_names
 from tests.applocks import note_statements
 from tests.children import listen, say
@@ -76,7 +76,7 @@ def run(use, name, hold):
 def ours(name, slots, hold):
     """Use it through the library."""
     shared = semaphore(name, slots=slots, timeout=None, using=ALIAS)
-    places = {acquiring.acquire(record=record, in_line=True).text for record in (True, False)}
+    places = {plain.acquire(record=record, in_line=True).text for record in (True, False)}
     lined_up = []
     note_statements(lambda text: lined_up.append(time.monotonic()) if text in places else None)
 
