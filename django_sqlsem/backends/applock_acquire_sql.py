@@ -42,14 +42,17 @@ RECORD_VARIABLES: Final = """
 DECLARE @operator int, @paused bit = 0, @seen nvarchar(16), @top int, @token bigint = 0, @now bigint = 0;
 """
 
+#: How many slots there are.
+COUNT: Final = """SELECT @declared = declared_slots, @operator = operator_slots, @paused = paused, @seen = kind
+    FROM sqlsem_semaphore WHERE name_key = @key;
+    SELECT @top = MAX(slot) FROM sqlsem_slot WHERE semaphore_key = @key;
+    SET @n = CASE WHEN @operator IS NOT NULL THEN @operator WHEN @slots > 0 THEN @slots ELSE @declared END;"""
+
 #: What the rows say of the name.
 _READ: Final = f"""
 IF @status = {DONE}
 BEGIN
-    SELECT @declared = declared_slots, @operator = operator_slots, @paused = paused, @seen = kind
-    FROM sqlsem_semaphore WHERE name_key = @key;
-    SELECT @top = MAX(slot) FROM sqlsem_slot WHERE semaphore_key = @key;
-    SET @n = CASE WHEN @operator IS NOT NULL THEN @operator WHEN @slots > 0 THEN @slots ELSE @declared END;
+    {COUNT}
     SET @status = CASE
         WHEN @seen IS NULL THEN {NEW}
         WHEN @seen <> @kind THEN {KIND}
@@ -141,16 +144,27 @@ SERVED: Final = SHOWN.format(
     text=f" IF @ticket <> N'' AND @status = {DONE} DELETE FROM sqlsem_waiter WHERE ticket = @ticket; "
 )
 
-#: First come, first served: one wait of the server's own, and another one for a writer, among those who want its place.
-#: Then the slots are waited for with what patience is left.
-_STAND: Final = f"""
-IF @status = {DONE} AND NOT {holds("@gate")}
+#: One wait of the server's own among those who want slots.
+AT_GATE: Final = f"""IF @status = {DONE} AND NOT {holds("@gate")}
 BEGIN
     {get("@gate", "Exclusive", "@patience")}
     SET @status = CASE WHEN @rc >= 0 THEN {DONE} WHEN @rc = -1 THEN {BUSY} ELSE @rc END;
     SET @waited = CASE WHEN @rc = 0 THEN 0 ELSE 1 END;
 END;
-SET @resource = CONCAT(@gate, N':u');
+"""
+#: The slots are waited for with what patience is left.
+FOR_SLOTS: Final = f"""IF @status = {DONE}
+BEGIN
+    SET @left = @patience - DATEDIFF(MILLISECOND, @began, SYSUTCDATETIME());
+    SET @budget = CASE WHEN @left > @budget THEN @budget WHEN @left > 0 THEN @left ELSE 0 END;
+    SET @began = SYSUTCDATETIME();
+END;
+"""
+
+#: First come, first served: one wait of the server's own, and another one for a writer, among those who want its place.
+#: Then the slots are waited for with what patience is left.
+_STAND: Final = f"""
+{AT_GATE}SET @resource = CONCAT(@gate, N':u');
 IF @status = {DONE} AND @place = {WRITER} AND @mode = 'Exclusive' AND NOT {holds("@resource")}
 BEGIN
     SET @left = @patience - DATEDIFF(MILLISECOND, @began, SYSUTCDATETIME());
@@ -159,13 +173,7 @@ BEGIN
     SET @status = CASE WHEN @rc >= 0 THEN {DONE} WHEN @rc = -1 THEN {BUSY} ELSE @rc END;
     IF @rc <> 0 SET @waited = 1;
 END;
-IF @status = {DONE}
-BEGIN
-    SET @left = @patience - DATEDIFF(MILLISECOND, @began, SYSUTCDATETIME());
-    SET @budget = CASE WHEN @left > @budget THEN @budget WHEN @left > 0 THEN @left ELSE 0 END;
-    SET @began = SYSUTCDATETIME();
-END;
-"""
+{FOR_SLOTS}"""
 
 
 #: The steps of a claim that is recorded, which the stored procedures share.

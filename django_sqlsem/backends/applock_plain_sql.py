@@ -44,10 +44,7 @@ DECLARE @status int = {DONE}, @rc int = 0, @done int = 0, @n int = @slots, @decl
 _READ: Final = f"""
 IF @status = {DONE}
 BEGIN
-    SELECT @declared = declared_slots, @operator = operator_slots, @paused = paused, @seen = kind
-    FROM sqlsem_semaphore WHERE name_key = @key;
-    SELECT @top = MAX(slot) FROM sqlsem_slot WHERE semaphore_key = @key;
-    SET @n = CASE WHEN @operator IS NOT NULL THEN @operator WHEN @slots > 0 THEN @slots ELSE @declared END;
+    {acquiring.COUNT}
     SET @status = CASE
         WHEN @seen IS NULL THEN {NEW}
         WHEN @seen <> @kind THEN {KIND}
@@ -61,21 +58,8 @@ END;
 
 _READ_NOTHING: Final = "IF @n < 1 SET @n = 1;\n"
 
-#: First come, first served: one wait of the server's own. Then the slots are waited for with what patience is left.
-_STAND: Final = f"""
-IF @status = {DONE} AND NOT {holds("@gate")}
-BEGIN
-    {get("@gate", "Exclusive", "@patience")}
-    SET @status = CASE WHEN @rc >= 0 THEN {DONE} WHEN @rc = -1 THEN {BUSY} ELSE @rc END;
-    SET @waited = CASE WHEN @rc = 0 THEN 0 ELSE 1 END;
-END;
-IF @status = {DONE}
-BEGIN
-    SET @left = @patience - DATEDIFF(MILLISECOND, @began, SYSUTCDATETIME());
-    SET @budget = CASE WHEN @left > @budget THEN @budget WHEN @left > 0 THEN @left ELSE 0 END;
-    SET @began = SYSUTCDATETIME();
-END;
-"""
+#: First come, first served.
+_STAND: Final = acquiring.AT_GATE + acquiring.FOR_SLOTS
 
 #: Re-entrant locks would hand the same slot out twice.
 _OWN: Final = f"IF @status = {DONE} AND {holds('@base')} SET @status = {OWN};\n"
@@ -157,11 +141,7 @@ IF {holds("@resource")}
 BEGIN
     {give("@resource")}
 END;
-IF @status = {DONE} AND {holds("@gate")}
-BEGIN
-    {give("@gate")}
-END;
-"""
+{sweep.OPEN}"""
 
 _ANSWER: Final = f"""
 SELECT @status AS status, @slot AS slots, @tokens AS tokens, @declared AS declared, @n AS bound, @mark AS mark,

@@ -153,6 +153,13 @@ BEGIN
 END;
 """
 
+#: The gate opens for the next in line.
+OPEN: Final = f"""IF @status = {DONE} AND {holds("@gate")}
+BEGIN
+    {give("@gate")}
+END;
+"""
+
 #: All or nothing: what was got goes back unless everything was; and the gate opens for the next in line if it was.
 END: Final = f"""
 IF @status <> {DONE}
@@ -184,8 +191,4 @@ IF @status = {DONE} AND {holds("@resource")}
 BEGIN
     {give("@resource")}
 END;
-IF @status = {DONE} AND {holds("@gate")}
-BEGIN
-    {give("@gate")}
-END;
-"""
+{OPEN}"""
