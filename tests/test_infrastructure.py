@@ -5,23 +5,37 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from django.db import OperationalError, connections
 
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.models import SemaphoreRow, SlotRow
-from tests import databases, forks, servers, tds
+from tests import applocks, databases, forks, servers, tds
 from tests.processes import Child, children_hear_signals, is_alive, sqlite_locks, wait_for_end
 from tests.testapp.models import Probe
 from tests.threads import run_in_threads, wait_until
 
 THREADS = 8
 ROUNDS = 40
+
+
+def test_every_reason_for_rows_alone_is_one_that_is_known():
+    """A server must be at hand to find out otherwise."""
+    tests = Path(__file__).parent
+    said = {
+        (path.name, why)
+        for path in tests.rglob("test_*.py")
+        for why in re.findall(r"mark\.rows_only\(\"([^\"]*)\"\)", path.read_text())
+    }
+    assert len(said) > 5
+    assert not {each for each in said if each[1] not in applocks.ROWS_ONLY}
 
 
 def test_the_counter_counts_threads(counter, database):

@@ -22,7 +22,7 @@ def _row(wanted: str) -> str:
     return f"""
     DELETE FROM sqlsem_waiter WHERE semaphore_key = @key AND expires_us < {NOW} - 60000000;
     UPDATE sqlsem_waiter SET expires_us = {NOW} + {PATIENCE_US}, waiting = @waiting, lock_mode = @lock_mode,
-        take = {wanted} WHERE ticket = @ticket;
+        take = {wanted}, thread = @thread, label = @label, user_name = @user WHERE ticket = @ticket;
     IF @@ROWCOUNT = 0
         INSERT INTO sqlsem_waiter (ticket, semaphore_key, queued_us, expires_us, take, lease_us, away, waiting, host,
             pid, thread, label, user_name, process_id, boot_id, channel, beacon, lock_mode)

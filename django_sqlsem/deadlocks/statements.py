@@ -45,7 +45,7 @@ _SLOT: Final = {
 }  # fmt: skip
 _WAITER: Final = {
     "wait_id": "ticket", "key": "semaphore_key", "take": "take", "slots": "slots", "mode": "lock_mode",
-    "since_us": "queued_us", "expires_us": "expires_us", **_WHO,
+    "since_us": "queued_us", "expires_us": "expires_us", "process_id": "process_id", **_WHO,
 }  # fmt: skip
 _NAME: Final = {
     "key": "name_key", "name": "name", "kind": "kind", "declared_slots": "declared_slots",
@@ -239,9 +239,15 @@ def _look_at(cursor: AnyCursor, dialect: Dialect, found: Look, keys: Sequence[st
         if row["permit_id"] and (not leases or _lives(row, dialect, found.now)):
             found.slots.setdefault(row["semaphore_id"], []).append(row)
     where = f"semaphore_key IN ({some}) AND {dialect.waits_sql()}"
+    # Without leases a place in line is the process's, under a ticket of its own, and tells which thread is next.
+    places = set() if leases else {_place(row) for row in found.waits.values()}
     for row in _select(cursor, dialect, "sqlsem_waiter", _WAITER, where, parameters):
-        if row["wait_id"] not in found.waits:
+        if row["wait_id"] not in found.waits and _place(row) not in places:
             found.waiters[row["wait_id"]] = row | {"permits": "", "fair": True}
+
+
+def _place(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    return row["key"], row["process_id"], row["thread"], row["label"]
 
 
 def _lives(row: Mapping[str, Any], dialect: Dialect, now: int) -> bool:

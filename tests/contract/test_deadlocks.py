@@ -175,7 +175,6 @@ def test_a_name_that_is_paused_is_none_until_it_is_resumed(database):
         wait_until(second.told, timeout=SOON)
 
 
-@pytest.mark.rows_only("upgrades")
 def test_an_upgrade_waits_for_a_reader_that_waits_for_what_it_holds(database):
     """The upgrading thread holds the lock of readers and writers itself, and nothing else."""
     reads, upgrades = ["read", "x"], ["upgradable", "x"]
