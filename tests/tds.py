@@ -38,7 +38,7 @@ _EXTRA = {
     "mssql-python": "TrustServerCertificate=yes",
 }
 #: A stand-in compiles each batch anew, and slowly: many processes at once keep it busy for long. In seconds.
-PATIENCE = {"query_timeout": 12, "connection_timeout": 20}
+PATIENCE = {"query_timeout": 12, "connection_timeout": 10}
 _SLOT_LIKE = re.compile(r"[0-9]+-")
 _PATIENCE = 20.0
 

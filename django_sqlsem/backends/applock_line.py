@@ -34,6 +34,9 @@ CUT_AFTER: Final = 3 * SUCCESSION
 #: The longest wait for the gate in one batch, in seconds: where it can be cut short from here, and where it can't.
 LONGEST: Final = 86_400.0
 LONGEST_UNCUT: Final = 5.0
+#: How often in a row its session may end before those who wait are told; one that stood for so many seconds begins anew.
+ENDS: Final = 8
+STEADY: Final = 5.0
 #: It looks again after so many seconds if the server did not let it wait: while paused, shrinking, or too small.
 PAUSE: Final = 0.1
 
@@ -76,6 +79,8 @@ class Line:
         self._thread: threading.Thread | None = None
         self._blocked: LockSession | None = None
         self._cut = False
+        #: Whether the last session that it stood on has ended.
+        self._session_ended = False
         self._ending = False
         #: Whether it may have the gate, and a waiter's row.
         self._in_line = False
@@ -156,12 +161,16 @@ class Line:
                 if self._ended(self):
                     return
                 continue
+            began = boot_now()
             try:
                 self.stand()
                 failures = 0
             except Exception as error:  # noqa: BLE001 - it belongs to those who wait
-                failures += 1
-                self._fail(error, again=failures == 1)
+                failures = failures + 1 if boot_now() - began < STEADY else 1
+                self._fail(error, again=self._session_ended and failures < ENDS)
+                if failures > 1:
+                    with self._changed:
+                        self._changed.wait(PAUSE)
             if (claim := self._unwanted) is not None:
                 self._unwanted = None
                 with contextlib.suppress(BackendError):  # then its session has ended, and the server has freed it
@@ -169,19 +178,19 @@ class Line:
 
     def stand(self) -> None:
         """Wait on a session of its own, until there is a grant or nobody wants one."""
+        self._session_ended = False
         session = self.claimant.pool.alone()
         try:
             self._wait_on(session)
         finally:
-            self.is_head = False
+            self._session_ended, self.is_head = bool(session.ended), False
             self.claimant.pool.give_back(session)
 
     def _fail(self, error: Exception, *, again: bool) -> None:
         """Leave an error for the keeper to find, unless it is our own doing, or a new session may do better."""
         with self._changed:
             cut, self._cut = self._cut, False
-            stale = isinstance(error, BackendError) and error.stale_connection
-            if not cut and not (stale and again) and self._claims:
+            if not cut and not again and self._claims:
                 self.error = error
 
     def _wait_on(self, session: LockSession) -> None:
