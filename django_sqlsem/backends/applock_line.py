@@ -34,7 +34,7 @@ CUT_AFTER: Final = 3 * SUCCESSION
 #: The longest wait for the gate in one batch, in seconds: where it can be cut short from here, and where it can't.
 LONGEST: Final = 86_400.0
 LONGEST_UNCUT: Final = 5.0
-#: How often in a row its session may end before those who wait are told; one that stood for so many seconds begins anew.
+#: How often in a row its session may end before its waiters hear of it; one that stood so many seconds begins anew.
 ENDS: Final = 8
 STEADY: Final = 5.0
 #: It looks again after so many seconds if the server did not let it wait: while paused, shrinking, or too small.
