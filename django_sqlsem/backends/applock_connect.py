@@ -55,12 +55,14 @@ def connect(alias: str, in_turn: Callable[[], object]) -> tuple[Any, BaseDatabas
 
     def connect_now() -> Any:
         in_turn()
-        return wrapper.get_new_connection(parameters)
+        raw = wrapper.get_new_connection(parameters)
+        raw.autocommit = True
+        return raw
 
     with wrapper.wrap_database_errors:
         port = str(wrapper.settings_dict.get("PORT") or DEFAULT_PORT)
-        raw, sockets = applock_sockets.opening(connect_now, int(port) if port.isdecimal() else None)
-        raw.autocommit = True
+        number = int(port) if port.isdecimal() else None
+        raw, sockets = applock_sockets.opening(connect_now, number, int(options["connection_timeout"]))
     return raw, wrapper, sockets
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias, TypeVar
+
+from django_sqlsem.backends import applock_watch
 
 T = TypeVar("T")
 
@@ -20,18 +24,43 @@ Socket: TypeAlias = tuple[int, int]
 _opened: list[Socket] = []
 #: After so many silent seconds the other side is asked, every so many seconds, so often: not every driver does.
 _ASK_AFTER, _ASK_EVERY, _ASK_TIMES = 30, 5, 3
+#: Where Linux tells of a TCP socket how many milliseconds ago it got something: ``tcpi_last_data_recv`` (linux/tcp.h).
+_LAST_RECEIVED: Final = struct.Struct("@52xI")
 
 
-def opening(connect: Callable[[], T], port: int | None = None) -> tuple[T, list[Socket]]:
+class _Login:
+    """A connect under way. Microsoft's driver does not limit the part of it that is encrypted."""
+
+    def __init__(self, limit: int, port: int | None) -> None:
+        self.asked, self.limit = time.monotonic(), limit
+        self._before, self._port = _sockets(), port
+
+    def opened(self) -> list[int]:
+        """Return the TCP sockets that were opened since."""
+        return _opened_since(self._before)
+
+    def cut(self) -> None:
+        """End it: that is, what was opened since, leads to the server and has heard nothing for as long as it may."""
+        for fd in self.opened():
+            with contextlib.suppress(OSError):
+                if self._port in (None, _port_of(fd)) and _silence_of(fd) >= self.limit:
+                    cut([(fd, os.fstat(fd).st_ino)])
+
+
+def opening(connect: Callable[[], T], port: int | None = None, limit: int = 60) -> tuple[T, list[Socket]]:
     """Call ``connect`` in its turn; return what it returns, and the TCP socket that it opened.
 
     None is known where the system does not list a process's files, or if others were opened at the same moment; those
-    that lead to another ``port`` do not count.
+    that lead to another ``port`` do not count. It fails if the server says nothing for about ``limit`` seconds.
     """
     with gate:
-        before = _sockets()
-        connection = connect()
-        new = [fd for fd, inode in _sockets().items() if before.get(fd) != inode and _is_tcp(fd)]
+        login = _Login(limit, port)
+        applock_watch.watch.add(login)
+        try:
+            connection = connect()
+        finally:
+            applock_watch.watch.remove(login)
+        new = login.opened()
         if len(new) > 1:
             new = [fd for fd in new if _port_of(fd) == port]
         found = [(fd, os.fstat(fd).st_ino) for fd in new] if len(new) == 1 else []
@@ -86,6 +115,10 @@ def _sockets() -> dict[int, str]:
     return found
 
 
+def _opened_since(before: Mapping[int, str]) -> list[int]:
+    return [fd for fd, inode in _sockets().items() if before.get(fd) != inode and _is_tcp(fd)]
+
+
 def _is_tcp(descriptor: int) -> bool:
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
         return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
@@ -96,6 +129,16 @@ def _port_of(descriptor: int) -> int | None:
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
         return int(sock.getpeername()[1])
     return None
+
+
+def _silence_of(descriptor: int) -> float:
+    """Return for how many seconds nothing has come in."""
+    with contextlib.suppress(OSError, AttributeError), socket.socket(fileno=os.dup(descriptor)) as sock:
+        (milliseconds,) = _LAST_RECEIVED.unpack(
+            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_RECEIVED.size)
+        )
+        return float(milliseconds) / 1000
+    return 0.0
 
 
 def _keep_alive(descriptor: int) -> None:
