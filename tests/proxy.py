@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import struct
 import threading
@@ -30,6 +31,8 @@ class Proxy:
         self.port = 0
         #: What clients have said, all of them together.
         self.heard = bytearray()
+        #: After so many more answers, whatever was asked, it falls silent by itself.
+        self.answers = math.inf
         self._flows = threading.Event()
         self._flows.set()
         self._lock = threading.Lock()
@@ -116,6 +119,10 @@ class Proxy:
             while data := source.recv(65536):
                 if heard is not None:
                     heard += data
+                else:
+                    self.answers -= 1
+                    if self.answers < 0:
+                        self.silence()
                 self._flows.wait()
                 target.sendall(data)
         self._flows.wait()  # that one side has gone is not told either

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -41,7 +42,7 @@ class Server:
 
     def __init__(self) -> None:
         self.pool: Any = SimpleNamespace(
-            alias="default", alone=lambda: SimpleNamespace(can_be_cut=False), give_back=self.given_back.append
+            alias="default", alone=lambda: SimpleNamespace(can_be_cut=False, ended=""), give_back=self.given_back.append
         )
         self.free = threading.Event()
         self.patience = 0.3
@@ -170,6 +171,44 @@ def test_a_fork_lets_go_of_sockets_from_the_connect_on(monkeypatch: pytest.Monke
         applock_sockets.after_fork()
         server_side.settimeout(5)
         assert server_side.recv(1) == b""  # nobody has it open any more
+
+
+def test_a_login_that_hears_nothing_is_cut_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(applock_sockets, "gate", threading.Lock())
+    silent, talking = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    port = silent.getsockname()[1]
+    others = []
+
+    def connect() -> socket.socket:
+        raw = socket.create_connection(("127.0.0.1", port))
+        others.extend(socket.create_connection(server.getsockname()) for server in (silent, talking))
+        _ours, theirs, elsewhere = silent.accept()[0], silent.accept()[0], talking.accept()[0]
+        with _ours, theirs, elsewhere:
+            talker = threading.Thread(target=talk, args=(theirs,))
+            talker.start()
+            raw.settimeout(30)
+            said = raw.recv(1)  # a driver that waits for ever
+            over.set()
+            talker.join()
+            for each in (theirs, elsewhere):
+                each.sendall(b"end")
+        raw.close()
+        raise ConnectionError(said)
+
+    def talk(sock: socket.socket) -> None:
+        while not over.wait(0.1):
+            sock.sendall(b"x")
+
+    over = threading.Event()
+    with silent, talking, contextlib.ExitStack() as stack:
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match="b''"):
+            applock_sockets.opening(connect, port, limit=1)
+        assert time.monotonic() - began > 1
+        for each in others:
+            stack.enter_context(each)
+            each.settimeout(5)
+            assert b"".join(iter(lambda each=each: each.recv(1024), b"")).endswith(b"end")
 
 
 def test_sessions_that_somebody_waits_on_are_not_waited_for() -> None:
