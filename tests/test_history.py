@@ -35,9 +35,11 @@ def event(alias: str, what: str, *, ago: float = 1.0, name: str = "reports", **f
     )
 
 
-def minute(alias: str, *, ago: int = 0, name: str = "reports", writer: int = 1, **fields: Any) -> MinuteRow:
-    """One process's row of the minute that began ``ago`` whole minutes before this one."""
-    at = (clock_us(alias) // MINUTE - ago) * MINUTE
+def minute(
+    alias: str, *, ago: int = 0, name: str = "reports", writer: int = 1, now: int | None = None, **fields: Any
+) -> MinuteRow:
+    """One process's row of the minute that began ``ago`` whole minutes before this one, or that of ``now``."""
+    at = ((clock_us(alias) if now is None else now) // MINUTE - ago) * MINUTE
     return MinuteRow.objects.using(alias).create(
         key=resource_for(name, "").key, minute_us=at, writer=writer, until_us=at + 3600_000_000, **fields
     )

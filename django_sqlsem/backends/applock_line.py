@@ -79,8 +79,9 @@ class Line:
         self._thread: threading.Thread | None = None
         self._blocked: LockSession | None = None
         self._cut = False
-        #: Whether the last session that it stood on has ended.
+        #: Whether the last session that it stood on has ended; and the last one that did so in line.
         self._session_ended = False
+        self._cut_short: LockSession | None = None
         self._ending = False
         #: Whether it may have the gate, and a waiter's row.
         self._in_line = False
@@ -159,6 +160,8 @@ class Line:
                 wanted = bool(self._claims) and self.error is None
             if not wanted:
                 if self._ended(self):
+                    if self._cut_short is not None:  # the server may have written the waiter's row after it was deleted
+                        self.claimant.step_out(self._cut_short, self.names, self.ticket)
                     return
                 continue
             began = boot_now()
@@ -203,6 +206,7 @@ class Line:
             if self._in_line:
                 self._in_line = False
                 self.claimant.step_out(session, self.names, self.ticket)
+                self._cut_short = session if session.ended else self._cut_short
 
     def _wanted(self) -> Claim | None:
         with self._changed:
