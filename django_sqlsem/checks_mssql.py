@@ -30,6 +30,7 @@ SELECT CAST(DATABASEPROPERTYEX(DB_NAME(), 'Updateability') AS nvarchar(60)) AS u
     HAS_PERMS_BY_NAME(NULL, NULL, 'VIEW SERVER STATE') AS server_state,
     HAS_PERMS_BY_NAME(NULL, NULL, 'VIEW SERVER PERFORMANCE STATE') AS performance_state,
     SUSER_SNAME() AS login_name;
+SET NOCOUNT OFF;
 """
 #: Take a lock that nobody else wants, give it back, and read the own session, as every lock session does at first.
 PROBE: Final = """SET NOCOUNT ON;
@@ -40,9 +41,10 @@ EXEC @rc = sys.sp_getapplock @Resource = @resource, @LockMode = 'Exclusive', @Lo
 IF @rc >= 0
     EXEC @done = sys.sp_releaseapplock @Resource = @resource, @LockOwner = 'Session', @DbPrincipal = 'public';
 SELECT @rc AS rc, (SELECT login_time FROM sys.dm_exec_sessions WHERE session_id = @@SPID) AS login_time;
+SET NOCOUNT OFF;
 """
 #: Azure SQL Database has other names for the right, and tiers without it: there only trying tells.
-LOOK: Final = "SET NOCOUNT ON;\nSELECT TOP (1) request_mode FROM sys.dm_tran_locks WHERE request_session_id = @@SPID;\n"
+LOOK: Final = "SELECT TOP (1) request_mode FROM sys.dm_tran_locks WHERE request_session_id = @@SPID;\n"
 
 
 def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Iterable[checks.CheckMessage]:

@@ -76,5 +76,5 @@ def _missing(row: Row, wanted: Mapping[str, tuple[str, ...]]) -> str:
     }
     if not asked:
         return ""
-    granted = row(f"SET NOCOUNT ON;\nSELECT {', '.join(asked.values())};\n")
+    granted = row(f"SELECT {', '.join(asked.values())};\n")
     return ", ".join(right for right, answer in zip(asked, granted, strict=True) if answer == 0)

@@ -65,4 +65,5 @@ BEGIN
         @LockTimeout = @patience, @DbPrincipal = 'public';
 END;
 SELECT @rc AS rc;
+SET NOCOUNT OFF;
 """

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 _TAKE: Final = (
     "SET NOCOUNT ON; DECLARE @rc int, @resource nvarchar(255) = ?;"
     " EXEC @rc = sys.sp_getapplock @Resource = @resource, @LockMode = 'Exclusive', @LockOwner = 'Transaction',"
-    " @LockTimeout = 0, @DbPrincipal = 'public'; SELECT @rc AS rc"
+    " @LockTimeout = 0, @DbPrincipal = 'public'; SELECT @rc AS rc;"
+    " SET NOCOUNT OFF;"
 )
 _STANDS: Final = (
     "EXISTS (SELECT 1 FROM sys.dm_exec_sessions WHERE session_id = {id}"
@@ -43,7 +44,8 @@ _STANDS: Final = (
 #: not look sees its own session only.
 _KILL: Final = (
     f"SET NOCOUNT ON; IF {_STANDS} BEGIN KILL {{id}}; SELECT 1 AS found; END"
-    " ELSE SELECT COALESCE((SELECT MIN(0) FROM sys.dm_exec_sessions WHERE session_id <> @@SPID), -1) AS found"
+    " ELSE SELECT COALESCE((SELECT MIN(0) FROM sys.dm_exec_sessions WHERE session_id <> @@SPID), -1) AS found;"
+    " SET NOCOUNT OFF;"
 )
 _UNSURE: Final = "Session {id} was not ended: {why}, so it cannot be told from a later one with the same number."
 #: For so many seconds a login that may not see the server's views is not tried again.

@@ -231,8 +231,10 @@ class SQLServer(Dialect):
     locks_by_writing = True  # whatever becomes of the hint
 
     def send(self, cursor: AnyCursor, text: str, values: Mapping[str, Any]) -> None:
-        """Run a statement: its driver knows no parameters by name."""
+        """Run a statement: its driver knows no parameters by name, and the session may have been told not to count."""
         statement, names = _positional(text)
+        if not statement.startswith("SELECT"):
+            statement = f"SET NOCOUNT OFF; {statement}"
         cursor.execute(statement, [values[name] for name in names] or None)
 
 

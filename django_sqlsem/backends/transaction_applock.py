@@ -26,16 +26,18 @@ LEVELS: Final = {1: "READ UNCOMMITTED", 2: "READ COMMITTED", 3: "REPEATABLE READ
 #: Locks keep these from reading what is old: only snapshots do.
 _ALSO_FRESH: Final = (*FRESH_LEVELS, "REPEATABLE READ", "SERIALIZABLE")
 
+# All of it runs on the caller's connection, whose own statements are to be counted afterwards.
+
 #: The level, in a batch that begins the transaction if the session has none yet: implicit transactions begin with a
 #: statement on a table, and an application lock of the transaction needs one.
 BEGIN: Final = (
     "SET NOCOUNT ON; DECLARE @row char(32); SELECT TOP (1) @row = name_key FROM sqlsem_transaction_lock;"
-    " SELECT transaction_isolation_level FROM sys.dm_exec_sessions WHERE session_id = @@SPID;"
+    " SELECT transaction_isolation_level FROM sys.dm_exec_sessions WHERE session_id = @@SPID; SET NOCOUNT OFF;"
 )
 #: The resource, the mode, and the timeout in milliseconds (-1: for ever, 0: not at all).
 GET: Final = (
     "SET NOCOUNT ON; DECLARE @rc int; EXEC @rc = sys.sp_getapplock @Resource = %s, @LockMode = %s,"
-    " @LockOwner = 'Transaction', @LockTimeout = %s, @DbPrincipal = 'public'; SELECT @rc;"
+    " @LockOwner = 'Transaction', @LockTimeout = %s, @DbPrincipal = 'public'; SELECT @rc; SET NOCOUNT OFF;"
 )
 #: The table's name and hints, and the lock timeout in milliseconds: 0 is a grant, 1222 that it was refused. The
 #: session's own lock timeout comes back.
@@ -44,6 +46,7 @@ TABLE: Final = (
     " BEGIN TRY SELECT TOP (1) @any = 1 FROM {table} WITH ({hints}); END TRY"
     " BEGIN CATCH SET @rc = ERROR_NUMBER(); END CATCH;"
     " DECLARE @restore nvarchar(60) = CONCAT(N'SET LOCK_TIMEOUT ', @before); EXEC (@restore); SELECT @rc;"
+    " SET NOCOUNT OFF;"
 )
 _GRANTED: Final = (0, 1)
 _TIMEOUT: Final = -1

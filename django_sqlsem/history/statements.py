@@ -124,7 +124,7 @@ def prune(cursor: AnyCursor, table: str, now_us: int, seconds: float) -> int:
     else:
         places = ", ".join(["%s"] * len(ids))
         cursor.execute(_limited(cursor.db, f"DELETE FROM {table} WHERE id IN ({places})", seconds), ids)
-    return int(cursor.rowcount)  # another may have been faster where no row is passed over
+    return max(0, int(cursor.rowcount))  # another may have been faster where no row is passed over
 
 
 def _oldest(connection: BaseDatabaseWrapper, table: str) -> str:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from django.db import Error as DatabaseError
-from django.db import connections
+from django.db import connections, transaction
 
-from django_sqlsem import BackendError, semaphore
+from django_sqlsem import BackendError, checks_mssql, control, semaphore
 from django_sqlsem.backends import applock_claims, applock_sql, get_backend
 from django_sqlsem.backends.applock_names import lock_names
 from django_sqlsem.backends.applock_session import LockSession
+from django_sqlsem.transaction_locks import transaction_lock
 from tests.mssql.plain import ALIAS, Session, skip_unless_covered
 from tests.proxy import Proxy, proxy_for
 from tests.threads import wait_until
@@ -162,3 +163,24 @@ def test_a_login_that_the_server_leaves_half_way_ends(monkeypatch):
                 session.end("done")
                 break
     assert 2 < answers < 39
+
+
+def test_what_runs_on_the_callers_connection_lets_it_count_afterwards():
+    def counts() -> int:
+        with connections[ALIAS].cursor() as cursor:
+            cursor.execute("DELETE FROM sqlsem_waiter WHERE 1 = 0")
+            return cursor.rowcount
+
+    lock = semaphore("counts", using=ALIAS)
+    with lock as permit:
+        for act in (
+            lambda: list(checks_mssql.database_messages(ALIAS)),
+            lambda: permit.fence(),
+            lambda: transaction_lock("others", using=ALIAS),
+            lambda: control.revoke("counts", 1, by="ann", using=ALIAS),
+            lambda: control.execute_purge(control.plan_purge(idle=0, using=ALIAS), by="ann"),
+        ):
+            with transaction.atomic(using=ALIAS):
+                act()
+                assert counts() == 0
+            assert counts() == 0
