@@ -12,7 +12,7 @@ import pytest
 from django.db import Error as DatabaseError
 from django.db import connections, transaction
 
-from django_sqlsem import BackendError, checks_mssql, control, semaphore
+from django_sqlsem import BackendError, checks_mssql, semaphore
 from django_sqlsem.backends import applock_claims, applock_sql, get_backend
 from django_sqlsem.backends.applock_names import lock_names
 from django_sqlsem.backends.applock_session import LockSession
@@ -171,14 +171,11 @@ def test_what_runs_on_the_callers_connection_lets_it_count_afterwards():
             cursor.execute("DELETE FROM sqlsem_waiter WHERE 1 = 0")
             return cursor.rowcount
 
-    lock = semaphore("counts", using=ALIAS)
-    with lock as permit:
+    with semaphore("counts", using=ALIAS) as permit:
         for act in (
             lambda: list(checks_mssql.database_messages(ALIAS)),
-            lambda: permit.fence(),
+            permit.fence,
             lambda: transaction_lock("others", using=ALIAS),
-            lambda: control.revoke("counts", 1, by="ann", using=ALIAS),
-            lambda: control.execute_purge(control.plan_purge(idle=0, using=ALIAS), by="ann"),
         ):
             with transaction.atomic(using=ALIAS):
                 act()
