@@ -22,19 +22,10 @@ from django_sqlsem.keeper import Keeper
 from django_sqlsem.keepers import keeper_for
 from django_sqlsem.reach import Reach
 from tests import applocks
-from tests.children import listen
+from tests.children import listen, say
 from tests.contract.contenders import SharedCounter
 from tests.processes import Child
 from tests.threads import wait_until
-
-_saying = threading.Lock()
-
-
-def say(line: str) -> None:
-    """Write a whole line, whichever threads speak at once."""
-    with _saying:
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
 
 
 class Gates:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,19 +11,10 @@ from typing import Any
 
 from django_sqlsem import SemaphoreError, semaphore
 from django_sqlsem.locks import rwlock
-from tests.children import listen
+from tests.children import listen, say
 from tests.contract.contenders import SharedCounter
 from tests.contract.queuers import Queuer
 from tests.databases import OutsideCounter
-
-_saying = threading.Lock()
-
-
-def say(line: str) -> None:
-    """Write a whole line, whichever threads speak at once."""
-    with _saying:
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
 
 
 class NamedCounter(SharedCounter):

@@ -18,7 +18,6 @@ from django_sqlsem.locks import tokens
 from tests.children import listen, say
 from tests.contract.contenders import SharedCounter
 from tests.contract.queuers import Queuer
-from tests.contract.queuers import say as say_whole
 from tests.processes import Child
 from tests.threads import wait_until
 
@@ -41,23 +40,23 @@ def obey(alias: str, name: str, unhurried: bool, patient: bool) -> None:
     def acquire(who: str, n: int, timeout: float | None) -> None:
         try:
             taken = shared.acquire(n, timeout=timeout)
-            say_whole(f"{who} took {json.dumps([taken.count, taken.waited])}")
+            say(f"{who} took {json.dumps([taken.count, taken.waited])}")
         except AcquireTimeoutError as error:
-            say_whole(f"{who} busy {json.dumps(str(error))}")
+            say(f"{who} busy {json.dumps(str(error))}")
         except BaseException as error:
-            say_whole(f"{who} failed {json.dumps(repr(error))}")
+            say(f"{who} failed {json.dumps(repr(error))}")
 
-    say_whole("parent ready")
+    say("parent ready")
     while True:
         verb, *args = json.loads(listen())
         if verb == "acquire":
             threading.Thread(target=acquire, args=args, name=args[0], daemon=True).start()
         elif verb == "release":
             shared.release(*args)
-            say_whole("parent answer null")
+            say("parent answer null")
         elif verb == "try":
             taken = shared.try_acquire(*args)
-            say_whole(f"parent answer {json.dumps(taken and taken.count)}")
+            say(f"parent answer {json.dumps(taken and taken.count)}")
         elif verb == "end":
             return
 

@@ -6,26 +6,17 @@ import asyncio
 import json
 import logging
 import os
-import sys
 import threading
 import time
 from typing import Any
 
 from django_sqlsem import AcquireTimeoutError, DeadlockError, mutex, semaphore
 from django_sqlsem.locks import monitor, rwlock
-from tests.children import listen
+from tests.children import listen, say
 from tests.processes import Child
 
-_saying = threading.Lock()
 #: How a line of its stderr begins that it has logged.
 TOLD = "told "
-
-
-def say(line: str) -> None:
-    """Write a whole line, whichever threads speak at once."""
-    with _saying:
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
 
 
 def lock(alias: str, kind: str, name: str, *args: Any) -> Any:
