@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import importlib
 import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from django.db import connections
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
@@ -31,6 +34,7 @@ def install() -> None:
     connection_created.connect(_guard_test_database, dispatch_uid="sqlsem_lifecycle")
     connection_created.connect(sqlite_files.remember, dispatch_uid="sqlsem_sqlite_files")
     post_migrate.connect(_lose_flushed, dispatch_uid="sqlsem_lifecycle")
+    _import_drivers()
     atexit.register(stop_all)
     _stop_with_multiprocessing()
     if hasattr(os, "register_at_fork"):
@@ -39,6 +43,15 @@ def install() -> None:
             after_in_parent=_after_fork_in_parent,
             after_in_child=_after_fork_in_child,
         )
+
+
+def _import_drivers() -> None:
+    # At a process's end mssql-python closes all its connections, also under statements of other threads, which crashes
+    # it. What registers its end first ends last.
+    options = [settings.get("OPTIONS") or {} for settings in connections.settings.values()]
+    if any(each.get("python_driver") for each in options):
+        with contextlib.suppress(ImportError):  # the first connection says so
+            importlib.import_module("mssql_python")
 
 
 def stop_all() -> None:

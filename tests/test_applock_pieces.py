@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,6 +30,7 @@ from django_sqlsem.backends.applock_turns import Turn
 from django_sqlsem.backends.base import Claim, Grant, Granted, Place
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.naming import resource_for
+from tests.databases import ROOT
 from tests.threads import wait_until
 
 
@@ -297,3 +302,24 @@ def test_a_proof_has_a_mark_for_each_parameter_and_tells_of_wishes_only_where_ro
         assert "{" not in batch.text
         assert batch.text.count("stop_token = token") == permits
     assert "LOCK_TIMEOUT" not in prove(3).text
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_locks_are_given_back_before_a_driver_closes_all_connections(tmp_path: Path, used: bool) -> None:
+    (tmp_path / "mssql_python.py").write_text("import atexit; atexit.register(lambda: print('the driver', flush=True))")
+    code = """
+import json, sys
+import django
+from django.conf import settings
+options = {"python_driver": "mssql_python"} if json.loads(sys.argv[1]) else {}
+other = {"ENGINE": "django.db.backends.dummy", "OPTIONS": options}
+default = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
+settings.configure(INSTALLED_APPS=["django_sqlsem"], DATABASES={"default": default, "other": other})
+django.setup()
+from django_sqlsem import keepers
+keepers.stop_all = lambda: print("the locks", flush=True)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-c", code, json.dumps(used)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["the locks", "the driver"][: 1 + used]
