@@ -264,6 +264,22 @@ def test_a_crowd_opens_few_sessions_however_slow_logins_are(monkeypatch: pytest.
             Meaning.SILENT,
         ),
         (Exception("HYT00", "[HYT00] [Microsoft]Query timeout expired (0) (SQLExecDirectW)"), Meaning.SLOW),
+        (
+            Exception(
+                "Driver Error: Communication link failure; DDBC Error: [Microsoft]TCP Provider: Error code 0x2746"
+            ),
+            Meaning.SESSION_ENDED,
+        ),
+        (
+            Exception(
+                "Driver Error: Communication link failure; DDBC Error: [Microsoft]TCP Provider: Error code 0x274C"
+            ),
+            Meaning.SILENT,
+        ),
+        (
+            Exception("01000", "[01000] [FreeTDS][SQL Server]Unexpected EOF from the server (20017) (SQLExecDirectW)"),
+            Meaning.SESSION_ENDED,
+        ),
         (Exception("22012", "[22012] Divide by zero error encountered. (8134)"), Meaning.OTHER),
     ],
 )

@@ -62,6 +62,11 @@ ERRORS: Final[dict[int, Meaning]] = {
     10053: Meaning.SESSION_ENDED,
     10054: Meaning.SESSION_ENDED,
     10060: Meaning.SILENT,
+    # FreeTDS: reading or writing failed, the server has closed the connection, it is dead (sybdb.h).
+    20004: Meaning.SESSION_ENDED,
+    20006: Meaning.SESSION_ENDED,
+    20017: Meaning.SESSION_ENDED,
+    20047: Meaning.SESSION_ENDED,
 }
 
 #: Classes of SQLSTATEs, longest first.
@@ -91,8 +96,11 @@ def meaning(error: Exception) -> Meaning:
             return found
     if "was deadlocked" in text or "could not obtain lock" in text:
         return Meaning.AGAIN
-    if "imeout expired" in text:  # of drivers that tell no SQLSTATE
+    # Of drivers that tell no SQLSTATE; the number is that of a connection that timed out.
+    if "imeout expired" in text or "0x274C" in text:
         return Meaning.SILENT
+    if "ommunication link failure" in text:
+        return Meaning.SESSION_ENDED
     return Meaning.OTHER
 
 

@@ -142,7 +142,7 @@ class LockSession:
             known = meaning(error)
             self.surely_ended = known is Meaning.SESSION_ENDED and not self.was_cut
             gone = known in (Meaning.SESSION_ENDED, Meaning.SILENT) or boot_now() - sent > self.limit + SILENT
-            if gone or not self._answers():
+            if gone or self._still_fails():
                 self.end(str(error.__cause__ or error).strip())
             raise backend_error(self.alias, error, stale=bool(self.ended) and not self.fresh) from error
         finally:
@@ -168,7 +168,7 @@ class LockSession:
                 cursor.close()
                 return found
         except DjangoDatabaseError as error:
-            if not self._answers():  # nothing can come to pass later of what only reads
+            if self._still_fails():  # nothing can come to pass later of what only reads
                 self.end(str(error.__cause__ or error).strip())
             raise backend_error(self.alias, error, stale=bool(self.ended) and not self.fresh) from error
 
@@ -215,12 +215,14 @@ class LockSession:
         if type(self._raw).__module__.startswith("mssql_python"):  # whose timeout is its cursors' alone
             self._raw.set_attr(SQL_ATTR_CONNECTION_TIMEOUT, self.limit)
 
-    def _answers(self) -> bool:
+    def _still_fails(self) -> bool:
+        """Ask for nothing, as one error does not tell whether the session still stands; note what this one says."""
         try:
             self._execute("SELECT 1 AS one", ())
-        except Exception:  # noqa: BLE001 - of the driver, whatever it is
-            return False
-        return True
+        except Exception as error:  # noqa: BLE001 - of the driver, whatever it is
+            self.surely_ended = meaning(error) is Meaning.SESSION_ENDED and not self.was_cut
+            return True
+        return False
 
     def prove(self, *, record: bool = False) -> bool:
         """Ask the server whether all its locks are still there. Raises ``BackendError`` if the session has ended.

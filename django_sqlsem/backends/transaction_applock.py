@@ -65,7 +65,7 @@ class ApplockLocking(TransactionLocking):
         started = time.monotonic()
         with self.errors(wanted), self.connection.cursor() as cursor:
             cursor.execute(BEGIN)
-            level = LEVELS.get(cursor.fetchone()[0], "READ COMMITTED")
+            level = LEVELS.get((cursor.fetchone() or (0,))[0], "READ COMMITTED")
             if level not in _ALSO_FRESH:
                 raise stale_reads(level, self.connection.alias)
             if wanted.table:
