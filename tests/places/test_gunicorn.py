@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -101,14 +102,14 @@ def test_a_reload_lets_the_holder_finish(kind: str, alias: str) -> None:
 def test_workers_that_are_recycled_under_load(kind: str, alias: str) -> None:
     with Site(kind, alias, "-w", "3", "--preload", "--max-requests", "4") as running:
 
-        def visit(index: int) -> str:
+        def visit(index: int) -> list[str]:
             for turn in range(3):
                 answer = running.get(f"/two?id=recycled-{index}-{turn}&go=1")
                 assert answer.status == 200, answer.text
-            return running.marks.text(f"in-recycled-{index}-2").split()[0]
+            return [running.marks.text(f"in-recycled-{index}-{turn}").split()[0] for turn in range(3)]
 
         with OutsideCounter(alias, "places") as counter:
-            pids = run_in_threads(8, visit, timeout=2 * PATIENCE)
+            pids = itertools.chain.from_iterable(run_in_threads(8, visit, timeout=2 * PATIENCE))
             assert (counter.entered, counter.current) == (24, 0)
             assert counter.peak <= 2
         assert len({*pids, *map(str, running.workers())}) > 3
