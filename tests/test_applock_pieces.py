@@ -268,13 +268,7 @@ def test_a_crowd_opens_few_sessions_however_slow_logins_are(monkeypatch: pytest.
             Exception(
                 "Driver Error: Communication link failure; DDBC Error: [Microsoft]TCP Provider: Error code 0x2746"
             ),
-            Meaning.SESSION_ENDED,
-        ),
-        (
-            Exception(
-                "Driver Error: Communication link failure; DDBC Error: [Microsoft]TCP Provider: Error code 0x274C"
-            ),
-            Meaning.SILENT,
+            Meaning.OTHER,
         ),
         (
             Exception("01000", "[01000] [FreeTDS][SQL Server]Unexpected EOF from the server (20017) (SQLExecDirectW)"),

@@ -96,11 +96,9 @@ def meaning(error: Exception) -> Meaning:
             return found
     if "was deadlocked" in text or "could not obtain lock" in text:
         return Meaning.AGAIN
-    # Of drivers that tell no SQLSTATE; the number is that of a connection that timed out.
-    if "imeout expired" in text or "0x274C" in text:
+    # Of mssql-python, which tells no SQLSTATE. It also says "Communication link failure" of sessions that stand.
+    if "imeout expired" in text:
         return Meaning.SILENT
-    if "ommunication link failure" in text:
-        return Meaning.SESSION_ENDED
     return Meaning.OTHER
 
 
