@@ -10,7 +10,6 @@ import signal
 import sqlite3
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from django.db import OperationalError, connections
@@ -28,10 +27,9 @@ ROUNDS = 40
 
 def test_every_reason_for_rows_alone_is_one_that_is_known():
     """A server must be at hand to find out otherwise."""
-    tests = Path(__file__).parent
     said = {
         (path.name, why)
-        for path in tests.rglob("test_*.py")
+        for path in (databases.ROOT / "tests").rglob("test_*.py")
         for why in re.findall(r"mark\.rows_only\(\"([^\"]*)\"\)", path.read_text())
     }
     assert len(said) > 5

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final, TypeAlias, TypeVar
 
 from django_sqlsem.backends import applock_watch
@@ -37,7 +37,7 @@ class _Login:
 
     def opened(self) -> list[int]:
         """Return the TCP sockets that were opened since."""
-        return _opened_since(self._before)
+        return [fd for fd, inode in _sockets().items() if self._before.get(fd) != inode and _is_tcp(fd)]
 
     def cut(self) -> None:
         """End it: that is, what was opened since, leads to the server and has heard nothing for as long as it may."""
@@ -113,10 +113,6 @@ def _sockets() -> dict[int, str]:
                 if target.startswith("socket:"):
                     found[int(name)] = target
     return found
-
-
-def _opened_since(before: Mapping[int, str]) -> list[int]:
-    return [fd for fd, inode in _sockets().items() if before.get(fd) != inode and _is_tcp(fd)]
 
 
 def _is_tcp(descriptor: int) -> bool:
