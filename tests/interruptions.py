@@ -105,13 +105,22 @@ class Striking:
 
 
 def without_tracer(error: BaseException) -> BaseException:
-    """Return an exception that struck, to be kept: its traceback without the frames of the trace function."""
-    traceback = error.__traceback__
+    """Return an exception that struck, to be kept: its traceback without the frames of the trace function.
+
+    Nor with the frame that had returned, which some versions of CPython (3.11.2) put into the traceback of what a
+    trace function raises then. A signal strikes when that frame is gone, and what it knew has gone with it.
+    """
+    before, traceback = None, error.__traceback__
     while traceback is not None:
         following = traceback.tb_next
-        if following is not None and following.tb_frame.f_code.co_filename == __file__:
+        if following is not None and following.tb_frame.f_code is Striking._step.__code__:
+            seen = following.tb_frame.f_locals
             traceback.tb_next = None
-        traceback = traceback.tb_next
+            if before is not None and seen["event"] == "return" and seen["frame"] is traceback.tb_frame:
+                before.tb_next = None
+            del seen
+            return error
+        before, traceback = traceback, following
     return error
 
 
