@@ -118,7 +118,6 @@ def without_tracer(error: BaseException) -> BaseException:
             traceback.tb_next = None
             if before is not None and seen["event"] == "return" and seen["frame"] is traceback.tb_frame:
                 before.tb_next = None
-            del seen
             return error
         before, traceback = traceback, following
     return error
