@@ -61,6 +61,11 @@ class Arbiter:
         self.next_at = 0.0
 
     @property
+    def known(self) -> bool:
+        """Whether the database knows the first in line."""
+        return bool(self.queue) and self.enrolled is self.queue[0]
+
+    @property
     def idle(self) -> bool:
         """Whether nobody waits, and nothing is to be given up."""
         return not self.queue and not self.unwanted

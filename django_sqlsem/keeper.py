@@ -144,7 +144,6 @@ class Keeper(KeeperBase):
 
     def _join(self, hold: Hold, queue: Queue, sent: float, session: Session) -> None:
         """The database knows of the hold: let the process know too, unless it has been granted by now."""
-        claim: Claim | None = hold.claim
         with self.queue_lock:
             if hold.state is State.HELD and not hold.abandoned:
                 return
@@ -153,21 +152,24 @@ class Keeper(KeeperBase):
                 if hold.claim.rank and hold.claim.line in self.arbiters:  # the place may be older than theirs
                     hold.stand_apart()
                 arbiter = self._arbiter(hold)
-                self._queue(arbiter, hold)
-                if arbiter.queue[0] is hold:
+                # Who stands in this queue comes last: if this thread is struck before, no place is taken twice.
+                if first := not arbiter.queue:
                     arbiter.enrolled_by(hold, queue, sent)
-                    claim = None
                 else:  # two threads asked at the same time: one place is enough
+                    arbiter.unwanted.append(hold.claim)
                     self.renew_claim(hold)
+                self._queue(arbiter, hold)
             else:
                 self.waiting.pop(hold.permit_id, None)
-        if wanted:
-            self.reconsider(arbiter)
-        if claim is not None:
+        if not wanted:
             try:
-                self.backend.leave(session, claim)
-            except BackendError:  # the hold waits all the same, or is over
-                self.doubt(claim)
+                self.backend.leave(session, hold.claim)
+            except BackendError:  # it is over
+                self.doubt(hold.claim)
+        elif first:
+            self.reconsider(arbiter)
+        else:
+            self.poke(arbiter)
 
     def accept(
         self, hold: Hold, permit_id: str, grant: Grant, sent: float, lasts: float, *, at_once: bool = False
@@ -188,7 +190,7 @@ class Keeper(KeeperBase):
                     arbiter = None
         if not wanted:
             self.doubt(hold.claim)
-        elif arbiter is not None and arbiter.enrolled is None:
+        elif arbiter is not None and not arbiter.known:
             self.reconsider(arbiter)
         return wanted
 
@@ -265,7 +267,7 @@ class Keeper(KeeperBase):
                 return
             arbiter = self._arbiter(hold)
             self._queue(arbiter, hold)
-            known = arbiter.enrolled is not None
+            known = arbiter.known
         if not known:
             self.poke(arbiter)
 

@@ -107,7 +107,7 @@ class KeeperBase(abc.ABC):
                     arbiter.unwanted.append(hold.claim)
                     known = False
                 arbiter.remove(hold)
-        if arbiter is not None and (not arbiter.enrolled or arbiter.unwanted):
+        if arbiter is not None and (not arbiter.known or arbiter.unwanted):
             self.poke(arbiter)
         if known:  # it was struck between the statement that took its place and the answer
             self.doubt(hold.claim)

@@ -19,8 +19,10 @@ from django.apps import apps
 from django.db import connections
 
 from django_sqlsem import AcquireTimeoutError, Semaphore, semaphore
+from django_sqlsem.arbiter import Arbiter
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.holds import Hold
+from django_sqlsem.keeper_care import CaringKeeper
 from tests.databases import held_rows
 from tests.interruptions import LIBRARY, Place, SoftLimit, Striking, StrikingAwait, without_tracer
 from tests.processes import Child
@@ -450,6 +452,57 @@ def test_task_cancelled_at_the_moment_of_the_grant(database, monkeypatch, first,
 
     asyncio.run(main())
     assert len(answered) == 20
+    nothing_left(database)
+
+
+# In the middle of taking a place.
+
+
+@pytest.mark.rows_only("row queue")
+def test_struck_as_it_steps_into_the_queue(database, monkeypatch):
+    """The keeper comes to the queue before it hears of the strike; whoever stands in it must not pay for that."""
+    lock = semaphore("stepping", timeout=40, using=database)
+    first, results = [], []
+    stepped = threading.Event()
+    queue, step, abandon = CaringKeeper._queue, Arbiter.step, CaringKeeper.abandon
+
+    def queue_and_be_struck(keeper, arbiter, hold):
+        queue(keeper, arbiter, hold)
+        if not first:
+            first.append(hold)
+            raise KeyboardInterrupt("struck")
+
+    def wait_behind():
+        with lock as permit:
+            results.append(permit.waited > 0)
+
+    behind = threading.Thread(target=wait_behind, daemon=True)
+
+    def step_and_tell(arbiter, session):
+        done = len(arbiter.queue) == 2
+        step(arbiter, session)
+        if done:
+            stepped.set()
+
+    def abandon_late(keeper, hold):
+        behind.start()
+        arbiter = keeper.arbiters[hold.claim.line]
+        wait_until(lambda: len(arbiter.queue) == 2, timeout=60)
+        keeper.poke(arbiter)
+        assert stepped.wait(60)
+        abandon(keeper, hold)
+
+    other = lock.acquire()
+    other.detach()
+    with monkeypatch.context() as patched:
+        patched.setattr(CaringKeeper, "_queue", queue_and_be_struck)
+        patched.setattr(CaringKeeper, "abandon", abandon_late)
+        patched.setattr(Arbiter, "step", step_and_tell)
+        with pytest.raises(KeyboardInterrupt):
+            run_in_threads(1, lambda _nth: lock.acquire(), timeout=120)
+    other.release()
+    behind.join(60)
+    assert results == [True]
     nothing_left(database)
 
 
