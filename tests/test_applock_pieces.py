@@ -47,7 +47,9 @@ class Server:
 
     def __init__(self) -> None:
         self.pool: Any = SimpleNamespace(
-            alias="default", alone=lambda: SimpleNamespace(can_be_cut=False, ended=""), give_back=self.given_back.append
+            alias="default",
+            alone=lambda: SimpleNamespace(can_be_cut=False, ended="", cut=lambda: None),
+            give_back=self.given_back.append,
         )
         self.free = threading.Event()
         self.patience = 0.3
@@ -55,6 +57,7 @@ class Server:
         self.delivered: list[str] = []
         self.discarded: list[str] = []
         self.passed_on: list[tuple[str, str]] = []
+        self.served_elsewhere: set[str] = set()
 
     @property
     def given_back(self) -> list[Any]:
@@ -66,8 +69,12 @@ class Server:
             return Answer(None, sql.BUSY, head=True)
         return Answer(Granted(asking.permit_id, Grant((1,), (), (1,)), 60.0), sql.DONE)
 
-    def pass_on(self, session: Any, asked: Claim, successor: Claim) -> Granted:
+    def pass_on(self, session: Any, asked: Claim, successor: Claim) -> Granted | None:
         self.passed_on.append((asked.permit_id, successor.permit_id))
+        if successor.permit_id in self.served_elsewhere:
+            self.free.clear()
+            self.patience = 0.3
+            return None
         return Granted(successor.permit_id, Grant((1,), (), (1,)), 60.0)
 
     def deliver(self, granted: Granted, sent: float, resource: Any) -> None:
@@ -123,6 +130,22 @@ def test_what_was_granted_to_one_that_had_left_goes_to_the_next_one_here(server:
     assert server.delivered == ["b"]
     assert server.passed_on == [("a", "b")]
     assert not server.discarded
+
+
+def test_what_the_next_one_here_has_got_elsewhere_is_left_alone(server: Server, line: Line) -> None:
+    server.patience = 10.0
+    server.served_elsewhere = {"b"}
+    line.enrol(claim("a"), place())
+    line.start()
+    wait_until(lambda: server.asked)
+    line.enrol(claim("b"), place())
+    line.leave("a")
+    server.free.set()
+    wait_until(lambda: server.passed_on)
+    line.leave("b")
+    wait_until(lambda: server.given_back)
+    line.end(60)
+    assert (server.delivered, server.discarded) == ([], [])
 
 
 def test_of_two_sessions_that_were_served_for_one_permit_only_the_first_one_has_it() -> None:

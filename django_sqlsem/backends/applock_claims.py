@@ -219,15 +219,22 @@ class ApplockClaims(ApplockFencing):
             self._declare(session, claim, int(row["declared"] or 0))
         return row, granted
 
-    def pass_on(self, session: LockSession, claim: Claim, successor: Claim) -> Granted:
-        """Make what this session has got for a claim that was given up another one's, of the same process and name."""
-        holding = session.held[claim.line]
+    def pass_on(self, session: LockSession, claim: Claim, successor: Claim) -> Granted | None:
+        """Make what this session has got for a claim that was given up another one's, of the same process and name.
+
+        ``None``: that one has been served on another session meanwhile, so this one has been let go.
+        """
+        holding, key = session.held[claim.line], claim.resource.key
+        session.unclear[key] = (lock_names(claim.resource.name).line(claim.mode), self._most(claim))
         if self.record and claim.mode != UPGRADE:
             session.run(line_sql.RENAME, holder_values(successor) | {"before": claim.permit_id})
         renamed = replace(holding, permit_id=successor.permit_id)
         self.pool.forget(session, holding)
-        self.pool.note(session, renamed)
-        return Granted(successor.permit_id, renamed.grant(), successor.lease)
+        first = self.pool.note(session, renamed)
+        if not first:
+            self.let_go(session, renamed)
+        session.unclear.pop(key, None)
+        return Granted(successor.permit_id, renamed.grant(), successor.lease) if first else None
 
     def _most(self, claim: Claim) -> int:
         """Return the highest slot that a claim may get; 0 if that is for the rows to say, as an operator may know."""

@@ -51,8 +51,8 @@ class Claimant(Protocol):
     def attempt(self, session: LockSession, claim: Claim, stand: Stand, *, fair: int) -> Answer:
         """Claim on this session, after standing in line if need be."""
 
-    def pass_on(self, session: LockSession, claim: Claim, successor: Claim) -> Granted:
-        """Make what this session has got for a claim another one's."""
+    def pass_on(self, session: LockSession, claim: Claim, successor: Claim) -> Granted | None:
+        """Make what this session has got for a claim another one's, or let it go if that has been served elsewhere."""
 
     def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
         """Free what a claim may have got."""
@@ -253,7 +253,11 @@ class Line:
             successor = self._wanted()
             if successor is None or session is None or _wants(successor) != _wants(claim):
                 return
-            granted, claim = self.claimant.pass_on(session, claim, successor), successor
+            passed = self.claimant.pass_on(session, claim, successor)
+            if passed is None:
+                self._unwanted = None
+                return
+            granted, claim = passed, successor
             with self._changed:
                 wanted = self._claims.pop(claim.permit_id, None) is not None
             self._unwanted = claim

@@ -12,14 +12,19 @@ import pytest
 from django.db import Error as DatabaseError
 from django.db import connections, transaction
 
-from django_sqlsem import BackendError, checks_mssql, semaphore
+from django_sqlsem import AcquireTimeoutError, BackendError, checks_mssql, semaphore
 from django_sqlsem.backends import applock_claims, applock_sql, get_backend
+from django_sqlsem.backends.applock import ApplockBackend
+from django_sqlsem.backends.applock_claims import Answer, ApplockClaims, Stand
 from django_sqlsem.backends.applock_names import lock_names
 from django_sqlsem.backends.applock_session import LockSession
+from django_sqlsem.backends.base import Claim, Queue, Waited
+from django_sqlsem.clocks import boot_now
+from django_sqlsem.keepers import keeper_for
 from django_sqlsem.transaction_locks import transaction_lock
 from tests.mssql.plain import ALIAS, Session, skip_unless_covered
 from tests.proxy import Proxy, proxy_for
-from tests.threads import wait_until
+from tests.threads import run_in_threads, wait_until
 
 skip_unless_covered()
 pytestmark = [
@@ -181,3 +186,57 @@ def test_what_runs_on_the_callers_connection_lets_it_count_afterwards():
                 act()
                 assert counts() == 0
             assert counts() == 0
+
+
+def test_who_is_served_twice_at_the_same_moment_keeps_what_it_knows_of(monkeypatch):
+    """A slot that came too late for one thread goes to the next one, which the keeper has just served elsewhere."""
+    made = known("twice", slots=2)
+    held = []
+    for _ in range(2):
+        held.append(made.acquire(timeout=0))
+        held[-1].detach()
+    backend: Any = get_backend(ALIAS)
+    passed: list[Any] = []
+    attempt, pass_on = ApplockClaims.attempt, ApplockClaims.pass_on
+
+    def attempt_late(self: Any, session: LockSession, asked: Claim, stand: Stand, **options: Any) -> Answer:
+        if stand.patience is not None and not passed:
+            line = backend._lines[asked.line]
+            wait_until(lambda: line.wanted and not line.waits_for(asked.permit_id), timeout=60)
+            while held:
+                held.pop().release()
+        return attempt(self, session, asked, stand, **options)
+
+    def pass_on_late(self: Any, session: LockSession, asked: Claim, successor: Claim) -> Any:
+        line = backend._lines[successor.line]
+        elsewhere = backend.try_claim(successor, Stand(line.ticket)).granted
+        assert elsewhere is not None
+        backend.deliver(elsewhere, boot_now(), successor.resource)
+        line.leave(successor.permit_id)
+        passed.append(pass_on(self, session, asked, successor))
+        return passed[-1]
+
+    # What the keeper does at its heartbeats, it does in ``pass_on_late``.
+    monkeypatch.setattr(ApplockBackend, "wait", lambda *args: Waited((), Queue(ahead=1, told=True)))
+    monkeypatch.setattr(ApplockClaims, "attempt", attempt_late)
+    monkeypatch.setattr(ApplockClaims, "pass_on", pass_on_late)
+
+    def wait(number: int) -> Any:
+        if number == 0:
+            with pytest.raises(AcquireTimeoutError):
+                made.acquire(timeout=2)
+            return None
+        wait_until(lambda: backend._lines, timeout=60)
+        permit = made.acquire(timeout=60)
+        permit.detach()
+        return permit
+
+    _, permit = run_in_threads(2, wait, timeout=120)
+    wait_until(lambda: passed == [None], timeout=60)
+    with contextlib.closing(Session()) as observer:
+        wait_until(lambda: slot_is_free(observer, "twice", 3 - permit.slot))
+        assert not slot_is_free(observer, "twice", permit.slot)
+        assert permit.lost is None
+        permit.release()
+        assert permit.lost is None
+        assert slot_is_free(observer, "twice", permit.slot)
