@@ -20,7 +20,6 @@ from django_sqlsem.backends.applock_names import lock_names
 from django_sqlsem.backends.applock_session import LockSession
 from django_sqlsem.backends.base import Claim, Queue, Waited
 from django_sqlsem.clocks import boot_now
-from django_sqlsem.keepers import keeper_for
 from django_sqlsem.transaction_locks import transaction_lock
 from tests.mssql.plain import ALIAS, Session, skip_unless_covered
 from tests.proxy import Proxy, proxy_for
