@@ -55,7 +55,7 @@ class Server:
         self.patience = 0.3
         self.asked: list[str] = []
         self.delivered: list[str] = []
-        self.discarded: list[str] = []
+        self.given_up: list[str] = []
         self.passed_on: list[tuple[str, str]] = []
         self.served_elsewhere: set[str] = set()
 
@@ -80,10 +80,9 @@ class Server:
     def deliver(self, granted: Granted, sent: float, resource: Any) -> None:
         self.delivered.append(granted.permit_id)
 
-    def discard(self, session: Any, resource: Any, permit_id: str) -> bool:
-        assert self.given_back, "its session is still in use"
-        self.discarded.append(permit_id)
-        return True
+    def give_up(self, session: Any, asked: Claim) -> None:
+        assert session not in self.given_back, "others may use it already"
+        self.given_up.append(asked.permit_id)
 
     def step_out(self, *args: Any) -> None:
         pass
@@ -114,7 +113,7 @@ def test_what_was_granted_to_one_that_had_left_is_given_back(server: Server, lin
     wait_until(lambda: server.asked)
     line.leave("a")
     server.free.set()
-    wait_until(lambda: server.discarded == ["a"] or "a" not in server.asked[:1])
+    wait_until(lambda: server.given_up == ["a"] or "a" not in server.asked[:1])
     assert server.delivered == []
 
 
@@ -129,7 +128,7 @@ def test_what_was_granted_to_one_that_had_left_goes_to_the_next_one_here(server:
     wait_until(lambda: server.delivered)
     assert server.delivered == ["b"]
     assert server.passed_on == [("a", "b")]
-    assert not server.discarded
+    assert not server.given_up
 
 
 def test_what_the_next_one_here_has_got_elsewhere_is_left_alone(server: Server, line: Line) -> None:
@@ -145,7 +144,7 @@ def test_what_the_next_one_here_has_got_elsewhere_is_left_alone(server: Server, 
     line.leave("b")
     wait_until(lambda: server.given_back)
     line.end(60)
-    assert (server.delivered, server.discarded) == ([], [])
+    assert (server.delivered, server.given_up) == ([], [])
 
 
 def test_of_two_sessions_that_were_served_for_one_permit_only_the_first_one_has_it() -> None:

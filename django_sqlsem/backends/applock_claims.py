@@ -224,17 +224,16 @@ class ApplockClaims(ApplockFencing):
 
         ``None``: that one has been served on another session meanwhile, so this one has been let go.
         """
-        holding, key = session.held[claim.line], claim.resource.key
-        session.unclear[key] = (lock_names(claim.resource.name).line(claim.mode), self._most(claim))
-        if self.record and claim.mode != UPGRADE:
-            session.run(line_sql.RENAME, holder_values(successor) | {"before": claim.permit_id})
-        renamed = replace(holding, permit_id=successor.permit_id)
-        self.pool.forget(session, holding)
-        first = self.pool.note(session, renamed)
-        if not first:
-            self.let_go(session, renamed)
-        session.unclear.pop(key, None)
-        return Granted(successor.permit_id, renamed.grant(), successor.lease) if first else None
+        holding = session.held[claim.line]
+        with self.or_end(session):
+            if self.record and claim.mode != UPGRADE:
+                session.run(line_sql.RENAME, holder_values(successor) | {"before": claim.permit_id})
+            renamed = replace(holding, permit_id=successor.permit_id)
+            self.pool.forget(session, holding)
+            if not self.pool.note(session, renamed):
+                self.let_go(session, renamed)
+                return None
+        return Granted(successor.permit_id, renamed.grant(), successor.lease)
 
     def _most(self, claim: Claim) -> int:
         """Return the highest slot that a claim may get; 0 if that is for the rows to say, as an operator may know."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +13,7 @@ from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends import applock_upgrade_sql as upgrading
 from django_sqlsem.backends.applock_operator import ApplockOperator
 from django_sqlsem.backends.applock_session import Holding, LockSession
-from django_sqlsem.backends.base import Held, Released, Renewal
+from django_sqlsem.backends.base import Claim, Held, Released, Renewal
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.conf import config
 from django_sqlsem.exceptions import BackendError
@@ -96,6 +96,27 @@ class ApplockHolding(ApplockOperator):
             with contextlib.suppress(BackendError):
                 self._unrecord(holding)
         return int(row["freed"])
+
+    def give_up(self, session: LockSession | None, claim: Claim) -> None:
+        """Free what a claim has got that nobody wants any more: on its own session, or (``None``) on that of a reader.
+
+        Raises ``BackendError``; then the session has ended, unless it is the reader's.
+        """
+        if session is None:
+            self._free(claim.permit_id)
+            return
+        with self.or_end(session):
+            self.let_go(session, session.held[claim.line])
+
+    @contextlib.contextmanager
+    def or_end(self, session: LockSession) -> Iterator[None]:
+        """End a session that is ours alone if the block fails: nobody would know of what it has."""
+        try:
+            yield
+        except BackendError as error:
+            session.end(f"what it had got for nobody could not be given back: {error}")
+            self.bury(session)
+            raise
 
     def settle(self, session: LockSession, key: str, *, keep: bool, ticket: str = "") -> bool:
         """End the upgrade on this session, whose turn it is, and unless it is to ``keep`` that, its permit.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import uuid
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_claims import Stand
 from django_sqlsem.backends.applock_codes import failure
 from django_sqlsem.clocks import boot_now
-from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.applock_claims import Answer
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from django_sqlsem.backends.applock_session import LockSession
     from django_sqlsem.backends.base import Claim, Granted, Place
     from django_sqlsem.naming import Resource
-    from django_sqlsem.sessions import Session
 
 #: A head's batch waits for so long, in milliseconds: then the process is asked whether it still wants to.
 BUDGET_MS: Final = 500
@@ -54,8 +51,8 @@ class Claimant(Protocol):
     def pass_on(self, session: LockSession, claim: Claim, successor: Claim) -> Granted | None:
         """Make what this session has got for a claim another one's, or let it go if that has been served elsewhere."""
 
-    def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
-        """Free what a claim may have got."""
+    def give_up(self, session: LockSession | None, claim: Claim) -> None:
+        """Free what a claim has got that nobody wants any more."""
 
     def step_out(self, session: LockSession, names: LockNames, ticket: str) -> None:
         """Open the gate if it is held, and take the waiter's row away."""
@@ -85,8 +82,6 @@ class Line:
         self._ending = False
         #: Whether it may have the gate, and a waiter's row.
         self._in_line = False
-        #: What was granted when nobody wanted it any more.
-        self._unwanted: Claim | None = None
 
     # What the keeper's thread calls.
 
@@ -174,10 +169,6 @@ class Line:
                 if failures > 1:
                     with self._changed:
                         self._changed.wait(PAUSE)
-            if (claim := self._unwanted) is not None:
-                self._unwanted = None
-                with contextlib.suppress(BackendError):  # then its session has ended, and the server has freed it
-                    self.claimant.discard(self.claimant.pool, claim.resource, claim.permit_id)
 
     def stand(self) -> None:
         """Wait on a session of its own, until there is a grant or nobody wants one."""
@@ -249,21 +240,20 @@ class Line:
         with self._changed:
             wanted = self._claims.pop(claim.permit_id, None) is not None
         if not wanted:  # who left has looked already for what it might have got
-            self._unwanted = claim
             successor = self._wanted()
             if successor is None or session is None or _wants(successor) != _wants(claim):
+                self.claimant.give_up(session, claim)
                 return
             passed = self.claimant.pass_on(session, claim, successor)
             if passed is None:
-                self._unwanted = None
                 return
             granted, claim = passed, successor
             with self._changed:
                 wanted = self._claims.pop(claim.permit_id, None) is not None
-            self._unwanted = claim
         if wanted:
-            self._unwanted = None
             self.claimant.deliver(granted, boot_now(), claim.resource)
+        else:
+            self.claimant.give_up(session, claim)
 
 
 def _wants(claim: Claim) -> tuple[int, int | None, str]:

@@ -16,6 +16,7 @@ from django_sqlsem import AcquireTimeoutError, BackendError, checks_mssql, semap
 from django_sqlsem.backends import applock_claims, applock_sql, get_backend
 from django_sqlsem.backends.applock import ApplockBackend
 from django_sqlsem.backends.applock_claims import Answer, ApplockClaims, Stand
+from django_sqlsem.backends.applock_line import Line
 from django_sqlsem.backends.applock_names import lock_names
 from django_sqlsem.backends.applock_session import LockSession
 from django_sqlsem.backends.base import Claim, Queue, Waited
@@ -239,3 +240,43 @@ def test_who_is_served_twice_at_the_same_moment_keeps_what_it_knows_of(monkeypat
         permit.release()
         assert permit.lost is None
         assert slot_is_free(observer, "twice", permit.slot)
+
+
+def test_a_slot_for_nobody_is_free_again_while_another_session_is_busy(monkeypatch):
+    """It came after its thread had given up, and of another claim of the name it is not known what it has got."""
+    made = known("nobody", slots=1)
+    held = [made.acquire(timeout=0)]
+    held[0].detach()
+    backend: Any = get_backend(ALIAS)
+    granted: list[Answer] = []
+    busy: list[LockSession] = []
+    attempt = ApplockClaims.attempt
+
+    def attempt_late(self: Any, session: LockSession, asked: Claim, stand: Stand, **options: Any) -> Answer:
+        if stand.patience is None or granted:
+            return attempt(self, session, asked, stand, **options)
+        line = backend._lines[asked.line]
+        wait_until(lambda: not line.wanted, timeout=60)
+        held.pop().release()
+        with backend.pool.shared(asked.resource.key) as other:
+            pass
+        other.lock.acquire(for_good=True)
+        other.unclear[asked.resource.key] = (lock_names("nobody"), 1)
+        busy.append(other)
+        granted.append(attempt(self, session, asked, stand, **options))
+        return granted[0]
+
+    monkeypatch.setattr(Line, "_give_up", lambda line: None)  # else its session is cut after a while
+    monkeypatch.setattr(ApplockBackend, "wait", lambda *args: Waited((), Queue(ahead=1, told=True)))
+    monkeypatch.setattr(ApplockClaims, "attempt", attempt_late)
+    try:
+        with pytest.raises(AcquireTimeoutError):
+            made.acquire(timeout=2)
+        wait_until(lambda: granted, timeout=60)
+        assert granted[0].granted is not None
+        with contextlib.closing(Session()) as observer:
+            wait_until(lambda: slot_is_free(observer, "nobody", 1), timeout=20)
+    finally:
+        for each in busy:
+            each.unclear.clear()
+            each.lock.release()
