@@ -58,6 +58,8 @@ class Stand:
     arrived: float = 0.0
     #: For how many milliseconds it waits for slots, at the head.
     budget: int = 0
+    #: Whether it is the head: then a silent server is found out by its own batches, as nobody else looks.
+    heads: bool = False
     #: Whether it stands in line else: then it does not ask where others are known to wait by the time of its turn.
     joins: bool = False
 
@@ -150,7 +152,7 @@ class ApplockClaims(ApplockFencing):
         batch = (plain if simple else acquiring).acquire(record=record, in_line=in_line)
         give_up = time.monotonic() + PATIENCE
         while True:
-            row, granted = self._ask(session, claim, batch, values, waits=in_line)
+            row, granted = self._ask(session, claim, batch, values, waits=in_line and not stand.heads)
             status = int(row["status"])
             if status != sql.GATED:
                 self._stuck.pop(claim.line, None)

@@ -214,7 +214,7 @@ class Line:
             self._blocked, self._cut = session, False
         longest = LONGEST if session.can_be_cut else LONGEST_UNCUT
         patience = longest if place.patience is None else min(place.patience + SUCCESSION, longest)
-        stand = Stand(self.ticket, place.waiting, patience, place.arrived, BUDGET_MS)
+        stand = Stand(self.ticket, place.waiting, patience, place.arrived, BUDGET_MS, heads=self.is_head)
         began = boot_now()
         self._in_line = True
         try:

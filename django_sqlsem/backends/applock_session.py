@@ -105,7 +105,8 @@ class LockSession:
         self._raw, self._wrapper, self._descriptors = connect(alias, in_turn)
         self._limit_reads()
         applock_watch.watch.add(self)
-        self._cursors: dict[str, Any] = {}
+        #: By their statements, and whether those may take as long as they like.
+        self._cursors: dict[tuple[str, bool], Any] = {}
         self.session_id, self.session_us = 0, 0
         try:
             opened = self.run(sql.OPEN, {"stamp": self.stamp})
@@ -175,11 +176,11 @@ class LockSession:
     def _execute(
         self, text: str, parameters: Sequence[Any], *, sizes: Sequence[Any] = (), waits: bool = False
     ) -> dict[str, Any]:
-        cursor = self._cursors.get(text)
+        cursor = self._cursors.get((text, waits))
         if cursor is None:
             try:
                 self._raw.timeout = 0 if waits else self.limit  # of a cursor, read when it is made
-                cursor = self._cursors[text] = self._raw.cursor()
+                cursor = self._cursors[text, waits] = self._raw.cursor()
             finally:
                 self._raw.timeout = self.limit
         try:
@@ -197,7 +198,7 @@ class LockSession:
         except BaseException:
             with contextlib.suppress(Exception):
                 cursor.close()
-            self._cursors.pop(text, None)
+            self._cursors.pop((text, waits), None)
             raise
         finally:
             self.asked = 0.0
