@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -108,19 +109,18 @@ class Arbiter:
                 waited = self.keeper.backend.wait(session, head.claim, place)
             else:
                 waited = self._glance(session, head)
-        except BackendError as error:
-            if not new or session.attempts != attempts:  # else nothing was asked of the database
-                self.keeper.doubt(head.claim)
-            self.keeper.ask_anew(head)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with this one, its waiter must hear it
+            served = self._in_doubt(head, nothing_asked=new and session.attempts == attempts)
+            if served:  # by somebody else's statement, meanwhile
+                return False
             self.enrolled = None
+            if not isinstance(error, BackendError):
+                self._fail(error, only=head)
+                return False
             if error.stale_connection:
                 return False
             self._fail(error)
             return True
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with this one, its waiter must hear it
-            self.keeper.doubt(head.claim)
-            self._fail(error, only=head)
-            return False
         for granted in waited.granted:
             self.keeper.deliver(granted, now, head.claim.resource)
         with self.keeper.queue_lock:
@@ -143,6 +143,17 @@ class Arbiter:
             else:
                 self.next_at = self._next(now)
             return True
+
+    def _in_doubt(self, head: Hold, *, nothing_asked: bool) -> bool:
+        """Have the head ask anew, as the outcome of its claim is unknown, unless it has been served: return whether."""
+        with self.keeper.queue_lock:
+            claim, served = head.claim, head.state is State.HELD and not head.abandoned
+            if not served:
+                self.keeper.renew_claim(head)
+        if not nothing_asked:
+            # What was served is not to be freed; but the statement may have left something on its session.
+            self.keeper.doubt_permit(claim.resource, uuid.uuid4().hex if served else claim.permit_id)
+        return served
 
     def _patience(self, now: float) -> float | None:
         """For how many more seconds the most patient of the waiters waits; ``None``: for ever."""

@@ -211,7 +211,11 @@ class Keeper(KeeperBase):
         hold = self.waiting.get(granted.permit_id)
         if hold is None:
             # It gave up, and whoever took it out of the queue gives back what it got; or nobody here knows of it.
-            known = any(each.permit_id == granted.permit_id for each in list(self.holds.values()))
+            same = [each for each in list(self.holds.values()) if each.permit_id == granted.permit_id]
+            known = any(self.backend.supports_renewal or not each.releasing.locked() for each in same)
+            if not known:  # one that is just being given back was served on another session: this is one grant more
+                for each in same:
+                    each.release_retried = True  # who comes second frees nothing
             if not known and resource is not None:
                 self.doubt_permit(resource, granted.permit_id)
             return

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -155,6 +156,20 @@ def test_of_two_sessions_that_were_served_for_one_permit_only_the_first_one_has_
     pool.forget(second, holdings[1])
     assert pool.holder("a") == (first, holdings[0])
     assert not second.held
+
+
+@pytest.mark.parametrize("how", ["closed", "reset"])
+def test_a_connection_that_the_other_side_has_ended_is_known_by_its_socket(how: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
+        other, _ = listener.accept()
+        found = [(sock.fileno(), os.fstat(sock.fileno()).st_ino)]
+        assert not applock_sockets.are_closed(found)
+        if how == "reset":
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        other.close()
+        wait_until(lambda: applock_sockets.are_closed(found))
+        assert not applock_sockets.are_closed([(sock.fileno(), 0)])
+    assert not applock_sockets.are_closed(found)
 
 
 def test_a_line_whose_thread_could_not_start_starts_later(

@@ -240,7 +240,7 @@ class Line:
         with self._changed:
             wanted = self._claims.pop(claim.permit_id, None) is not None
         if not wanted:  # who left has looked already for what it might have got
-            successor = self._wanted()
+            successor = None if self._cut else self._wanted()  # nothing stands on a session that was cut
             if successor is None or session is None or _wants(successor) != _wants(claim):
                 self.claimant.give_up(session, claim)
                 return

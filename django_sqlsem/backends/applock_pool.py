@@ -124,7 +124,7 @@ class LockPool:
 
     def give_back(self, session: LockSession) -> None:
         """Let others use it again."""
-        if session.unclear and not session.held:  # nobody may look at it any more
+        if session.unclear:  # nobody may look at it any more; what was granted well leaves nothing unclear
             session.end("a claim on it was cut short")
         session.waiting = False
         self._done(session)

@@ -140,8 +140,7 @@ class LockSession:
                 row = self._execute(batch.text, parameters, sizes=input_sizes(batch.parameters), waits=waits)
         except DjangoDatabaseError as error:
             # Whatever else the server said of this batch, the other locks here are not to be lost for it.
-            known = meaning(error)
-            self.surely_ended = known is Meaning.SESSION_ENDED and not self.was_cut
+            known = self._note_end(error)
             gone = known in (Meaning.SESSION_ENDED, Meaning.SILENT) or boot_now() - sent > self.limit + SILENT
             if gone or self._still_fails():
                 self.end(str(error.__cause__ or error).strip())
@@ -221,9 +220,17 @@ class LockSession:
         try:
             self._execute("SELECT 1 AS one", ())
         except Exception as error:  # noqa: BLE001 - of the driver, whatever it is
-            self.surely_ended = meaning(error) is Meaning.SESSION_ENDED and not self.was_cut
+            self._note_end(error)
             return True
         return False
+
+    def _note_end(self, error: Exception) -> Meaning:
+        """Note whether an error proves that the session has ended; not every driver says as much as its socket."""
+        known = meaning(error)
+        with self._sockets:
+            closed = applock_sockets.are_closed(self._descriptors)
+        self.surely_ended = (known is Meaning.SESSION_ENDED or closed) and not self.was_cut
+        return known
 
     def prove(self, *, record: bool = False) -> bool:
         """Ask the server whether all its locks are still there. Raises ``BackendError`` if the session has ended.

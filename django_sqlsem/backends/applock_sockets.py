@@ -24,6 +24,8 @@ Socket: TypeAlias = tuple[int, int]
 _opened: list[Socket] = []
 #: After so many silent seconds the other side is asked, every so many seconds, so often: not every driver does.
 _ASK_AFTER, _ASK_EVERY, _ASK_TIMES = 30, 5, 3
+#: States of a TCP socket that the other side has closed, or reset: CLOSE and CLOSE_WAIT (linux/net/tcp_states.h).
+_CLOSED: Final = (7, 8)
 #: Where Linux tells of a TCP socket how many milliseconds ago it got something: ``tcpi_last_data_recv`` (linux/tcp.h).
 _LAST_RECEIVED: Final = struct.Struct("@52xI")
 
@@ -76,6 +78,16 @@ def cut(sockets: list[Socket]) -> None:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
             if os.fstat(sock.fileno()).st_ino == inode:  # else the driver has closed it, and it is somebody else's
                 sock.shutdown(socket.SHUT_RDWR)
+
+
+def are_closed(sockets: list[Socket]) -> bool:
+    """Whether the other side has closed these, as far as is known here: not if the driver has closed them too."""
+    for fd, inode in sockets:
+        with contextlib.suppress(OSError, AttributeError), socket.socket(fileno=os.dup(fd)) as sock:
+            state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+            if os.fstat(sock.fileno()).st_ino == inode and state in _CLOSED:
+                return True
+    return False
 
 
 def forget(sockets: list[Socket]) -> None:

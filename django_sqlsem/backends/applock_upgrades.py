@@ -56,10 +56,14 @@ class ApplockUpgrades(ApplockClaims):
         with self.pool.own(session, timeout=TURN) as had:
             if not had or session.ended:
                 return Answer(None, sql.BUSY)
-            return self._upgrade(session, reader, claim, stand)
+            if session.held.get(reader.line) is reader:
+                return self._upgrade(session, reader, claim, stand)
+        return self.try_upgrade(claim, stand)  # that one was just released
 
     def _upgrade(self, session: LockSession, reader: Holding, claim: Claim, stand: Stand) -> Answer:
         key, line, in_line = claim.resource.key, claim.line, bool(stand.ticket)
+        if line_of(key, UPGRADE) in session.held:  # the keeper and the line have asked at the same moment
+            return Answer(None, sql.BUSY)
         if line in session.unclear:
             self.settle(session, key, keep=True)
         # If this is cut short, it is settled before anything else is done here.

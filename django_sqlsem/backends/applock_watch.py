@@ -60,7 +60,9 @@ class Watch:
                 watched = reference()
                 if watched is None:
                     self._watched.pop(number, None)
-                elif watched.asked and time.monotonic() - watched.asked > watched.limit + GRACE:
+                    continue
+                asked = watched.asked  # once: it is answered at any moment
+                if asked and time.monotonic() - asked > watched.limit + GRACE:
                     watched.cut()
 
 

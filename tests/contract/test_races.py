@@ -14,6 +14,7 @@ from django.db import connections, transaction
 from django_sqlsem import BackendError, lifecycle, mutex, semaphore
 from django_sqlsem.backends import get_backend
 from django_sqlsem.backends.rows import RowsBackend
+from django_sqlsem.keeper_care import DOUBTS
 from django_sqlsem.keepers import keeper_for
 from tests.applocks import is_connected
 from tests.databases import held_rows, raw_connection
@@ -261,3 +262,41 @@ def test_a_release_that_the_keeper_overtook_is_no_loss(database, caplog):
     caller.join(10)
     assert permit.lost is None
     assert "lost" not in caplog.text
+
+
+def test_served_while_the_keepers_own_look_fails(database, monkeypatch):
+    """What that statement was about is no longer in doubt: the slot is its holder's."""
+    backend = get_backend(database)
+    lock = mutex("served", using=database)
+    with lock:  # with its rows, and sessions that are open
+        pass
+    holder = lock.acquire()
+    holder.detach()
+    wait, failed, granted, done = type(backend).wait, [], threading.Event(), threading.Event()
+
+    def wait_and_fail(self, session, claim, place):
+        if failed:
+            return wait(self, session, claim, place)
+        failed.append(claim.permit_id)
+        holder.release()
+        assert granted.wait(60)
+        raise BackendError("The statement failed.")
+
+    monkeypatch.setattr(type(backend), "wait", wait_and_fail)
+
+    def wait_or_watch(number):
+        if number == 0:
+            with lock as permit:
+                granted.set()
+                assert done.wait(60)
+                permit.check()
+                return permit.lost
+        try:
+            wait_until(lambda: failed, timeout=60)
+            # What is in doubt is freed again and again: by now it has been.
+            wait_until(lambda: 0 < len(keeper_for(backend)._doubts) < len(DOUBTS) - 1, timeout=60)
+            return [row.slot for row in held_rows(database)]
+        finally:
+            done.set()
+
+    assert run_in_threads(2, wait_or_watch, timeout=120) == [None, [1]]

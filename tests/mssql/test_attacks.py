@@ -21,6 +21,7 @@ from django_sqlsem.backends.applock_names import lock_names
 from django_sqlsem.backends.applock_session import LockSession
 from django_sqlsem.backends.base import Claim, Queue, Waited
 from django_sqlsem.clocks import boot_now
+from django_sqlsem.locks import rwlock
 from django_sqlsem.transaction_locks import transaction_lock
 from tests.mssql.plain import ALIAS, Session, skip_unless_covered
 from tests.proxy import Proxy, proxy_for
@@ -38,6 +39,13 @@ def known(name: str, **options: Any) -> Any:
     with made:
         pass
     return made
+
+
+def detached(lock: Any) -> Any:
+    """Take a permit that any thread may give back."""
+    permit = lock.acquire(timeout=60)
+    permit.detach()
+    return permit
 
 
 def slot_is_free(observer: Session, name: str, slot: int) -> bool:
@@ -280,3 +288,35 @@ def test_a_slot_for_nobody_is_free_again_while_another_session_is_busy(monkeypat
         for each in busy:
             each.unclear.clear()
             each.lock.release()
+
+
+def test_an_upgrade_that_two_threads_of_the_library_ask_for_at_once_stays(monkeypatch):
+    """The keeper's look gets it while the line has just begun to ask."""
+    lock = rwlock("both ask", readers=2, using=ALIAS)
+    with lock.read():  # with its rows, and a session
+        pass
+    [reader] = run_in_threads(1, lambda _nth: detached(lock.read()))
+    backend: Any = get_backend(ALIAS)
+    real = ApplockBackend.try_upgrade
+    answers: list[Answer] = []
+
+    def asked_twice(self: Any, claim: Claim, stand: Stand) -> Answer:
+        if not stand.ticket or answers:
+            return real(self, claim, stand)
+        reader.release()
+        answers.append(real(self, claim, stand))
+        granted = answers[0].granted
+        assert granted is not None
+        backend.deliver(granted, boot_now(), claim.resource)
+        backend._lines[claim.line].leave(granted.permit_id)
+        answers.append(real(self, claim, stand))
+        return answers[1]
+
+    monkeypatch.setattr(ApplockBackend, "wait", lambda *args: Waited((), Queue(ahead=1, told=True)))
+    monkeypatch.setattr(ApplockBackend, "try_upgrade", asked_twice)
+    with lock.upgradable() as permit:
+        permit.upgrade(60)
+        wait_until(lambda: len(answers) == 2 and not backend._lines, timeout=60)
+        assert answers[1].granted is None
+        assert permit.lost is None
+        assert run_in_threads(1, lambda _nth: lock.read().try_acquire()) == [None]
