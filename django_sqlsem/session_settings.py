@@ -139,6 +139,8 @@ _READ_ONLY_SQLITE: Final = 8  # SQLITE_READONLY
 
 _DISCONNECT_MYSQL: Final = {0, 1053, 1927, 2006, 2013, 2014, 2055, 4031}
 _DISCONNECT_SQLSTATES: Final = ("08", "57P")
+#: FreeTDS: reading or writing failed, the server has closed the connection, it is dead (sybdb.h).
+_DISCONNECT_FREETDS: Final = ("(20004)", "(20006)", "(20017)", "(20047)")
 
 
 def is_transient(error: Exception) -> bool:
@@ -169,7 +171,9 @@ def is_disconnect(error: Exception) -> bool:
         return False
     if "ysql" in module or "MySQLdb" in module:
         return _number(cause) in _DISCONNECT_MYSQL
-    return type(cause).__name__ in ("OperationalError", "InterfaceError")
+    if type(cause).__name__ in ("OperationalError", "InterfaceError"):
+        return True
+    return "pyodbc" in module and any(code in str(cause) for code in _DISCONNECT_FREETDS)
 
 
 def is_missing_table(error: Exception) -> bool:

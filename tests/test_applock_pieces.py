@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import pytest
 
-from django_sqlsem import identity
+from django_sqlsem import identity, session_settings
 from django_sqlsem.backends import applock_pool, applock_sockets, applock_watch
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_claims import Answer, Stand
@@ -370,3 +370,10 @@ keepers.stop_all = lambda: print("the locks", flush=True)
     command = [sys.executable, "-c", code, json.dumps(used)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == ["the locks", "the driver"][: 1 + used]
+
+
+def test_freetds_tells_by_a_number_that_the_connection_is_gone() -> None:
+    pyodbc = pytest.importorskip("pyodbc")
+    text = "[01000] [FreeTDS][SQL Server]Unexpected EOF from the server (20017) (SQLSetConnectAttr)"
+    assert session_settings.is_disconnect(pyodbc.Error("01000", text))
+    assert not session_settings.is_disconnect(pyodbc.Error("01000", text.replace("(20017)", "(20018)")))
