@@ -162,6 +162,7 @@ class LockSession:
         try:
             with self._wrapper.wrap_database_errors:
                 cursor = self._raw.cursor()
+                self.asked = time.monotonic()
                 cursor.execute(text, list(parameters))
                 names = [column[0] for column in cursor.description]
                 found = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
@@ -171,6 +172,8 @@ class LockSession:
             if self._still_fails():  # nothing can come to pass later of what only reads
                 self.end(str(error.__cause__ or error).strip())
             raise backend_error(self.alias, error, stale=bool(self.ended) and not self.fresh) from error
+        finally:
+            self.asked = 0.0
 
     def _execute(
         self, text: str, parameters: Sequence[Any], *, sizes: Sequence[Any] = (), waits: bool = False

@@ -24,7 +24,7 @@ MYSQL_SECONDS: Final = 1.2
 _TIMED_OUT_SQLSTATE: Final = "57014"
 _TIMED_OUT_MYSQL: Final = (1969, 3024)
 #: SQL Server's drivers tell its numbers in the text alone: a deadlock's victim, a lock that was not to be had in time.
-_TIMED_OUT_SQL_SERVER: Final = re.compile(r"\((?:1205|1222)\)|was deadlocked|Lock request time out")
+_TIMED_OUT_SQL_SERVER: Final = re.compile(r"\((?:1205|1222)\)|was deadlocked|Lock request time out|due to lock timeout")
 
 
 class TooSoonError(Exception):
