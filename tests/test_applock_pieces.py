@@ -372,8 +372,9 @@ keepers.stop_all = lambda: print("the locks", flush=True)
     assert done.stdout.splitlines() == ["the locks", "the driver"][: 1 + used]
 
 
-def test_freetds_tells_by_a_number_that_the_connection_is_gone() -> None:
+@pytest.mark.parametrize("said", ["Unexpected EOF from the server (20017)", "Unknown error (0)"])
+def test_what_freetds_says_of_a_connection_that_is_gone(said: str) -> None:
     pyodbc = pytest.importorskip("pyodbc")
-    text = "[01000] [FreeTDS][SQL Server]Unexpected EOF from the server (20017) (SQLSetConnectAttr)"
-    assert session_settings.is_disconnect(pyodbc.Error("01000", text))
-    assert not session_settings.is_disconnect(pyodbc.Error("01000", text.replace("(20017)", "(20018)")))
+    text = f"[HY000] [FreeTDS][SQL Server]{said} (SQLExecDirectW)"
+    assert session_settings.is_disconnect(pyodbc.Error("HY000", text))
+    assert not session_settings.is_disconnect(pyodbc.Error("HY000", text.replace("(0", "(50").replace("(2", "(5")))
