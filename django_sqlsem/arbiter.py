@@ -142,7 +142,9 @@ class Arbiter:
                 self._plan(waited.queue, now)
             else:
                 self.next_at = self._next(now)
-            return not self.unwanted  # whoever left meanwhile has asked for this step, and not for another one
+            if self.unwanted:  # who left meanwhile has asked for a step already; renewals come in between
+                self.next_at = 0.0
+            return True
 
     def _in_doubt(self, head: Hold, *, nothing_asked: bool) -> bool:
         """Have the head ask anew, as the outcome of its claim is unknown, unless it has been served: return whether."""
