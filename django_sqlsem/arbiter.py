@@ -110,9 +110,8 @@ class Arbiter:
             else:
                 waited = self._glance(session, head)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with this one, its waiter must hear it
-            served = self._in_doubt(head, nothing_asked=new and session.attempts == attempts)
-            if served:  # by somebody else's statement, meanwhile
-                return False
+            if self._in_doubt(head, nothing_asked=new and session.attempts == attempts):
+                return False  # it was served by somebody else's statement
             self.enrolled = None
             if not isinstance(error, BackendError):
                 self._fail(error, only=head)

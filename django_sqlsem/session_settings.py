@@ -139,11 +139,13 @@ _READ_ONLY_SQLITE: Final = 8  # SQLITE_READONLY
 
 _DISCONNECT_MYSQL: Final = {0, 1053, 1927, 2006, 2013, 2014, 2055, 4031}
 _DISCONNECT_SQLSTATES: Final = ("08", "57P")
-#: FreeTDS: reading or writing failed, the server has closed the connection, it is dead (sybdb.h); and what it says,
-#: without a number, of one that was dead before.
+#: FreeTDS: reading or writing failed, the server has closed the connection, it is dead (sybdb.h).
+FREETDS_GONE: Final = (20004, 20006, 20017, 20047)
+#: The same in its text, and what it says without a number of a connection that was dead before.
 _DISCONNECT_FREETDS: Final = (
-    *("(20004)", "(20006)", "(20017)", "(20047)"),
-    *("Could not change transaction status (0)", "Unknown error (0)"),
+    *(f"({number})" for number in FREETDS_GONE),
+    "Could not change transaction status (0)",
+    "Unknown error (0)",
 )
 
 

@@ -118,7 +118,8 @@ def test_what_was_granted_to_one_that_had_left_is_given_back(server: Server, lin
     assert server.delivered == []
 
 
-def test_what_was_granted_to_one_that_had_left_goes_to_the_next_one_here(server: Server, line: Line) -> None:
+def grant_too_late(server: Server, line: Line) -> None:
+    """Grant a slot to ``a`` when it has left, and ``b`` waits in its place."""
     server.patience = 10.0
     line.enrol(claim("a"), place())
     line.start()
@@ -126,6 +127,10 @@ def test_what_was_granted_to_one_that_had_left_goes_to_the_next_one_here(server:
     line.enrol(claim("b"), place())
     line.leave("a")
     server.free.set()
+
+
+def test_what_was_granted_to_one_that_had_left_goes_to_the_next_one_here(server: Server, line: Line) -> None:
+    grant_too_late(server, line)
     wait_until(lambda: server.delivered)
     assert server.delivered == ["b"]
     assert server.passed_on == [("a", "b")]
@@ -133,14 +138,8 @@ def test_what_was_granted_to_one_that_had_left_goes_to_the_next_one_here(server:
 
 
 def test_what_the_next_one_here_has_got_elsewhere_is_left_alone(server: Server, line: Line) -> None:
-    server.patience = 10.0
     server.served_elsewhere = {"b"}
-    line.enrol(claim("a"), place())
-    line.start()
-    wait_until(lambda: server.asked)
-    line.enrol(claim("b"), place())
-    line.leave("a")
-    server.free.set()
+    grant_too_late(server, line)
     wait_until(lambda: server.passed_on)
     line.leave("b")
     wait_until(lambda: server.given_back)

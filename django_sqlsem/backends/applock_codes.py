@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.exceptions import BackendError, DeadlockError, SemaphoreError
+from django_sqlsem.session_settings import FREETDS_GONE
 
 
 class Meaning(enum.Enum):
@@ -62,11 +63,7 @@ ERRORS: Final[dict[int, Meaning]] = {
     10053: Meaning.SESSION_ENDED,
     10054: Meaning.SESSION_ENDED,
     10060: Meaning.SILENT,
-    # FreeTDS: reading or writing failed, the server has closed the connection, it is dead (sybdb.h).
-    20004: Meaning.SESSION_ENDED,
-    20006: Meaning.SESSION_ENDED,
-    20017: Meaning.SESSION_ENDED,
-    20047: Meaning.SESSION_ENDED,
+    **dict.fromkeys(FREETDS_GONE, Meaning.SESSION_ENDED),
 }
 
 #: Classes of SQLSTATEs, longest first.

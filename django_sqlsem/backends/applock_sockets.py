@@ -24,7 +24,7 @@ Socket: TypeAlias = tuple[int, int]
 _opened: list[Socket] = []
 #: After so many silent seconds the other side is asked, every so many seconds, so often: not every driver does.
 _ASK_AFTER, _ASK_EVERY, _ASK_TIMES = 30, 5, 3
-#: States of a TCP socket that the other side has closed, or reset: CLOSE and CLOSE_WAIT (linux/net/tcp_states.h).
+#: States of a TCP socket that the other side has closed, or reset: CLOSE and CLOSE_WAIT (net/tcp_states.h).
 _CLOSED: Final = (7, 8)
 #: Where Linux tells of a TCP socket how many milliseconds ago it got something: ``tcpi_last_data_recv`` (linux/tcp.h).
 _LAST_RECEIVED: Final = struct.Struct("@52xI")

@@ -48,6 +48,11 @@ def detached(lock: Any) -> Any:
     return permit
 
 
+def keep_from_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its heartbeats, the keeper leaves the waiting to the line."""
+    monkeypatch.setattr(ApplockBackend, "wait", lambda *args: Waited((), Queue(ahead=1, told=True)))
+
+
 def slot_is_free(observer: Session, name: str, slot: int) -> bool:
     return observer.test(lock_names(name).slot(slot)) == 1
 
@@ -199,10 +204,7 @@ def test_what_runs_on_the_callers_connection_lets_it_count_afterwards():
 def test_who_is_served_twice_at_the_same_moment_keeps_what_it_knows_of(monkeypatch):
     """A slot that came too late for one thread goes to the next one, which the keeper has just served elsewhere."""
     made = known("twice", slots=2)
-    held = []
-    for _ in range(2):
-        held.append(made.acquire(timeout=0))
-        held[-1].detach()
+    held = [detached(made) for _ in range(2)]
     backend: Any = get_backend(ALIAS)
     passed: list[Any] = []
     attempt, pass_on = ApplockClaims.attempt, ApplockClaims.pass_on
@@ -224,8 +226,7 @@ def test_who_is_served_twice_at_the_same_moment_keeps_what_it_knows_of(monkeypat
         passed.append(pass_on(self, session, asked, successor))
         return passed[-1]
 
-    # What the keeper does at its heartbeats, it does in ``pass_on_late``.
-    monkeypatch.setattr(ApplockBackend, "wait", lambda *args: Waited((), Queue(ahead=1, told=True)))
+    keep_from_looking(monkeypatch)  # what the keeper does at its heartbeats, ``pass_on_late`` does
     monkeypatch.setattr(ApplockClaims, "attempt", attempt_late)
     monkeypatch.setattr(ApplockClaims, "pass_on", pass_on_late)
 
@@ -235,9 +236,7 @@ def test_who_is_served_twice_at_the_same_moment_keeps_what_it_knows_of(monkeypat
                 made.acquire(timeout=2)
             return None
         wait_until(lambda: backend._lines, timeout=60)
-        permit = made.acquire(timeout=60)
-        permit.detach()
-        return permit
+        return detached(made)
 
     _, permit = run_in_threads(2, wait, timeout=120)
     wait_until(lambda: passed == [None], timeout=60)
@@ -253,8 +252,7 @@ def test_who_is_served_twice_at_the_same_moment_keeps_what_it_knows_of(monkeypat
 def test_a_slot_for_nobody_is_free_again_while_another_session_is_busy(monkeypatch):
     """It came after its thread had given up, and of another claim of the name it is not known what it has got."""
     made = known("nobody", slots=1)
-    held = [made.acquire(timeout=0)]
-    held[0].detach()
+    held = [detached(made)]
     backend: Any = get_backend(ALIAS)
     granted: list[Answer] = []
     busy: list[LockSession] = []
@@ -275,7 +273,7 @@ def test_a_slot_for_nobody_is_free_again_while_another_session_is_busy(monkeypat
         return granted[0]
 
     monkeypatch.setattr(Line, "_give_up", lambda line: None)  # else its session is cut after a while
-    monkeypatch.setattr(ApplockBackend, "wait", lambda *args: Waited((), Queue(ahead=1, told=True)))
+    keep_from_looking(monkeypatch)
     monkeypatch.setattr(ApplockClaims, "attempt", attempt_late)
     try:
         with pytest.raises(AcquireTimeoutError):
@@ -312,7 +310,7 @@ def test_an_upgrade_that_two_threads_of_the_library_ask_for_at_once_stays(monkey
         answers.append(real(self, claim, stand))
         return answers[1]
 
-    monkeypatch.setattr(ApplockBackend, "wait", lambda *args: Waited((), Queue(ahead=1, told=True)))
+    keep_from_looking(monkeypatch)
     monkeypatch.setattr(ApplockBackend, "try_upgrade", asked_twice)
     with lock.upgradable() as permit:
         permit.upgrade(60)
