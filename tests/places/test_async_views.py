@@ -46,7 +46,8 @@ def without_complaints(site: Site) -> Iterator[None]:
     """Nothing is logged inside the block as a fault."""
     since = len(site.log())
     yield
-    assert not [line for word in COMPLAINTS for line in site.logged(word, since=since)]
+    found = [line for word in COMPLAINTS for line in site.logged(word, since=since)]
+    assert not found, site.log()[since:]
 
 
 @contextlib.contextmanager
