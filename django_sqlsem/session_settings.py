@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 #: A statement of ours that takes longer is given up, in milliseconds: below one heartbeat of the default lease.
 STATEMENT_TIMEOUT_MS: Final = 4000
+#: So long a statement of ours waits for a row on SQL Server, in milliseconds: it is repeated, one too slow is not.
+LOCK_TIMEOUT_MS: Final = STATEMENT_TIMEOUT_MS - 1000
 #: A transaction of ours in which nothing happens for so long, in seconds, is the server's to end: its process has
 #: stopped, or its host has gone, and others wait for its rows. Less than they wait for a statement.
 IDLE_TRANSACTION: Final = 3
@@ -66,6 +69,8 @@ def adapt(settings: dict[str, Any], vendor: str) -> None:
         options["transaction_mode"] = "IMMEDIATE"
         # SQLite's own busy handler sleeps up to 100 ms; we look again sooner.
         options["timeout"] = 0
+    elif vendor == "microsoft":
+        options["isolation_level"] = "READ COMMITTED"
 
 
 def limit_waiting(raw: Any) -> None:
@@ -125,6 +130,9 @@ def prepare(connection: BaseDatabaseWrapper) -> None:
                 )
             else:
                 cursor.execute(f"SET SESSION wait_timeout = {IDLE_SESSION}")
+    elif connection.vendor == "microsoft":
+        with connection.cursor() as cursor:
+            cursor.execute(f"SET LOCK_TIMEOUT {LOCK_TIMEOUT_MS}")
 
 
 #: Lost a deadlock or a lock wait, or found the database locked: nothing was done, so it may be done again.
@@ -132,6 +140,13 @@ _TRANSIENT_SQLSTATES: Final = {"40001", "40P01", "55P03"}
 _TRANSIENT_MYSQL: Final = {1205, 1213}
 _TRANSIENT_SQLITE: Final = {5, 6}  # SQLITE_BUSY, SQLITE_LOCKED
 _TRANSIENT_ORACLE: Final = {60, 8177}
+#: Its drivers tell its numbers in the text alone, and mssql-python not even there: a deadlock's victim, a lock that was
+#: not to be had in time, an update conflict under snapshot isolation.
+_DEADLOCK_SQL_SERVER: Final = re.compile(r"\(1205\)|was deadlocked")
+_TRANSIENT_SQL_SERVER: Final = re.compile(
+    rf"{_DEADLOCK_SQL_SERVER.pattern}|Serialization failure|\((?:1222|3960)\)|Lock request time out"
+    r"|due to lock timeout|Snapshot isolation transaction aborted"
+)
 
 _READ_ONLY_SQLSTATE: Final = "25006"
 _READ_ONLY_MYSQL: Final = {1290, 1792, 1836}
@@ -157,11 +172,19 @@ def is_transient(error: Exception) -> bool:
     sqlite_code = getattr(cause, "sqlite_errorcode", None)
     if sqlite_code is not None:
         return (sqlite_code & 0xFF) in _TRANSIENT_SQLITE
+    if is_of_sql_server(cause):
+        return _TRANSIENT_SQL_SERVER.search(str(cause)) is not None
     code = _number(cause)
     return code in _TRANSIENT_ORACLE if "oracledb" in type(cause).__module__ else code in _TRANSIENT_MYSQL
 
 
-def is_of_sql_server(cause: Exception) -> bool:
+def is_deadlock_of_sql_server(error: Exception) -> bool:
+    """Whether SQL Server chose the transaction to break a deadlock, and has rolled it back."""
+    cause = error.__cause__ or error
+    return is_of_sql_server(cause) and _DEADLOCK_SQL_SERVER.search(str(cause)) is not None
+
+
+def is_of_sql_server(cause: Any) -> bool:
     """Whether an error was raised by one of SQL Server's drivers."""
     return type(cause).__module__.partition(".")[0] in ("pyodbc", "mssql_python")
 
@@ -177,6 +200,8 @@ def is_disconnect(error: Exception) -> bool:
         return False
     if "ysql" in module or "MySQLdb" in module:
         return _number(cause) in _DISCONNECT_MYSQL
+    if is_transient(error):  # mssql-python calls a deadlock an operational error
+        return False
     if type(cause).__name__ in ("OperationalError", "InterfaceError"):
         return True
     return "pyodbc" in module and any(code in str(cause) for code in _DISCONNECT_FREETDS)

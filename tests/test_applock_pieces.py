@@ -377,3 +377,28 @@ def test_what_freetds_says_of_a_connection_that_is_gone(said: str) -> None:
     text = f"[HY000] [FreeTDS][SQL Server]{said} (SQLExecDirectW)"
     assert session_settings.is_disconnect(pyodbc.Error("HY000", text))
     assert not session_settings.is_disconnect(pyodbc.Error("HY000", text.replace("(0", "(50").replace("(2", "(5")))
+
+
+@pytest.mark.parametrize(
+    ("driver", "arguments", "deadlock"),
+    [
+        ("pyodbc", ("40001", "[40001] [Microsoft][ODBC Driver 18 for SQL Server][SQL Server]Was victim (1205)"), True),
+        ("pyodbc", ("42000", "[42000] [FreeTDS][SQL Server]Transaction was the victim (1205) (SQLExecute)"), True),
+        (
+            "mssql_python",
+            ("Serialization failure", "Transaction (Process ID 52) was deadlocked on lock resources"),
+            True,
+        ),
+        ("pyodbc", ("42000", "[42000] [FreeTDS][SQL Server]Lock request time out period exceeded. (1222)"), False),
+        ("mssql_python", ("Syntax error or access violation", "Lock request time out period exceeded."), False),
+        ("pyodbc", ("42000", "[42000] [Microsoft]Update conflict (3960)"), False),
+    ],
+)
+def test_what_drivers_of_sql_server_say_of_what_passes(driver: str, arguments: tuple[str, ...], deadlock: bool) -> None:
+    """As captured from the drivers; an operational error is no dead connection for that."""
+    error = type("OperationalError", (Exception,), {"__module__": driver})(*arguments)
+    assert session_settings.is_transient(error)
+    assert session_settings.is_deadlock_of_sql_server(error) is deadlock
+    assert not session_settings.is_disconnect(error)
+    assert meaning(error) is Meaning.AGAIN
+    assert not session_settings.is_transient(type(error)("42000", "Incorrect syntax near 'x'. (102)"))

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.exceptions import BackendError, DeadlockError, SemaphoreError
-from django_sqlsem.session_settings import FREETDS_GONE
+from django_sqlsem.session_settings import FREETDS_GONE, is_transient
 
 
 class Meaning(enum.Enum):
@@ -91,7 +91,7 @@ def meaning(error: Exception) -> Meaning:
     for known, found in SQLSTATES.items():
         if state.startswith(known):
             return found
-    if "was deadlocked" in text or "could not obtain lock" in text:
+    if is_transient(error) or "could not obtain lock" in text:
         return Meaning.AGAIN
     # Of mssql-python, which tells no SQLSTATE. It also says "Communication link failure" of sessions that stand.
     if "imeout expired" in text:

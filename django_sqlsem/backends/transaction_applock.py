@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from django_sqlsem.backends import applock_codes
 from django_sqlsem.backends.applock_names import lock_names
@@ -20,6 +20,9 @@ from django_sqlsem.backends.transaction_base import (
     stale_reads,
 )
 from django_sqlsem.exceptions import DeadlockError
+
+if TYPE_CHECKING:
+    from django.db.backends.utils import CursorWrapper
 
 #: Levels by their numbers in sys.dm_exec_sessions.
 LEVELS: Final = {1: "READ UNCOMMITTED", 2: "READ COMMITTED", 3: "REPEATABLE READ", 4: "SERIALIZABLE", 5: "SNAPSHOT"}
@@ -39,14 +42,15 @@ GET: Final = (
     "SET NOCOUNT ON; DECLARE @rc int; EXEC @rc = sys.sp_getapplock @Resource = %s, @LockMode = %s,"
     " @LockOwner = 'Transaction', @LockTimeout = %s, @DbPrincipal = 'public'; SELECT @rc; SET NOCOUNT OFF;"
 )
-#: The table's name and hints, and the lock timeout in milliseconds: 0 is a grant, 1222 that it was refused. The
-#: session's own lock timeout comes back.
+#: The table's name and hints, and the lock timeout in milliseconds: 0 is a grant, 1222 that it was refused. What is set
+#: by a text of its own ends with that; the last statements are for a server on which it does not.
 TABLE: Final = (
-    "SET NOCOUNT ON; DECLARE @before int = @@LOCK_TIMEOUT, @rc int = 0, @any int; SET LOCK_TIMEOUT {timeout};"
+    "SET NOCOUNT ON; DECLARE @before int = @@LOCK_TIMEOUT, @rc int = 0;"
+    " EXEC sys.sp_executesql N'SET LOCK_TIMEOUT {timeout}; SET XACT_ABORT OFF; DECLARE @any int;"
     " BEGIN TRY SELECT TOP (1) @any = 1 FROM {table} WITH ({hints}); END TRY"
-    " BEGIN CATCH SET @rc = ERROR_NUMBER(); END CATCH;"
-    " DECLARE @restore nvarchar(60) = CONCAT(N'SET LOCK_TIMEOUT ', @before); EXEC (@restore); SELECT @rc;"
-    " SET NOCOUNT OFF;"
+    " BEGIN CATCH SET @rc = ERROR_NUMBER(); END CATCH;', N'@rc int OUTPUT', @rc = @rc OUTPUT;"
+    " DECLARE @restore nvarchar(60) = CONCAT(N'SET LOCK_TIMEOUT ', @before);"
+    " IF @@LOCK_TIMEOUT <> @before EXEC (@restore); SELECT @rc; SET NOCOUNT OFF;"
 )
 _GRANTED: Final = (0, 1)
 _TIMEOUT: Final = -1
@@ -69,7 +73,7 @@ class ApplockLocking(TransactionLocking):
             if level not in _ALSO_FRESH:
                 raise stale_reads(level, self.connection.alias)
             if wanted.table:
-                return self._lock_table(wanted, timeout, started)
+                return self._lock_table(cursor, wanted, timeout, started)
             mode = "Shared" if wanted.shared else "Exclusive"
             cursor.execute(GET, [lock_names(wanted.resource.name).base, mode, _milliseconds(timeout)])
             status = int(cursor.fetchone()[0])
@@ -83,20 +87,23 @@ class ApplockLocking(TransactionLocking):
             raise deadlock(wanted)
         raise error
 
-    def _lock_table(self, wanted: Wanted, timeout: float | None, started: float) -> float | None:
-        """Try with no wait first: that is how waiting is known here."""
+    def _lock_table(self, cursor: CursorWrapper, wanted: Wanted, timeout: float | None, started: float) -> float | None:
+        """Try with no wait first: that is how waiting is known here.
+
+        On the same cursor, as the rest of its last result keeps the connection from serving another.
+        """
         hints = "TABLOCK, HOLDLOCK" if wanted.shared else "TABLOCKX, HOLDLOCK"
-        with self.connection.cursor() as cursor:
-            for milliseconds in dict.fromkeys((0, _milliseconds(timeout))):
-                cursor.execute(TABLE.format(timeout=milliseconds, table=wanted.table, hints=hints))
-                status = int(cursor.fetchone()[0])
-                if status == 0:
-                    return max(time.monotonic() - started, 1e-6) if milliseconds else 0.0
-                if status == _DEADLOCK:
-                    self.doom()
-                    raise deadlock(wanted)
-                if status != _LOCK_TIMEOUT:
-                    raise applock_codes.failure(self.connection.alias, status)
+        table = wanted.table.replace("'", "''")
+        for milliseconds in dict.fromkeys((0, _milliseconds(timeout))):
+            cursor.execute(TABLE.format(timeout=milliseconds, table=table, hints=hints))
+            status = int(cursor.fetchone()[0])
+            if status == 0:
+                return max(time.monotonic() - started, 1e-6) if milliseconds else 0.0
+            if status == _DEADLOCK:
+                self.doom()
+                raise deadlock(wanted)
+            if status != _LOCK_TIMEOUT:
+                raise applock_codes.failure(self.connection.alias, status)
         return None
 
 

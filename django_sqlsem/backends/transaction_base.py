@@ -17,7 +17,7 @@ from django.db.transaction import TransactionManagementError
 from django_sqlsem import testmode
 from django_sqlsem.backends import transaction_rows
 from django_sqlsem.exceptions import BackendError, DeadlockError
-from django_sqlsem.session_settings import sqlstate
+from django_sqlsem.session_settings import is_deadlock_of_sql_server, sqlstate
 from django_sqlsem.sessions import backend_error
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class TransactionLocking(abc.ABC):
         except TransactionManagementError:
             raise
         except DjangoDatabaseError as error:
-            if number_of(error) in _DEADLOCKS:
+            if number_of(error) in _DEADLOCKS or is_deadlock_of_sql_server(error):
                 self.doom()
                 raise deadlock(wanted) from error
             raise backend_error(self.connection.alias, error) from error

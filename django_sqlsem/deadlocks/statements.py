@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from django.db import Error as DjangoDatabaseError
 
 from django_sqlsem.deadlocks.graph import Name, Slot, Wait, entangled
-from django_sqlsem.session_settings import STATEMENT_TIMEOUT_MS, is_disconnect
+from django_sqlsem.session_settings import LOCK_TIMEOUT_MS, STATEMENT_TIMEOUT_MS, is_disconnect
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -121,7 +121,8 @@ def _limits(connection: Any, seconds: float) -> tuple[str, str, str]:
     if connection.vendor == "mysql":
         return _ROW_LOCKS.format(1), _ROW_LOCKS.format(_USUAL - 1), _ROW_LOCKS.format(_USUAL - 1)
     if connection.vendor == "microsoft":
-        return f"SET LOCK_TIMEOUT {LOCK_PATIENCE * 1000:.0f}", "SET LOCK_TIMEOUT -1", "SET LOCK_TIMEOUT -1"
+        usual = f"SET LOCK_TIMEOUT {LOCK_TIMEOUT_MS}"
+        return f"SET LOCK_TIMEOUT {LOCK_PATIENCE * 1000:.0f}", usual, usual
     return "", "", ""
 
 

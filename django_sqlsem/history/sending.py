@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-import re
 import time
 from typing import TYPE_CHECKING, Any, Final
+
+from django.db import Error as DjangoDatabaseError
 
 from django_sqlsem.cursors import BEGIN
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.history import statements
-from django_sqlsem.session_settings import is_disconnect, is_of_sql_server, is_transient, sqlstate
+from django_sqlsem.session_settings import is_disconnect, is_transient, sqlstate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +24,6 @@ MYSQL_SECONDS: Final = 1.2
 
 _TIMED_OUT_SQLSTATE: Final = "57014"
 _TIMED_OUT_MYSQL: Final = (1969, 3024)
-#: SQL Server's drivers tell its numbers in the text alone: a deadlock's victim, a lock that was not to be had in time.
-_TIMED_OUT_SQL_SERVER: Final = re.compile(r"\((?:1205|1222)\)|was deadlocked|Lock request time out|due to lock timeout")
 
 
 class TooSoonError(Exception):
@@ -65,13 +64,26 @@ def in_transaction(
             statements.unlimit(cursor)
         return None
 
+    refusals: list[Exception] = []
+
+    def once(cursor: AnyCursor) -> bool | None:
+        try:
+            return apart(cursor)
+        except DjangoDatabaseError as error:
+            if not is_transient(error):
+                raise
+            refusals.append(_kept(error))  # of which the session would make its own time-consuming tries
+            return None
+        finally:
+            statements.unlimit(cursor)
+
     try:
         if session.connection.vendor in BEGIN:
             return session.run(beside, again=False)
-        session.transaction(apart, again=False)
+        session.transaction(once, again=False)
+        return refusals[0] if refusals else None
     except Exception as error:  # noqa: BLE001 - a fault of the history's own is no permit's concern either
         return error
-    return None
 
 
 def passes(error: Exception) -> bool:
@@ -83,8 +95,6 @@ def passes(error: Exception) -> bool:
     cause: Any = error.__cause__ or error
     code = cause.args[0] if getattr(cause, "args", ()) else None
     late = sqlstate(cause) == _TIMED_OUT_SQLSTATE or code in _TIMED_OUT_MYSQL
-    if is_of_sql_server(cause):
-        late = _TIMED_OUT_SQL_SERVER.search(str(cause)) is not None
     return late or is_transient(error) or is_disconnect(error)
 
 

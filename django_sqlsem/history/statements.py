@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends.dialects import dialect_for
-from django_sqlsem.session_settings import STATEMENT_TIMEOUT_MS
+from django_sqlsem.session_settings import LOCK_TIMEOUT_MS, STATEMENT_TIMEOUT_MS
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -92,6 +92,8 @@ def unlimit(cursor: AnyCursor) -> None:
     if is_mysql(cursor.db):
         usual = STATEMENT_TIMEOUT_MS // 1000 - 1
         cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {usual}, SESSION lock_wait_timeout = {usual}")
+    elif cursor.db.vendor == "microsoft":
+        cursor.execute(f"SET LOCK_TIMEOUT {LOCK_TIMEOUT_MS}")
 
 
 def write_events(cursor: AnyCursor, rows: Sequence[Sequence[Any]], seconds: float) -> None:

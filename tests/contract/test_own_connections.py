@@ -89,6 +89,27 @@ def test_a_wait_for_a_row_ends_before_the_statement_may_be_cut_off(database, mon
         raw.cursor().execute("ROLLBACK")
 
 
+def test_a_wait_for_a_row_ends_on_sql_server(database, monkeypatch):
+    if connections[database].vendor != "microsoft":
+        pytest.skip("a limit of SQL Server's sessions")
+    monkeypatch.setattr(session_settings, "LOCK_TIMEOUT_MS", 300)
+    monkeypatch.setattr(sessions, "LOCKED_PATIENCE", 0.0)
+    update = f"UPDATE sqlsem_minute SET granted = granted + 1 WHERE id = {minute(database, name='a').pk}"
+    with contextlib.closing(OwnSession(database)) as one, contextlib.closing(OwnSession(database)) as other:
+
+        def waits(cursor):
+            cursor.execute(update)
+            with pytest.raises(BackendError) as caught:
+                other.run(lambda cursor: cursor.execute(update))
+            return caught.value
+
+        refused = one.transaction(waits).__cause__
+        assert session_settings.is_transient(refused), refused
+        assert not session_settings.is_disconnect(refused), refused
+        other.run(lambda cursor: cursor.execute(update))
+    assert query(database, "SELECT granted FROM sqlsem_minute") == [(2,)]
+
+
 @pytest.mark.rows_only("row statements")
 def test_a_statement_waits_for_a_row_longer_than_one_lock_wait(database, monkeypatch):
     if connections[database].vendor != "mysql":
@@ -116,8 +137,8 @@ def test_a_statement_waits_for_a_row_longer_than_one_lock_wait(database, monkeyp
 
 def test_a_transaction_that_lost_a_deadlock_is_done_again(database):
     """Both get through: the victim by doing all of it once more."""
-    if connections[database].vendor not in ("postgresql", "mysql"):
-        pytest.skip("one writer at a time has nobody to cross, and SQL Server's victims are told so")
+    if connections[database].vendor == "sqlite":
+        pytest.skip("one writer at a time has nobody to cross")
     rows = [minute(database, name="a").pk, minute(database, name="b").pk]
     both, attempts = threading.Barrier(2), []
 
@@ -201,20 +222,29 @@ def test_a_serializable_project_meets_no_serialization_failures(database, how):
             assert "Traceback" not in each.stderr
 
 
+LEVELS = {
+    "postgresql": ({"options": "-c default_transaction_isolation=serializable"}, "SHOW transaction_isolation"),
+    "microsoft": (
+        {"isolation_level": "SERIALIZABLE"},
+        "SELECT CASE transaction_isolation_level WHEN 2 THEN 'read committed' END FROM sys.dm_exec_sessions"
+        " WHERE session_id = @@SPID",
+    ),
+}
+
+
 def test_own_connections_have_read_committed_whatever_the_projects(database):
     connection = connections[database]
-    if connection.vendor != "postgresql":
+    if connection.vendor not in LEVELS:
         pytest.skip("where isolation levels refuse what runs side by side")
+    serializable, show = LEVELS[connection.vendor]
     with pytest.MonkeyPatch.context() as patch:
         options = dict(connection.settings_dict.get("OPTIONS") or {})
-        patch.setitem(
-            connection.settings_dict, "OPTIONS", options | {"options": "-c default_transaction_isolation=serializable"}
-        )
+        patch.setitem(connection.settings_dict, "OPTIONS", options | serializable)
         session = OwnSession(database)
         with contextlib.closing(session):
 
             def level(cursor):
-                cursor.execute("SHOW transaction_isolation")
+                cursor.execute(show)
                 return cursor.fetchone()[0]
 
             assert session.run(level) == "read committed"

@@ -145,6 +145,9 @@ def test_a_timeout_leaves_the_transaction_and_the_settings_of_the_session_as_the
         assert [asker.sql(statement) for statement in show] == before
         asker.sql("INSERT INTO sqlsem_server (identity, seen_us) VALUES ('after', 1)")
         asker.tell("commit", "ended")
+        asker.begin()
+        assert asker.lock("", "table") == 0
+        asker.tell("commit", "ended")
         assert [asker.sql(statement) for statement in show] == before
     written = databases.query(database, "SELECT identity FROM sqlsem_server WHERE seen_us = 1 ORDER BY identity")
     databases.query(database, "DELETE FROM sqlsem_server WHERE seen_us = 1")
@@ -266,7 +269,8 @@ def test_a_table_is_locked_until_the_transaction_ends(database):
     with Transactor(database) as holder, Transactor(database) as asker:
         holder.begin()
         assert holder.lock("", "table") == 0
-        assert asker.sql("SELECT COUNT(*) FROM auth_user") == [[0]]
+        if vendor(database) != "microsoft":  # there even who reads waits, unless its database keeps snapshots
+            assert asker.sql("SELECT COUNT(*) FROM auth_user") == [[0]]
         asker.begin()
         asker.busy("", "table")
         if vendor(database) == "postgresql":
