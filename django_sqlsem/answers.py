@@ -42,6 +42,7 @@ class _TakenLock:
         self._lock = threading.Lock()
         self._lock.acquire()
         self.release = self._lock.release
+        self.woken = False
 
     def acquire(self, timeout: float) -> bool:
         """Wait until it is released, for so many seconds, or for ever if they are negative."""
@@ -71,6 +72,11 @@ class Awaited:
         """Forget that there was an answer."""
         self.told = False
         self._unanswered = _TakenLock()
+
+    @property
+    def woken(self) -> bool:
+        """Whether the answer has reached whoever waits: a messenger may be struck after it is ``told``."""
+        return self._unanswered.woken
 
     def take_error(self) -> BaseException:
         """Return the error and forget it: its traceback keeps what its callers hold, and must be on no cycle."""
@@ -111,14 +117,16 @@ class Awaited:
 
     def answer(self, error: BaseException | None = None) -> None:
         """Wake whoever waits: it was granted, or ``error`` happened. Called from any thread."""
+        unanswered = self._unanswered  # whoever has slept through it waits for another one soon
         self.error = error
         self.told = True
         with contextlib.suppress(RuntimeError):  # it was answered before
-            self._unanswered.release()
-        future = self._future
-        if future is None:
-            return
+            unanswered.release()
+        if self._future is not None:
+            self._resolve(self._future)
+        unanswered.woken = True
 
+    def _resolve(self, future: asyncio.Future[None]) -> None:
         def resolve() -> None:
             if not future.done():
                 future.set_result(None)

@@ -77,6 +77,7 @@ class Arbiter:
             with self.keeper.queue_lock:
                 unwanted, self.unwanted = self.unwanted, []
                 head = self.queue[0] if self.queue else None
+                served = head is not None and _served(head)
                 waiting = len(self.queue)
             for claim in unwanted:
                 self._leave(session, claim)
@@ -84,14 +85,16 @@ class Arbiter:
                 if self.keeper.forget_arbiter(self):
                     return
                 continue
-            if self._look(session, head, waiting):
+            if served:  # whoever brought its grant was struck before it was out of the queue
+                self.keeper.answer_again(head)
+            elif self._look(session, head, waiting):
                 return
 
     def _look(self, session: Session, head: Hold, waiting: int) -> bool:
         """Take one step of waiting for the first in line. Return whether all is done for now."""
         now = boot_now()
         with self.keeper.queue_lock:
-            if not self.queue or self.queue[0] is not head:
+            if not self.queue or self.queue[0] is not head or _served(head):
                 return False  # it gave up, or was served, while others were let go
             new = self.enrolled is not head
             head.claim = self.keeper.present(head.claim)
@@ -123,8 +126,8 @@ class Arbiter:
         for granted in waited.granted:
             self.keeper.deliver(granted, now, head.claim.resource)
         with self.keeper.queue_lock:
-            if head not in self.queue:
-                if new and head.state is not State.HELD and waited.queue is not None:
+            if _served(head) or head not in self.queue:
+                if new and not _served(head) and waited.queue is not None:
                     self.unwanted.append(head.claim)  # it gave up meanwhile
                 return False
             if waited.queue is None:
@@ -216,6 +219,10 @@ class Arbiter:
             self.keeper.backend.leave(session, claim)
         except BackendError:
             self.keeper.doubt(claim)
+
+
+def _served(hold: Hold) -> bool:
+    return hold.state is State.HELD
 
 
 def _same(error: Exception) -> Exception:

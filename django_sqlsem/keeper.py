@@ -6,7 +6,7 @@ import abc
 import logging
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from django_sqlsem import transactions
 from django_sqlsem.arbiter import Arbiter
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from django_sqlsem.naming import Resource
 
 logger = logging.getLogger("django_sqlsem")
-
-T = TypeVar("T")
 
 #: For how long one that does not wait lets the process give up a place in which nobody waits any more, in seconds.
 CLEARED: Final = 1.0
@@ -122,10 +120,9 @@ class Keeper(KeeperBase):
             try:
                 if not enrol:
                     grant = self.backend.claim(session, hold.claim)
-                    claim = hold.claim
                     if grant is None:
                         return False
-                    return self.accept(hold, claim.permit_id, grant, sent, claim.lease, at_once=True)
+                    return self.accept(hold, hold.permit_id, grant, sent, hold.claim.lease, at_once=True)
                 self.waiting[hold.permit_id] = hold
                 place = Place(hold.arrived, waiting=1, patience=hold.patience(sent))
                 waited = self.backend.enrol(session, hold.claim, place, first=True)
@@ -176,19 +173,14 @@ class Keeper(KeeperBase):
     ) -> bool:
         """Give a grant to its hold, unless that has given up meanwhile: then the slots go back."""
         with self.queue_lock:
-            if hold.permit_id != permit_id or (hold.state is State.HELD and not hold.abandoned):
-                return False  # it asks anew by now, and the old claim is in doubt already; or the same news by two ways
+            if hold.permit_id != permit_id:
+                return False  # it asks anew by now, and the old claim is in doubt already
+            again = hold.state is State.HELD and not hold.abandoned  # the same news by two ways
             wanted = not hold.abandoned and hold.state in (State.NEW, State.QUEUED)
             if wanted:
                 hold.granted(grant, sent, min(lasts, hold.claim.lease), at_once=at_once)
-            self.waiting.pop(hold.permit_id, None)
-            arbiter = self.arbiters.get(hold.claim.line)
-            if arbiter is not None and hold in arbiter.queue:
-                arbiter.remove(hold)
-                if arbiter.idle:
-                    del self.arbiters[arbiter.key]
-                    arbiter = None
-        if not wanted:
+            arbiter = self._unqueue(hold)  # again too: who told of it first may have been struck before that
+        if not wanted and not again:
             self.doubt(hold.claim)
         elif arbiter is not None and not arbiter.known:
             self.reconsider(arbiter)
@@ -221,10 +213,12 @@ class Keeper(KeeperBase):
             return
         try:
             proved = hold.proved if sent is None else sent
-            self.accept(hold, granted.permit_id, granted.grant, proved, granted.lasts, at_once=at_once)
-        finally:  # if this thread is struck, the one that waits is told all the same
-            if hold.state is State.HELD and hold.queued and not hold.told:
+            wanted = self.accept(hold, granted.permit_id, granted.grant, proved, granted.lasts, at_once=at_once)
+            if wanted and hold.queued:
                 hold.answer()
+        finally:  # if this thread is struck, the one that waits is told all the same
+            if hold.state is State.HELD and hold.queued and not hold.woken:
+                self.answer_again(hold)
 
     def doubt(self, claim: Claim) -> None:
         """Free what this claim may have got, now and again until its statement must have ended."""
@@ -237,11 +231,21 @@ class Keeper(KeeperBase):
     def answer_again(self, hold: Hold) -> None:
         """Tell a waiter of its grant, whose messenger was struck on the way."""
         with self.queue_lock:
-            arbiter = self.arbiters.get(hold.claim.line)
-            if arbiter is not None and hold in arbiter.queue:
-                arbiter.remove(hold)
-            self.waiting.pop(hold.permit_id, None)
+            arbiter = self._unqueue(hold)
         hold.answer()
+        if arbiter is not None and not arbiter.known:
+            self.reconsider(arbiter)
+
+    def _unqueue(self, hold: Hold) -> Arbiter | None:
+        """Have a hold wait no longer; the lock is held. Return the queue of its name, if there still is one."""
+        self.waiting.pop(hold.permit_id, None)
+        arbiter = self.arbiters.get(hold.claim.line)
+        if arbiter is not None and hold in arbiter.queue:
+            arbiter.remove(hold)
+            if arbiter.idle:
+                del self.arbiters[arbiter.key]
+                return None
+        return arbiter
 
     def _queue(self, arbiter: Arbiter, hold: Hold) -> None:
         hold.state, hold.queued = State.QUEUED, True
@@ -277,8 +281,7 @@ class Keeper(KeeperBase):
 
     def _arbiter(self, hold: Hold) -> Arbiter:
         key = hold.claim.line
-        arbiter = self.arbiters.get(key)
-        if arbiter is None:
+        if (arbiter := self.arbiters.get(key)) is None:
             arbiter = self.arbiters[key] = Arbiter(self, key)
         return arbiter
 

@@ -138,13 +138,13 @@ class CaringKeeper(Keeper):
         self._scan_at = next_at = now + LOOK_AROUND
         renew: list[Hold] = []
         for hold in list(self.holds.values()):
+            if hold.state is State.HELD and hold.queued and not hold.woken:
+                self.answer_again(hold)  # whoever brought its grant was struck
             if hold.releasing.locked():
                 if now - hold.releasing_since > LOOK_AROUND and not self.own.unreachable(started):
                     self.release_again(hold)
             elif hold.abandoned:
                 continue  # a step that gives it back is on its way
-            elif hold.state is State.HELD and hold.queued and not hold.told:
-                self.answer_again(hold)
             elif hold.state is not State.HELD or not hold.kept or (not hold.settled and boot_now() >= hold.deadline):
                 continue  # its caller will find out that it slept through the grant, and try again
             elif hold.current_loss() is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from django.db import connections
@@ -39,6 +40,22 @@ def run_in_threads(count: int, function: Callable[[int], Any], *, timeout: float
     hung = [thread.name for thread in threads if thread.is_alive()]
     assert not hung, f"not done after {timeout} s: {', '.join(hung)}"
     return results
+
+
+def run_beside(function: Callable[[], Any]) -> Future[Any]:
+    """Call ``function`` in a thread of its own. Return what will have its result, or raise its error."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            connections.close_all()
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def wait_until(condition: Callable[[], Any], *, timeout: float = 30.0, what: str = "") -> Any:

@@ -26,7 +26,7 @@ from django_sqlsem.keeper_care import CaringKeeper
 from tests.databases import held_rows
 from tests.interruptions import LIBRARY, Place, SoftLimit, Striking, StrikingAwait, without_tracer
 from tests.processes import Child
-from tests.threads import run_in_threads, wait_until
+from tests.threads import run_beside, run_in_threads, wait_until
 
 #: The keeper looks around once a second; the rest is for a busy machine.
 HEARTBEAT = 20.0
@@ -201,6 +201,31 @@ def release(lock: Semaphore, striking: Callable[[], Striking]) -> None:
         permit.release()
 
 
+def release_to_another(lock: Semaphore, striking: Callable[[], Striking]) -> None:
+    """Give back what another thread of this process waits for, and see that it has that whole."""
+    permit = lock.acquire()
+    waits = run_beside(lambda: _hold_and_look(lock))
+    wait_until(lambda: lock.status().waiting == 1)
+    try:
+        with striking():
+            permit.release()
+    finally:
+        permit.release()  # it may have been struck before it had begun
+        waits.result(HEARTBEAT)
+
+
+def _hold_and_look(lock: Semaphore) -> None:
+    with lock.acquire() as permit:
+        keeper: Any = permit._hold.keeper
+        for _ in range(3):  # whoever seems to wait is looked after
+            time.sleep(SHORT)
+            keeper.post(keeper.look_at_all)
+        time.sleep(SHORT)
+        permit.check()
+        rows = [row for row in held_rows(lock.using or "default") if row.semaphore.name == lock.name]
+        assert {row.permit_id for row in rows} == {permit._hold.permit_id}
+
+
 def with_block(lock: Semaphore, striking: Callable[[], Striking]) -> None:
     with striking(), lock as permit:
         permit.check()
@@ -231,6 +256,7 @@ SCENARIOS = {
     "take-2-new-name": {"action": acquire, "slots": 2, "used": False},
     "take-2-waiting": {"action": acquire, "slots": 2, "busy": SHORT, "turn": 1},
     "release": {"action": release},
+    "release-to-another": {"action": release_to_another, "busy": SHORT, "turn": 1},
     "with-block": {"action": with_block, "turn": 1},
     "with-permit": {"action": with_permit},
     "decorated": {"action": decorated},
@@ -239,7 +265,7 @@ SCENARIOS = {
 
 
 #: These differ from the others in Python code alone, so that one database does.
-VARIANTS = ("free-again", "try", "take-2", "with-permit", "unfair")
+VARIANTS = ("free-again", "try", "release-to-another", "take-2", "with-permit", "unfair")
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

@@ -1,0 +1,121 @@
+"""A thread that is struck as it hands its slot on: whoever waits in the same process has it all the same, and whole."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from django_sqlsem import keepers, semaphore
+from django_sqlsem.holds import Hold
+from django_sqlsem.keeper_care import CaringKeeper
+from tests.databases import held_rows
+from tests.threads import run_in_threads, wait_until
+
+#: Longer than a waiter's heartbeat, and than the keeper's rounds.
+A_WHILE = 2.2
+#: A struck messenger is found out by the next round; the rest is for a busy machine.
+SOON = 8.0
+
+pytestmark = pytest.mark.rows_only("row grants")
+
+
+class Messenger:
+    """The thread that is struck, and how many times it still is."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.left = 0
+
+    def strikes(self):
+        """Raise in that thread, unless it has been struck often enough."""
+        if threading.current_thread() is self.thread and self.left:
+            self.left -= 1
+            raise KeyboardInterrupt("struck")
+
+
+def as_it_is_granted(monkeypatch, messenger):
+    granted = Hold.granted
+
+    def granted_and_struck(hold, *args, **options):
+        granted(hold, *args, **options)
+        messenger.strikes()
+
+    monkeypatch.setattr(Hold, "granted", granted_and_struck)
+
+
+def as_it_is_answered(monkeypatch, messenger):
+    answer = Hold.answer
+
+    def answer_struck(hold, error=None):
+        real = hold._unanswered.release
+
+        def release():
+            messenger.strikes()
+            real()
+
+        hold._unanswered.release = release
+        answer(hold, error)
+
+    monkeypatch.setattr(Hold, "answer", answer_struck)
+
+
+@pytest.mark.parametrize("strikes", [1, 2])
+@pytest.mark.parametrize("where", [as_it_is_granted, as_it_is_answered])
+def test_struck_as_it_hands_its_slot_on(database, monkeypatch, caplog, where, strikes):
+    lock = semaphore("handed on", timeout=60, using=database)
+    messenger = Messenger()
+    answer_again = CaringKeeper.answer_again
+    struck, told, seen = [], [], []
+
+    def answer_again_struck(keeper, hold):
+        messenger.strikes()
+        answer_again(keeper, hold)
+
+    where(monkeypatch, messenger)
+    monkeypatch.setattr(CaringKeeper, "answer_again", answer_again_struck)
+    freed = threading.Event()
+    before = lock.acquire()
+    before.detach()
+
+    def act(number):
+        if number == 0:
+            wait_until(lambda: lock.status().waiting == 1)
+            before.release()  # who has waited itself hands on
+            wait_until(lambda: taken)
+            wait_until(lambda: lock.status().waiting == 1)
+            messenger.thread, messenger.left = threading.current_thread(), strikes
+            try:
+                taken[0].release()
+            except KeyboardInterrupt:
+                struck.append(time.monotonic())
+            freed.set()
+            return
+        if number == 1:
+            taken.append(lock.acquire())
+            taken[0].detach()
+            assert freed.wait(60)
+            return
+        wait_until(lambda: taken)
+        with lock.acquire() as permit:
+            told.append(time.monotonic())
+            assert freed.wait(60)
+            until = time.monotonic() + A_WHILE
+            while time.monotonic() < until:
+                seen.extend(row.permit_id for row in held_rows(database))
+                time.sleep(0.05)
+            permit.check()
+            assert set(seen) == {permit._hold.permit_id}
+
+    taken: list = []
+    run_in_threads(3, act, timeout=120)
+    assert struck
+    assert messenger.left == 0
+    assert told[0] - struck[0] < SOON
+    assert not [record for record in caplog.records if "lost" in record.getMessage()]
+    keeper = next(each for each in keepers.all_keepers() if each.alias == database)
+    wait_until(lambda: not keeper.waiting and not keeper.holds and not keeper.arbiters, timeout=SOON)
+    again = lock.try_acquire()
+    assert again is not None
+    again.release()
