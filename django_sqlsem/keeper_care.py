@@ -144,7 +144,8 @@ class CaringKeeper(Keeper):
                 if now - hold.releasing_since > LOOK_AROUND and not self.own.unreachable(started):
                     self.release_again(hold)
             elif hold.abandoned:
-                continue  # a step that gives it back is on its way
+                if not self.own.unreachable(started):  # its caller may have been struck before it could say so
+                    self._clear(hold)
             elif hold.state is not State.HELD or not hold.kept or (not hold.settled and boot_now() >= hold.deadline):
                 continue  # its caller will find out that it slept through the grant, and try again
             elif hold.current_loss() is not None:

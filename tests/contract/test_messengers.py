@@ -1,4 +1,4 @@
-"""A thread that is struck as it hands its slot on: whoever waits in the same process has it all the same, and whole."""
+"""A thread that is struck as it hands its slot on, or says so: whoever waits, or comes next, is none the worse."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from django_sqlsem import keepers, semaphore
 from django_sqlsem.holds import Hold
 from django_sqlsem.keeper_care import CaringKeeper
+from django_sqlsem.keeper_thread import ThreadKeeper
 from tests.databases import held_rows
 from tests.threads import run_in_threads, wait_until
 
@@ -119,3 +120,36 @@ def test_struck_as_it_hands_its_slot_on(database, monkeypatch, caplog, where, st
     again = lock.try_acquire()
     assert again is not None
     again.release()
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["holds", "waits"])
+def test_struck_again_as_it_tells_the_keeper_that_it_was_struck(database, monkeypatch, waits):
+    lock = semaphore("struck twice", timeout=60, using=database)
+    messenger = Messenger()
+    inbox_put = ThreadKeeper.inbox_put
+
+    def inbox_put_struck(keeper, step):
+        messenger.strikes()
+        inbox_put(keeper, step)
+
+    monkeypatch.setattr(ThreadKeeper, "inbox_put", inbox_put_struck)
+    other = lock.acquire() if waits else None
+
+    def act(_number):
+        permit = None if waits else lock.acquire()
+        what = (Hold, "wait") if permit is None else (ThreadKeeper, "release")
+        with monkeypatch.context() as patched:
+            patched.setattr(*what, strike_now)
+            with pytest.raises(KeyboardInterrupt):
+                lock.acquire() if permit is None else permit.release()
+
+    def strike_now(*_args):
+        messenger.thread, messenger.left = threading.current_thread(), 1
+        raise KeyboardInterrupt("struck")
+
+    run_in_threads(1, act)
+    assert messenger.left == 0
+    if other is not None:
+        wait_until(lambda: lock.status().waiting == 0, timeout=SOON)
+        other.release()
+    wait_until(lambda: not held_rows(database), timeout=SOON)
