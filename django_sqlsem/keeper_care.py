@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -85,6 +86,16 @@ class CaringKeeper(Keeper):
         super()._queue(arbiter, hold)
         if hold.beside:  # who holds nothing keeps nobody waiting
             self._watch.add(hold)
+
+    def empty_inbox(self) -> None:
+        """Before the end: take all steps that are left, whatever becomes of one of them."""
+        with contextlib.suppress(queue.Empty):  # the thread may take some too, if it goes on after all
+            while True:
+                step = self.inbox.get_nowait()
+                try:
+                    step()
+                except Exception:
+                    logger.exception("The keeper of %r met an error and goes on.", self.alias)
 
     def give_up_unanswered(self) -> None:
         """Before the end: whoever has asked the database, and does not know what came of it, gets nothing."""

@@ -98,14 +98,21 @@ class ThreadKeeper(RecordingKeeper):
 
     def stop(self) -> None:
         """End the thread, then give everything back and close the connections."""
-        started = time.monotonic()
         self._stopping = True
+        try:
+            self._end(time.monotonic())
+        finally:
+            self._stopping = False
+        if self.holds or not self.inbox.empty():
+            with contextlib.suppress(RuntimeError):  # at the interpreter's end no thread can start
+                self._start()
+
+    def _end(self, started: float) -> None:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             self.inbox_put(_wake)
             thread.join(timeout=10)
-        while not self.inbox.empty():
-            self.inbox.get_nowait()()
+        self.empty_inbox()
         self._clear_doubts(boot_now() + max(DOUBTS))
         with self.queue_lock:
             arbiters = list(self.arbiters.values())
@@ -123,10 +130,6 @@ class ThreadKeeper(RecordingKeeper):
         self.give_up_unanswered()
         super().stop()
         self._reach.close()
-        self._stopping = False
-        if self.holds or not self.inbox.empty():
-            with contextlib.suppress(RuntimeError):  # at the interpreter's end no thread can start
-                self._start()
 
     def after_fork(self) -> None:
         """In a forked child: let go of the parent's sockets and files."""

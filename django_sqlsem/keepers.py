@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from django_sqlsem.backends.base import BaseSemaphoreBackend
     from django_sqlsem.holds import Hold
     from django_sqlsem.keeper import Keeper
+
+logger = logging.getLogger("django_sqlsem")
 
 _keepers: dict[int, Keeper] = {}
 _keepers_lock = threading.Lock()
@@ -48,7 +51,10 @@ def all_holds() -> list[Hold]:
 def stop_all() -> None:
     """Give everything back, end the threads and close the connections. What comes later starts anew."""
     for keeper in list(_keepers.values()):
-        keeper.stop()
+        try:
+            keeper.stop()
+        except Exception:
+            logger.exception("The keeper of %r met an error as it ended; the others end all the same.", keeper.alias)
 
 
 def after_fork() -> None:

@@ -153,3 +153,39 @@ def test_struck_again_as_it_tells_the_keeper_that_it_was_struck(database, monkey
         wait_until(lambda: lock.status().waiting == 0, timeout=SOON)
         other.release()
     wait_until(lambda: not held_rows(database), timeout=SOON)
+
+
+# The end.
+
+
+def test_an_end_goes_on_after_errors(committed, monkeypatch, caplog):
+    lock = semaphore("ends")
+    permit = lock.acquire()
+    permit.detach()
+    (keeper,) = (each for each in keepers.all_keepers() if each.alias == "default")
+
+    class Broken:
+        alias = "broken"
+
+        def stop(self):
+            raise ValueError("broken")
+
+    def fail():
+        raise ValueError("a step that fails")
+
+    monkeypatch.setattr(keepers, "_keepers", {-1: Broken(), **keepers._keepers})
+    monkeypatch.setattr(keeper, "_runs", lambda: True)  # nobody takes the steps before the end
+    thread = keeper._thread
+    keeper._stopping = True
+    keeper._alarm.ring()
+    thread.join(30)
+    keeper.inbox.put(fail)
+    taken = []
+    keeper.inbox.put(lambda: taken.append(keeper.inbox.get_nowait()))  # as its thread does, if it goes on after all
+    keeper.inbox.put(fail)
+    keepers.stop_all()
+    assert taken == [fail]
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError, ValueError]
+    assert permit.released
+    assert not held_rows("default")
+    assert not keeper._stopping
