@@ -13,7 +13,19 @@ from django.db import connections
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
-from django_sqlsem import backends, bells, busy_log, entries, holds, identity, keepers, sessions, sqlite_files, testmode
+from django_sqlsem import (
+    backends,
+    bells,
+    busy_log,
+    entries,
+    holds,
+    identity,
+    keepers,
+    sessions,
+    sqlite_files,
+    testmode,
+    upgrades,
+)
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
@@ -81,6 +93,7 @@ def _after_fork_in_child() -> None:
     entries.after_fork()
     identity.after_fork()
     busy_log.after_fork()
+    upgrades.after_fork()
     _stop_with_multiprocessing()
     _stop_with_celery()
 

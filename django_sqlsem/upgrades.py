@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 _beginning = threading.Lock()
 
 
+def after_fork() -> None:
+    """In a forked child: another thread of the parent may have had the lock."""
+    global _beginning
+    _beginning = threading.Lock()
+
+
 class UpgradablePermit(Permit):
     """A reader beside readers, the only one of its kind. ``upgrade()`` makes it the writer, ``downgrade()`` undoes it.
 

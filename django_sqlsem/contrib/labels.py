@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Iterable
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 #: The label of all that came after the most that there may be.
 OTHER: Final = "other"
 MOST: Final = 100
+
+_lock = threading.Lock()
 
 
 class Labels:
@@ -37,7 +40,6 @@ class Labels:
         self._most = most
         self._patterns: dict[str, re.Pattern[str]] = {}
         self._given: dict[str, None] = {}
-        self._lock = threading.Lock()
         for template in [templates] if isinstance(templates, str) else templates:
             self.learn(template)
 
@@ -68,7 +70,7 @@ class Labels:
     def _bounded(self, label: str) -> str:
         if label in self._given:
             return label
-        with self._lock:
+        with _lock:
             if label not in self._given and label != OTHER and len(self._given) >= self._most:
                 label = OTHER
             self._given.setdefault(label)
@@ -80,3 +82,13 @@ def _pattern(template: str) -> re.Pattern[str]:
     text = "".join(".+" if isinstance(part, Field) else re.escape(part) for part in parts)
     # By key= a name is the text, a colon and the key.
     return re.compile(text if ".+" in text else f"{text}:.+", re.DOTALL)
+
+
+def _after_fork() -> None:
+    """In a forked child: another thread of the parent may have had the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

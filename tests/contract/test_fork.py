@@ -321,3 +321,38 @@ def test_a_child_may_take_what_its_parent_has(database):
         parent.expect("done")
     with semaphore("one", slots=1, timeout=5, using=database):
         pass
+
+
+@pytest.mark.parametrize("what", ["upgrades._beginning", "labels._lock"])
+def test_a_lock_that_another_thread_had_at_the_fork(database, what):
+    body = f"""
+        from django_sqlsem import upgrades
+        from django_sqlsem.contrib import labels
+        from django_sqlsem.locks import rwlock
+        taken, done = threading.Event(), threading.Event()
+        def keep():
+            with {what}:
+                taken.set()
+                done.wait(60)
+        with lock:
+            pass
+        thread = threading.Thread(target=keep)
+        thread.start()
+        taken.wait(60)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            assert labels.Labels().of_name("a") == "a"
+            with rwlock("of the child", timeout=20, using=args[0]).upgradable() as permit:
+                permit.upgrade()
+                assert permit.upgraded
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        done.set()
+        thread.join()
+        assert status == 0, status
+        say("done")
+    """
+    with Child(code_of(body), database) as parent:
+        parent.expect("done", timeout=60)
+    assert held_rows(database) == []
