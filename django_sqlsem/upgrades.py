@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from django_sqlsem import scopes
@@ -35,6 +36,8 @@ class UpgradablePermit(Permit):
     """
 
     _upgrade: Permit | None = None
+    #: The grants of its upgrades, and those that are waited for, which end with it.
+    _parts: tuple[Hold, ...] = ()
 
     @property
     def upgraded(self) -> bool:
@@ -59,35 +62,37 @@ class UpgradablePermit(Permit):
         """
         scopes.refuse_event_loop("A permit can't be upgraded synchronously here: use `await aupgrade()`.")
         seconds = self.semaphore._seconds(timeout)
-        permit = self._begin()
+        permit = self._prepare()
         hold = permit._hold
         try:
+            self._begin(permit)
             granted = hold.keeper.acquire(hold, seconds)
             if granted:
                 self.check()
                 return self
             hold.keeper.drop(hold)
+            self._upgrade = None
         except BaseException:
             self._give_up(permit)
             raise
-        self._upgrade = None
         raise refusal(self.semaphore.status(), seconds, self.semaphore.kind, 0, UPGRADE)
 
     async def aupgrade(self, timeout: Seconds | Unset | None = UNSET) -> Self:
         """Become the writer, from a coroutine: see ``upgrade()``."""
         seconds = self.semaphore._seconds(timeout)
-        permit = self._begin()
+        permit = self._prepare()
         hold = permit._hold
         try:
+            self._begin(permit)
             granted = await hold.keeper.aacquire(hold, seconds)
             if granted:
                 self.check()
                 return self
             hold.keeper.drop(hold)
+            self._upgrade = None
         except BaseException:
             self._give_up(permit)
             raise
-        self._upgrade = None
         raise refusal(await self.semaphore.astatus(), seconds, self.semaphore.kind, 0, UPGRADE)
 
     def downgrade(self) -> None:
@@ -142,44 +147,52 @@ class UpgradablePermit(Permit):
             self._upgrade._abandon()
         super()._abandon()
 
-    def _begin(self) -> Permit:
-        """Return the permit of the upgrade, for which nothing has been asked yet."""
+    def _prepare(self) -> Permit:
+        """Return a permit for an upgrade, of which nobody knows yet."""
         self.check()
         mine = self._hold
-        with _beginning:
-            if self._upgrade is not None:
-                raise AlreadyHeldError(f"The permit of {self.name!r} has been upgraded already, or is about to be.")
-            claim = dataclasses.replace(
-                mine.claim, permit_id=uuid.uuid4().hex, mode=UPGRADE, take=0, rank="", presence=mine.keeper.presence
-            )
-            hold = Hold(mine.keeper, claim, max_hold=None)
-            hold.part_of = mine  # who is asked to stop, is asked once
-            flow = {id(each): each for each in (*scopes.taken_here(), mine)}
-            hold.beside = scopes.beside(scopes.current_owner(), flow.values())
-            permit = Permit(self.semaphore, hold)
-            self._upgrade = permit
-        name = self.name
-
-        def lost_with_it(_permit: Permit) -> None:
-            loss = mine.loss
-            if loss is None or hold.releasing.locked() or hold.abandoned:
-                return
-            if hold.grant is None:  # it waits in vain
-                hold.answer(PermitLostError(f"The permit of {name!r} was lost: {loss}.", loss=loss))
-                return
-            hold.lose(loss)
-            if loss.reason is LossReason.FORGOTTEN:  # then nobody else gives it back
-                hold.keeper.inbox_put(lambda: hold.keeper.give_back(hold, hold.keeper.own))
+        claim = dataclasses.replace(
+            mine.claim, permit_id=uuid.uuid4().hex, mode=UPGRADE, take=0, rank="", presence=mine.keeper.presence
+        )
+        hold = Hold(mine.keeper, claim, max_hold=None)
+        hold.part_of = mine  # who is asked to stop, is asked once
+        flow = {id(each): each for each in (*scopes.taken_here(), mine)}
+        hold.beside = scopes.beside(scopes.current_owner(), flow.values())
 
         def lost_without_it(_permit: Permit) -> None:
             if hold.loss is not None:
                 mine.lose(hold.loss)
 
-        mine.callbacks.append(lost_with_it)
         hold.callbacks.append(lost_without_it)
-        return permit
+        return Permit(self.semaphore, hold)
+
+    def _begin(self, permit: Permit) -> None:
+        """Make it the permit of the upgrade, unless there is one; nothing has been asked for it yet."""
+        mine = self._hold
+        with _beginning:
+            if self._upgrade is not None:
+                raise AlreadyHeldError(f"The permit of {self.name!r} has been upgraded already, or is about to be.")
+            self._upgrade = permit
+            if _lose_parts not in mine.callbacks:
+                mine.callbacks.append(_lose_parts)
+            going = [part for part in self._parts if id(part) in part.keeper.holds]
+            self._parts = (*going, permit._hold)
 
     def _give_up(self, permit: Permit) -> None:
         permit._hold.keeper.abandon(permit._hold)
         if self._upgrade is permit:
             self._upgrade = None
+
+
+def _lose_parts(permit: Permit) -> None:
+    """A permit was lost: so are its upgrades."""
+    loss = permit._hold.loss
+    for hold in permit._parts if isinstance(permit, UpgradablePermit) else ():
+        if loss is None or hold.releasing.locked() or hold.abandoned:
+            continue
+        if hold.grant is None:  # it waits in vain
+            hold.answer(PermitLostError(f"The permit of {permit.name!r} was lost: {loss}.", loss=loss))
+            continue
+        hold.lose(loss)
+        if loss.reason is LossReason.FORGOTTEN:  # then nobody else gives it back
+            hold.keeper.inbox_put(partial(hold.keeper.give_back, hold, hold.keeper.own))

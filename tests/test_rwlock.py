@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 
 import pytest
 
@@ -13,6 +14,7 @@ from django_sqlsem.backends import get_backend
 from django_sqlsem.locks import rwlock
 from django_sqlsem.upgrades import UpgradablePermit
 from tests import databases
+from tests.interruptions import Striking
 from tests.threads import run_in_threads, wait_until
 
 REAL = [pytest.param(alias, id=databases.label(alias)) for alias in databases.covered()]
@@ -193,3 +195,46 @@ def test_draining_in_one_process(world):
     with one.drain():
         assert elsewhere(one.try_acquire) is None
     elsewhere(lambda: one.acquire().release())
+
+
+# What is struck, and what stays.
+
+
+def test_upgrades_that_are_over_are_forgotten(world):
+    lock = rwlock("x", 2, using=world, timeout=0)
+    with lock.upgradable() as permit:
+        reader = elsewhere(lambda: _detached(lock.read()))
+        for _ in range(5):
+            with pytest.raises(AcquireTimeoutError):
+                permit.upgrade(timeout=0)
+        reader.release()
+        for _ in range(5):
+            permit.upgrade(timeout=20)
+            permit.downgrade()
+        permit.upgrade(timeout=20)
+        assert len(permit._hold.callbacks) == 1
+        assert permit._parts[-1] is permit._upgrade._hold
+        assert len(permit._parts) <= 2  # the keeper may not have forgotten the last one yet
+        with pytest.raises(AlreadyHeldError):
+            permit.upgrade(timeout=20)
+        assert permit.upgraded
+
+
+@pytest.mark.parametrize("way", ["upgrade", "aupgrade"])
+def test_an_upgrade_struck_at_every_statement_is_no_more_about_to_be(committed, way):
+    lock = rwlock("struck", 2, timeout=20)
+    for nth in itertools.count(1):
+        strikes = Striking(nth, KeyboardInterrupt("struck"), _of_upgrades)
+        with lock.upgradable() as permit:
+            with contextlib.suppress(KeyboardInterrupt), strikes:
+                permit.upgrade() if way == "upgrade" else asyncio.run(permit.aupgrade())
+            if strikes.struck is None:
+                break
+            if not permit.upgraded:
+                permit.upgrade()
+            assert permit.upgraded, strikes.struck
+    assert nth > 10
+
+
+def _of_upgrades(frame):
+    return frame.f_code.co_filename.endswith("upgrades.py") and frame.f_code.co_name != "_give_up"
