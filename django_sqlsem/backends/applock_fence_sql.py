@@ -50,11 +50,12 @@ END;
 
 
 #: On the caller's connection, in the transaction that is fenced: the name's fence in a mode, and those of the slots in
-#: ``csv``. It begins with a look at a table: an implicit transaction begins with that, and not with a lock.
+#: ``csv``. It begins with a look at a table: an implicit transaction begins with that, and not with a lock. Whatever
+#: it finds: so it waits for nobody's row, and keeps none locked.
 HOLD: Final = """SET NOCOUNT ON;
 DECLARE @fence nvarchar(60) = %s, @mode varchar(32) = %s, @csv nvarchar(max) = %s, @patience int = %s, @rc int = 0,
     @post nvarchar(255), @row nvarchar(32);
-SELECT TOP (1) @row = name_key FROM sqlsem_semaphore;
+SELECT TOP (1) @row = name_key FROM sqlsem_semaphore WITH (NOLOCK);
 EXEC @rc = sys.sp_getapplock @Resource = @fence, @LockMode = @mode, @LockOwner = 'Transaction',
     @LockTimeout = @patience, @DbPrincipal = 'public';
 WHILE @rc >= 0 AND CHARINDEX(N',', @csv) > 0
