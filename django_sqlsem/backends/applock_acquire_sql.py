@@ -7,7 +7,7 @@ from typing import Final
 
 from django_sqlsem.backends import applock_sweep_sql as sweep
 from django_sqlsem.backends.applock_fence_sql import OF_GATE
-from django_sqlsem.backends.applock_line_sql import PATIENCE_US, SHOWN, queue_up
+from django_sqlsem.backends.applock_line_sql import PATIENCE_US, SHOWN, UNSTAND, queue_up
 from django_sqlsem.backends.applock_sql import (
     BUSY,
     CHECK,
@@ -18,6 +18,8 @@ from django_sqlsem.backends.applock_sql import (
     NOW,
     PAUSED,
     ROW_FAILED,
+    SEEK,
+    SEEK_ROWS,
     Batch,
     batch,
     get,
@@ -43,9 +45,9 @@ DECLARE @operator int, @paused bit = 0, @seen nvarchar(16), @top int, @token big
 """
 
 #: How many slots there are.
-COUNT: Final = """SELECT @declared = declared_slots, @operator = operator_slots, @paused = paused, @seen = kind
-    FROM sqlsem_semaphore WHERE name_key = @key;
-    SELECT @top = MAX(slot) FROM sqlsem_slot WHERE semaphore_key = @key;
+COUNT: Final = f"""SELECT @declared = declared_slots, @operator = operator_slots, @paused = paused, @seen = kind
+    FROM sqlsem_semaphore {SEEK} WHERE name_key = @key;
+    SELECT @top = MAX(slot) FROM sqlsem_slot {SEEK} WHERE semaphore_key = @key;
     SET @n = CASE WHEN @operator IS NOT NULL THEN @operator WHEN @slots > 0 THEN @slots ELSE @declared END;"""
 
 #: What the rows say of the name.
@@ -80,14 +82,14 @@ IF @status = {DONE} AND @take > @n SET @status = {NEVER};
 """
 
 #: The row beside one lock.
-ROW: Final = f"""SELECT @token = token FROM sqlsem_slot WHERE semaphore_key = @key AND slot = @slot;
+ROW: Final = f"""SELECT @token = token FROM sqlsem_slot {SEEK} WHERE semaphore_key = @key AND slot = @slot;
             IF @@ROWCOUNT = 0 SET @status = {NEW};
             SET @token = CASE WHEN @token >= @now THEN @token + 1 ELSE @now END;
-            UPDATE sqlsem_slot SET token = @token, permit_id = @permit, acquired_us = @now, expires_us = @now + @lease,
+            UPDATE s SET token = @token, permit_id = @permit, acquired_us = @now, expires_us = @now + @lease,
                 lease_us = @lease, host = @host, pid = @pid, thread = @thread, label = @label, user_name = @user,
                 process_id = @process, session_id = @session_id, session_us = @session_us, suspect_us = NULL,
                 lock_mode = @lock_mode
-            WHERE semaphore_key = @key AND slot = @slot;
+            FROM sqlsem_slot AS s {SEEK_ROWS} WHERE semaphore_key = @key AND slot = @slot;
             SET @tokens = CONCAT(@tokens, @token, N',');"""
 
 
@@ -103,7 +105,7 @@ BEGIN
         IF @waited = 1
             SELECT @status = CASE WHEN paused = 1 THEN {PAUSED}
                 WHEN COALESCE(operator_slots, 0) <> COALESCE(@operator, 0) THEN {BUSY} ELSE @status END
-            FROM sqlsem_semaphore WHERE name_key = @key;
+            FROM sqlsem_semaphore {SEEK} WHERE name_key = @key;
         {rows.strip()}
     END TRY
     BEGIN CATCH
@@ -137,12 +139,11 @@ SESSION: Final = ("session_id", "session_us", "ticket", "waiting")
 #: One that waits says that it still does.
 _LIVES: Final = f"""
     IF @ticket <> N''
-        UPDATE sqlsem_waiter SET expires_us = {NOW} + {PATIENCE_US}, waiting = @waiting WHERE ticket = @ticket;
+        UPDATE w SET expires_us = {NOW} + {PATIENCE_US}, waiting = @waiting
+        FROM sqlsem_waiter AS w {SEEK_ROWS} WHERE ticket = @ticket;
 """
 ALIVE: Final = SHOWN.format(text=_LIVES)
-SERVED: Final = SHOWN.format(
-    text=f" IF @ticket <> N'' AND @status = {DONE} DELETE FROM sqlsem_waiter WHERE ticket = @ticket; "
-)
+SERVED: Final = SHOWN.format(text=f" IF @ticket <> N'' AND @status = {DONE} {UNSTAND} ")
 
 #: One wait of the server's own among those who want slots.
 AT_GATE: Final = f"""IF @status = {DONE} AND NOT {holds("@gate")}

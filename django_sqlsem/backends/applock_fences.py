@@ -12,6 +12,7 @@ from django_sqlsem import transactions
 from django_sqlsem.backends.applock_codes import failure
 from django_sqlsem.backends.applock_fence_sql import HOLD
 from django_sqlsem.backends.applock_holding import ApplockHolding
+from django_sqlsem.backends.applock_sql import SEEK
 from django_sqlsem.caller_sessions import CallerSession
 from django_sqlsem.exceptions import BackendError, SemaphoreError
 from django_sqlsem.modes import UPGRADE, line_of
@@ -31,8 +32,8 @@ TURN: Final = 10.0
 _REFUSED: Final = -1
 
 _ROW: Final = (
-    "EXISTS (SELECT 1 FROM sqlsem_slot WHERE semaphore_key = %s AND slot = %s AND token = %s AND permit_id = %s)"
-    " AND APPLOCK_TEST(N'public', %s, N'Exclusive', N'Session') = 0"
+    f"EXISTS (SELECT 1 FROM sqlsem_slot {SEEK} WHERE semaphore_key = %s AND slot = %s AND token = %s"
+    " AND permit_id = %s) AND APPLOCK_TEST(N'public', %s, N'Exclusive', N'Session') = 0"
 )
 
 

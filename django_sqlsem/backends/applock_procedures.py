@@ -124,7 +124,8 @@ _CLAIM_ANSWERS: Final = (
 #: The permit of this very session: whoever has the lock has the row, unless it is stale.
 _MINE: Final = f"""
 SET @permit = NULL;
-SELECT @permit = permit_id FROM sqlsem_slot WHERE semaphore_key = @key AND slot = @slot AND session_id = @@SPID
+SELECT @permit = permit_id FROM sqlsem_slot {sql.SEEK}
+WHERE semaphore_key = @key AND slot = @slot AND session_id = @@SPID
     AND session_us = (SELECT {sql.LOGIN_US} FROM sys.dm_exec_sessions WHERE session_id = @@SPID);
 """
 _LET_GO: Final = f"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from django_sqlsem.backends.applock_sql import ROW_PATIENCE_MS, Batch, holds
+from django_sqlsem.backends.applock_sql import ROW_PATIENCE_MS, SEEK, Batch, holds
 
 #: How long a proof of possession waits for rows, in milliseconds: what it reads there is not urgent.
 _WISH_PATIENCE_MS: Final = 100
@@ -22,7 +22,7 @@ def prove(resources: int, permits: int = 0) -> Batch:
     wishes = "".join(
         f"\nDECLARE @asked{number} nvarchar(300) = NULL, @key{number} nvarchar(32) = ?, @slot{number} int = ?,"
         f" @permit{number} nvarchar(32) = ?;\nBEGIN TRY SELECT @asked{number} = stop_by FROM sqlsem_slot"
-        f" WHERE semaphore_key = @key{number} AND slot = @slot{number} AND permit_id = @permit{number}"
+        f" {SEEK} WHERE semaphore_key = @key{number} AND slot = @slot{number} AND permit_id = @permit{number}"
         f" AND stop_token = token; END TRY BEGIN CATCH SET @asked{number} = NULL; END CATCH;"
         for number in range(permits)
     )

@@ -14,6 +14,8 @@ from django_sqlsem.backends.applock_sql import (
     DONE,
     FREE,
     NOW,
+    SEEK,
+    SEEK_ROWS,
     Batch,
     available,
     batch,
@@ -34,12 +36,12 @@ BEGIN
             acquired_us = @now, expires_us = @now + @lease, lease_us = @lease, host = @host, pid = @pid,
             thread = @thread, label = @label, user_name = @user, process_id = @process, session_id = @session_id,
             session_us = @session_us, suspect_us = NULL, lock_mode = N''
-        FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key
+        FROM sqlsem_slot AS s {SEEK_ROWS} JOIN sqlsem_semaphore AS m {SEEK} ON m.name_key = s.semaphore_key
         WHERE s.semaphore_key = @key AND s.slot = @slot AND m.kind = @kind AND m.paused = 0
             AND m.operator_slots IS NULL AND (@slots >= @slot OR @slots = 0 AND m.declared_slots >= @slot);
         IF @@ROWCOUNT = 1
             SELECT @token = s.token, @declared = m.declared_slots
-            FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key
+            FROM sqlsem_slot AS s {SEEK} JOIN sqlsem_semaphore AS m {SEEK} ON m.name_key = s.semaphore_key
             WHERE s.semaphore_key = @key AND s.slot = @slot;
     END TRY
     BEGIN CATCH

@@ -18,6 +18,12 @@ from django_sqlsem.modes import RWLOCK, WRITER
 #: How long a batch waits for a row of ours, in milliseconds.
 ROW_PATIENCE_MS: Final = 2000
 
+# A small table would be scanned, and then each statement waits for the rows of all other names.
+#: Follows a table some of whose rows are read by the first column of one of its indexes.
+SEEK: Final = "WITH (FORCESEEK)"
+#: The same if they are written.
+SEEK_ROWS: Final = "WITH (ROWLOCK, FORCESEEK)"
+
 NOW: Final = "DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME())"
 
 # What a batch answers in its column ``status``. Below zero: the return code of sp_getapplock itself.
@@ -99,10 +105,10 @@ def batch(parameters: tuple[str, ...], body: str, *, patient: bool = True) -> Ba
 
 #: Free a slot's row, if it still carries the permit's id, and note how long it was held.
 FREE: Final = f"""
-UPDATE sqlsem_slot SET permit_id = NULL, expires_us = NULL,
+UPDATE s SET permit_id = NULL, expires_us = NULL,
     held_us = CASE WHEN {NOW} <= acquired_us THEN held_us WHEN held_us = 0 THEN {NOW} - acquired_us
         ELSE held_us + ({NOW} - acquired_us - held_us) / 8 END
-WHERE semaphore_key = @key AND slot = @slot AND permit_id = @permit;
+FROM sqlsem_slot AS s {SEEK_ROWS} WHERE semaphore_key = @key AND slot = @slot AND permit_id = @permit;
 SET @rows = @rows + @@ROWCOUNT;
 """
 
@@ -187,7 +193,9 @@ END;
 """
 
 
-_ROWS: Final = "IF @key <> N'' SELECT @bound = COALESCE(MAX(slot), 0) FROM sqlsem_slot WHERE semaphore_key = @key;"
+_ROWS: Final = (
+    f"IF @key <> N'' SELECT @bound = COALESCE(MAX(slot), 0) FROM sqlsem_slot {SEEK} WHERE semaphore_key = @key;"
+)
 
 #: After a claim that was cut short: free whatever it may have got on this session, which holds no other of the name.
 #: With a ``key``, as many slots as there are rows.
@@ -199,10 +207,11 @@ CLEAN: Final = batch(
 #: Forget in the rows what a session that has ended held there.
 UNRECORD: Final = batch(
     ("key", "permit", "slot"),
-    """
+    f"""
 DECLARE @revoked bigint = 0, @by nvarchar(300) = N'';
-UPDATE sqlsem_slot SET permit_id = NULL, expires_us = NULL WHERE semaphore_key = @key AND permit_id = @permit;
-SELECT @revoked = COALESCE(revoked_token, 0), @by = revoked_by FROM sqlsem_slot
+UPDATE s SET permit_id = NULL, expires_us = NULL
+FROM sqlsem_slot AS s {SEEK_ROWS} WHERE semaphore_key = @key AND permit_id = @permit;
+SELECT @revoked = COALESCE(revoked_token, 0), @by = revoked_by FROM sqlsem_slot {SEEK}
 WHERE semaphore_key = @key AND slot = @slot;
 SELECT @revoked AS revoked_token, @by AS revoked_by;
 """,
@@ -216,7 +225,7 @@ CREATING: Final = (
         insert=f"""
 INSERT INTO sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking)
 SELECT @key, @name, @kind, @slots, {NOW}, 0, 0
-WHERE NOT EXISTS (SELECT 1 FROM sqlsem_semaphore WHERE name_key = @key);
+WHERE NOT EXISTS (SELECT 1 FROM sqlsem_semaphore {SEEK} WHERE name_key = @key);
 """
     )
     + "\nWHILE @slot <= @slots\nBEGIN\n"
@@ -226,7 +235,7 @@ INSERT INTO sqlsem_slot (semaphore_key, slot, closed, beacon, token, lease_us, h
     user_name, process_id, boot_id, channel, revoked_by, lock_mode)
 SELECT @key, @slot, CASE WHEN @slot = {WRITER} THEN 1 ELSE 0 END, 0, 0, 0, 0, N'', 0, N'', N'', N'', N'', N'', N'',
     N'', N''
-WHERE NOT EXISTS (SELECT 1 FROM sqlsem_slot WHERE semaphore_key = @key AND slot = @slot);
+WHERE NOT EXISTS (SELECT 1 FROM sqlsem_slot {SEEK} WHERE semaphore_key = @key AND slot = @slot);
 """
     )
     + "\n    SET @slot = @slot + 1;\nEND;\n"
@@ -236,8 +245,8 @@ WHERE NOT EXISTS (SELECT 1 FROM sqlsem_slot WHERE semaphore_key = @key AND slot 
 CREATE: Final = batch(("key", "name", "kind", "slots"), CREATING + "SELECT @slot AS slots;")
 
 DECLARING: Final = f"""
-UPDATE sqlsem_semaphore SET other_slots = declared_slots, other_us = {NOW}, declared_slots = @slots,
-    declared_us = {NOW} WHERE name_key = @key AND declared_slots <> @slots"""
+UPDATE m SET other_slots = declared_slots, other_us = {NOW}, declared_slots = @slots, declared_us = {NOW}
+FROM sqlsem_semaphore AS m {SEEK_ROWS} WHERE name_key = @key AND declared_slots <> @slots"""
 
 #: Say that this program's number of slots differs from the one that was declared last.
 DECLARE: Final = batch(("key", "slots"), DECLARING + ";\nSELECT @@ROWCOUNT AS changed;")

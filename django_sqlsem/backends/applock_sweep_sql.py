@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from django_sqlsem.backends.applock_fence_sql import behind
-from django_sqlsem.backends.applock_sql import BUSY, DONE, GATED, OWN, PAST, available, get, give, holds, taken
+from django_sqlsem.backends.applock_sql import BUSY, DONE, GATED, OWN, PAST, SEEK, available, get, give, holds, taken
 from django_sqlsem.modes import WRITER
 
 #: A waiting head's longest wait for one slot before it looks at the others, in milliseconds.
@@ -41,7 +41,7 @@ BEGIN
 END;
 """
 
-MARK: Final = "SELECT @mark = MAX(token) FROM sqlsem_slot WHERE semaphore_key = @key;"
+MARK: Final = f"SELECT @mark = MAX(token) FROM sqlsem_slot {SEEK} WHERE semaphore_key = @key;"
 
 #: After an operator's shrink nothing is granted until fewer are held than there are slots; one caller at a time counts.
 SHRINK: Final = f"""

@@ -12,7 +12,7 @@ import functools
 from typing import Final
 
 from django_sqlsem.backends.applock_fence_sql import OF_GATE
-from django_sqlsem.backends.applock_line_sql import SHOWN, queue_up
+from django_sqlsem.backends.applock_line_sql import SHOWN, UNSTAND, queue_up
 from django_sqlsem.backends.applock_sql import (
     BUSY,
     CHECK,
@@ -20,6 +20,8 @@ from django_sqlsem.backends.applock_sql import (
     FREE,
     OWN,
     PAUSED,
+    SEEK,
+    SEEK_ROWS,
     Batch,
     batch,
     get,
@@ -35,12 +37,13 @@ _PLACE: Final = f"CONCAT(N'{WRITER}-', @base)"
 _QUIETLY: Final = "BEGIN TRY {text} END TRY BEGIN CATCH SELECT @error = ERROR_NUMBER(), @message = ERROR_MESSAGE();"
 
 _SHOWN_AS: Final = (
-    "UPDATE sqlsem_slot SET lock_mode = N'{mode}' WHERE semaphore_key = @key AND slot = @slot AND permit_id = @permit;"
+    f"UPDATE s SET lock_mode = N'{{mode}}' FROM sqlsem_slot AS s {SEEK_ROWS}"
+    " WHERE semaphore_key = @key AND slot = @slot AND permit_id = @permit;"
 )
 _PAUSED: Final = f"""
-IF @status = {DONE} AND EXISTS (SELECT 1 FROM sqlsem_semaphore WHERE name_key = @key AND paused = 1)
+IF @status = {DONE} AND EXISTS (SELECT 1 FROM sqlsem_semaphore {SEEK} WHERE name_key = @key AND paused = 1)
     SET @status = {PAUSED};
-SELECT @top = MAX(slot) FROM sqlsem_slot WHERE semaphore_key = @key;
+SELECT @top = MAX(slot) FROM sqlsem_slot {SEEK} WHERE semaphore_key = @key;
 """
 #: Whoever waits tells newcomers so, by the gate if nobody has it, and by ``:w``.
 _TELL: Final = f"""
@@ -89,7 +92,7 @@ def upgrade(*, record: bool, in_line: bool = False) -> Batch:
         if record
         else ""
     )
-    served = f" IF @ticket <> N'' AND @status = {DONE} DELETE FROM sqlsem_waiter WHERE ticket = @ticket; "
+    served = f" IF @ticket <> N'' AND @status = {DONE} {UNSTAND} "
     waiter = ("ticket", "waiting", "take", "lease", "lock_mode", "age", *_WHO)
     return batch(
         ("stamp", "base", "gate", "slot", "slots", "budget", *(("key", "permit") if record else ()),
@@ -154,7 +157,7 @@ BEGIN
     {give("@resource")}
     SET @freed = 1;
 END;
-{SHOWN.format(text=" DELETE FROM sqlsem_waiter WHERE ticket = @ticket AND @ticket <> N''; ") if record else ""}
+{SHOWN.format(text=f" IF @ticket <> N'' {UNSTAND} ") if record else ""}
 SELECT @status AS status, @rc AS rc, @freed AS freed, @error AS error, @message AS message;
 """,
     )
