@@ -101,7 +101,7 @@ def _seen(dialect: Dialect) -> str:
 @functools.cache
 def _look(dialect: Dialect) -> str:
     seen, slots = _seen(dialect), _slots(dialect)
-    return f"SELECT {seen} FROM sqlsem_waiter, ({slots}) v WHERE sqlsem_waiter.ticket = %(permit_id)s"
+    return f"SELECT {seen} FROM ({slots}) v, sqlsem_waiter WHERE sqlsem_waiter.ticket = %(permit_id)s"
 
 
 @functools.cache
