@@ -75,7 +75,7 @@ def stop_all() -> None:
 
 def _before_fork() -> None:
     sessions.before_fork()
-    _frozen.extend(backends.before_fork())
+    backends.before_fork(_frozen)
 
 
 def _after_fork_in_parent() -> None:

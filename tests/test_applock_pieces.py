@@ -22,11 +22,12 @@ from django_sqlsem.backends import applock_pool, applock_sockets, applock_watch
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_claims import Answer, Stand
 from django_sqlsem.backends.applock_codes import Meaning, meaning
+from django_sqlsem.backends.applock_held import Holding
 from django_sqlsem.backends.applock_line import Line
 from django_sqlsem.backends.applock_names import lock_names
 from django_sqlsem.backends.applock_pool import LockPool
 from django_sqlsem.backends.applock_proof_sql import prove
-from django_sqlsem.backends.applock_session import Holding, LockSession
+from django_sqlsem.backends.applock_session import LockSession
 from django_sqlsem.backends.applock_turns import Turn
 from django_sqlsem.backends.base import Claim, Grant, Granted, Place
 from django_sqlsem.clocks import boot_now

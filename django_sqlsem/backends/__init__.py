@@ -79,9 +79,12 @@ def _make(path: str, alias: str) -> BaseSemaphoreBackend:
     return backend
 
 
-def before_fork() -> list[Any]:
-    """Let the backends' statements under way finish. Returns locks to release after the fork."""
-    return [lock for backend in list(_backends.values()) for lock in backend.before_fork()]
+def before_fork(frozen: list[Any]) -> None:
+    """Let the backends' statements under way finish. ``frozen`` gets each lock that is to be released, at once:
+    a signal's exception does not stop a fork, and what was not noted would stay locked.
+    """
+    for backend in list(_backends.values()):
+        backend.before_fork(frozen)
 
 
 def after_fork() -> None:

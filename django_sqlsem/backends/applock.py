@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends import applock_line_sql as line_sql
 from django_sqlsem.backends import applock_sql as sql
@@ -52,9 +52,9 @@ class ApplockBackend(ApplockUpgrades):
         """Have grants to waiters delivered from their own threads."""
         self.deliver = deliver
 
-    def before_fork(self) -> list[threading.Lock]:
+    def before_fork(self, frozen: list[Any]) -> None:
         """Let short statements under way finish."""
-        return self.pool.freeze()
+        self.pool.freeze(frozen)
 
     def after_fork(self) -> None:
         """In a forked child: leave the parent's sessions alone."""

@@ -125,9 +125,11 @@ _RECORD: Final = recording(f"""
         END;
 """)
 
+#: A writer is the head once nobody is before it among those who want its place either.
 _ANSWER: Final = f"""
 SELECT @status AS status, @csv AS slots, @tokens AS tokens, @declared AS declared, @n AS bound, @mark AS mark,
-    @waited AS waited, CASE WHEN {holds("@gate")} THEN 1 ELSE 0 END AS head, @error AS error, @message AS message;
+    @waited AS waited, CASE WHEN {holds("@gate")} AND (@place <> {WRITER} OR @mode <> 'Exclusive'
+        OR {holds("CONCAT(@gate, N':u')")}) THEN 1 ELSE 0 END AS head, @error AS error, @message AS message;
 """
 
 _WAITING: Final = "DECLARE @waited int = 0;"

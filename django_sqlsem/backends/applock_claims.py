@@ -13,10 +13,13 @@ from django_sqlsem.backends import applock_line_sql as line_sql
 from django_sqlsem.backends import applock_plain_sql as plain
 from django_sqlsem.backends import applock_quick_sql as quick
 from django_sqlsem.backends import applock_sql as sql
-from django_sqlsem.backends.applock_codes import ERRORS, Meaning, failure
+from django_sqlsem.backends.applock_codes import ERRORS, Meaning, failure, meaning
 from django_sqlsem.backends.applock_fences import ApplockFencing
+from django_sqlsem.backends.applock_heads import STUCK_LOOKS, Heads
+from django_sqlsem.backends.applock_held import Holding
+from django_sqlsem.backends.applock_memory import is_remembered, remember
 from django_sqlsem.backends.applock_names import OF_SLOTS, lock_names, mode_of, place_of
-from django_sqlsem.backends.applock_session import Holding, LockSession
+from django_sqlsem.backends.applock_session import LockSession
 from django_sqlsem.backends.base import Claim, Grant, Granted
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError, never_met, wrong_kind
@@ -30,16 +33,8 @@ if TYPE_CHECKING:
 DECLARE_EVERY: Final = 60.0
 #: How long a batch that lost a deadlock or found a row locked is repeated, in seconds.
 PATIENCE: Final = 10.0
-#: A free slot behind a closed gate, without any grant in between: so far apart must two looks be, in seconds, for the
-#: head to count as stopped. Without rows nothing tells of grants in between, so more looks must agree.
-STUCK_AFTER: Final = 0.15
-STUCK_LOOKS: Final = {True: 3, False: 5}
 #: For so long a name is not plain, in seconds, of which a slot was taken or about which an operator said something.
 NOT_PLAIN_FOR: Final = 1.0
-#: How many names are remembered for that.
-REMEMBERED: Final = 10_000
-#: Looks further apart than this prove nothing.
-STUCK_WITHIN: Final = 5.0
 #: So long after a claim found others waiting, in seconds, the next one goes to the end of the line without a look.
 CROWDED_FOR: Final = 1.0
 
@@ -89,8 +84,7 @@ class ApplockClaims(ApplockFencing):
         self._not_plain: dict[str, float] = {}
         #: Lines in which others wait: until when that is taken for granted.
         self._crowded: dict[str, float] = {}
-        #: By line: the looks that found a free slot behind the gate, the time of the last one, and its mark.
-        self._stuck: dict[str, tuple[int, float, int]] = {}
+        self._heads = Heads()
 
     def claim(self, session: Session, claim: Claim) -> Grant | None:
         """Take slots on a session that has none of this name, in one batch that does not wait."""
@@ -107,10 +101,13 @@ class ApplockClaims(ApplockFencing):
                     return Answer(None, sql.BUSY)
                 try:
                     answer = self.attempt(session, claim, stand, fair=claim.fair)
-                    if answer.status == sql.GATED and self._head_is_stuck(claim.line):
+                    if answer.status == sql.GATED and self._heads.is_stuck(claim.line, STUCK_LOOKS[self.record]):
                         answer = self.attempt(session, claim, stand, fair=sql.PAST)
                     return answer
-                except BackendError:
+                except BackendError as error:
+                    if meaning(error) is Meaning.NO_TABLES and not session.held:
+                        session.end("the lock tables are not there")  # nor what would say what it may have got
+                        raise
                     # One that was opened long ago may have died unnoticed; whatever it got is free.
                     if not session.ended:
                         raise
@@ -152,19 +149,27 @@ class ApplockClaims(ApplockFencing):
         batch = (plain if simple else acquiring).acquire(record=record, in_line=in_line)
         give_up = time.monotonic() + PATIENCE
         while True:
-            row, granted = self._ask(session, claim, batch, values, waits=in_line and not stand.heads)
+            try:
+                if key in session.unclear:
+                    session.clean(key)
+                row, granted = self._ask(session, claim, batch, values, waits=in_line and not stand.heads)
+                if row["status"] == sql.NEW:
+                    self._create(session, claim, row)
+            except BackendError as error:
+                # A row that another transaction keeps locked: what the batch had taken by then is freed first.
+                if session.ended or meaning(error) is not Meaning.AGAIN or time.monotonic() >= give_up:
+                    raise
+                continue
             status = int(row["status"])
             if status != sql.GATED:
-                self._stuck.pop(claim.line, None)
-            if status == sql.NEW:
-                slots = max(int(row["bound"] or 0), claim.slots or 1)
-                kind = {"key": key, "name": claim.resource.name, "kind": claim.resource.kind, "slots": slots}
-                session.run(sql.CREATE, kind, waits=True)  # thousands of rows take a while
-            elif status == sql.ODD:
+                self._heads.moved(claim.line)
+            if status == sql.ODD:
                 batch = acquiring.acquire(record=record, in_line=in_line)
-            elif status != sql.ROW_FAILED:
+            elif status not in (sql.NEW, sql.ROW_FAILED):
                 break
-            elif ERRORS.get(int(row["error"])) is not Meaning.AGAIN or time.monotonic() >= give_up:
+            elif status == sql.ROW_FAILED and (
+                ERRORS.get(int(row["error"])) is not Meaning.AGAIN or time.monotonic() >= give_up
+            ):
                 raise BackendError(f"The database {self.alias!r} failed: {row['message']} ({row['error']})")
         if status == sql.KIND:
             raise wrong_kind(claim.resource.name, str(row["message"]), claim.resource.kind)
@@ -175,9 +180,9 @@ class ApplockClaims(ApplockFencing):
             session.clean(key)
             raise failure(self.alias, status)
         if status == sql.GATED:
-            self._note_gated(claim.line, int(row["mark"] or 0))
+            self._heads.note(claim.line, int(row["mark"] or 0))
         if status in (sql.GATED, sql.BUSY):
-            _remember(self._crowded, claim.line, CROWDED_FOR)
+            remember(self._crowded, claim.line, CROWDED_FOR)
         elif granted is None and status == sql.DONE:
             status = sql.BUSY  # the claim has been served elsewhere
         return Answer(granted, status, bool(row["head"]))
@@ -186,14 +191,14 @@ class ApplockClaims(ApplockFencing):
         """Take the lowest slot that this process has not, if all is plain: then the batch is a short one."""
         key, names = claim.resource.key, lock_names(claim.resource.name)
         slot, bound = self.pool.lowest_slot(key), claim.slots or (MAX_SLOTS if self.record else 1)
-        if _is_remembered(self._not_plain, key) or slot > bound:
+        if is_remembered(self._not_plain, key) or slot > bound:
             return None
         batch = quick.acquire(record=self.record, reads=claim.resource.kind == RWLOCK)
         _row, granted = self._ask(session, claim, batch, values | {"slot": slot, "resource": names.slot(slot)})
         if granted is None:
-            _remember(self._not_plain, key, NOT_PLAIN_FOR)
+            remember(self._not_plain, key, NOT_PLAIN_FOR)
         else:
-            self._stuck.pop(key, None)
+            self._heads.moved(key)
         return granted
 
     def _ask(
@@ -237,6 +242,12 @@ class ApplockClaims(ApplockFencing):
                 return None
         return Granted(successor.permit_id, renamed.grant(), successor.lease)
 
+    def _create(self, session: LockSession, claim: Claim, row: dict[str, Any]) -> None:
+        """Make the rows of a name that has none, or too few."""
+        slots = max(int(row["bound"] or 0), claim.slots or 1)
+        kind = {"key": claim.resource.key, "name": claim.resource.name, "kind": claim.resource.kind, "slots": slots}
+        session.run(sql.CREATE, kind, waits=True)  # thousands of rows take a while
+
     def _most(self, claim: Claim) -> int:
         """Return the highest slot that a claim may get; 0 if that is for the rows to say, as an operator may know."""
         return 0 if self.record else claim.slots or 1
@@ -244,36 +255,15 @@ class ApplockClaims(ApplockFencing):
     def _declare(self, session: LockSession, claim: Claim, declared: int) -> None:
         """Say if this process's number of slots differs; two processes that disagree say so once a minute."""
         key = claim.resource.key
-        if claim.slots in (None, declared) or not self.record or _is_remembered(self._declared, key):
+        if claim.slots in (None, declared) or not self.record or is_remembered(self._declared, key):
             return
-        _remember(self._declared, key, DECLARE_EVERY)
+        remember(self._declared, key, DECLARE_EVERY)
         with contextlib.suppress(BackendError):
             session.run(sql.DECLARE, {"key": key, "slots": claim.slots})
 
-    def _note_gated(self, line: str, mark: int) -> None:
-        now = boot_now()
-        looks, at, before = self._stuck.get(line, (0, 0.0, mark))
-        if before != mark or now - at > STUCK_WITHIN:
-            looks = 0
-        if looks == 0 or now - at >= STUCK_AFTER:
-            self._stuck[line] = (looks + 1, now, mark)
-
-    def _head_is_stuck(self, line: str) -> bool:
-        return self._stuck.get(line, (0, 0.0, 0))[0] >= STUCK_LOOKS[self.record]
-
     def is_crowded(self, line: str) -> bool:
         """Whether a claim found others waiting a moment ago."""
-        return _is_remembered(self._crowded, line)
-
-
-def _remember(memory: dict[str, float], key: str, seconds: float) -> None:
-    if len(memory) > REMEMBERED:
-        memory.clear()
-    memory[key] = time.monotonic() + seconds
-
-
-def _is_remembered(memory: dict[str, float], key: str) -> bool:
-    return time.monotonic() < memory.get(key, 0.0)
+        return is_remembered(self._crowded, line)
 
 
 def holder_values(claim: Claim) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from django_sqlsem.modes import UPGRADE, line_of
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from django_sqlsem.backends.applock_session import Holding, LockSession
+    from django_sqlsem.backends.applock_held import Holding
+    from django_sqlsem.backends.applock_session import LockSession
     from django_sqlsem.backends.base import Held
     from django_sqlsem.sessions import Session
     from django_sqlsem.snapshots import Loss

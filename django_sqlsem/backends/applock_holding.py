@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 from django_sqlsem.backends import applock_quick_sql as quick
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends import applock_upgrade_sql as upgrading
+from django_sqlsem.backends.applock_held import Holding
 from django_sqlsem.backends.applock_operator import ApplockOperator
-from django_sqlsem.backends.applock_session import Holding, LockSession
+from django_sqlsem.backends.applock_session import LockSession
 from django_sqlsem.backends.base import Claim, Held, Released, Renewal
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.conf import config
@@ -113,7 +114,7 @@ class ApplockHolding(ApplockOperator):
         """End a session that is ours alone if the block fails: nobody would know of what it has."""
         try:
             yield
-        except BackendError as error:
+        except Exception as error:
             session.end(f"what it had got for nobody could not be given back: {error}")
             self.bury(session)
             raise
@@ -209,8 +210,9 @@ class ApplockHolding(ApplockOperator):
         if found is not None and not found[0].ended:
             return None
         if found is not None and held.permit_id not in self._lost:
-            with self.pool.own(found[0], timeout=BUSY_FOR):
-                pass  # whoever has found that out is asking who did it
+            with self.pool.own(found[0], timeout=BUSY_FOR) as had:
+                if had and held.permit_id not in self._lost:  # else whoever has found that out has asked who did it
+                    self.bury(found[0])
         return self._lost.get(held.permit_id) or Loss(LossReason.SESSION_ENDED, "its database session has ended")
 
     def _standing(self, sessions: list[LockSession]) -> list[LockSession]:

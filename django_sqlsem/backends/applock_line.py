@@ -70,7 +70,9 @@ class Line:
         #: Whether it is the first in line.
         self.is_head = False
         self._ended = ended
-        self._changed = threading.Condition()
+        #: Entered by itself: a signal may strike within a condition's own ``__enter__``, and would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         #: Who waits, by permit id: one, unless two threads asked at the same moment.
         self._claims: dict[str, tuple[Claim, Place]] = {}
         self._thread: threading.Thread | None = None
@@ -87,14 +89,14 @@ class Line:
 
     def enrol(self, claim: Claim, place: Place) -> None:
         """Wait for this claim from now on."""
-        with self._changed:
+        with self._lock:
             self._claims[claim.permit_id] = (claim, place)
             self.error = None
             self._changed.notify()
 
     def enrol_again(self, claim: Claim, place: Place) -> None:
         """Note how things are with a claim that it waits for already."""
-        with self._changed:
+        with self._lock:
             if claim.permit_id in self._claims:
                 self._claims[claim.permit_id] = (claim, place)
 
@@ -109,7 +111,7 @@ class Line:
 
     def leave(self, permit_id: str) -> None:
         """Wait for this claim no longer. Soon after, unless another one waits, the place is given up."""
-        with self._changed:
+        with self._lock:
             if self._claims.pop(permit_id, None) is None or self._claims:
                 return
             self._changed.notify()
@@ -122,7 +124,7 @@ class Line:
                     self._give_up()
 
     def _give_up(self) -> None:
-        with self._changed:
+        with self._lock:
             if not self._claims and self._blocked is not None:
                 self._cut = True
                 self._blocked.cut()
@@ -132,7 +134,7 @@ class Line:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and not self._claims:
             self._ending = True
-            with self._changed:
+            with self._lock:
                 self._changed.notify()
             self._give_up()
             thread.join(timeout)
@@ -149,7 +151,7 @@ class Line:
     def _run(self) -> None:
         failures = 0
         while self._thread is threading.current_thread():  # one whose start was interrupted gives way to the next
-            with self._changed:
+            with self._lock:
                 if not self._ending and (not self._claims or self.error is not None):
                     self._changed.wait(LINGER)  # the keeper has yet to read the error
                 wanted = bool(self._claims) and self.error is None
@@ -167,7 +169,7 @@ class Line:
                 failures = failures + 1 if boot_now() - began < STEADY else 1
                 self._fail(error, again=self._session_ended and failures < ENDS)
                 if failures > 1:
-                    with self._changed:
+                    with self._lock:
                         self._changed.wait(PAUSE)
 
     def stand(self) -> None:
@@ -182,7 +184,7 @@ class Line:
 
     def _fail(self, error: Exception, *, again: bool) -> None:
         """Leave an error for the keeper to find, unless it is our own doing, or a new session may do better."""
-        with self._changed:
+        with self._lock:
             cut, self._cut = self._cut, False
             if not cut and not again and self._claims:
                 self.error = error
@@ -200,14 +202,14 @@ class Line:
                 self._cut_short = session if session.ended else self._cut_short
 
     def _wanted(self) -> Claim | None:
-        with self._changed:
+        with self._lock:
             if not self._claims and not self._ending:
                 self._changed.wait(SUCCESSION)
             return next((claim for claim, _place in self._claims.values()), None)
 
     def _ask(self, session: LockSession, claim: Claim) -> bool:
         """Wait in one batch: for the gate, then for slots. Return whether there was a grant."""
-        with self._changed:
+        with self._lock:
             if claim.permit_id not in self._claims:
                 return False
             _claim, place = self._claims[claim.permit_id]
@@ -220,7 +222,7 @@ class Line:
         try:
             granted, status, self.is_head = self.claimant.attempt(session, claim, stand, fair=False)
         finally:
-            with self._changed:
+            with self._lock:
                 self._blocked = None
         if granted is not None:
             self._in_line = False  # the batch has opened the gate
@@ -229,15 +231,15 @@ class Line:
         if status not in (sql.BUSY, sql.PAUSED):
             raise failure(self.claimant.pool.alias, status)
         if boot_now() - began < min(patience, BUDGET_MS / 2000):
-            with self._changed:
+            with self._lock:
                 self._changed.wait(PAUSE)
         elif not self.is_head and patience < longest:
-            with self._changed:  # whoever waits gives up at this moment
+            with self._lock:  # whoever waits gives up at this moment
                 self._changed.wait(SUCCESSION)
         return False
 
     def _hand_over(self, session: LockSession | None, claim: Claim, granted: Granted) -> None:
-        with self._changed:
+        with self._lock:
             wanted = self._claims.pop(claim.permit_id, None) is not None
         if not wanted:  # who left has looked already for what it might have got
             successor = None if self._cut else self._wanted()  # nothing stands on a session that was cut
@@ -248,7 +250,7 @@ class Line:
             if passed is None:
                 return
             granted, claim = passed, successor
-            with self._changed:
+            with self._lock:
                 wanted = self._claims.pop(claim.permit_id, None) is not None
         if wanted:
             self.claimant.deliver(granted, boot_now(), claim.resource)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from django.db import Error as DjangoDatabaseError
 
 from django_sqlsem.backends import applock_sockets, applock_turns, applock_watch
-from django_sqlsem.backends.applock_session import Holding, LockSession
+from django_sqlsem.backends.applock_held import Holding
+from django_sqlsem.backends.applock_session import LockSession
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.modes import UPDATE, line_of
 from django_sqlsem.sessions import FORK_PATIENCE, backend_error
@@ -44,7 +45,7 @@ class LockPool:
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
         self._sessions: list[LockSession] = []
-        self._by_permit: dict[str, LockSession] = {}
+        self._by_permit: dict[str, tuple[LockSession, Holding]] = {}
         self._opening: list[applock_turns.User] = []
         self._failed: tuple[float, BackendError] | None = None
         #: Called before the sessions are closed: who waits on one that nobody needs any more leaves it.
@@ -54,24 +55,22 @@ class LockPool:
 
     def holder(self, permit_id: str) -> tuple[LockSession, Holding] | None:
         """Return the session that has a permit's locks, and what they are."""
-        session = self._by_permit.get(permit_id)
-        if session is None:
-            return None
-        found = next((each for each in list(session.held.values()) if each.permit_id == permit_id), None)
-        return None if found is None else (session, found)
+        found = self._by_permit.get(permit_id)
+        return found if found is not None and found[0].held.get(found[1].line) is found[1] else None
 
     def note(self, session: LockSession, holding: Holding) -> bool:
         """Know that a session has a permit's locks; its lock is held. Return whether it is the first one that has."""
         session.held[holding.line] = holding
         session.kept = session.kept or holding.mode == UPDATE
-        return self._by_permit.setdefault(holding.permit_id, session) is session
+        return self._by_permit.setdefault(holding.permit_id, (session, holding))[0] is session
 
     def forget(self, session: LockSession, holding: Holding) -> None:
         """Know that it has them no longer."""
         if session.held.get(holding.line) is holding:
             del session.held[holding.line]
         session.kept = session.kept and bool(session.held)
-        if self._by_permit.get(holding.permit_id) is session:
+        found = self._by_permit.get(holding.permit_id)
+        if found is not None and found[0] is session:
             del self._by_permit[holding.permit_id]
 
     def lowest_slot(self, key: str) -> int:
@@ -107,10 +106,8 @@ class LockPool:
             return not (session.held if empty else key in session.held)
 
         session = self._idle(fits, key, asked, TURN) or self._open(asked)
-        try:
+        with self._using(session):
             yield session
-        finally:
-            self._done(session)
 
     def alone(self) -> LockSession:
         """Return a session for somebody who will wait on it: it holds nothing, and nobody else gets it meanwhile.
@@ -132,12 +129,22 @@ class LockPool:
     @contextlib.contextmanager
     def own(self, session: LockSession, timeout: float = -1) -> Iterator[bool]:
         """Use this very session. Yields whether it could be had in time."""
-        had = session.lock.acquire(timeout=timeout)
+        if not session.lock.acquire(timeout=timeout):
+            yield False
+            return
+        with self._using(session):
+            yield True
+
+    @contextlib.contextmanager
+    def _using(self, session: LockSession) -> Iterator[None]:
         try:
-            yield had
-        finally:
-            if had:
-                self._done(session)
+            yield
+        except GeneratorExit:  # of one that was struck on the way into its block: by now the turn may be another's
+            raise
+        except BaseException:
+            self._done(session)
+            raise
+        self._done(session)
 
     def _done(self, session: LockSession) -> None:
         self.last_used = session.last_used = time.monotonic()
@@ -253,11 +260,13 @@ class LockPool:
                 else:
                     session.lock.release()
 
-    def freeze(self) -> list[Any]:
-        """Before a fork: let the short batches under way finish. Returns the locks to release."""
-        locks: list[Any] = [applock_sockets.gate] if applock_sockets.gate.acquire(timeout=FORK_PATIENCE) else []
-        turns = [each.lock for each in self.sessions() if not each.waiting]
-        return locks + [turn for turn in turns if turn.acquire(timeout=FORK_PATIENCE, for_good=True)]
+    def freeze(self, frozen: list[Any]) -> None:
+        """Before a fork: let the short batches under way finish. ``frozen`` gets each lock that is to be released."""
+        if applock_sockets.gate.acquire(timeout=FORK_PATIENCE):
+            frozen.append(applock_sockets.gate)
+        for each in self.sessions():
+            if not each.waiting and each.lock.acquire(timeout=FORK_PATIENCE, for_good=True):
+                frozen.append(each.lock)  # noqa: PERF401 - each one at once
 
     def after_fork(self) -> None:
         """In a forked child: leave the parent's sessions alone."""

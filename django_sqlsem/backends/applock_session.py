@@ -7,7 +7,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error as DjangoDatabaseError
@@ -19,53 +18,22 @@ from django_sqlsem.backends.applock_connect import answer_timeout, connect
 from django_sqlsem.backends.applock_parameters import input_sizes
 from django_sqlsem.backends.applock_proof_sql import prove
 from django_sqlsem.backends.applock_turns import Turn
-from django_sqlsem.backends.base import Grant
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.identity import process_id
-from django_sqlsem.modes import SHARED, UPDATE, line_of
+from django_sqlsem.modes import UPDATE, line_of
 from django_sqlsem.sessions import backend_error
 
 if TYPE_CHECKING:
+    from django_sqlsem.backends.applock_held import Holding
     from django_sqlsem.backends.applock_names import LockNames
 
 #: So many seconds after the answer was due the server is not asked once more whether it is there.
 SILENT: Final = 3.0
 #: ODBC's number of that attribute.
 SQL_ATTR_CONNECTION_TIMEOUT: Final = 113
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """One permit's locks on a session."""
-
-    permit_id: str
-    names: LockNames
-    key: str
-    slots: tuple[int, ...]
-    tokens: tuple[int, ...] = ()
-    #: The slots that it stands for, if it has the name itself alone and one slot in place of all.
-    whole: tuple[int, ...] = ()
-    #: How it shares the name with others: see ``modes``.
-    mode: str = SHARED
-
-    @property
-    def line(self) -> str:
-        """The key of the name, and the mode of one that may become the writer, or has: a session keeps both of them."""
-        return line_of(self.key, self.mode)
-
-    def grant(self) -> Grant:
-        """Return it as a backend grants it: ascending; for want of rows' ids, with the slots' numbers."""
-        if self.whole:
-            return Grant(self.whole, self.tokens * len(self.whole), self.whole)
-        order = sorted(range(len(self.slots)), key=self.slots.__getitem__)
-        slots = tuple(self.slots[number] for number in order)
-        return Grant(slots, tuple(self.tokens[number] for number in order) if self.tokens else (), slots)
-
-    @property
-    def csv(self) -> str:
-        """The slots as batches take them."""
-        return f",{','.join(map(str, self.slots))},"
+#: The key of the cursor of what only reads; others are kept by their statements.
+_READING: Final = ("", False)
 
 
 class LockSession:
@@ -161,19 +129,19 @@ class LockSession:
         """Run a query and return its rows by column. Raises ``BackendError``; the session may have ended then."""
         try:
             with self._wrapper.wrap_database_errors:
-                cursor = self._raw.cursor()
+                cursor = self._cursors[_READING] = self._raw.cursor()
                 self.asked = time.monotonic()
                 cursor.execute(text, list(parameters))
                 names = [column[0] for column in cursor.description]
-                found = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
-                cursor.close()
-                return found
+                return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
         except DjangoDatabaseError as error:
+            self._drop(_READING)
             if self._still_fails():  # nothing can come to pass later of what only reads
                 self.end(str(error.__cause__ or error).strip())
             raise backend_error(self.alias, error, stale=bool(self.ended) and not self.fresh) from error
         finally:
             self.asked = 0.0
+            self._drop(_READING)
 
     def _execute(
         self, text: str, parameters: Sequence[Any], *, sizes: Sequence[Any] = (), waits: bool = False
@@ -198,19 +166,21 @@ class LockSession:
                 pass
             return row
         except BaseException:
-            with contextlib.suppress(Exception):
-                cursor.close()
-            self._cursors.pop((text, waits), None)
+            self._drop((text, waits))
             raise
         finally:
             self.asked = 0.0
 
+    def _drop(self, key: tuple[str, bool]) -> None:
+        """Let go of a cursor, and of results that were not read: they would be in the way of the next statement."""
+        with contextlib.suppress(Exception):
+            self._cursors[key].close()
+        self._cursors.pop(key, None)
+
     def _mend(self) -> None:
-        """Let go of results that a struck thread has not read: they would be in the way of the next statement."""
-        for cursor in self._cursors.values():
-            with contextlib.suppress(Exception):
-                cursor.close()
-        self._cursors.clear()
+        """Let go of what a struck thread has left."""
+        for key in list(self._cursors):
+            self._drop(key)
 
     def _limit_reads(self) -> None:
         """Limit the connection besides its cursors: else Microsoft's driver waits for ever for a silent server."""

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Final, TypeAlias
 
+from django_sqlsem import greenlets
+
 _USED_BY: Final = ("django_sqlsem.backends.applock", "contextlib")
 #: How often those who wait see whether the user is still there, in seconds.
 LOOK: Final = 0.05
@@ -30,7 +32,8 @@ class Turn:
         self._mending = False
         # One entry: setdefault() takes it and notes by whom, and no signal can come in between.
         self._user: dict[str, User] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # a condition's own ``__enter__`` is no single step
+        self._changed = threading.Condition(self._lock)
         self._waiting = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1, *, for_good: bool = False) -> bool:
@@ -53,7 +56,7 @@ class Turn:
         """Give it back."""
         self._user.clear()
         if self._waiting:
-            with self._changed:
+            with self._lock:
                 self._changed.notify()
 
     def locked(self) -> bool:
@@ -61,7 +64,7 @@ class Turn:
         return bool(self._user)
 
     def _wait(self, seconds: float) -> None:
-        with self._changed:
+        with self._lock:
             self._waiting += 1  # one that is struck here leaves it too high: then a release costs a little more
             if self._user:
                 self._changed.wait(seconds)
@@ -95,7 +98,7 @@ def user() -> User:
 def is_there(found: User) -> bool:
     """Return whether a use still goes on."""
     outermost, thread = found
-    if outermost is None or "gevent" in sys.modules or "eventlet" in sys.modules:  # whose greenlets are on no stack
+    if outermost is None or greenlets.library():  # whose greenlets are on no stack
         return True
     frame = sys._current_frames().get(thread)
     while frame is not None:

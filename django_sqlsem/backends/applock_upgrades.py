@@ -14,8 +14,8 @@ from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends import applock_upgrade_sql as upgrading
 from django_sqlsem.backends.applock_claims import NO_STAND, Answer, ApplockClaims, Stand, holder_values
 from django_sqlsem.backends.applock_codes import failure
+from django_sqlsem.backends.applock_held import Holding
 from django_sqlsem.backends.applock_line import Claimant, Line
-from django_sqlsem.backends.applock_session import Holding
 from django_sqlsem.backends.base import Granted
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.exceptions import BackendError, PermitLostError
@@ -135,7 +135,7 @@ class UpgradeLine(Line):
                 self.upgrader.stop_upgrading(key, self.ticket)
 
     def _step(self, claim: Claim) -> bool:
-        with self._changed:
+        with self._lock:
             if claim.permit_id not in self._claims:
                 return False
             _claim, place = self._claims[claim.permit_id]

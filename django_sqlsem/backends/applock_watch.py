@@ -51,11 +51,15 @@ class Watch:
 
     def _run(self) -> None:
         while True:
+            began = time.monotonic()
             time.sleep(LOOK)
+            stood_still = time.monotonic() - began > LOOK + GRACE
             with self._lock:
                 if not self._watched:
                     self._thread = None
                     return
+            if stood_still:  # so did the others, and their answers may have come meanwhile
+                continue
             for number, reference in list(self._watched.items()):
                 watched = reference()
                 if watched is None:

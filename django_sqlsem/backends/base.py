@@ -6,7 +6,7 @@ import abc
 import math
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django_sqlsem.backends.claiming import UNREACHED
 from django_sqlsem.backends.claiming import Claim as Claim
@@ -18,7 +18,6 @@ from django_sqlsem.modes import SHARED
 from django_sqlsem.sessions import OwnSession
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Mapping, Sequence
 
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -240,9 +239,8 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
     def announce(self, deliver: Callable[[Granted, float, Resource], object]) -> None:
         """Have ``deliver`` called with what a waiter was granted, when it was asked for, and its name."""
 
-    def before_fork(self) -> list[threading.Lock]:
-        """Let statements under way finish. Returns the locks to release after the fork."""
-        return []
+    def before_fork(self, frozen: list[Any]) -> None:
+        """Let statements under way finish. ``frozen`` gets each lock that is to be released after the fork, at once."""
 
     def after_fork(self) -> None:
         """In a forked child: leave alone what is the parent's."""
