@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from django.core import checks
 
+from django_sqlsem.backends.applock_codes import Meaning, meaning
 from django_sqlsem.conf import config
 from django_sqlsem.models import (
     ClaimRow,
@@ -42,7 +43,7 @@ Row = Callable[[str], tuple[Any, ...]]
 
 
 def messages(alias: str, where: str, login: str, row: Row) -> Iterator[checks.CheckMessage]:
-    """Yield what the login lacks. Tables that are not there, or that it cannot see, count as granted."""
+    """Yield what the login lacks. Tables that are not there count as granted."""
     settings = config(alias)
     if missing := _missing(row, ACQUIRES if settings.record else {}):
         yield checks.Error(
@@ -69,12 +70,23 @@ def messages(alias: str, where: str, login: str, row: Row) -> Iterator[checks.Ch
 
 def _missing(row: Row, wanted: Mapping[str, tuple[str, ...]]) -> str:
     asked = {
-        f"{right} on {table}": f"CASE WHEN OBJECT_ID(N'{table}') IS NULL THEN 1"
-        f" ELSE HAS_PERMS_BY_NAME(N'{table}', N'OBJECT', N'{right}') END"
+        f"{right} on {table}": f"HAS_PERMS_BY_NAME(N'{table}', N'OBJECT', N'{right}')"
         for table, rights in wanted.items()
         for right in rights
     }
     if not asked:
         return ""
-    granted = row(f"SELECT {', '.join(asked.values())};\n")
-    return ", ".join(right for right, answer in zip(asked, granted, strict=True) if answer == 0)
+    granted = dict(zip(asked, row(f"SELECT {', '.join(asked.values())};\n"), strict=True))
+    # Of a table on which a login has no right at all it is not even told that there is one.
+    hidden = {table for table in wanted if granted[f"SELECT on {table}"] is None and _is_refused(row, table)}
+    return ", ".join(
+        right for right, answer in granted.items() if answer == 0 or (answer is None and right.split()[-1] in hidden)
+    )
+
+
+def _is_refused(row: Row, table: str) -> bool:
+    try:
+        row(f"SELECT TOP (0) 1 FROM {table};\n")  # noqa: S608
+    except Exception as error:  # noqa: BLE001 - of the driver, whatever it is
+        return meaning(error) is Meaning.FORBIDDEN or "permission" in str(error).lower()
+    return False

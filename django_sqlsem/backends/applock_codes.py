@@ -81,7 +81,9 @@ _NUMBER: Final = re.compile(r"\((\d+)\)")
 
 
 def meaning(error: Exception) -> Meaning:
-    """Return what a driver's error means."""
+    """Return what a driver's error means, or the one that it was made into."""
+    if isinstance(error, BackendError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
     cause: Any = error.__cause__ or error
     text = " ".join(map(str, getattr(cause, "args", ()) or (cause,)))
     for number in _NUMBER.findall(text):
