@@ -23,11 +23,9 @@ LEFT: Final = """SET @budget = @budget - 1;
 #: readers, to one of them that upgrades. A writer also yields to upgradable readers that wait for its place (``:u``).
 QUEUE: Final = f"""
 IF @status = {DONE} AND {holds("@base")} SET @status = {OWN};
-SET @resource = CONCAT(@gate, N':u');
-IF @status = {DONE} AND @place = {WRITER} AND @fair = 1 AND {taken("@resource")} SET @status = {BUSY};
 SET @resource = CONCAT(@gate, N':w');
 IF @status = {DONE} AND @mode = 'Shared' AND @fair <> {PAST} AND {taken("@resource")} SET @status = {BUSY};
-IF @status = {DONE} AND (@fair = 1 AND {taken("@gate")}
+IF @status = {DONE} AND (@fair = 1 AND ({taken("@gate")} OR @place = {WRITER} AND {taken("CONCAT(@gate, N':u')")})
     OR @fair = 0 AND NOT {holds("@gate")} AND {taken("@resource")})
 BEGIN
     SELECT @status = {BUSY}, @i = CASE WHEN {available("@base", "@mode")} THEN 1 ELSE @n + 1 END;

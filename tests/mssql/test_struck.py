@@ -12,6 +12,8 @@ import pytest
 from django_sqlsem import AcquireTimeoutError, semaphore
 from django_sqlsem.backends import applock_quick_sql, get_backend
 from django_sqlsem.backends.applock_holding import ApplockHolding
+from django_sqlsem.backends.applock_line import BUDGET_MS
+from django_sqlsem.backends.applock_names import lock_names
 from django_sqlsem.backends.applock_session import LockSession
 from django_sqlsem.locks import rwlock
 from django_sqlsem.naming import resource_for
@@ -118,6 +120,24 @@ def test_a_writer_waits_behind_upgradable_readers_for_longer_than_a_statement_ma
         other.finish()
         both.join(60)
     assert [each.lost for each in permits] == [None]
+
+
+def test_a_writer_passes_an_upgradable_reader_that_has_stopped_while_it_waited():
+    lock = rwlock("stopped", readers=2, using=ALIAS)
+    with lock.write():
+        pass
+    reader = detached(lock.upgradable())
+    with Child(WAITER, "stopped", ALIAS) as other, contextlib.closing(Session()) as observer:
+        other.expect("asks", timeout=60)
+        wait_until(lambda: observer.test(f"{lock_names('stopped').gate}:u") == 0, timeout=60)
+        other.stop(anywhere=True)
+        time.sleep(2 * BUDGET_MS / 1000)  # by then the batch that it had sent has ended
+        reader.release()
+        lock.write().acquire(timeout=20).release()
+        other.cont()
+        other.expect("has", timeout=60)
+        other.send()
+        other.finish()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the server sent no result"), TypeError("'NoneType' is no row")])
