@@ -237,6 +237,16 @@ def test_revoke_with_kill_costs_the_permit_within_a_heartbeat(alias):
         holder.end()
 
 
+def test_who_only_looks_and_finds_that_its_session_was_killed_leaves_it_to_be_told_by_whom(alias):
+    made = semaphore("ops", using=ALIAS)
+    permit = made.acquire()
+    seen()
+    control.revoke("ops", by="ann", kill=True, using=ALIAS)
+    assert made.status().held == 0
+    wait_until(lambda: permit.lost is not None, timeout=HEARTBEAT)
+    assert (permit.lost.reason.value, permit.lost.by) == ("revoked", "ann")
+
+
 MANY = """
 import queue
 from django_sqlsem import semaphore
