@@ -115,7 +115,7 @@ def test_struck_as_it_hands_its_slot_on(database, monkeypatch, caplog, where, st
     assert messenger.left == 0
     assert told[0] - struck[0] < SOON
     assert not [record for record in caplog.records if "lost" in record.getMessage()]
-    keeper = next(each for each in keepers.all_keepers() if each.alias == database)
+    keeper = before._hold.keeper
     wait_until(lambda: not keeper.waiting and not keeper.holds and not keeper.arbiters, timeout=SOON)
     again = lock.try_acquire()
     assert again is not None
@@ -162,7 +162,7 @@ def test_an_end_goes_on_after_errors(committed, monkeypatch, caplog):
     lock = semaphore("ends")
     permit = lock.acquire()
     permit.detach()
-    (keeper,) = (each for each in keepers.all_keepers() if each.alias == "default")
+    keeper = permit._hold.keeper
 
     class Broken:
         alias = "broken"
