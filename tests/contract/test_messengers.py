@@ -18,6 +18,8 @@ from tests.threads import run_in_threads, wait_until
 A_WHILE = 2.2
 #: A struck messenger is found out by the next round; the rest is for a busy machine.
 SOON = 8.0
+#: So often a slot is handed on until the one who does is struck.
+TRIES = 10
 
 pytestmark = pytest.mark.rows_only("row grants")
 
@@ -68,7 +70,6 @@ def test_struck_as_it_hands_its_slot_on(database, monkeypatch, caplog, where, st
     lock = semaphore("handed on", timeout=60, using=database)
     messenger = Messenger()
     answer_again = CaringKeeper.answer_again
-    struck, told, seen = [], [], []
 
     def answer_again_struck(keeper, hold):
         messenger.strikes()
@@ -76,6 +77,20 @@ def test_struck_as_it_hands_its_slot_on(database, monkeypatch, caplog, where, st
 
     where(monkeypatch, messenger)
     monkeypatch.setattr(CaringKeeper, "answer_again", answer_again_struck)
+    for _ in range(TRIES):  # the keeper may have looked at the very moment of the release, and have brought the grant
+        if struck := hand_on(lock, database, messenger, strikes):
+            break
+    assert struck
+    assert messenger.left == 0
+    assert not [record for record in caplog.records if "lost" in record.getMessage()]
+    again = lock.try_acquire()
+    assert again is not None
+    again.release()
+
+
+def hand_on(lock, database, messenger, strikes):
+    """Have one thread hand its slot to another of the process. Return whether it was struck."""
+    struck, told, seen, taken = [], [], [], []
     freed = threading.Event()
     before = lock.acquire()
     before.detach()
@@ -109,17 +124,11 @@ def test_struck_as_it_hands_its_slot_on(database, monkeypatch, caplog, where, st
             permit.check()
             assert set(seen) == {permit._hold.permit_id}
 
-    taken: list = []
     run_in_threads(3, act, timeout=120)
-    assert struck
-    assert messenger.left == 0
-    assert told[0] - struck[0] < SOON
-    assert not [record for record in caplog.records if "lost" in record.getMessage()]
+    assert not struck or told[0] - struck[0] < SOON
     keeper = before._hold.keeper
     wait_until(lambda: not keeper.waiting and not keeper.holds and not keeper.arbiters, timeout=SOON)
-    again = lock.try_acquire()
-    assert again is not None
-    again.release()
+    return bool(struck)
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["holds", "waits"])
