@@ -15,6 +15,7 @@ from django_sqlsem.backends import applock_pool, applock_sockets, applock_watch
 from django_sqlsem.backends.applock_pool import LockPool
 from django_sqlsem.backends.applock_turns import Turn
 from tests.interruptions import SoftLimit
+from tests.test_applock_pieces import Silent
 from tests.threads import run_in_threads
 
 
@@ -89,20 +90,10 @@ def test_what_a_struck_fork_had_taken_by_then_is_known(monkeypatch: pytest.Monke
         each.release()
 
 
-class Asked:
-    """A session whose server has just been asked."""
-
-    def __init__(self) -> None:
-        self.asked, self.limit = time.monotonic(), 5
-        self.was_cut = threading.Event()
-
-    def cut(self) -> None:
-        self.was_cut.set()
-
-
 def test_the_watch_cuts_nothing_for_the_time_in_which_the_process_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer may have come meanwhile, and the thread that asked has not run either."""
-    asked, watch, looks = Asked(), applock_watch.Watch(), []
+    asked, watch, looks = Silent(), applock_watch.Watch(), []
+    asked.asked = time.monotonic()
     late = threading.Event()
 
     def sleep(_seconds: float) -> None:

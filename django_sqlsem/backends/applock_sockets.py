@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias, TypeVar
 
 from django_sqlsem.backends import applock_watch
@@ -75,7 +75,7 @@ def opening(connect: Callable[[], T], port: int | None = None, limit: int = 60) 
 def cut(sockets: list[Socket]) -> None:
     """End the connections behind these sockets at once, for both sides; the driver may be waiting for one."""
     for fd, inode in sockets:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+        with contextlib.suppress(OSError), _opened_again(fd) as sock:
             if os.fstat(sock.fileno()).st_ino == inode:  # else the driver has closed it, and it is somebody else's
                 sock.shutdown(socket.SHUT_RDWR)
 
@@ -83,7 +83,7 @@ def cut(sockets: list[Socket]) -> None:
 def are_closed(sockets: list[Socket]) -> bool:
     """Whether the other side has closed these, as far as is known here: not if the driver has closed them too."""
     for fd, inode in sockets:
-        with contextlib.suppress(OSError, AttributeError), socket.socket(fileno=os.dup(fd)) as sock:
+        with contextlib.suppress(OSError, AttributeError), _opened_again(fd) as sock:
             state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
             if os.fstat(sock.fileno()).st_ino == inode and state in _CLOSED:
                 return True
@@ -128,20 +128,33 @@ def _sockets() -> dict[int, str]:
 
 
 def _is_tcp(descriptor: int) -> bool:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
+    with contextlib.suppress(OSError), _opened_again(descriptor) as sock:
         return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
     return False
 
 
+@contextlib.contextmanager
+def _opened_again(descriptor: int) -> Iterator[socket.socket]:
+    """Yield the socket behind a descriptor, by one of its own. Raises ``OSError`` if there is none."""
+    own = os.dup(descriptor)
+    try:
+        sock = socket.socket(fileno=own)
+    except OSError:  # by now it is a file, or the like
+        os.close(own)
+        raise
+    with sock:
+        yield sock
+
+
 def _port_of(descriptor: int) -> int | None:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
+    with contextlib.suppress(OSError), _opened_again(descriptor) as sock:
         return int(sock.getpeername()[1])
     return None
 
 
 def _silence_of(descriptor: int) -> float:
     """Return for how many seconds nothing has come in."""
-    with contextlib.suppress(OSError, AttributeError), socket.socket(fileno=os.dup(descriptor)) as sock:
+    with contextlib.suppress(OSError, AttributeError), _opened_again(descriptor) as sock:
         (milliseconds,) = _LAST_RECEIVED.unpack(
             sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_RECEIVED.size)
         )
@@ -150,7 +163,7 @@ def _silence_of(descriptor: int) -> float:
 
 
 def _keep_alive(descriptor: int) -> None:
-    with contextlib.suppress(OSError, AttributeError), socket.socket(fileno=os.dup(descriptor)) as sock:
+    with contextlib.suppress(OSError, AttributeError), _opened_again(descriptor) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_AFTER)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_EVERY)

@@ -64,19 +64,24 @@ def as_it_is_answered(monkeypatch, messenger):
     monkeypatch.setattr(Hold, "answer", answer_struck)
 
 
+def strike_before(monkeypatch, messenger, owner, name):
+    """Have the messenger struck as it begins with this method."""
+    real = getattr(owner, name)
+
+    def struck(*args):
+        messenger.strikes()
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, struck)
+
+
 @pytest.mark.parametrize("strikes", [1, 2])
 @pytest.mark.parametrize("where", [as_it_is_granted, as_it_is_answered])
 def test_struck_as_it_hands_its_slot_on(database, monkeypatch, caplog, where, strikes):
     lock = semaphore("handed on", timeout=60, using=database)
     messenger = Messenger()
-    answer_again = CaringKeeper.answer_again
-
-    def answer_again_struck(keeper, hold):
-        messenger.strikes()
-        answer_again(keeper, hold)
-
     where(monkeypatch, messenger)
-    monkeypatch.setattr(CaringKeeper, "answer_again", answer_again_struck)
+    strike_before(monkeypatch, messenger, CaringKeeper, "answer_again")
     for _ in range(TRIES):  # the keeper may have looked at the very moment of the release, and have brought the grant
         if struck := hand_on(lock, database, messenger, strikes):
             break
@@ -135,13 +140,7 @@ def hand_on(lock, database, messenger, strikes):
 def test_struck_again_as_it_tells_the_keeper_that_it_was_struck(database, monkeypatch, waits):
     lock = semaphore("struck twice", timeout=60, using=database)
     messenger = Messenger()
-    inbox_put = ThreadKeeper.inbox_put
-
-    def inbox_put_struck(keeper, step):
-        messenger.strikes()
-        inbox_put(keeper, step)
-
-    monkeypatch.setattr(ThreadKeeper, "inbox_put", inbox_put_struck)
+    strike_before(monkeypatch, messenger, ThreadKeeper, "inbox_put")
     other = lock.acquire() if waits else None
 
     def act(_number):
