@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from django.db.backends.utils import CursorWrapper
+
+from django_sqlsem.odbc_types import size_of, sizes_for
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -89,6 +91,21 @@ class _DjangoCursor(Cursor):
         return connection.cursor()
 
 
+class SQLServerCursor(_DjangoCursor):
+    """Django's, and its drivers are told the types of all parameters."""
+
+    def execute(
+        self,
+        sql: str,
+        parameters: Mapping[str, Any] | Sequence[Any] | None = None,
+        declared: Sequence[str] | None = None,
+    ) -> None:
+        """Run one statement. ``declared``: the types of its parameters, where their values do not tell."""
+        values = list(parameters or ())
+        self._raw.setinputsizes([size_of(each) for each in declared] if declared else sizes_for(values))
+        self._raw.execute(sql, values or None)
+
+
 #: What a statement may run on: a cursor of our own session, or of the caller's or the operator's connection.
 AnyCursor: TypeAlias = Cursor | CursorWrapper
 
@@ -96,6 +113,7 @@ _CURSORS: Final[dict[str, type[Cursor]]] = {
     "postgresql": _PostgreSQLCursor,
     "sqlite": _SQLiteCursor,
     "mysql": Cursor,
+    "microsoft": SQLServerCursor,
 }
 
 
@@ -104,7 +122,7 @@ def _sqlite_style(sql: str) -> str:
     return _NAMED.sub(r":\1", sql).replace("%s", "?")
 
 
-@contextmanager
+@contextlib.contextmanager
 def cursor_of(connection: BaseDatabaseWrapper) -> Iterator[Cursor]:
     """Yield a cursor of an open connection. The driver's errors come out as Django's."""
     with connection.wrap_database_errors:
@@ -113,3 +131,24 @@ def cursor_of(connection: BaseDatabaseWrapper) -> Iterator[Cursor]:
             yield cursor
         finally:
             cursor.close()
+
+
+@contextlib.contextmanager
+def limited(cursor: AnyCursor, seconds: float) -> Iterator[AnyCursor]:
+    """Yield a cursor whose statements take no longer than that, where only the driver limits them; else the same.
+
+    SQL Server's drivers count in whole seconds: it is the next lower one, and at least one.
+    """
+    connection: Any = cursor.db
+    if connection.vendor != "microsoft":
+        yield cursor
+        return
+    raw = connection.connection
+    usual = raw.timeout
+    try:
+        raw.timeout = max(1, int(seconds))
+        with cursor_of(connection) as made:  # a limit is a cursor's from its beginning
+            yield made
+    finally:
+        with contextlib.suppress(Exception):  # it may be gone by now
+            raw.timeout = usual

@@ -99,7 +99,7 @@ class RecordingKeeper(CaringKeeper):
 
     def _leisure(self, now: float) -> float:
         """How long a statement may take, in seconds: there are two, and the nearest lease is to outlast them."""
-        if not self.backend.supports_renewal or not self._writer.shares:
+        if not self.backend.supports_renewal:
             return LONGEST
         deadlines = [hold.deadline for hold in list(self.holds.values()) if hold.grant is not None and not hold.loss]
         left = [deadline - now for deadline in deadlines if deadline > now]

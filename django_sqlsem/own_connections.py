@@ -11,7 +11,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import load_backend
 
-from django_sqlsem import session_settings, sqlite_files
+from django_sqlsem import odbc_sockets, session_settings, sqlite_files
 
 #: What a driver's connection has, by PEP 249.
 _DRIVERS: Final = ("cursor", "commit", "rollback", "close")
@@ -59,9 +59,15 @@ def _connection(alias: str, made: list[Any]) -> BaseDatabaseWrapper:
     get_new_connection = connection.get_new_connection
 
     def get_limited(parameters: dict[str, Any]) -> Any:
-        raw = get_new_connection(parameters)
+        if connection.vendor != "microsoft":
+            raw = get_new_connection(parameters)
+            made.append(raw)
+            session_settings.limit_waiting(raw)
+            return raw
+        options, port = settings["OPTIONS"], odbc_sockets.port_in(settings)
+        raw, _ = odbc_sockets.opening(lambda: get_new_connection(parameters), port, int(options["connection_timeout"]))
         made.append(raw)
-        session_settings.limit_waiting(raw)
+        odbc_sockets.limit_reads(raw, options["query_timeout"])
         return raw
 
     connection.get_new_connection = get_limited  # type: ignore[method-assign,assignment]

@@ -37,6 +37,10 @@ _POSTGRESQL: Final = {
 #: Packages whose engines take connections from a pool of their own, and the options of such.
 _POOLS: Final = ("django_db_geventpool", "dj_db_conn_pool")
 _POOL_OPTIONS: Final = ("pool", "MAX_CONNS", "REUSE_CONNS")
+#: The drivers of SQL Server limit no login, and mssql-django tries one again for half a minute.
+_SQL_SERVER: Final = {"connection_timeout": 5, "connection_retries": 0}
+#: An alias may give its own statements more time, in seconds, but a silent server is to be found out.
+LONGEST_ANSWER: Final = 30
 _MYSQL: Final = {"connect_timeout": 5, "read_timeout": ANSWER_TIMEOUT, "write_timeout": ANSWER_TIMEOUT}
 
 
@@ -71,6 +75,10 @@ def adapt(settings: dict[str, Any], vendor: str) -> None:
         options["timeout"] = 0
     elif vendor == "microsoft":
         options["isolation_level"] = "READ COMMITTED"
+        for name, value in _SQL_SERVER.items():
+            options[name] = options.get(name) or value
+        wanted = int(options.get("query_timeout") or 0)
+        options["query_timeout"] = min(max(wanted, ANSWER_TIMEOUT), LONGEST_ANSWER)
 
 
 def limit_waiting(raw: Any) -> None:

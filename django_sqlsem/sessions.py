@@ -15,7 +15,7 @@ from django.db import Error as DjangoDatabaseError
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from django_sqlsem import session_settings, sqlite_files
+from django_sqlsem import odbc_sockets, odbc_watch, session_settings, sqlite_files
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.cursors import BEGIN, cursor_of
 from django_sqlsem.exceptions import BackendError
@@ -292,6 +292,8 @@ def after_fork_in_child() -> None:
     _frozen.clear()
     _gate = threading.Lock()
     sqlite_files.after_fork()
+    odbc_watch.after_fork()
+    odbc_sockets.after_fork()
     for session in list(_sessions):
         session.after_fork()
     _sessions.clear()

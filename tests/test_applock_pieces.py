@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import pytest
 
-from django_sqlsem import identity, session_settings
-from django_sqlsem.backends import applock_pool, applock_sockets, applock_watch
+from django_sqlsem import identity, odbc_sockets, odbc_watch, session_settings
+from django_sqlsem.backends import applock_pool
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_claims import Answer, Stand
 from django_sqlsem.backends.applock_codes import Meaning, meaning
@@ -163,13 +163,13 @@ def test_a_connection_that_the_other_side_has_ended_is_known_by_its_socket(how: 
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
         other, _ = listener.accept()
         found = [(sock.fileno(), os.fstat(sock.fileno()).st_ino)]
-        assert not applock_sockets.are_closed(found)
+        assert not odbc_sockets.are_closed(found)
         if how == "reset":
             other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         other.close()
-        wait_until(lambda: applock_sockets.are_closed(found))
-        assert not applock_sockets.are_closed([(sock.fileno(), 0)])
-    assert not applock_sockets.are_closed(found)
+        wait_until(lambda: odbc_sockets.are_closed(found))
+        assert not odbc_sockets.are_closed([(sock.fileno(), 0)])
+    assert not odbc_sockets.are_closed(found)
 
 
 def test_a_line_whose_thread_could_not_start_starts_later(
@@ -196,27 +196,27 @@ def test_a_socket_that_took_over_a_descriptor_is_not_cut() -> None:
         number = ours.detach()
         os.dup2(stranger.fileno(), number)  # as if the driver had closed it, and somebody had opened another
         stranger.close()
-        applock_sockets.cut(sockets)
+        odbc_sockets.cut(sockets)
         peer.sendall(b"x")
         assert os.read(number, 1) == b"x"
         os.close(number)
 
 
 def test_a_fork_lets_go_of_sockets_from_the_connect_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(applock_sockets, "_opened", [])
-    monkeypatch.setattr(applock_sockets, "gate", threading.Lock())
+    monkeypatch.setattr(odbc_sockets, "_opened", [])
+    monkeypatch.setattr(odbc_sockets, "gate", threading.Lock())
     listener = socket.create_server(("127.0.0.1", 0))
-    raw, sockets = applock_sockets.opening(lambda: socket.create_connection(listener.getsockname()))
+    raw, sockets = odbc_sockets.opening(lambda: socket.create_connection(listener.getsockname()))
     server_side, _ = listener.accept()
     with listener, raw, server_side:
         assert [descriptor for descriptor, _inode in sockets] == [raw.fileno()]
-        applock_sockets.after_fork()
+        odbc_sockets.after_fork()
         server_side.settimeout(5)
         assert server_side.recv(1) == b""  # nobody has it open any more
 
 
 def test_a_login_that_hears_nothing_is_cut_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(applock_sockets, "gate", threading.Lock())
+    monkeypatch.setattr(odbc_sockets, "gate", threading.Lock())
     silent, talking = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
     port = silent.getsockname()[1]
     others = []
@@ -245,7 +245,7 @@ def test_a_login_that_hears_nothing_is_cut_and_nobody_elses(monkeypatch: pytest.
     with silent, talking, contextlib.ExitStack() as stack:
         began = time.monotonic()
         with pytest.raises(ConnectionError, match="b''"):
-            applock_sockets.opening(connect, port, limit=1)
+            odbc_sockets.opening(connect, port, limit=1)
         assert time.monotonic() - began > 1
         for each in others:
             stack.enter_context(each)
@@ -330,11 +330,11 @@ class Silent:
 
 
 def test_a_statement_that_is_not_answered_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(applock_watch, "LOOK", 0.01)
-    watch, silent, at_rest = applock_watch.Watch(), Silent(), Silent()
+    monkeypatch.setattr(odbc_watch, "LOOK", 0.01)
+    watch, silent, at_rest = odbc_watch.Watch(), Silent(), Silent()
     for each in (silent, at_rest):
         watch.add(each)
-    silent.asked = time.monotonic() - silent.limit - applock_watch.GRACE - 1
+    silent.asked = time.monotonic() - silent.limit - odbc_watch.GRACE - 1
     assert silent.was_cut.wait(10)
     assert not at_rest.was_cut.is_set()
     for each in (silent, at_rest):

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from django_sqlsem.backends import applock_pool, applock_sockets, applock_watch
+from django_sqlsem import odbc_sockets, odbc_watch
+from django_sqlsem.backends import applock_pool
 from django_sqlsem.backends.applock_pool import LockPool
 from django_sqlsem.backends.applock_turns import Turn
 from tests.interruptions import SoftLimit
@@ -85,14 +86,14 @@ def test_what_a_struck_fork_had_taken_by_then_is_known(monkeypatch: pytest.Monke
     frozen: list[Any] = []
     with pytest.raises(SoftLimit):
         pool.freeze(frozen)
-    assert frozen == [applock_sockets.gate, first.lock]
+    assert frozen == [odbc_sockets.gate, first.lock]
     for each in frozen:
         each.release()
 
 
 def test_the_watch_cuts_nothing_for_the_time_in_which_the_process_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer may have come meanwhile, and the thread that asked has not run either."""
-    asked, watch, looks = Silent(), applock_watch.Watch(), []
+    asked, watch, looks = Silent(), odbc_watch.Watch(), []
     asked.asked = time.monotonic()
     late = threading.Event()
 
@@ -106,7 +107,7 @@ def test_the_watch_cuts_nothing_for_the_time_in_which_the_process_stood_still(mo
 
     clock: Any = SimpleNamespace(sleep=sleep, away=0.0)
     clock.monotonic = lambda: time.monotonic() + clock.away
-    monkeypatch.setattr(applock_watch, "time", clock)
+    monkeypatch.setattr(odbc_watch, "time", clock)
     real = watch._watched
 
     class Answered(dict[int, Any]):

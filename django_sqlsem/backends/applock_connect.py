@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
 
-from django_sqlsem.backends import applock_sockets
+from django_sqlsem import odbc_sockets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +24,6 @@ _UNWANTED: Final = re.compile(
 )
 
 
-#: Where SQL Server listens unless an alias says otherwise.
-DEFAULT_PORT: Final = 1433
 #: A batch that does not wait takes no longer than this, in seconds, or the server does not answer.
 ANSWER_TIMEOUT: Final = 5
 #: An alias may have longer ones for its own queries, but a silent server is to be found out.
@@ -38,7 +36,7 @@ def answer_timeout(alias: str) -> int:
     return min(max(int(options.get("query_timeout") or 0), ANSWER_TIMEOUT), LONGEST_ANSWER)
 
 
-def connect(alias: str, in_turn: Callable[[], object]) -> tuple[Any, BaseDatabaseWrapper, list[applock_sockets.Socket]]:
+def connect(alias: str, in_turn: Callable[[], object]) -> tuple[Any, BaseDatabaseWrapper, list[odbc_sockets.Socket]]:
     """Open a connection in autocommit to the database that an alias means now.
 
     One at a time in a process; ``in_turn`` is called when its turn has come, and what it raises is raised. Returns
@@ -60,9 +58,8 @@ def connect(alias: str, in_turn: Callable[[], object]) -> tuple[Any, BaseDatabas
         return raw
 
     with wrapper.wrap_database_errors:
-        port = str(wrapper.settings_dict.get("PORT") or DEFAULT_PORT)
-        number = int(port) if port.isdecimal() else None
-        raw, sockets = applock_sockets.opening(connect_now, number, int(options["connection_timeout"]))
+        port = odbc_sockets.port_in(wrapper.settings_dict)
+        raw, sockets = odbc_sockets.opening(connect_now, port, int(options["connection_timeout"]))
     return raw, wrapper, sockets
 
 

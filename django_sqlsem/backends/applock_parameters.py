@@ -7,8 +7,9 @@ the batch anew, and keeps one more plan of it, for each combination of lengths: 
 from __future__ import annotations
 
 import functools
-import re
 from typing import Final
+
+from django_sqlsem.odbc_types import size_of
 
 #: Lengths are in UTF-16 units, of which a character may take two; what is longer is cut without a word.
 TYPES: Final = {
@@ -39,11 +40,6 @@ TYPES: Final = {
     "session_us": "bigint",
 }
 
-#: ODBC's numbers of these types.
-_ODBC: Final = {"varchar": 12, "nvarchar": -9, "int": 4, "bigint": -5}
-_DIGITS: Final = {"int": 10, "bigint": 19}
-_TEXT: Final = re.compile(r"(n?varchar)\((max|[0-9]+)\)")
-
 
 def type_of(name: str) -> str:
     """Return the type of a parameter; one of several is numbered, as ``key0``."""
@@ -53,12 +49,4 @@ def type_of(name: str) -> str:
 @functools.lru_cache(maxsize=1000)
 def input_sizes(parameters: tuple[str, ...]) -> tuple[tuple[int, int, int], ...]:
     """Return what ``Cursor.setinputsizes()`` takes: type, length or digits, and 0; a length of 0 is ``max``."""
-    return tuple(_size(type_of(name)) for name in parameters)
-
-
-def _size(declared: str) -> tuple[int, int, int]:
-    text = _TEXT.fullmatch(declared)
-    if text is None:
-        return _ODBC[declared], _DIGITS[declared], 0
-    kind, length = text.groups()
-    return _ODBC[kind], 0 if length == "max" else int(length), 0
+    return tuple(size_of(type_of(name)) for name in parameters)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from django.db import Error as DjangoDatabaseError
 
-from django_sqlsem.backends import applock_sockets, applock_turns, applock_watch
+from django_sqlsem import odbc_sockets, odbc_watch
+from django_sqlsem.backends import applock_turns
 from django_sqlsem.backends.applock_held import Holding
 from django_sqlsem.backends.applock_session import LockSession
 from django_sqlsem.exceptions import BackendError
@@ -262,16 +263,16 @@ class LockPool:
 
     def freeze(self, frozen: list[Any]) -> None:
         """Before a fork: let the short batches under way finish. ``frozen`` gets each lock that is to be released."""
-        if applock_sockets.gate.acquire(timeout=FORK_PATIENCE):
-            frozen.append(applock_sockets.gate)
+        if odbc_sockets.gate.acquire(timeout=FORK_PATIENCE):
+            frozen.append(odbc_sockets.gate)
         for each in self.sessions():
             if not each.waiting and each.lock.acquire(timeout=FORK_PATIENCE, for_good=True):
                 frozen.append(each.lock)  # noqa: PERF401 - each one at once
 
     def after_fork(self) -> None:
         """In a forked child: leave the parent's sessions alone."""
-        applock_sockets.after_fork()
+        odbc_sockets.after_fork()
         applock_turns.after_fork()
-        applock_watch.after_fork()
+        odbc_watch.after_fork()
         for session in self._sessions:
             session.after_fork()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error as DjangoDatabaseError
 
-from django_sqlsem.backends import applock_sockets, applock_watch
+from django_sqlsem import odbc_sockets, odbc_watch
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_codes import Meaning, failure, meaning
 from django_sqlsem.backends.applock_connect import answer_timeout, connect
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 #: So many seconds after the answer was due the server is not asked once more whether it is there.
 SILENT: Final = 3.0
-#: ODBC's number of that attribute.
-SQL_ATTR_CONNECTION_TIMEOUT: Final = 113
 #: The key of the cursor of what only reads; others are kept by their statements.
 _READING: Final = ("", False)
 
@@ -71,8 +69,8 @@ class LockSession:
         self.fresh = True
         self.stamp = f"sqlsem:{process_id()}:{secrets.token_hex(8)}"
         self._raw, self._wrapper, self._descriptors = connect(alias, in_turn)
-        self._limit_reads()
-        applock_watch.watch.add(self)
+        odbc_sockets.limit_reads(self._raw, self.limit)
+        odbc_watch.watch.add(self)
         #: By their statements, and whether those may take as long as they like.
         self._cursors: dict[tuple[str, bool], Any] = {}
         self.session_id, self.session_us = 0, 0
@@ -182,12 +180,6 @@ class LockSession:
         for key in list(self._cursors):
             self._drop(key)
 
-    def _limit_reads(self) -> None:
-        """Limit the connection besides its cursors: else Microsoft's driver waits for ever for a silent server."""
-        self._raw.timeout = self.limit
-        if type(self._raw).__module__.startswith("mssql_python"):  # whose timeout is its cursors' alone
-            self._raw.set_attr(SQL_ATTR_CONNECTION_TIMEOUT, self.limit)
-
     def _still_fails(self) -> bool:
         """Ask for nothing, as one error does not tell whether the session still stands; note what this one says."""
         try:
@@ -201,7 +193,7 @@ class LockSession:
         """Note whether an error proves that the session has ended; not every driver says as much as its socket."""
         known = meaning(error)
         with self._sockets:
-            closed = applock_sockets.are_closed(self._descriptors)
+            closed = odbc_sockets.are_closed(self._descriptors)
         self.surely_ended = (known is Meaning.SESSION_ENDED or closed) and not self.was_cut
         return known
 
@@ -244,7 +236,7 @@ class LockSession:
         """End it from another thread, also in the middle of a wait: the server frees all its locks."""
         self.was_cut = True
         with self._sockets:
-            applock_sockets.cut(self._descriptors)
+            odbc_sockets.cut(self._descriptors)
 
     def end(self, why: str) -> None:
         """Close it; what it held is free as soon as the server sees that."""
@@ -255,8 +247,8 @@ class LockSession:
         self._mend()  # a driver may be hurt by cursors that outlive their connection
         with contextlib.suppress(Exception):
             self._raw.close()
-        applock_sockets.forget(closed)
-        applock_watch.watch.remove(self)
+        odbc_sockets.forget(closed)
+        odbc_watch.watch.remove(self)
         # Last: one that was struck on the way here is ended by its next user.
         self.ended = self.ended or why or "closed"
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import Error as DjangoDatabaseError
 
+from django_sqlsem.cursors import limited
 from django_sqlsem.deadlocks.graph import Name, Slot, Wait, entangled
 from django_sqlsem.session_settings import LOCK_TIMEOUT_MS, STATEMENT_TIMEOUT_MS, is_disconnect
 
@@ -27,8 +28,9 @@ LOCK_PATIENCE: Final = 0.15
 LONGEST: Final = 0.4
 #: A row whose process has not been heard of for so long is swept away, in microseconds.
 SWEEP_US: Final = 60_000_000
-#: How many values one statement takes.
-CHUNK: Final = 200
+#: How many ids one statement takes: one of these numbers, as each is another text, which is planned anew.
+COUNTS: Final = (1, 5, 25, 200)
+CHUNK: Final = COUNTS[-1]
 
 _WHO: Final = {
     "host": "host", "pid": "pid", "thread": "thread", "label": "label", "user": "user_name", "boot_id": "boot_id",
@@ -81,7 +83,8 @@ def briefly(session: Session, work: Callable[[AnyCursor], T], seconds: float = L
         try:
             if begin:
                 cursor.execute(begin)
-            result = work(cursor)
+            with limited(cursor, seconds) as fresh:
+                result = work(fresh)
             if end:
                 cursor.execute(end)
             return result
@@ -102,8 +105,9 @@ def briefly(session: Session, work: Callable[[AnyCursor], T], seconds: float = L
 
 
 def shortest(connection: BaseDatabaseWrapper) -> float:
-    """Return the shortest time that all of it can be limited to, in seconds. MySQL counts in whole ones."""
-    return 1.2 if connection.vendor == "mysql" and not getattr(connection, "mysql_is_mariadb", False) else 0.15
+    """Return the shortest time that it can be limited to, in seconds. MySQL and SQL Server count in whole ones."""
+    whole = connection.vendor == "mysql" and not getattr(connection, "mysql_is_mariadb", False)
+    return 1.2 if whole or connection.vendor == "microsoft" else 0.15
 
 
 def _limits(connection: Any, seconds: float) -> tuple[str, str, str]:
@@ -170,7 +174,8 @@ def _each(cursor: AnyCursor, dialect: Dialect, text: str, ids: Collection[str], 
     ordered, changed = sorted(ids), 0
     for start in range(0, len(ordered), CHUNK):
         some = ordered[start : start + CHUNK]
-        dialect.execute(cursor, text.replace("{some}", _marks(len(some))), {**values, **_numbered(some)})
+        parameters = _numbered(some)
+        dialect.execute(cursor, text.replace("{some}", _marks(len(parameters))), {**values, **parameters})
         changed += max(0, cursor.rowcount)
     return changed
 
@@ -232,7 +237,8 @@ def look(cursor: AnyCursor, dialect: Dialect, *, leases: bool, everything: bool 
 
 
 def _look_at(cursor: AnyCursor, dialect: Dialect, found: Look, keys: Sequence[str], *, leases: bool) -> None:
-    parameters, some = _numbered(keys), _marks(len(keys))
+    parameters = _numbered(keys)
+    some = _marks(len(parameters))
     for row in _select(cursor, dialect, "sqlsem_semaphore", _NAME, f"name_key IN ({some})", parameters):
         found.names[row["key"]] = row
     where = f"semaphore_key IN ({some}) AND expires_us IS NOT NULL"
@@ -289,4 +295,6 @@ def _marks(count: int) -> str:
 
 
 def _numbered(values: Sequence[str]) -> dict[str, str]:
-    return {f"id{number}": value for number, value in enumerate(values)}
+    count = next(each for each in COUNTS if each >= len(values))
+    padded = [*values, *[values[-1]] * (count - len(values))]
+    return {f"id{number}": value for number, value in enumerate(padded)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error as DjangoDatabaseError
 
-from django_sqlsem.cursors import BEGIN
+from django_sqlsem.cursors import BEGIN, limited
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.history import statements
 from django_sqlsem.session_settings import is_disconnect, is_transient, sqlstate
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from django_sqlsem.cursors import AnyCursor
     from django_sqlsem.sessions import KeeperSession
 
-#: The shortest limit there, and a little more, in seconds.
-MYSQL_SECONDS: Final = 1.2
+#: The shortest limit where whole seconds are counted, and a little more, in seconds.
+ONE_SECOND: Final = 1.2
 
 _TIMED_OUT_SQLSTATE: Final = "57014"
 _TIMED_OUT_MYSQL: Final = (1969, 3024)
@@ -40,14 +40,15 @@ def in_transaction(
 
     def apart(cursor: AnyCursor) -> bool:
         statements.limit(cursor, seconds)
-        body(cursor)
+        with limited(cursor, seconds) as fresh:
+            body(fresh)
         return True
 
     def beside(cursor: AnyCursor) -> Exception | None:
         # On an error that a session hears of it throws its connection away, and others count on this one.
         connection: Any = cursor.db
         refused = connection.Database.Error
-        if statements.is_mysql(connection) and seconds < MYSQL_SECONDS:
+        if statements.is_mysql(connection) and seconds < ONE_SECOND:
             return TooSoonError()
         try:
             _begin(cursor, in_line, refused)
@@ -67,18 +68,21 @@ def in_transaction(
     refusals: list[Exception] = []
 
     def once(cursor: AnyCursor) -> bool | None:
+        done = None
         try:
-            return apart(cursor)
+            done = apart(cursor)
         except DjangoDatabaseError as error:
             if not is_transient(error):
-                raise
+                raise  # and the session throws its connection away
             refusals.append(_kept(error))  # of which the session would make its own time-consuming tries
-            return None
-        finally:
-            statements.unlimit(cursor)
+        statements.unlimit(cursor)
+        return done
 
+    vendor = session.connection.vendor
     try:
-        if session.connection.vendor in BEGIN:
+        if vendor == "microsoft" and seconds < ONE_SECOND:
+            return TooSoonError()
+        if vendor in BEGIN:
             return session.run(beside, again=False)
         session.transaction(once, again=False)
         return refusals[0] if refusals else None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django_sqlsem.backends.dialects import dialect_for
+from django_sqlsem.cursors import SQLServerCursor
+from django_sqlsem.odbc_types import TEXT
 from django_sqlsem.session_settings import LOCK_TIMEOUT_MS, STATEMENT_TIMEOUT_MS
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     from django_sqlsem.cursors import AnyCursor
+
+T = TypeVar("T")
 
 EVENTS: Final = "sqlsem_event"
 MINUTES: Final = "sqlsem_minute"
@@ -51,10 +55,13 @@ MINUTE_COLUMNS: Final = {
 }
 _IDENTITY: Final = ("semaphore_key", "minute_us", "writer")
 _COUNTS: Final = [column for column in MINUTE_COLUMNS if column not in (*_IDENTITY, "until_us")]
-#: A statement writes so many rows: SQL Server takes 2,100 parameters.
+#: A transaction writes so many rows of a table.
 BATCH: Final = 100
 #: A statement deletes so many.
 PRUNED: Final = 200
+#: SQL Server compiles each text: one has so many rows, or keys, always, of which some may be NULL.
+AT_ONCE: Final = 10
+_SQL_SERVER: Final = {"text": TEXT, "bigint": "bigint", "int": "int"}
 #: A lock is waited for no longer, in seconds.
 LOCK_PATIENCE: Final = 0.2
 
@@ -124,6 +131,8 @@ def prune(cursor: AnyCursor, table: str, now_us: int, seconds: float) -> int:
     if cursor.db.vendor == "postgresql":
         cursor.execute(f"DELETE FROM {table} WHERE id = ANY(%s::bigint[])", [ids])
     else:
+        if cursor.db.vendor == "microsoft":
+            ids += [ids[-1]] * ((AT_ONCE if len(ids) <= AT_ONCE else PRUNED) - len(ids))
         places = ", ".join(["%s"] * len(ids))
         cursor.execute(_limited(cursor.db, f"DELETE FROM {table} WHERE id IN ({places})", seconds), ids)
     return max(0, int(cursor.rowcount))  # another may have been faster where no row is passed over
@@ -165,9 +174,17 @@ def _insert(
         cursor.execute(
             f"{insert} SELECT * FROM unnest({lists}){again}", [list(column) for column in zip(*rows, strict=True)]
         )
-    elif connection.vendor in ("mysql", "microsoft"):
+    elif connection.vendor == "mysql":
         text = f"{insert} VALUES {', '.join([one] * len(rows))}{again}"
         cursor.execute(_limited(connection, text, seconds), [value for row in rows for value in row])
+    elif isinstance(cursor, SQLServerCursor):
+        listed = ", ".join(columns)
+        text = f"{insert} SELECT {listed} FROM (VALUES {', '.join([one] * AT_ONCE)}) AS given ({listed})"
+        text += " WHERE semaphore_key IS NOT NULL"
+        declared = [_SQL_SERVER[kind] for kind in columns.values()] * AT_ONCE
+        for some in _some(rows):
+            values = [value for row in some for value in row]
+            cursor.execute(text, _padded(values, len(declared)), declared)
     else:
         for row in rows:
             cursor.execute(f"{insert} VALUES {one}{again}", list(row))
@@ -178,6 +195,16 @@ def _forget(cursor: AnyCursor, rows: Sequence[Sequence[Any]]) -> None:
     for key, minute_us, writer, *_ in rows:
         by_minute.setdefault((minute_us, writer), []).append(key)
     for (minute_us, writer), keys in by_minute.items():
-        places = ", ".join(["%s"] * len(keys))
-        where = f"minute_us = %s AND writer = %s AND semaphore_key IN ({places})"
-        cursor.execute(f"DELETE FROM {MINUTES} WHERE {where}", [minute_us, writer, *keys])
+        for some in _some(keys):
+            places = ", ".join(["%s"] * AT_ONCE)
+            where = f"minute_us = %s AND writer = %s AND semaphore_key IN ({places})"
+            cursor.execute(f"DELETE FROM {MINUTES} WHERE {where}", [minute_us, writer, *_padded(some, AT_ONCE)])
+
+
+def _some(all_: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(all_), AT_ONCE):
+        yield all_[start : start + AT_ONCE]
+
+
+def _padded(values: Sequence[T], count: int) -> list[T | None]:
+    return [*values, *[None] * (count - len(values))]

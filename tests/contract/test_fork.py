@@ -142,6 +142,30 @@ def test_a_killed_parents_session_ends_although_its_child_lives(database):
         os.kill(child, signal.SIGKILL)
 
 
+def test_a_killed_parents_session_for_statements_ends_although_its_child_lives(database):
+    """Whoever keeps it alive keeps the rows locked that its last transaction had changed."""
+    body = """
+        from django_sqlsem.sessions import OwnSession
+        session = OwnSession(args[0])
+        session.run(lambda cursor: cursor.execute("SELECT 1"))
+        child = os.fork()
+        if child == 0:
+            say(f"child {os.getpid()}")
+            time.sleep(3600)
+        listen()
+    """
+    others = set(session_ids(database))
+    with Child(code_of(body), database) as parent:
+        child = int(parent.expect("child"))
+        before = set(session_ids(database)) - others
+        assert before or database == "default"  # SQLite has no sessions
+        os.kill(parent.pid, signal.SIGKILL)  # the parent alone, not its group
+        parent.process.wait(10)
+        wait_until(lambda: not before & set(session_ids(database)), timeout=60)
+        assert is_alive(child)
+        os.kill(child, signal.SIGKILL)
+
+
 def test_forks_in_the_middle_of_other_threads_acquires(database):
     body = """
         with lock:

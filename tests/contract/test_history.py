@@ -20,6 +20,7 @@ from django_sqlsem.history.events import Event
 from django_sqlsem.keeper_history import RecordingKeeper
 from django_sqlsem.keepers import keeper_for
 from django_sqlsem.models import EventRow, MinuteRow
+from django_sqlsem.sessions import OwnSession
 from tests import applocks, databases, tds
 from tests.processes import Child
 from tests.test_history import clock_us, event, minute
@@ -260,6 +261,50 @@ def test_what_a_locked_table_refused_is_written_later(database: str, caplog: pyt
         keeper_of(database)._writer._write_at = 0.0
         assert wait_until(lambda: whats(database) == ["granted", "released"])
     assert "are missing" not in caplog.text
+
+
+def test_sql_server_compiles_one_text_whatever_there_is_to_write(database: str) -> None:
+    if connections[database].vendor != "microsoft":
+        pytest.skip("others take any number of rows in one text, or one at a time")
+    texts: set[str] = set()
+    counts = (1, 2, 9, 10, 11, 100)
+
+    def noting(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        texts.add(sql)
+        return execute(sql, params, many, context)
+
+    def write(cursor: Any) -> bool:
+        with cursor.db.execute_wrapper(noting):
+            for count in counts:
+                events = [an_event(f"{count}/{nth}") for nth in range(count)]
+                statements.write_events(cursor, events, 1.0)
+                for again in (1, 2):  # the second time it takes the place of the first
+                    minutes = [[f"{count}/{nth}", 60, 7, 2**40, again, *[0] * 6, "x" * nth, ""] for nth in range(count)]
+                    statements.write_minutes(cursor, minutes, 1.0)
+        return True
+
+    with contextlib.closing(OwnSession(database)) as session:
+        session.transaction(write)
+    assert len([text for text in texts if "INSERT" in text]) == 2
+    assert len([text for text in texts if "DELETE" in text]) == 1
+    wanted = sorted(f"{count}/{nth}" for count in counts for nth in range(count))
+    found = {row.key: row for row in EventRow.objects.using(database)}
+    assert sorted(found) == wanted
+    assert [[getattr(found[key], name) for name in EVENT_FIELDS] for key in wanted] == [an_event(key) for key in wanted]
+    minutes = MinuteRow.objects.using(database).values_list("key", "granted", "holds")
+    assert sorted(minutes) == [(key, 2, "x" * int(key.partition("/")[2])) for key in wanted]
+
+
+def an_event(key: str) -> list[Any]:
+    """Return what is written of an event: NULL here and there, any number of characters, and such of two units."""
+    nth = int(key.partition("/")[2])
+    slot, waited = (nth, None) if nth % 2 else (None, 2**40 + nth)
+    texts = ["h" * nth, "\U0001f512" * nth, "", "ü" * nth, "\U0001f512" * 500]
+    host, thread, label, user, detail = texts
+    return [key, "n", 2**50, 2**51, "granted", slot, None, waited, 0, host, nth, thread, label, user, "", detail]
+
+
+EVENT_FIELDS = [field.name for field in EventRow._meta.fields if field.name != "id"]
 
 
 def test_off_means_that_nothing_is_written(database: str, settings: Any) -> None:

@@ -55,6 +55,10 @@ def sufferer(server, proxy):
         )
 
 
+def _full_name(error):
+    return f"{type(error).__module__}.{type(error).__qualname__}"
+
+
 def is_of_the_driver(cause, alias):
     """Whether a BackendError's cause is what Django made of the driver's error."""
     return cause.startswith(("django.db.utils.OperationalError: ", "django.db.utils.InterfaceError: "))
@@ -65,6 +69,24 @@ def test_proxy_passes_everything_on(server, proxy, sufferer):
     child.does("acquire 5", "held")
     assert [row.pid for row in held_rows(server)] == [child.pid]
     child.does("release", "released")
+
+
+@pytest.mark.parametrize("when", ["at the login", "in a session"])
+def test_a_silent_server_is_found_out(server, proxy, when):
+    """Without any limit in the alias's own settings."""
+    settings = connections[server].settings_dict
+    options = {name: value for name, value in settings["OPTIONS"].items() if not name.endswith("_timeout")}
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(OwnSession(server)) as session:
+        for name, value in {"HOST": "127.0.0.1", "PORT": str(proxy.port), "OPTIONS": options}.items():
+            patch.setitem(settings, name, value)
+        if when == "in a session":
+            session.run(lambda cursor: cursor.execute("SELECT 1"))
+        proxy.silence()
+        began = time.monotonic()
+        with pytest.raises(BackendError) as caught:
+            session.run(lambda cursor: cursor.execute("SELECT 1"), again=False)
+        assert time.monotonic() - began < BOUND
+    assert is_of_the_driver(f"{_full_name(caught.value.__cause__)}: ", server)
 
 
 @pytest.mark.parametrize("verb", ["acquire", "aacquire"])

@@ -8,13 +8,15 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Final, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, TypeAlias, TypeVar
 
-from django_sqlsem.backends import applock_watch
+from django_sqlsem import odbc_watch
 
 T = TypeVar("T")
 
+#: Where SQL Server listens unless an alias says otherwise.
+DEFAULT_PORT: Final = 1433
 _FILES: Final = "/proc/self/fd"
 #: One connect at a time, so that what is new is its own; and none during a fork, as driver managers have locks.
 gate = threading.Lock()
@@ -24,6 +26,8 @@ Socket: TypeAlias = tuple[int, int]
 _opened: list[Socket] = []
 #: After so many silent seconds the other side is asked, every so many seconds, so often: not every driver does.
 _ASK_AFTER, _ASK_EVERY, _ASK_TIMES = 30, 5, 3
+#: ODBC's number of that attribute.
+_SQL_ATTR_CONNECTION_TIMEOUT: Final = 113
 #: States of a TCP socket that the other side has closed, or reset: CLOSE and CLOSE_WAIT (net/tcp_states.h).
 _CLOSED: Final = (7, 8)
 #: Where Linux tells of a TCP socket how many milliseconds ago it got something: ``tcpi_last_data_recv`` (linux/tcp.h).
@@ -57,19 +61,32 @@ def opening(connect: Callable[[], T], port: int | None = None, limit: int = 60) 
     """
     with gate:
         login = _Login(limit, port)
-        applock_watch.watch.add(login)
+        odbc_watch.watch.add(login)
         try:
             connection = connect()
         finally:
-            applock_watch.watch.remove(login)
+            odbc_watch.watch.remove(login)
         new = login.opened()
         if len(new) > 1:
             new = [fd for fd in new if _port_of(fd) == port]
         found = [(fd, os.fstat(fd).st_ino) for fd in new] if len(new) == 1 else []
-        _opened.extend(found)
+        _opened[:] = [*filter(_is_there, _opened), *found]
     for fd, _inode in found:
         _keep_alive(fd)
     return connection, found
+
+
+def port_in(settings: Mapping[str, Any]) -> int | None:
+    """Return the port that an alias's settings name; ``None`` if it is no number."""
+    port = str(settings.get("PORT") or DEFAULT_PORT)
+    return int(port) if port.isdecimal() else None
+
+
+def limit_reads(raw: Any, seconds: int) -> None:
+    """Limit a connection besides its cursors: else Microsoft's driver waits for ever for a silent server."""
+    raw.timeout = seconds
+    if type(raw).__module__.startswith("mssql_python"):  # whose timeout is its cursors' alone
+        raw.set_attr(_SQL_ATTR_CONNECTION_TIMEOUT, seconds)
 
 
 def cut(sockets: list[Socket]) -> None:
@@ -114,6 +131,12 @@ def after_fork() -> None:
     gate = threading.Lock()
     let_go()
     _opened.clear()
+
+
+def _is_there(opened: Socket) -> bool:
+    with contextlib.suppress(OSError):
+        return os.fstat(opened[0]).st_ino == opened[1]
+    return False
 
 
 def _sockets() -> dict[int, str]:
