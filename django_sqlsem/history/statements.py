@@ -59,7 +59,7 @@ _COUNTS: Final = [column for column in MINUTE_COLUMNS if column not in (*_IDENTI
 BATCH: Final = 100
 #: A statement deletes so many.
 PRUNED: Final = 200
-#: SQL Server compiles each text: one has so many rows, or keys, always, of which some may be NULL.
+#: SQL Server compiles each text: one has so many rows, or keys, always.
 AT_ONCE: Final = 10
 _SQL_SERVER: Final = {"text": TEXT, "bigint": "bigint", "int": "int"}
 #: A lock is waited for no longer, in seconds.
@@ -132,7 +132,7 @@ def prune(cursor: AnyCursor, table: str, now_us: int, seconds: float) -> int:
         cursor.execute(f"DELETE FROM {table} WHERE id = ANY(%s::bigint[])", [ids])
     else:
         if cursor.db.vendor == "microsoft":
-            ids += [ids[-1]] * ((AT_ONCE if len(ids) <= AT_ONCE else PRUNED) - len(ids))
+            ids = _padded(ids, AT_ONCE if len(ids) <= AT_ONCE else PRUNED)
         places = ", ".join(["%s"] * len(ids))
         cursor.execute(_limited(cursor.db, f"DELETE FROM {table} WHERE id IN ({places})", seconds), ids)
     return max(0, int(cursor.rowcount))  # another may have been faster where no row is passed over
@@ -178,13 +178,16 @@ def _insert(
         text = f"{insert} VALUES {', '.join([one] * len(rows))}{again}"
         cursor.execute(_limited(connection, text, seconds), [value for row in rows for value in row])
     elif isinstance(cursor, SQLServerCursor):
-        listed = ", ".join(columns)
-        text = f"{insert} SELECT {listed} FROM (VALUES {', '.join([one] * AT_ONCE)}) AS given ({listed})"
-        text += " WHERE semaphore_key IS NOT NULL"
+        # Of each NULL pyodbc would ask the server what it is: nothing that is written is -1, and no key is empty.
+        numbers = [kind != "text" for kind in columns.values()]
+        picked = [f"NULLIF({name}, -1)" if number else name for name, number in zip(columns, numbers, strict=True)]
+        given = f"(VALUES {', '.join([one] * AT_ONCE)}) AS given ({', '.join(columns)})"
+        text = f"{insert} SELECT {', '.join(picked)} FROM {given} WHERE semaphore_key <> ''"
         declared = [_SQL_SERVER[kind] for kind in columns.values()] * AT_ONCE
         for some in _some(rows):
-            values = [value for row in some for value in row]
-            cursor.execute(text, _padded(values, len(declared)), declared)
+            values = [-1 if value is None else value for row in some for value in row]
+            values += [0 if number else "" for number in numbers] * (AT_ONCE - len(some))
+            cursor.execute(text, values, declared)
     else:
         for row in rows:
             cursor.execute(f"{insert} VALUES {one}{again}", list(row))
@@ -206,5 +209,5 @@ def _some(all_: Sequence[T]) -> Iterator[Sequence[T]]:
         yield all_[start : start + AT_ONCE]
 
 
-def _padded(values: Sequence[T], count: int) -> list[T | None]:
-    return [*values, *[None] * (count - len(values))]
+def _padded(values: Sequence[T], count: int) -> list[T]:
+    return [*values, *[values[-1]] * (count - len(values))]
