@@ -83,7 +83,7 @@ class Hold(Awaited):
         self.releasing = threading.Lock()
         self.releasing_since = 0.0
         self.release_retried = False
-        self.recorded = False  # whether the history knows how it ended
+        self.recorded = threading.Lock()  # taken by who tells the history how it ended
         self.callbacks: list[Callable[[Permit], object]] = []
         #: By whom its holder was asked to stop; empty: by nobody. And whom to tell of that: see ``stops``.
         self.stop_by = ""

@@ -11,7 +11,7 @@ from django_sqlsem.history.recorder import Recorder
 from django_sqlsem.history.writing import LONGEST, Writer
 from django_sqlsem.holds import Hold, State
 from django_sqlsem.keeper_care import CaringKeeper
-from django_sqlsem.snapshots import LossReason
+from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.base import BaseSemaphoreBackend
@@ -54,24 +54,27 @@ class RecordingKeeper(CaringKeeper):
     def released(self, hold: Hold, freed: bool) -> None:
         """Note that the database has the slots back, or had given them to somebody else already."""
         super().released(hold, freed)
-        if self._ends(hold) and hold.grant is not None:
-            detail = str(hold.loss) if hold.loss is not None else ""
+        loss = hold.loss
+        if loss is not None and loss.reason is not LossReason.STOPPED:
+            self._lost(hold, loss)  # another thread has found it, and may be about to tell of it
+        elif self._ends(hold) and hold.grant is not None:
+            detail = str(loss) if loss is not None else ""
             held = hold.releasing_since - hold.granted_at
             self.history.released(hold.claim, hold.grant, hold.releasing_since, max(0.0, held), detail)
 
     def tell_lost(self, hold: Hold) -> None:
         """Log a loss, and tell the program and the history."""
         super().tell_lost(hold)
-        loss = hold.loss
-        told = loss is not None and loss.reason is not LossReason.FORKED and self._ends(hold)
-        if told and loss is not None and hold.grant is not None:
+        if hold.loss is not None:
+            self._lost(hold, hold.loss)
+
+    def _lost(self, hold: Hold, loss: Loss) -> None:
+        if loss.reason is not LossReason.FORKED and self._ends(hold) and hold.grant is not None:
             self.history.lost(hold.claim, hold.grant, boot_now() - hold.granted_at, loss)
 
     def _ends(self, hold: Hold) -> bool:
         """Whether a grant that was told of ends now: it does so once."""
-        first = hold.settled and hold.kept and not hold.recorded
-        hold.recorded = hold.recorded or first
-        return first
+        return hold.settled and hold.kept and hold.recorded.acquire(blocking=False)
 
     # When it is written.
 

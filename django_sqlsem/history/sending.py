@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from django_sqlsem.cursors import AnyCursor
     from django_sqlsem.sessions import KeeperSession
 
-#: The shortest limit where whole seconds are counted, and a little more, in seconds.
-ONE_SECOND: Final = 1.2
+#: The shortest limit that MySQL knows, and a little more, in seconds.
+MYSQL_SECONDS: Final = 1.2
 
 _TIMED_OUT_SQLSTATE: Final = "57014"
 _TIMED_OUT_MYSQL: Final = (1969, 3024)
@@ -48,7 +48,7 @@ def in_transaction(
         # On an error that a session hears of it throws its connection away, and others count on this one.
         connection: Any = cursor.db
         refused = connection.Database.Error
-        if statements.is_mysql(connection) and seconds < ONE_SECOND:
+        if statements.is_mysql(connection) and seconds < MYSQL_SECONDS:
             return TooSoonError()
         try:
             _begin(cursor, in_line, refused)
@@ -80,7 +80,7 @@ def in_transaction(
 
     vendor = session.connection.vendor
     try:
-        if vendor == "microsoft" and seconds < ONE_SECOND:
+        if vendor == "microsoft" and seconds < 1:
             return TooSoonError()
         if vendor in BEGIN:
             return session.run(beside, again=False)

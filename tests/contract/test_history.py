@@ -21,6 +21,7 @@ from django_sqlsem.keeper_history import RecordingKeeper
 from django_sqlsem.keepers import keeper_for
 from django_sqlsem.models import EventRow, MinuteRow
 from django_sqlsem.sessions import OwnSession
+from django_sqlsem.snapshots import Loss, LossReason
 from tests import applocks, databases, tds
 from tests.processes import Child
 from tests.test_history import clock_us, event, minute
@@ -161,6 +162,19 @@ def test_a_loss_is_told_once_with_its_reason(database: str) -> None:
     assert len(queries.spans("reports", using=database)) == 1
     lifecycle.stop_all()
     assert sorted(whats(database)) == ["granted", "lost", "revoked"]
+
+
+def test_a_loss_is_one_also_if_the_permit_is_given_back_before_it_is_told(database: str) -> None:
+    lock = semaphore("reports", slots=2, using=database)
+    permit = lock.acquire()
+    hold = permit._hold
+    assert hold is not None
+    hold.loss = Loss(LossReason.REVOKED, "by ann", "ann")  # as the keeper notes it; and is passed by another thread
+    permit.release()
+    hold.lose(hold.loss)
+    lost = only(database, "lost")
+    assert (lost.detail, lost.by, lost.slot, lost.token) == ("revoked: by ann", "ann", permit.slot, permit.token)
+    assert sorted(whats(database)) == ["granted", "lost"]
 
 
 def test_acts_are_there_at_once_and_say_who(database: str) -> None:
