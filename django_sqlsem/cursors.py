@@ -101,6 +101,8 @@ class SQLServerCursor(_DjangoCursor):
         declared: Sequence[str] | None = None,
     ) -> None:
         """Run one statement. ``declared``: the types of its parameters, where their values do not tell."""
+        if isinstance(parameters, Mapping):
+            raise TypeError("SQL Server's drivers know no parameters by name.")
         values = list(parameters or ())
         self._raw.setinputsizes([size_of(each) for each in declared] if declared else sizes_for(values))
         self._raw.execute(sql, values or None)
@@ -145,10 +147,10 @@ def limited(cursor: AnyCursor, seconds: float) -> Iterator[AnyCursor]:
         return
     raw = connection.connection
     usual = raw.timeout
-    try:
-        raw.timeout = max(1, int(seconds))
-        with cursor_of(connection) as made:  # a limit is a cursor's from its beginning
-            yield made
-    finally:
-        with contextlib.suppress(Exception):  # it may be gone by now
+    with contextlib.ExitStack() as stack:
+        try:
+            raw.timeout = max(1, int(seconds))
+            made = stack.enter_context(cursor_of(connection))  # it has its limit from the beginning
+        finally:
             raw.timeout = usual
+        yield made

@@ -101,9 +101,10 @@ class RecordingKeeper(CaringKeeper):
         self.end_history(since)
 
     def _leisure(self, now: float) -> float:
-        """How long a statement may take, in seconds: there are two, and the nearest lease is to outlast them."""
+        """How long a statement may take, in seconds: there are a few, and the nearest lease is to outlast them."""
         if not self.backend.supports_renewal:
             return LONGEST
         deadlines = [hold.deadline for hold in list(self.holds.values()) if hold.grant is not None and not hold.loss]
         left = [deadline - now for deadline in deadlines if deadline > now]
-        return min([LONGEST, *(each / 3 for each in left)])
+        statements = 3 if self._writer.shares else 8
+        return min([LONGEST, *(each / statements for each in left)])

@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 #: Where SQL Server listens unless an alias says otherwise.
 DEFAULT_PORT: Final = 1433
+_OF_MICROSOFT: Final = "ODBC Driver"
 _FILES: Final = "/proc/self/fd"
 #: One connect at a time, so that what is new is its own; and none during a fork, as driver managers have locks.
 gate = threading.Lock()
@@ -53,13 +54,20 @@ class _Login:
                     cut([(fd, os.fstat(fd).st_ino)])
 
 
-def opening(connect: Callable[[], T], port: int | None = None, limit: int = 60) -> tuple[T, list[Socket]]:
+def opening(
+    connect: Callable[[], T], port: int | None = None, limit: int = 60, patience: float = -1.0
+) -> tuple[T, list[Socket]]:
     """Call ``connect`` in its turn; return what it returns, and the TCP socket that it opened.
 
     None is known where the system does not list a process's files, or if others were opened at the same moment; those
     that lead to another ``port`` do not count. It fails if the server says nothing for about ``limit`` seconds.
+    ``patience``: for how many seconds to stand in line; then it is called all the same, and no socket is known.
     """
-    with gate:
+    with contextlib.ExitStack() as stack:
+        mine = gate
+        if not mine.acquire(timeout=patience):
+            return connect(), []
+        stack.callback(mine.release)
         login = _Login(limit, port)
         odbc_watch.watch.add(login)
         try:
@@ -67,7 +75,7 @@ def opening(connect: Callable[[], T], port: int | None = None, limit: int = 60) 
         finally:
             odbc_watch.watch.remove(login)
         new = login.opened()
-        if len(new) > 1:
+        if len(new) > 1 or port is not None:
             new = [fd for fd in new if _port_of(fd) == port]
         found = [(fd, os.fstat(fd).st_ino) for fd in new] if len(new) == 1 else []
         _opened[:] = [*filter(_is_there, _opened), *found]
@@ -77,15 +85,21 @@ def opening(connect: Callable[[], T], port: int | None = None, limit: int = 60) 
 
 
 def port_in(settings: Mapping[str, Any]) -> int | None:
-    """Return the port that an alias's settings name; ``None`` if it is no number."""
-    port = str(settings.get("PORT") or DEFAULT_PORT)
+    """Return the port that an alias's settings name; ``None`` if something else does: an instance, a file, a DSN."""
+    options, (host, _, port) = settings.get("OPTIONS") or {}, str(settings.get("HOST") or "").partition(",")
+    if not options.get("python_driver"):
+        named = not (_OF_MICROSOFT in str(options.get("driver", _OF_MICROSOFT)) or options.get("host_is_server"))
+        if named or options.get("dsn"):  # in freetds.conf, in odbc.ini
+            return None
+    port = str(settings.get("PORT") or port.strip() or ("" if "\\" in host else DEFAULT_PORT))
     return int(port) if port.isdecimal() else None
 
 
 def limit_reads(raw: Any, seconds: int) -> None:
     """Limit a connection besides its cursors: else Microsoft's driver waits for ever for a silent server."""
     raw.timeout = seconds
-    if type(raw).__module__.startswith("mssql_python"):  # whose timeout is its cursors' alone
+    driver = raw.__class__.__module__  # also behind a proxy, as tools for tracing put one there
+    if driver.startswith("mssql_python"):  # whose timeout is its cursors' alone
         raw.set_attr(_SQL_ATTR_CONNECTION_TIMEOUT, seconds)
 
 

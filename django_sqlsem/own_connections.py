@@ -65,7 +65,8 @@ def _connection(alias: str, made: list[Any]) -> BaseDatabaseWrapper:
             session_settings.limit_waiting(raw)
             return raw
         options, port = settings["OPTIONS"], odbc_sockets.port_in(settings)
-        raw, _ = odbc_sockets.opening(lambda: get_new_connection(parameters), port, int(options["connection_timeout"]))
+        limit = int(options["connection_timeout"])
+        raw, _ = odbc_sockets.opening(lambda: get_new_connection(parameters), port, limit, patience=2 * limit)
         made.append(raw)
         odbc_sockets.limit_reads(raw, options["query_timeout"])
         return raw

@@ -38,7 +38,8 @@ _POSTGRESQL: Final = {
 _POOLS: Final = ("django_db_geventpool", "dj_db_conn_pool")
 _POOL_OPTIONS: Final = ("pool", "MAX_CONNS", "REUSE_CONNS")
 #: The drivers of SQL Server limit no login, and mssql-django tries one again for half a minute.
-_SQL_SERVER: Final = {"connection_timeout": 5, "connection_retries": 0}
+LOGIN_TIMEOUT: Final = 5
+_SQL_SERVER: Final = {"connection_timeout": LOGIN_TIMEOUT, "connection_retries": 0}
 #: An alias may give its own statements more time, in seconds, but a silent server is to be found out.
 LONGEST_ANSWER: Final = 30
 _MYSQL: Final = {"connect_timeout": 5, "read_timeout": ANSWER_TIMEOUT, "write_timeout": ANSWER_TIMEOUT}
@@ -156,6 +157,9 @@ _TRANSIENT_SQL_SERVER: Final = re.compile(
     r"|due to lock timeout|Snapshot isolation transaction aborted"
 )
 
+#: A statement's limit; HYT01 is a connection's, where no answer came at all.
+_TIMEOUT_SQL_SERVER: Final = re.compile(r"HYT00(?!.*Login timeout)|Driver Error: Timeout expired")
+
 _READ_ONLY_SQLSTATE: Final = "25006"
 _READ_ONLY_MYSQL: Final = {1290, 1792, 1836}
 _READ_ONLY_SQLITE: Final = 8  # SQLITE_READONLY
@@ -192,6 +196,12 @@ def is_deadlock_of_sql_server(error: Exception) -> bool:
     return is_of_sql_server(cause) and _DEADLOCK_SQL_SERVER.search(str(cause)) is not None
 
 
+def is_timeout_of_sql_server(error: Exception) -> bool:
+    """Whether a statement took too long for one of SQL Server's drivers, which had it cancelled."""
+    cause = error.__cause__ or error
+    return is_of_sql_server(cause) and _TIMEOUT_SQL_SERVER.search(str(cause)) is not None
+
+
 def is_of_sql_server(cause: Any) -> bool:
     """Whether an error was raised by one of SQL Server's drivers."""
     return type(cause).__module__.partition(".")[0] in ("pyodbc", "mssql_python")
@@ -208,7 +218,7 @@ def is_disconnect(error: Exception) -> bool:
         return False
     if "ysql" in module or "MySQLdb" in module:
         return _number(cause) in _DISCONNECT_MYSQL
-    if is_transient(error):  # mssql-python calls a deadlock an operational error
+    if is_transient(error) or is_timeout_of_sql_server(error):  # operational errors too, to its drivers
         return False
     if type(cause).__name__ in ("OperationalError", "InterfaceError"):
         return True

@@ -249,9 +249,10 @@ def _django_transaction(connection: BaseDatabaseWrapper, work: Callable[[AnyCurs
         with cursor_of(connection) as cursor:
             result = work(cursor)
     except DjangoDatabaseError:
-        with contextlib.suppress(DjangoDatabaseError):
-            connection.rollback()
-            connection.set_autocommit(True)
+        if connection.connection is not None:  # else the next word would open another one
+            with contextlib.suppress(DjangoDatabaseError):
+                connection.rollback()
+                connection.set_autocommit(True)
         raise
     if result is None:
         connection.rollback()

@@ -253,6 +253,49 @@ def test_a_login_that_hears_nothing_is_cut_and_nobody_elses(monkeypatch: pytest.
             assert b"".join(iter(lambda each=each: each.recv(1024), b"")).endswith(b"end")
 
 
+def test_who_has_stood_in_line_for_a_login_long_enough_goes_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Lock()
+    monkeypatch.setattr(odbc_sockets, "gate", gate)
+    with gate, socket.create_server(("127.0.0.1", 0)) as listener:
+        raw, known = odbc_sockets.opening(lambda: socket.create_connection(listener.getsockname()), patience=0.01)
+        raw.close()
+    assert known == []
+    assert not gate.locked()
+
+
+def test_a_connection_to_elsewhere_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that took its own from a pool opened none, and another thread did at that moment."""
+    monkeypatch.setattr(odbc_sockets, "gate", threading.Lock())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for wanted, count in ((port, 1), (port + 1, 0), (None, 1)):
+            raw, known = odbc_sockets.opening(lambda: socket.create_connection(("127.0.0.1", port)), wanted)
+            raw.close()
+            assert len(known) == count
+
+
+@pytest.mark.parametrize(
+    ("settings", "port"),
+    [
+        ({}, 1433),
+        ({"HOST": "db", "PORT": ""}, 1433),
+        ({"HOST": "db", "PORT": "14330"}, 14330),
+        ({"HOST": "db", "PORT": 14330}, 14330),
+        ({"HOST": "tcp:db,14331"}, 14331),
+        ({"HOST": "db, 14331"}, 14331),
+        ({"HOST": "db\\SQLEXPRESS"}, None),
+        ({"HOST": "db\\SQLEXPRESS", "PORT": "14330"}, 14330),
+        ({"HOST": "db", "PORT": "14330", "OPTIONS": {"dsn": "reports"}}, None),
+        ({"HOST": "db", "PORT": "14330", "OPTIONS": {"driver": "FreeTDS"}}, None),
+        ({"HOST": "db", "PORT": "14330", "OPTIONS": {"driver": "FreeTDS", "host_is_server": True}}, 14330),
+        ({"HOST": "db", "OPTIONS": {"driver": "ODBC Driver 17 for SQL Server"}}, 1433),
+        ({"HOST": "db", "OPTIONS": {"python_driver": "mssql-python"}}, 1433),
+    ],
+)
+def test_where_a_server_listens(settings: dict[str, Any], port: int | None) -> None:
+    assert odbc_sockets.port_in(settings) == port
+
+
 def test_sessions_that_somebody_waits_on_are_not_waited_for() -> None:
     pool = LockPool("default")
     waiting: Any = SimpleNamespace(ended="", unclear={"key": None}, waiting=True)

@@ -27,11 +27,12 @@ from django_sqlsem.backends import (
     rows_whole,
 )
 from django_sqlsem.backends.dialects import Dialect, _dialect
-from django_sqlsem.models import ClaimRow, SemaphoreRow, SlotRow, WaiterRow
+from django_sqlsem.deadlocks import statements as wait_statements
+from django_sqlsem.models import ClaimRow, SemaphoreRow, SlotRow, WaiterRow, WaitRow
 from django_sqlsem.modes import UPDATE, UPGRADE, WHOLE
 
 MODELS: dict[str, type[models.Model]] = {
-    model._meta.db_table: model for model in (SemaphoreRow, SlotRow, WaiterRow, ClaimRow)
+    model._meta.db_table: model for model in (SemaphoreRow, SlotRow, WaiterRow, ClaimRow, WaitRow)
 }
 TABLE = "|".join(MODELS)
 #: A table that is read, its alias, and its hints.
@@ -54,6 +55,22 @@ class Said:
 
     def execute(self, text: str, values: Any = None) -> None:
         self.text = text
+
+
+class Noting(Said):
+    """One that notes all of it."""
+
+    rowcount = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def execute(self, text: str, values: Any = None) -> None:
+        self.texts.append(text)
+
+    def fetchall(self) -> list[Any]:
+        return []
 
 
 def told(dialect: Dialect, text: str) -> str:
@@ -104,7 +121,17 @@ def row_statements() -> dict[str, str]:
     return {name: told(dialect, text) for name, text in texts.items()}
 
 
-ROWS = row_statements()
+def statements_about_waits() -> dict[str, str]:
+    """Return those that name rows; one looks at all waits."""
+    dialect = _dialect("microsoft")
+    cursor: Any = Noting()
+    wait_statements.refresh(cursor, dialect, ["a"], 1)
+    wait_statements.delete(cursor, dialect, ["a", "b"])
+    wait_statements._look_at(cursor, dialect, wait_statements.Look(1), ["a"], leases=False)
+    return {f"waits {nth}": re.sub(r"\s+", " ", text) for nth, text in enumerate(cursor.texts)}
+
+
+ROWS = row_statements() | statements_about_waits()
 BATCHES = {name: re.sub(r"\s+", " ", text) for name, text in applock_texts.all_texts().items()}
 CALLERS = {"hold": applock_fence_sql.HOLD.replace("\n", " "), "fenced": applock_fences._ROW}
 TEXTS = ROWS | BATCHES | CALLERS
@@ -149,6 +176,7 @@ def test_the_columns_that_rows_are_named_by_are_the_first_of_an_index() -> None:
     assert {"semaphore_key", "ticket"} < leading("sqlsem_waiter")
     assert {"semaphore_key"} < leading("sqlsem_claim")
     assert {"name_key"} < leading("sqlsem_semaphore")
+    assert {"wait_id"} <= leading("sqlsem_wait")
 
 
 @everywhere

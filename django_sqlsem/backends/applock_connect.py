@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 from django.db import connections
 
 from django_sqlsem import odbc_sockets
+from django_sqlsem.session_settings import LOGIN_TIMEOUT, LONGEST_ANSWER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-#: A login that takes longer is given up, in seconds, unless the alias says otherwise.
-LOGIN_TIMEOUT: Final = 5
 #: What a lock connection must not have: a driver that reconnects by itself would come back without the locks, and a
 #: readable secondary has a lock manager of its own.
 _UNWANTED: Final = re.compile(
@@ -26,8 +25,6 @@ _UNWANTED: Final = re.compile(
 
 #: A batch that does not wait takes no longer than this, in seconds, or the server does not answer.
 ANSWER_TIMEOUT: Final = 5
-#: An alias may have longer ones for its own queries, but a silent server is to be found out.
-LONGEST_ANSWER: Final = 30
 
 
 def answer_timeout(alias: str) -> int:

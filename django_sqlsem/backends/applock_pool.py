@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from django.db import Error as DjangoDatabaseError
 
-from django_sqlsem import odbc_sockets, odbc_watch
+from django_sqlsem import odbc_sockets
 from django_sqlsem.backends import applock_turns
 from django_sqlsem.backends.applock_held import Holding
 from django_sqlsem.backends.applock_session import LockSession
@@ -271,8 +271,6 @@ class LockPool:
 
     def after_fork(self) -> None:
         """In a forked child: leave the parent's sessions alone."""
-        odbc_sockets.after_fork()
         applock_turns.after_fork()
-        odbc_watch.after_fork()
         for session in self._sessions:
             session.after_fork()

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 _PARAMETER: Final = re.compile(r"%\((\w+)\)s")
 
 # What is looked for by the first column of an index that is not the table's own order: see ``_sought``.
-_BY_KEY: Final = r"(?:\w+\.)?(?:semaphore_key|ticket) = "
-_READ: Final = re.compile(rf"(\bsqlsem_(?:slot|waiter|claim)\b(?: \w)?)(?= (?:WHERE|ON) {_BY_KEY})")
+_BY_KEY: Final = r"(?:\w+\.)?(?:semaphore_key|ticket|wait_id) (?:= |IN \(%)"
+_READ: Final = re.compile(rf"(\bsqlsem_(?:slot|waiter|claim|wait)\b(?: \w)?)(?= (?:WHERE|ON) {_BY_KEY})")
 _WRITTEN: Final = re.compile(
-    rf"^((?:UPDATE|DELETE FROM) (sqlsem_(?:slot|waiter|claim))\b(?:(?! WHERE ).)*)(?= WHERE {_BY_KEY})"
+    rf"^((?:UPDATE|DELETE FROM) (sqlsem_(?:slot|waiter|claim|wait))\b(?:(?! WHERE ).)*)(?= WHERE {_BY_KEY})"
 )
 
 

@@ -11,7 +11,7 @@ from django.db import Error as DjangoDatabaseError
 from django_sqlsem.cursors import BEGIN, limited
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.history import statements
-from django_sqlsem.session_settings import is_disconnect, is_transient, sqlstate
+from django_sqlsem.session_settings import is_disconnect, is_timeout_of_sql_server, is_transient, sqlstate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +72,7 @@ def in_transaction(
         try:
             done = apart(cursor)
         except DjangoDatabaseError as error:
-            if not is_transient(error):
+            if not (is_transient(error) or is_timeout_of_sql_server(error)):
                 raise  # and the session throws its connection away
             refusals.append(_kept(error))  # of which the session would make its own time-consuming tries
         statements.unlimit(cursor)
@@ -99,7 +99,7 @@ def passes(error: Exception) -> bool:
     cause: Any = error.__cause__ or error
     code = cause.args[0] if getattr(cause, "args", ()) else None
     late = sqlstate(cause) == _TIMED_OUT_SQLSTATE or code in _TIMED_OUT_MYSQL
-    return late or is_transient(error) or is_disconnect(error)
+    return late or is_transient(error) or is_timeout_of_sql_server(error) or is_disconnect(error)
 
 
 def _kept(error: Any) -> Exception:

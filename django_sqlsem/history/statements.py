@@ -55,8 +55,9 @@ MINUTE_COLUMNS: Final = {
 }
 _IDENTITY: Final = ("semaphore_key", "minute_us", "writer")
 _COUNTS: Final = [column for column in MINUTE_COLUMNS if column not in (*_IDENTITY, "until_us")]
-#: A transaction writes so many rows of a table.
+#: A transaction writes so many rows of a table; and so many where they take several statements.
 BATCH: Final = 100
+SMALL_BATCH: Final = 20
 #: A statement deletes so many.
 PRUNED: Final = 200
 #: SQL Server compiles each text: one has so many rows, or keys, always.
@@ -76,6 +77,11 @@ _AGAIN["sqlite"] = _AGAIN["postgresql"]
 def is_mysql(connection: BaseDatabaseWrapper) -> bool:
     """Whether it is MySQL itself, which counts in whole seconds, and only for a session."""
     return connection.vendor == "mysql" and not getattr(connection, "mysql_is_mariadb", False)
+
+
+def batch_of(connection: BaseDatabaseWrapper) -> int:
+    """Return how many rows of a table to write in one transaction."""
+    return BATCH if connection.vendor in ("postgresql", "mysql", "sqlite") else SMALL_BATCH
 
 
 def limit(cursor: AnyCursor, seconds: float) -> None:
@@ -201,7 +207,9 @@ def _forget(cursor: AnyCursor, rows: Sequence[Sequence[Any]]) -> None:
         for some in _some(keys):
             places = ", ".join(["%s"] * AT_ONCE)
             where = f"minute_us = %s AND writer = %s AND semaphore_key IN ({places})"
-            cursor.execute(f"DELETE FROM {MINUTES} WHERE {where}", [minute_us, writer, *_padded(some, AT_ONCE)])
+            # Else it would scan a small table, and wait for the rows that others write.
+            sought = f" FROM {MINUTES} WITH (ROWLOCK, FORCESEEK)" if cursor.db.vendor == "microsoft" else ""
+            cursor.execute(f"DELETE FROM {MINUTES}{sought} WHERE {where}", [minute_us, writer, *_padded(some, AT_ONCE)])
 
 
 def _some(all_: Sequence[T]) -> Iterator[Sequence[T]]:

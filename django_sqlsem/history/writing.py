@@ -170,8 +170,9 @@ class Writer:
             self._left = [(at, tally) for (_, at), tally in self.tallies.minutes.items() if tally.changed]
         settings = config(self.alias)
         batch.now_us = now_us
-        batch.listed = min(len(self.tallies.listed), statements.BATCH)
-        batch.minutes = self._left[: statements.BATCH]
+        most = statements.batch_of(cursor.db)
+        batch.listed = min(len(self.tallies.listed), most)
+        batch.minutes = self._left[:most]
         listed = (self.tallies.listed[nth] for nth in range(batch.listed))
         events = [_event_row(at_us, entry, settings) for at_us, entry in listed]
         statements.write_events(cursor, [row for row in events if row is not None], seconds)

@@ -71,7 +71,7 @@ def test_proxy_passes_everything_on(server, proxy, sufferer):
     child.does("release", "released")
 
 
-@pytest.mark.parametrize("when", ["at the login", "in a session"])
+@pytest.mark.parametrize("when", ["at the login", "in a session", "in a transaction"])
 def test_a_silent_server_is_found_out(server, proxy, when):
     """Without any limit in the alias's own settings."""
     settings = connections[server].settings_dict
@@ -79,12 +79,20 @@ def test_a_silent_server_is_found_out(server, proxy, when):
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(OwnSession(server)) as session:
         for name, value in {"HOST": "127.0.0.1", "PORT": str(proxy.port), "OPTIONS": options}.items():
             patch.setitem(settings, name, value)
-        if when == "in a session":
+        if when != "at the login":
             session.run(lambda cursor: cursor.execute("SELECT 1"))
-        proxy.silence()
+
+        def work(cursor):
+            if when == "in a transaction":
+                cursor.execute("SELECT 1")
+            proxy.silence()
+            cursor.execute("SELECT 1")
+
+        if when == "at the login":
+            proxy.silence()
         began = time.monotonic()
         with pytest.raises(BackendError) as caught:
-            session.run(lambda cursor: cursor.execute("SELECT 1"), again=False)
+            (session.transaction if when == "in a transaction" else session.run)(work, again=False)
         assert time.monotonic() - began < BOUND
     assert is_of_the_driver(f"{_full_name(caught.value.__cause__)}: ", server)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 
 import pytest
 from django.db import connections
 
 from django_sqlsem import BackendError, semaphore, session_settings, sessions
+from django_sqlsem.deadlocks.statements import RefusedError, briefly
+from django_sqlsem.history.sending import in_transaction, passes
 from django_sqlsem.own_connections import open_connection
 from django_sqlsem.sessions import OwnSession
 from tests.databases import query, raw_connection, session_ids
@@ -108,6 +111,35 @@ def test_a_wait_for_a_row_ends_on_sql_server(database, monkeypatch):
         assert not session_settings.is_disconnect(refused), refused
         other.run(lambda cursor: cursor.execute(update))
     assert query(database, "SELECT granted FROM sqlsem_minute") == [(2,)]
+
+
+def test_what_is_written_beside_locks_ends_after_a_second_on_sql_server(database):
+    """And costs no connection, whose other statements may take longer."""
+    if connections[database].vendor != "microsoft":
+        pytest.skip("a limit that only its drivers have")
+
+    def ask(cursor, patience_ms=30_000):
+        cursor.execute(f"EXEC sp_getapplock 'slow', 'Exclusive', 'Session', {patience_ms}")
+
+    def spid(cursor):
+        cursor.execute("SELECT @@SPID")
+        return cursor.fetchone()[0]
+
+    with contextlib.closing(raw_connection(database)) as raw, contextlib.closing(OwnSession(database)) as session:
+        ask(raw.cursor())
+        number, usual = session.run(spid), session.connection.connection.timeout
+        began = time.monotonic()
+        refused = in_transaction(session, ask, 1.3, 0.1)
+        assert session_settings.is_timeout_of_sql_server(refused), refused
+        assert passes(refused)
+        with pytest.raises(RefusedError) as caught:
+            briefly(session, ask)
+        assert session_settings.is_timeout_of_sql_server(caught.value), caught.value
+        assert time.monotonic() - began < 20
+        assert session.run(spid) == number
+        assert session.connection.connection.timeout == usual
+        session.run(lambda cursor: ask(cursor, 1500))
+        assert in_transaction(session, spid, 1.3, 0.1) is None
 
 
 @pytest.mark.rows_only("row statements")
