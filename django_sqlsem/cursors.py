@@ -91,21 +91,28 @@ class _DjangoCursor(Cursor):
         return connection.cursor()
 
 
-class SQLServerCursor(_DjangoCursor):
+class SQLServerCursor(Cursor):
     """Django's, and its drivers are told the types of all parameters."""
 
-    def execute(
-        self,
-        sql: str,
-        parameters: Mapping[str, Any] | Sequence[Any] | None = None,
-        declared: Sequence[str] | None = None,
-    ) -> None:
-        """Run one statement. ``declared``: the types of its parameters, where their values do not tell."""
+    _declared: Sequence[str] = ()
+
+    def _open(self, connection: BaseDatabaseWrapper) -> Any:
+        return connection.cursor()
+
+    def execute(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] | None = None) -> None:
         if isinstance(parameters, Mapping):
             raise TypeError("SQL Server's drivers know no parameters by name.")
         values = list(parameters or ())
-        self._raw.setinputsizes([size_of(each) for each in declared] if declared else sizes_for(values))
+        self._raw.setinputsizes([size_of(each) for each in self._declared] or sizes_for(values))
         self._raw.execute(sql, values or None)
+
+    def execute_declared(self, sql: str, parameters: Sequence[Any], declared: Sequence[str]) -> None:
+        """Run one statement with the types of its parameters, where their values do not tell."""
+        self._declared = declared
+        try:
+            self.execute(sql, parameters)
+        finally:
+            self._declared = ()
 
 
 #: What a statement may run on: a cursor of our own session, or of the caller's or the operator's connection.
@@ -131,8 +138,11 @@ def cursor_of(connection: BaseDatabaseWrapper) -> Iterator[Cursor]:
         cursor = _CURSORS.get(connection.vendor, _DjangoCursor)(connection)
         try:
             yield cursor
-        finally:
-            cursor.close()
+        except BaseException:
+            with contextlib.suppress(Exception):  # the connection may be gone, and that is not what it died of
+                cursor.close()
+            raise
+        cursor.close()
 
 
 @contextlib.contextmanager

@@ -5,13 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import traceback
-from typing import Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from django.db import Error as DjangoDatabaseError
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import load_backend
 
 from django_sqlsem import odbc_sockets, session_settings, sqlite_files
+from django_sqlsem.cursors import cursor_of
+
+if TYPE_CHECKING:
+    from django_sqlsem.cursors import AnyCursor
+
+T = TypeVar("T")
 
 #: What a driver's connection has, by PEP 249.
 _DRIVERS: Final = ("cursor", "commit", "rollback", "close")
@@ -40,6 +48,36 @@ def close_all(made: list[Any]) -> None:
     for each in made:
         with contextlib.suppress(Exception):
             each.close()
+
+
+def django_transaction(connection: BaseDatabaseWrapper, work: Callable[[AnyCursor], T | None]) -> T | None:
+    """Call ``work`` in a transaction of Django's kind; commit unless it returns ``None``. Raises database errors."""
+    connection.set_autocommit(False, force_begin_transaction_with_broken_autocommit=True)
+    result = None
+    try:
+        with cursor_of(connection) as cursor:
+            result = work(cursor)
+    except DjangoDatabaseError:
+        if connection.connection is not None:  # else the next word would open another one
+            with contextlib.suppress(DjangoDatabaseError):
+                connection.rollback()
+                connection.set_autocommit(True)
+        raise
+    if result is None:
+        _roll_back(connection)
+    else:
+        connection.commit()
+    connection.set_autocommit(True)
+    return result
+
+
+def _roll_back(connection: BaseDatabaseWrapper) -> None:
+    try:
+        connection.rollback()
+    except DjangoDatabaseError as error:
+        if session_settings.is_disconnect(error):
+            raise
+        # FreeTDS says that there is no transaction any more, after a deadlock or a cancelled statement.
 
 
 def _half_open(error: BaseException) -> list[Any]:

@@ -19,7 +19,7 @@ from django_sqlsem import odbc_sockets, odbc_watch, session_settings, sqlite_fil
 from django_sqlsem.clocks import boot_now
 from django_sqlsem.cursors import BEGIN, cursor_of
 from django_sqlsem.exceptions import BackendError
-from django_sqlsem.own_connections import close_all, open_connection
+from django_sqlsem.own_connections import close_all, django_transaction, open_connection
 
 if TYPE_CHECKING:
     from django_sqlsem.cursors import AnyCursor
@@ -121,7 +121,7 @@ class OwnSession:
         def attempt(connection: BaseDatabaseWrapper) -> T | None:
             begin = BEGIN.get(connection.vendor)
             if begin is None:
-                return _django_transaction(connection, work)
+                return django_transaction(connection, work)
             # The driver stays in autocommit: Django's way would cost MySQL two more round trips.
             with cursor_of(connection) as cursor:
                 cursor.execute(begin)
@@ -240,26 +240,6 @@ def _driver_errors(connection: BaseDatabaseWrapper) -> type[Exception]:
     driver: Any = connection.Database  # type: ignore[attr-defined]
     found: type[Exception] = driver.Error
     return found
-
-
-def _django_transaction(connection: BaseDatabaseWrapper, work: Callable[[AnyCursor], T | None]) -> T | None:
-    connection.set_autocommit(False, force_begin_transaction_with_broken_autocommit=True)
-    result = None
-    try:
-        with cursor_of(connection) as cursor:
-            result = work(cursor)
-    except DjangoDatabaseError:
-        if connection.connection is not None:  # else the next word would open another one
-            with contextlib.suppress(DjangoDatabaseError):
-                connection.rollback()
-                connection.set_autocommit(True)
-        raise
-    if result is None:
-        connection.rollback()
-    else:
-        connection.commit()
-    connection.set_autocommit(True)
-    return result
 
 
 _sessions: weakref.WeakSet[OwnSession] = weakref.WeakSet()

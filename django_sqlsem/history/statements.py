@@ -193,7 +193,7 @@ def _insert(
         for some in _some(rows):
             values = [-1 if value is None else value for row in some for value in row]
             values += [0 if number else "" for number in numbers] * (AT_ONCE - len(some))
-            cursor.execute(text, values, declared)
+            cursor.execute_declared(text, values, declared)
     else:
         for row in rows:
             cursor.execute(f"{insert} VALUES {one}{again}", list(row))

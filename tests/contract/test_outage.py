@@ -94,7 +94,7 @@ def test_a_silent_server_is_found_out(server, proxy, when):
         with pytest.raises(BackendError) as caught:
             (session.transaction if when == "in a transaction" else session.run)(work, again=False)
         assert time.monotonic() - began < BOUND
-    assert is_of_the_driver(f"{_full_name(caught.value.__cause__)}: ", server)
+    assert is_of_the_driver(f"{_full_name(caught.value.__cause__)}: ", server), caught.value
 
 
 @pytest.mark.parametrize("verb", ["acquire", "aacquire"])

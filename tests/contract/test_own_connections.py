@@ -134,7 +134,7 @@ def test_what_is_written_beside_locks_ends_after_a_second_on_sql_server(database
         assert passes(refused)
         with pytest.raises(RefusedError) as caught:
             briefly(session, ask)
-        assert session_settings.is_timeout_of_sql_server(caught.value), caught.value
+        assert session_settings.is_timeout_of_sql_server(caught.value.__cause__), caught.value
         assert time.monotonic() - began < 20
         assert session.run(spid) == number
         assert session.connection.connection.timeout == usual
