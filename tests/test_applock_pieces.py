@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import pytest
 
-from django_sqlsem import identity, odbc_sockets, odbc_watch, session_settings
-from django_sqlsem.backends import applock_pool
+from django_sqlsem import BackendError, identity, odbc_sockets, odbc_watch, session_settings
+from django_sqlsem.backends import applock_line, applock_pool
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_claims import Answer, Stand
 from django_sqlsem.backends.applock_codes import Meaning, meaning
@@ -186,6 +186,59 @@ def test_a_line_whose_thread_could_not_start_starts_later(
     server.free.set()
     line.start()
     wait_until(lambda: server.delivered == ["a"])
+
+
+KILLED = [
+    ("08S01", "[08S01] [Microsoft]TCP Provider: Error code 0x2746 (10054) (SQLExecDirectW)"),
+    ("08S01", "[08S01] [FreeTDS][SQL Server]Read from the server failed (20004) (SQLExecDirectW)"),
+    ("Driver Error: Communication link failure; DDBC Error: [Microsoft]TCP Provider: Error code 0x2746",),
+]
+NEVER_THERE = [
+    ("08001", "[08001] [Microsoft]TCP Provider: Error code 0x2749 (10061) (SQLDriverConnect)"),
+    ("08001", "[08001] [FreeTDS][SQL Server]Unable to connect to data source (0) (SQLDriverConnect)"),
+    ("Driver Error: Client unable to establish connection; DDBC Error: [Microsoft]TCP Provider: Error code 0x2749",),
+    ("HYT00", "[HYT00] [Microsoft]Login timeout expired (0) (SQLDriverConnect)"),
+    ("28000", "[28000] [Microsoft]Login failed for user 'sa'. (18456) (SQLDriverConnect)"),
+]
+
+
+def failing_logins(server: Server, said: tuple[str, ...], count: int) -> list[int]:
+    """Have so many logins fail, and return a list that gets a number for each one that is tried."""
+    real, tried = server.pool.alone, []
+
+    def alone() -> Any:
+        tried.append(len(tried))
+        if len(tried) <= count:
+            raise BackendError("The database 'default' failed") from Exception(*said)
+        return real()
+
+    server.pool.alone = alone
+    return tried
+
+
+@pytest.mark.parametrize("said", KILLED)
+def test_who_waits_goes_on_when_a_session_is_killed_in_its_login(
+    server: Server, line: Line, said: tuple[str, ...]
+) -> None:
+    tried = failing_logins(server, said, 3)
+    server.free.set()
+    line.enrol(claim("a"), place())
+    line.start()
+    wait_until(lambda: server.delivered == ["a"])
+    assert len(tried) == 4
+    assert line.error is None
+
+
+@pytest.mark.parametrize(("said", "logins"), [(KILLED[0], applock_line.ENDS), *[(each, 1) for each in NEVER_THERE]])
+def test_who_waits_hears_of_a_server_that_is_not_there(
+    server: Server, line: Line, said: tuple[str, ...], logins: int
+) -> None:
+    tried = failing_logins(server, said, 1000)
+    line.enrol(claim("a"), place())
+    line.start()
+    wait_until(lambda: line.error is not None)
+    assert len(tried) == logins
+    line.leave("a")
 
 
 def test_a_socket_that_took_over_a_descriptor_is_not_cut() -> None:

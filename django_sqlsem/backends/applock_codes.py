@@ -77,15 +77,30 @@ SQLSTATES: Final[dict[str, Meaning]] = {
     "IMC": Meaning.SESSION_ENDED,
 }
 
+#: No connection was made.
+_NEVER_MADE: Final = "08001"
 _NUMBER: Final = re.compile(r"\((\d+)\)")
+
+
+def broke_off(error: Exception) -> bool:
+    """Whether a connection that had been made was cut, so that the server is there, and the next one may do better."""
+    _cause, text = _said(error)
+    if "Communication link failure" in text:  # as mssql-python puts it, without a number
+        return True
+    return meaning(error) is Meaning.SESSION_ENDED and _NEVER_MADE not in text
+
+
+def _said(error: Exception) -> tuple[Any, str]:
+    """Return what a driver raised, and all that it says."""
+    if isinstance(error, BackendError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    cause: Any = error.__cause__ or error
+    return cause, " ".join(map(str, getattr(cause, "args", ()) or (cause,)))
 
 
 def meaning(error: Exception) -> Meaning:
     """Return what a driver's error means, or the one that it was made into."""
-    if isinstance(error, BackendError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    cause: Any = error.__cause__ or error
-    text = " ".join(map(str, getattr(cause, "args", ()) or (cause,)))
+    cause, text = _said(error)
     for number in _NUMBER.findall(text):
         if int(number) in ERRORS:
             return ERRORS[int(number)]
@@ -93,7 +108,7 @@ def meaning(error: Exception) -> Meaning:
     for known, found in SQLSTATES.items():
         if state.startswith(known):
             return found
-    if is_transient(error) or "could not obtain lock" in text:
+    if is_transient(cause) or "could not obtain lock" in text:
         return Meaning.AGAIN
     # Of mssql-python, which tells no SQLSTATE. It also says "Communication link failure" of sessions that stand.
     if "imeout expired" in text:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from django_sqlsem.backends import applock_sql as sql
 from django_sqlsem.backends.applock_claims import Stand
-from django_sqlsem.backends.applock_codes import failure
+from django_sqlsem.backends.applock_codes import broke_off, failure
 from django_sqlsem.clocks import boot_now
+from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.applock_claims import Answer
@@ -175,7 +176,11 @@ class Line:
     def stand(self) -> None:
         """Wait on a session of its own, until there is a grant or nobody wants one."""
         self._session_ended = False
-        session = self.claimant.pool.alone()
+        try:
+            session = self.claimant.pool.alone()
+        except BackendError as error:
+            self._session_ended = broke_off(error)  # in the middle of its login
+            raise
         try:
             self._wait_on(session)
         finally:

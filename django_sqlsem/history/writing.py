@@ -6,20 +6,19 @@ import logging
 import random
 import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from django.db import connections
 
 from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.clocks import boot_now, boot_now_us
-from django_sqlsem.conf import Config, config
+from django_sqlsem.conf import config
 from django_sqlsem.cursors import BEGIN
-from django_sqlsem.history import buckets, statements
-from django_sqlsem.history.events import PASSING
-from django_sqlsem.history.recorder import Entry, Recorder, told
+from django_sqlsem.history import statements
+from django_sqlsem.history.recorder import Recorder
+from django_sqlsem.history.rows import event_row, minute_row
 from django_sqlsem.history.sending import TooSoonError, in_transaction, passes
 from django_sqlsem.history.tallies import MINUTE_US, Tallies, Tally
-from django_sqlsem.identity import printable
 from django_sqlsem.sessions import OwnSession
 
 if TYPE_CHECKING:
@@ -174,10 +173,10 @@ class Writer:
         batch.listed = min(len(self.tallies.listed), most)
         batch.minutes = self._left[:most]
         listed = (self.tallies.listed[nth] for nth in range(batch.listed))
-        events = [_event_row(at_us, entry, settings) for at_us, entry in listed]
+        events = [event_row(at_us, entry, settings) for at_us, entry in listed]
         statements.write_events(cursor, [row for row in events if row is not None], seconds)
         if settings.history_minutes:
-            rows = [_minute_row(at_us, tally, self._writer, settings) for at_us, tally in batch.minutes]
+            rows = [minute_row(at_us, tally, self._writer, settings) for at_us, tally in batch.minutes]
             statements.write_minutes(cursor, rows, seconds)
         batch.sent = True
 
@@ -186,7 +185,13 @@ class Writer:
         now = boot_now()
         if self._offset_us is None or now >= self._compare_at:
             dialect = dialect_for(cursor.db)
-            self._offset_us = dialect.token_clock(dialect.now(cursor)) - boot_now_us()
+            asked_us = boot_now_us()
+            there_us = dialect.token_clock(dialect.now(cursor))
+            slack_us = (boot_now_us() - asked_us) // 2
+            measured = there_us - asked_us - slack_us
+            # One that was within the error was no worse: what is told later is not to be earlier than what was before.
+            if self._offset_us is None or abs(measured - self._offset_us) > slack_us:
+                self._offset_us = measured
             self._compare_at = now + COMPARED
         return boot_now_us() + self._offset_us
 
@@ -255,46 +260,3 @@ class _Batch:
     minutes: list[tuple[int, Tally]] = field(default_factory=list)
     #: Whether all of it was sent, and only the commit was left.
     sent: bool = False
-
-
-def _event_row(at_us: int, entry: Entry, settings: Config) -> list[Any] | None:
-    kept = settings.history_grants if entry.what in PASSING else settings.history_acts
-    if not kept:
-        return None
-    claim, grant, who = entry.claim, entry.grant, entry.claim.holder
-    return [
-        claim.resource.key,
-        claim.resource.name,
-        at_us,
-        at_us + round(kept * 1e6),
-        entry.what,
-        grant.slots[0] if grant is not None and grant.slots else None,
-        grant.tokens[0] if grant is not None and grant.tokens else None,
-        None if entry.waited is None else round(entry.waited * 1e6),
-        None if entry.held is None else round(entry.held * 1e6),
-        who.host,
-        who.pid,
-        who.thread,
-        who.label,
-        who.user,
-        printable(entry.by, 150),
-        printable(told(entry), 500),
-    ]
-
-
-def _minute_row(at_us: int, tally: Tally, writer: int, settings: Config) -> list[Any]:
-    return [
-        tally.resource.key,
-        at_us,
-        writer,
-        at_us + MINUTE_US + round(settings.history_minutes * 1e6),
-        tally.granted,
-        tally.released,
-        tally.turned_away,
-        tally.lost,
-        tally.held_us,
-        tally.longest_hold_us,
-        tally.longest_wait_us,
-        buckets.to_text(tally.holds),
-        buckets.to_text(tally.waits),
-    ]
