@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 #: Where SQL Server listens unless an alias says otherwise.
 DEFAULT_PORT: Final = 1433
+#: Where Azure SQL sends a client on to, unless its policy for connections is "Proxy".
+_REDIRECTED: Final = range(11000, 12000)
 _OF_MICROSOFT: Final = "ODBC Driver"
 _FILES: Final = "/proc/self/fd"
 #: One connect at a time, so that what is new is its own; and none during a fork, as driver managers have locks.
@@ -50,7 +52,7 @@ class _Login:
         """End it: that is, what was opened since, leads to the server and has heard nothing for as long as it may."""
         for fd in self.opened():
             with contextlib.suppress(OSError):
-                if self._port in (None, _port_of(fd)) and _silence_of(fd) >= self.limit:
+                if (self._port is None or _leads_to(fd, self._port)) and _silence_of(fd) >= self.limit:
                     cut([(fd, os.fstat(fd).st_ino)])
 
 
@@ -76,7 +78,7 @@ def opening(
             odbc_watch.watch.remove(login)
         new = login.opened()
         if len(new) > 1 or port is not None:
-            new = [fd for fd in new if _port_of(fd) == port]
+            new = [fd for fd in new if _leads_to(fd, port)]
         found = [(fd, os.fstat(fd).st_ino) for fd in new] if len(new) == 1 else []
         _opened[:] = [*filter(_is_there, _opened), *found]
     for fd, _inode in found:
@@ -187,6 +189,11 @@ def _port_of(descriptor: int) -> int | None:
     with contextlib.suppress(OSError), _opened_again(descriptor) as sock:
         return int(sock.getpeername()[1])
     return None
+
+
+def _leads_to(descriptor: int, port: int | None) -> bool:
+    found = _port_of(descriptor)
+    return found is not None and (found == port or found in _REDIRECTED)
 
 
 def _silence_of(descriptor: int) -> float:

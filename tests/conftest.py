@@ -67,7 +67,8 @@ def django_db_setup(django_test_environment: None, django_db_blocker: Any, reque
         for alias in by_hand:
             made.enter_context(tds.database(alias))
         others = set(databases.covered()) - by_hand
-        created = setup_databases(verbosity=verbosity, interactive=False, aliases=others)
+        with tds.one_at_a_time() if "mssql" in others else contextlib.nullcontext():
+            created = setup_databases(verbosity=verbosity, interactive=False, aliases=others)
         made.callback(teardown_databases, created, verbosity=verbosity)
         for alias in others:
             databases.commit_without_waiting(alias)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import configparser
 import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -215,6 +216,14 @@ def locked(alias: str, resources: list[str]) -> list[bool]:
     with contextlib.closing(raw_connection(alias)) as connection:
         cursor = connection.cursor()
         return [not cursor.execute(sql, (resource,)).fetchone()[0] for resource in resources]
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Keep other test processes from making a database: SQL Server copies ``model``, for which each wants it alone."""
+    with open(os.path.join(tempfile.gettempdir(), "sqlsem-tests-create"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 # --- The stand-in's test database ---

@@ -79,7 +79,7 @@ class Server:
             return None
         return Granted(successor.permit_id, Grant((1,), (), (1,)), 60.0)
 
-    def deliver(self, granted: Granted, sent: float, resource: Any) -> None:
+    def deliver(self, granted: Granted, sent: float, resource: Any, *, at_once: bool) -> None:
         self.delivered.append(granted.permit_id)
 
     def give_up(self, session: Any, asked: Claim) -> None:
@@ -347,6 +347,17 @@ def test_a_connection_to_elsewhere_is_nobodys(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_where_a_server_listens(settings: dict[str, Any], port: int | None) -> None:
     assert odbc_sockets.port_in(settings) == port
+
+
+def test_a_server_that_sends_on_is_found_by_where_it_sends_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Azure SQL does within Azure: the gateway's connection has gone by then, and the database's is elsewhere."""
+    monkeypatch.setattr(odbc_sockets, "gate", threading.Lock())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = listener.getsockname()[1]
+        monkeypatch.setattr(odbc_sockets, "_REDIRECTED", (there,))
+        raw, known = odbc_sockets.opening(lambda: socket.create_connection(("127.0.0.1", there)), 1433)
+        assert [descriptor for descriptor, _inode in known] == [raw.fileno()]
+        raw.close()
 
 
 def test_sessions_that_somebody_waits_on_are_not_waited_for() -> None:

@@ -41,14 +41,14 @@ class ApplockBackend(ApplockUpgrades):
         #: By the claims' lines.
         self._lines: dict[str, Line] = {}
         self._lines_lock = threading.Lock()
-        self.deliver: Callable[[Granted, float, Resource], object] = lambda granted, sent, resource: None
+        self.deliver: Callable[..., object] = lambda granted, sent, resource, *, at_once: None
         self.pool.closing = self._end_lines
 
     def session(self) -> LockPool:
         """Return the pool: which session a statement runs on depends on what it is about."""
         return self.pool
 
-    def announce(self, deliver: Callable[[Granted, float, Resource], object]) -> None:
+    def announce(self, deliver: Callable[..., object]) -> None:
         """Have grants to waiters delivered from their own threads."""
         self.deliver = deliver
 
@@ -74,7 +74,7 @@ class ApplockBackend(ApplockUpgrades):
             line = self._lines.get(claim.line)
             if line is None:
                 line = self._lines[claim.line] = kind(self, names, self._line_ended)
-            line.enrol(claim, place)
+            line.enrol(claim, place, first=first)
             line.start()
         return Waited((), Queue(ahead=0, told=True))
 
@@ -105,7 +105,7 @@ class ApplockBackend(ApplockUpgrades):
             there = line.is_head or self.pool.holder(claim.permit_id) is not None
             return Waited((), Queue(ahead=0, told=True) if there else None)
         try:
-            granted, status, _head = self.try_claim(claim, Stand(line.ticket, place.waiting))
+            granted, status, *_ = self.try_claim(claim, Stand(line.ticket, place.waiting))
         except BaseException:
             line.leave(claim.permit_id)
             raise

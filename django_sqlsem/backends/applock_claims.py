@@ -72,6 +72,8 @@ class Answer(NamedTuple):
     status: int
     #: Whether its session is the head of the line now.
     head: bool = False
+    #: Whether nothing was in the way of what it got.
+    at_once: bool = False
 
 
 class ApplockClaims(ApplockFencing):
@@ -185,7 +187,7 @@ class ApplockClaims(ApplockFencing):
             remember(self._crowded, claim.line, CROWDED_FOR)
         elif granted is None and status == sql.DONE:
             status = sql.BUSY  # the claim has been served elsewhere
-        return Answer(granted, status, bool(row["head"]))
+        return Answer(granted, status, bool(row["head"]), not row["waited"])
 
     def _attempt_quickly(self, session: LockSession, claim: Claim, values: dict[str, Any]) -> Granted | None:
         """Take the lowest slot that this process has not, if all is plain: then the batch is a short one."""

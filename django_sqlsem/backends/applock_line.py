@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from django_sqlsem.backends.applock_pool import LockPool
     from django_sqlsem.backends.applock_session import LockSession
     from django_sqlsem.backends.base import Claim, Granted, Place
-    from django_sqlsem.naming import Resource
 
 #: A head's batch waits for so long, in milliseconds: then the process is asked whether it still wants to.
 BUDGET_MS: Final = 500
@@ -43,8 +42,8 @@ class Claimant(Protocol):
     """What the line needs of the backend."""
 
     pool: LockPool
-    #: To be called with what was granted, when it was asked for, and its name.
-    deliver: Callable[[Granted, float, Resource], object]
+    #: To be called with what was granted, when it was asked for, its name, and ``at_once``.
+    deliver: Callable[..., object]
 
     def attempt(self, session: LockSession, claim: Claim, stand: Stand, *, fair: int) -> Answer:
         """Claim on this session, after standing in line if need be."""
@@ -71,6 +70,8 @@ class Line:
         #: Whether it is the first in line.
         self.is_head = False
         self._ended = ended
+        #: The claim that came first and found nobody waiting here, until the server has been asked for it.
+        self._unhindered = ""
         #: Entered by itself: a signal may strike within a condition's own ``__enter__``, and would leave it locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -88,9 +89,10 @@ class Line:
 
     # What the keeper's thread calls.
 
-    def enrol(self, claim: Claim, place: Place) -> None:
-        """Wait for this claim from now on."""
+    def enrol(self, claim: Claim, place: Place, *, first: bool = False) -> None:
+        """Wait for this claim from now on. ``first``: it has asked for nothing before."""
         with self._lock:
+            self._unhindered = claim.permit_id if first and not self._claims else ""
             self._claims[claim.permit_id] = (claim, place)
             self.error = None
             self._changed.notify()
@@ -219,19 +221,20 @@ class Line:
                 return False
             _claim, place = self._claims[claim.permit_id]
             self._blocked, self._cut = session, False
+            unhindered, self._unhindered = self._unhindered == claim.permit_id, ""
         longest = LONGEST if session.can_be_cut else LONGEST_UNCUT
         patience = longest if place.patience is None else min(place.patience + SUCCESSION, longest)
         stand = Stand(self.ticket, place.waiting, patience, place.arrived, BUDGET_MS, heads=self.is_head)
         began = boot_now()
         self._in_line = True
         try:
-            granted, status, self.is_head = self.claimant.attempt(session, claim, stand, fair=False)
+            granted, status, self.is_head, at_once = self.claimant.attempt(session, claim, stand, fair=False)
         finally:
             with self._lock:
                 self._blocked = None
         if granted is not None:
             self._in_line = False  # the batch has opened the gate
-            self._hand_over(session, claim, granted)
+            self._hand_over(session, claim, granted, at_once=unhindered and at_once)
             return True
         if status not in (sql.BUSY, sql.PAUSED):
             raise failure(self.claimant.pool.alias, status)
@@ -243,7 +246,7 @@ class Line:
                 self._changed.wait(SUCCESSION)
         return False
 
-    def _hand_over(self, session: LockSession | None, claim: Claim, granted: Granted) -> None:
+    def _hand_over(self, session: LockSession | None, claim: Claim, granted: Granted, *, at_once: bool = False) -> None:
         with self._lock:
             wanted = self._claims.pop(claim.permit_id, None) is not None
         if not wanted:  # who left has looked already for what it might have got
@@ -254,11 +257,11 @@ class Line:
             passed = self.claimant.pass_on(session, claim, successor)
             if passed is None:
                 return
-            granted, claim = passed, successor
+            granted, claim, at_once = passed, successor, False
             with self._lock:
                 wanted = self._claims.pop(claim.permit_id, None) is not None
         if wanted:
-            self.claimant.deliver(granted, boot_now(), claim.resource)
+            self.claimant.deliver(granted, boot_now(), claim.resource, at_once=at_once)
         else:
             self.claimant.give_up(session, claim)
 

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 #: Takes a lock until the end of the caller's transaction, if it is free: nobody can take it meanwhile.
 _TAKE: Final = (
-    "SET NOCOUNT ON; DECLARE @rc int, @resource nvarchar(255) = ?;"
+    # An implicit transaction begins with the first look at a table, not with the procedure.
+    "SET NOCOUNT ON; DECLARE @rc int, @one int, @resource nvarchar(255) = ?;"
+    " SELECT TOP (1) @one = slot FROM sqlsem_slot WITH (NOLOCK);"
     " EXEC @rc = sys.sp_getapplock @Resource = @resource, @LockMode = 'Exclusive', @LockOwner = 'Transaction',"
     " @LockTimeout = 0, @DbPrincipal = 'public'; SELECT @rc AS rc;"
     " SET NOCOUNT OFF;"

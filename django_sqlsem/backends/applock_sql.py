@@ -3,7 +3,7 @@
 Traps behind the wording, from the documentation of ``sp_getapplock`` and captures of SQL Server 2025: all five
 parameters are always passed, since the defaults are traps; the verdict is the return code, as a refusal raises
 nothing; ``SET NOCOUNT ON``, as the procedures' row counts would hide the result; an applock is re-entrant, so a batch
-asks ``APPLOCK_MODE`` before it trusts a grant.
+asks ``APPLOCK_MODE`` before it trusts a grant; but for the shortest one, which the pool keeps off such sessions.
 """
 
 from __future__ import annotations

@@ -565,7 +565,7 @@ def test_a_fault_of_the_history_is_no_permits_and_no_busy_loop(
         asked.append(time.monotonic())
         raise KeyError("something that nobody has thought of")
 
-    monkeypatch.setattr(writing, "_event_row", broken)
+    monkeypatch.setattr(writing, "event_row", broken)
     with semaphore("reports", lease=1.0, using=database) as permit:
         assert wait_until(lambda: "cannot be written just now" in caplog.text)
         ends = time.monotonic() + 1.5

@@ -63,6 +63,18 @@ def test_what_is_granted_at_once_has_not_waited(database, way):
     tried.release()
 
 
+@both
+def test_what_was_busy_a_moment_ago_and_is_free_now_was_not_waited_for(database, way):
+    lock = semaphore("just freed", using=database)
+    for _ in range(3):
+        holder = acquire(lock, way)
+        assert lock.try_acquire() is None
+        holder.release()
+        permit = lock.acquire(timeout=30)
+        assert permit.waited == 0
+        permit.release()
+
+
 @pytest.mark.rows_only("row queue")
 @pytest.mark.parametrize(("holder", "way"), [("process", "sync"), ("thread", "sync"), ("thread", "async")])
 def test_served_before_its_own_process_knew_of_its_place(database, monkeypatch, holder, way):
