@@ -6,7 +6,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from django.db.backends.utils import CursorWrapper
 
@@ -14,6 +14,8 @@ from django_sqlsem.odbc_types import size_of, sizes_for
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
+
+T = TypeVar("T")
 
 _NAMED: Final = re.compile(r"%\((\w+)\)s")
 
@@ -143,6 +145,12 @@ def cursor_of(connection: BaseDatabaseWrapper) -> Iterator[Cursor]:
                 cursor.close()
             raise
         cursor.close()
+
+
+def padded(values: Sequence[T], counts: Sequence[int]) -> list[T]:
+    """Return values with the last one repeated, up to the next of these counts: each count is a text, and a plan."""
+    count = next(each for each in counts if each >= len(values))
+    return [*values, *[values[-1]] * (count - len(values))]
 
 
 @contextlib.contextmanager

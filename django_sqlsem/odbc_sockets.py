@@ -65,11 +65,10 @@ def opening(
     that lead to another ``port`` do not count. It fails if the server says nothing for about ``limit`` seconds.
     ``patience``: for how many seconds to stand in line; then it is called all the same, and no socket is known.
     """
-    with contextlib.ExitStack() as stack:
-        mine = gate
-        if not mine.acquire(timeout=patience):
-            return connect(), []
-        stack.callback(mine.release)
+    mine = gate  # whatever takes its place in a forked child
+    if not mine.acquire(timeout=patience):
+        return connect(), []
+    try:
         login = _Login(limit, port)
         odbc_watch.watch.add(login)
         try:
@@ -81,6 +80,8 @@ def opening(
             new = [fd for fd in new if _leads_to(fd, port)]
         found = [(fd, os.fstat(fd).st_ino) for fd in new] if len(new) == 1 else []
         _opened[:] = [*filter(_is_there, _opened), *found]
+    finally:
+        mine.release()
     for fd, _inode in found:
         _keep_alive(fd)
     return connection, found

@@ -8,7 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Mapping
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -38,8 +38,7 @@ _POSTGRESQL: Final = {
 _POOLS: Final = ("django_db_geventpool", "dj_db_conn_pool")
 _POOL_OPTIONS: Final = ("pool", "MAX_CONNS", "REUSE_CONNS")
 #: The drivers of SQL Server limit no login, and mssql-django tries one again for half a minute.
-LOGIN_TIMEOUT: Final = 5
-_SQL_SERVER: Final = {"connection_timeout": LOGIN_TIMEOUT, "connection_retries": 0}
+_SQL_SERVER: Final = {"connection_timeout": 5, "connection_retries": 0}
 #: An alias may give its own statements more time, in seconds, but a silent server is to be found out.
 LONGEST_ANSWER: Final = 30
 _MYSQL: Final = {"connect_timeout": 5, "read_timeout": ANSWER_TIMEOUT, "write_timeout": ANSWER_TIMEOUT}
@@ -76,10 +75,19 @@ def adapt(settings: dict[str, Any], vendor: str) -> None:
         options["timeout"] = 0
     elif vendor == "microsoft":
         options["isolation_level"] = "READ COMMITTED"
-        for name, value in _SQL_SERVER.items():
-            options[name] = options.get(name) or value
-        wanted = int(options.get("query_timeout") or 0)
-        options["query_timeout"] = min(max(wanted, ANSWER_TIMEOUT), LONGEST_ANSWER)
+        limit_logins(options)
+        options["query_timeout"] = answer_limit(options, ANSWER_TIMEOUT)
+
+
+def limit_logins(options: dict[str, Any]) -> None:
+    """Have logins to SQL Server end, unless an alias's options say when they do."""
+    for name, value in _SQL_SERVER.items():
+        options[name] = options.get(name) or value
+
+
+def answer_limit(options: Mapping[str, Any], least: int) -> int:
+    """Return for how many seconds SQL Server may owe an answer: as ``query_timeout`` says, within reason."""
+    return min(max(int(options.get("query_timeout") or 0), least), LONGEST_ANSWER)
 
 
 def limit_waiting(raw: Any) -> None:

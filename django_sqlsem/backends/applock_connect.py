@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from django.db import connections
 
 from django_sqlsem import odbc_sockets
-from django_sqlsem.session_settings import LOGIN_TIMEOUT, LONGEST_ANSWER
+from django_sqlsem.session_settings import answer_limit, limit_logins
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,8 +29,7 @@ ANSWER_TIMEOUT: Final = 5
 
 def answer_timeout(alias: str) -> int:
     """Return for how many seconds a batch that does not wait may take: as the alias's ``query_timeout`` says."""
-    options = connections[alias].settings_dict.get("OPTIONS") or {}
-    return min(max(int(options.get("query_timeout") or 0), ANSWER_TIMEOUT), LONGEST_ANSWER)
+    return answer_limit(connections[alias].settings_dict.get("OPTIONS") or {}, ANSWER_TIMEOUT)
 
 
 def connect(alias: str, in_turn: Callable[[], object]) -> tuple[Any, BaseDatabaseWrapper, list[odbc_sockets.Socket]]:
@@ -43,8 +42,7 @@ def connect(alias: str, in_turn: Callable[[], object]) -> tuple[Any, BaseDatabas
     wrapper = connections[alias].copy()
     parameters = copy.deepcopy(wrapper.get_connection_params())
     options = parameters["OPTIONS"] = dict(parameters.get("OPTIONS") or {})
-    options["connection_timeout"] = options.get("connection_timeout") or LOGIN_TIMEOUT
-    options.setdefault("connection_retries", 0)
+    limit_logins(options)
     options["query_timeout"] = 0
     options["extra_params"] = ";".join(filter(None, [_kept(options.get("extra_params")), *_ours(alias, options)]))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import Error as DjangoDatabaseError
 
-from django_sqlsem.cursors import limited
+from django_sqlsem.cursors import limited, padded
 from django_sqlsem.deadlocks.graph import Name, Slot, Wait, entangled
 from django_sqlsem.session_settings import LOCK_TIMEOUT_MS, STATEMENT_TIMEOUT_MS, is_disconnect
 
@@ -295,6 +295,4 @@ def _marks(count: int) -> str:
 
 
 def _numbered(values: Sequence[str]) -> dict[str, str]:
-    count = next(each for each in COUNTS if each >= len(values))
-    padded = [*values, *[values[-1]] * (count - len(values))]
-    return {f"id{number}": value for number, value in enumerate(padded)}
+    return {f"id{number}": value for number, value in enumerate(padded(values, COUNTS))}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django_sqlsem.backends.dialects import dialect_for
-from django_sqlsem.cursors import SQLServerCursor
+from django_sqlsem.cursors import SQLServerCursor, padded
 from django_sqlsem.odbc_types import TEXT
 from django_sqlsem.session_settings import LOCK_TIMEOUT_MS, STATEMENT_TIMEOUT_MS
 
@@ -138,7 +138,7 @@ def prune(cursor: AnyCursor, table: str, now_us: int, seconds: float) -> int:
         cursor.execute(f"DELETE FROM {table} WHERE id = ANY(%s::bigint[])", [ids])
     else:
         if cursor.db.vendor == "microsoft":
-            ids = _padded(ids, AT_ONCE if len(ids) <= AT_ONCE else PRUNED)
+            ids = padded(ids, (AT_ONCE, PRUNED))
         places = ", ".join(["%s"] * len(ids))
         cursor.execute(_limited(cursor.db, f"DELETE FROM {table} WHERE id IN ({places})", seconds), ids)
     return max(0, int(cursor.rowcount))  # another may have been faster where no row is passed over
@@ -184,38 +184,40 @@ def _insert(
         text = f"{insert} VALUES {', '.join([one] * len(rows))}{again}"
         cursor.execute(_limited(connection, text, seconds), [value for row in rows for value in row])
     elif isinstance(cursor, SQLServerCursor):
-        # Of each NULL pyodbc would ask the server what it is: nothing that is written is -1, and no key is empty.
-        numbers = [kind != "text" for kind in columns.values()]
-        picked = [f"NULLIF({name}, -1)" if number else name for name, number in zip(columns, numbers, strict=True)]
-        given = f"(VALUES {', '.join([one] * AT_ONCE)}) AS given ({', '.join(columns)})"
-        text = f"{insert} SELECT {', '.join(picked)} FROM {given} WHERE semaphore_key <> ''"
-        declared = [_SQL_SERVER[kind] for kind in columns.values()] * AT_ONCE
-        for some in _some(rows):
-            values = [-1 if value is None else value for row in some for value in row]
-            values += [0 if number else "" for number in numbers] * (AT_ONCE - len(some))
-            cursor.execute_declared(text, values, declared)
+        _insert_on_sql_server(cursor, insert, one, columns, rows)
     else:
         for row in rows:
             cursor.execute(f"{insert} VALUES {one}{again}", list(row))
+
+
+def _insert_on_sql_server(
+    cursor: SQLServerCursor, insert: str, one: str, columns: dict[str, str], rows: Sequence[Sequence[Any]]
+) -> None:
+    # Of each NULL pyodbc would ask the server what it is: nothing that is written is -1, and no key is empty.
+    numbers = [kind != "text" for kind in columns.values()]
+    picked = [f"NULLIF({name}, -1)" if number else name for name, number in zip(columns, numbers, strict=True)]
+    given = f"(VALUES {', '.join([one] * AT_ONCE)}) AS given ({', '.join(columns)})"
+    text = f"{insert} SELECT {', '.join(picked)} FROM {given} WHERE semaphore_key <> ''"
+    declared = [_SQL_SERVER[kind] for kind in columns.values()] * AT_ONCE
+    for some in _some(rows):
+        values = [-1 if value is None else value for row in some for value in row]
+        values += [0 if number else "" for number in numbers] * (AT_ONCE - len(some))
+        cursor.execute_declared(text, values, declared)
 
 
 def _forget(cursor: AnyCursor, rows: Sequence[Sequence[Any]]) -> None:
     by_minute: dict[tuple[int, int], list[str]] = {}
     for key, minute_us, writer, *_ in rows:
         by_minute.setdefault((minute_us, writer), []).append(key)
+    # Else it would scan a small table, and wait for the rows that others write.
+    sought = f" FROM {MINUTES} WITH (ROWLOCK, FORCESEEK)" if cursor.db.vendor == "microsoft" else ""
+    places = ", ".join(["%s"] * AT_ONCE)
+    text = f"DELETE FROM {MINUTES}{sought} WHERE minute_us = %s AND writer = %s AND semaphore_key IN ({places})"
     for (minute_us, writer), keys in by_minute.items():
         for some in _some(keys):
-            places = ", ".join(["%s"] * AT_ONCE)
-            where = f"minute_us = %s AND writer = %s AND semaphore_key IN ({places})"
-            # Else it would scan a small table, and wait for the rows that others write.
-            sought = f" FROM {MINUTES} WITH (ROWLOCK, FORCESEEK)" if cursor.db.vendor == "microsoft" else ""
-            cursor.execute(f"DELETE FROM {MINUTES}{sought} WHERE {where}", [minute_us, writer, *_padded(some, AT_ONCE)])
+            cursor.execute(text, [minute_us, writer, *padded(some, (AT_ONCE,))])
 
 
 def _some(all_: Sequence[T]) -> Iterator[Sequence[T]]:
     for start in range(0, len(all_), AT_ONCE):
         yield all_[start : start + AT_ONCE]
-
-
-def _padded(values: Sequence[T], count: int) -> list[T]:
-    return [*values, *[values[-1]] * (count - len(values))]

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from django.db import connections, transaction
+from django.db import InterfaceError, OperationalError, connections, transaction
 
 from django_sqlsem import AcquireTimeoutError, BackendError, PermitLostError, semaphore
 from django_sqlsem.sessions import OwnSession
@@ -55,10 +55,6 @@ def sufferer(server, proxy):
         )
 
 
-def _full_name(error):
-    return f"{type(error).__module__}.{type(error).__qualname__}"
-
-
 def is_of_the_driver(cause, alias):
     """Whether a BackendError's cause is what Django made of the driver's error."""
     return cause.startswith(("django.db.utils.OperationalError: ", "django.db.utils.InterfaceError: "))
@@ -94,7 +90,7 @@ def test_a_silent_server_is_found_out(server, proxy, when):
         with pytest.raises(BackendError) as caught:
             (session.transaction if when == "in a transaction" else session.run)(work, again=False)
         assert time.monotonic() - began < BOUND
-    assert is_of_the_driver(f"{_full_name(caught.value.__cause__)}: ", server), caught.value
+    assert isinstance(caught.value.__cause__, OperationalError | InterfaceError), caught.value
 
 
 @pytest.mark.parametrize("verb", ["acquire", "aacquire"])
