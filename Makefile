@@ -16,11 +16,12 @@ ifdef DATABASE_URL
 export DATABASE_URL
 endif
 
-.PHONY: help deps test soak lint docs format migrations demo screenshots clean
+.PHONY: help deps test test-all soak lint docs format migrations demo screenshots clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make test        run the tests                  PYTEST_ARGS='-k name'"
+	@echo "make test        run the tests that need no server       PYTEST_ARGS='-k name'"
+	@echo "make test-all    run all tests, on every server that answers"
 	@echo "make soak        run the long tests             SOAK_ARGS='-k name'"
 	@echo "make lint        check style, types, layers, migrations and the documentation"
 	@echo "make docs        build the site of the documentation in docs/_build/html"
@@ -45,7 +46,10 @@ $(DEMO): pyproject.toml | $(BIN)/pip
 deps: $(DEV)
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	SQLSEM_TEST_SERVERS=none $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+test-all: $(DEV)
+	SQLSEM_TEST_SERVERS=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak: $(DEV)
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(SOAK_ARGS)

@@ -131,7 +131,7 @@ def migrate(databases: dict[str, Any]) -> None:
     from django.core.management import call_command
     from django.db import connections
 
-    from tests import tds
+    from tests.support import tds
 
     django.setup()
     for alias, entry in databases.items():

@@ -185,9 +185,9 @@ def fill(first: int, count: int) -> None:
     """Make the names from ``first`` on, up to ``count`` of them in all."""
     from django.db import connection
 
-    from django_sqlsem.backends.dialects import dialect_for
+    from django_sqlsem.core.names import resource_for
+    from django_sqlsem.database.dialects import dialect_for
     from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
-    from django_sqlsem.naming import resource_for
 
     with connection.cursor() as cursor:
         now = dialect_for(connection).now(cursor)

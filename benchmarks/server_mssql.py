@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.proc import family_cpu, pids_of, process_cpu
 from benchmarks.server_base import RUN, Server
-from tests import servers, tds
+from tests.support import servers, tds
 
 PATIENCE = 20.0  # seconds
 _SESSIONS = (

@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks.proc import family_cpu, parent_of, pids_of
 from benchmarks.server_base import RUN, Server
 from benchmarks.server_mssql import Mssql
-from tests import servers as found_by_tests
-from tests.servers import Missing, url_of
+from tests.support import servers as found_by_tests
+from tests.support.servers import Missing, url_of
 
 __all__ = ["PORTS", "RUN", "Server", "databases", "find", "mysql_connection"]
 

@@ -10,7 +10,7 @@ from benchmarks import ENVIRONMENT, SILENT, UNRECORDED
 
 DATABASES = json.loads(os.environ.get(ENVIRONMENT, "{}"))
 if any(database.get("ENGINE", "").endswith(".mysql") for database in DATABASES.values()):
-    from tests.servers import install_mysql_driver
+    from tests.support.servers import install_mysql_driver
 
     install_mysql_driver()
 _locked = {alias: database for alias, database in DATABASES.items() if database.get("ENGINE") == "mssql"}

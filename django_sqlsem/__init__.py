@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from django_sqlsem.core import hooks
+
 if TYPE_CHECKING:
+    from typing import Any
+
     from django_sqlsem.exceptions import (
         AcquireTimeoutError,
         AlreadyHeldError,
@@ -18,9 +22,8 @@ if TYPE_CHECKING:
         PermitLostError,
         SemaphoreError,
     )
-    from django_sqlsem.factories import mutex, semaphore
-    from django_sqlsem.permits import Permit
-    from django_sqlsem.semaphores import Semaphore
+    from django_sqlsem.locks.permit import Permit
+    from django_sqlsem.locks.semaphore import Semaphore, mutex, semaphore
 
 __all__ = [
     "AcquireTimeoutError",
@@ -39,7 +42,20 @@ __all__ = [
     "semaphore",
 ]
 
-_ELSEWHERE = {"Permit": "permits", "Semaphore": "semaphores", "mutex": "factories", "semaphore": "factories"}
+_ELSEWHERE = {
+    "Permit": "locks.permit",
+    "Semaphore": "locks.semaphore",
+    "mutex": "locks.semaphore",
+    "semaphore": "locks.semaphore",
+}
+
+
+def _decorate(lock: Any, function: Any) -> Any:
+    """Load what decorates when something is decorated: like all else here, not before Django may be imported."""
+    return importlib.import_module(f"{__name__}.decorators.wrapper").decorate(lock, function)
+
+
+hooks.decorate = _decorate
 
 
 def __getattr__(name: str) -> object:

@@ -13,9 +13,9 @@ class SqlsemConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Register the checks and the hooks that tests, forks and exits need."""
-        from django_sqlsem import calls, checks, lifecycle
+        """Register the checks, other libraries, and the hooks that tests, forks and exits need."""
+        from django_sqlsem import checks, contrib, lifecycle
 
         checks.register()
         lifecycle.install()
-        calls.listen()
+        contrib.register()

@@ -1,25 +1,66 @@
-"""What happens to a decorated call when no slot became free in time."""
+"""What happens to a decorated call when no slot became free in time, and the answer of a busy view."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from django.apps import apps
 from django.http import HttpResponse, JsonResponse
+from django.template import Context, Engine, TemplateDoesNotExist
+from django.template.loader import get_template
+from django.templatetags.static import static
 from django.utils.cache import patch_vary_headers
 from django.utils.translation import ngettext
 
-from django_sqlsem import busy_page
-from django_sqlsem.view_chains import of_ninja
-from django_sqlsem.wording import shown
+from django_sqlsem.core.text import shown
 
 if TYPE_CHECKING:
     from django.http import HttpRequest
 
     from django_sqlsem.exceptions import AcquireTimeoutError
     from django_sqlsem.snapshots import HolderSnapshot
+
+
+PAGE: Final = "sqlsem/busy.html"
+#: What the page says, without a page around it.
+MESSAGE: Final = "sqlsem/busy_message.html"
+
+
+def render(busy: Busy, request: HttpRequest, template: str) -> str:
+    """Render a template of the project's, in whatever language its engine speaks, or else the library's own."""
+    context = {
+        "busy": busy,
+        "retry_after": busy.retry_after,
+        "can_reload": request.method in ("GET", "HEAD"),
+        "stylesheet": _stylesheet(),
+    }
+    try:
+        found: Any = get_template(template)
+    except TemplateDoesNotExist:  # the templates don't come from the apps, or are Jinja's
+        return _engine().get_template(template).render(Context(context))
+    return str(found.render(context, request))
+
+
+@functools.cache
+def _engine() -> Engine:
+    return Engine(dirs=[str(Path(__file__).parent / "templates")], libraries={"i18n": "django.templatetags.i18n"})
+
+
+def _stylesheet() -> str:
+    """Return the address of the page's style, or nothing: the page must not fail for want of it."""
+    if not apps.is_installed("django.contrib.staticfiles"):
+        return ""
+    try:
+        return str(static("sqlsem/busy.css"))
+    except Exception:  # noqa: BLE001 - of a storage of the project's: it was not collected
+        return ""
+
 
 POLICIES: Final = ("raise", "skip", "retry")
 
@@ -71,9 +112,9 @@ def busy_response(busy: Busy, request: HttpRequest, status: int) -> HttpResponse
     """
     response: HttpResponse
     if request.headers.get("HX-Request") == "true" and request.headers.get("HX-Boosted") != "true":
-        response = HttpResponse(busy_page.render(busy, request, busy_page.MESSAGE), status=status)
+        response = HttpResponse(render(busy, request, MESSAGE), status=status)
     elif _prefers_page(request):
-        response = HttpResponse(busy_page.render(busy, request, busy_page.PAGE), status=status)
+        response = HttpResponse(render(busy, request, PAGE), status=status)
     else:
         body = {"error": "busy", "detail": detail(busy), "retry_after": busy.retry_after}
         response = JsonResponse(body, status=status)
@@ -95,6 +136,11 @@ def detail(busy: Busy) -> str:
         "This is busy just now. Please try again in %(seconds)d seconds.",
         busy.retry_after,
     ) % {"seconds": busy.retry_after}
+
+
+def of_ninja(view: Any) -> bool:
+    """Is it a view of django-ninja's, which makes responses of what its operations return?"""
+    return str(getattr(inspect.unwrap(view), "__module__", "")).startswith("ninja.")
 
 
 def _prefers_page(request: HttpRequest) -> bool:

@@ -12,8 +12,8 @@ from django.core.signals import setting_changed
 from django.db import connections
 from django.dispatch import receiver
 
-from django_sqlsem.timeouts import to_seconds
-from django_sqlsem.wording import shown
+from django_sqlsem.core.durations import to_seconds
+from django_sqlsem.core.text import shown
 
 #: The shortest lease: below it, a slow statement or a busy machine would cost a permit.
 MIN_LEASE: Final = 1.0

@@ -10,17 +10,16 @@ from django.db import Error as DatabaseError
 from django.db import connections, transaction
 
 from django_sqlsem.backends import database_for, get_backend
-from django_sqlsem.globs import literal_prefix, matcher
-from django_sqlsem.naming import Name, validate_name, validate_slots
-from django_sqlsem.sessions import backend_error
+from django_sqlsem.core.durations import to_seconds
+from django_sqlsem.core.names import Name, literal_prefix, matcher, validate_name, validate_slots
+from django_sqlsem.database.sessions import backend_error
 from django_sqlsem.signals import operator_acted
 from django_sqlsem.snapshots import SOMEBODY, SlotState
-from django_sqlsem.timeouts import to_seconds
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.base import BaseSemaphoreBackend
+    from django_sqlsem.core.durations import Seconds
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
-    from django_sqlsem.timeouts import Seconds
 
 logger = logging.getLogger("django_sqlsem")
 

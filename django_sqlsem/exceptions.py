@@ -9,8 +9,7 @@ from django.core.exceptions import ImproperlyConfigured
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from django_sqlsem.deadlocks.snapshots import DeadlockSnapshot
-    from django_sqlsem.snapshots import HolderSnapshot, Loss, SemaphoreSnapshot
+    from django_sqlsem.snapshots import DeadlockSnapshot, HolderSnapshot, Loss, SemaphoreSnapshot
 
 
 class SemaphoreError(Exception):

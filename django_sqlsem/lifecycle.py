@@ -13,19 +13,12 @@ from django.db import connections
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
-from django_sqlsem import (
-    backends,
-    bells,
-    busy_log,
-    entries,
-    holds,
-    identity,
-    keepers,
-    sessions,
-    sqlite_files,
-    testmode,
-    upgrades,
-)
+from django_sqlsem import backends
+from django_sqlsem.core import identity, testmode
+from django_sqlsem.database import bells, sessions, sqlite
+from django_sqlsem.decorators import busy_log
+from django_sqlsem.locks import permit
+from django_sqlsem.runtime import acquisition, keepers
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
@@ -44,7 +37,7 @@ def install() -> None:
     _installed = True
     testmode.install()
     connection_created.connect(_guard_test_database, dispatch_uid="sqlsem_lifecycle")
-    connection_created.connect(sqlite_files.remember, dispatch_uid="sqlsem_sqlite_files")
+    connection_created.connect(sqlite.remember, dispatch_uid="sqlsem_sqlite_files")
     post_migrate.connect(_lose_flushed, dispatch_uid="sqlsem_lifecycle")
     _import_drivers()
     atexit.register(stop_all)
@@ -86,14 +79,13 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     _frozen.clear()
-    holds.after_fork()
+    acquisition.after_fork()
     sessions.after_fork_in_child()
     backends.after_fork()
     keepers.after_fork()
-    entries.after_fork()
+    permit.after_fork()
     identity.after_fork()
     busy_log.after_fork()
-    upgrades.after_fork()
     _stop_with_multiprocessing()
     _stop_with_celery()
 

@@ -7,6 +7,7 @@ function of ``django_sqlsem.testing`` does after which it is named, until the en
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from django_sqlsem.permits import Permit
+    from django_sqlsem.locks.permit import Permit
     from django_sqlsem.testing import Clock, Recorded
 
 #: What pytest-django gives a test its database by: theirs is the outer life.
@@ -61,7 +62,7 @@ def sqlsem_busy(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]
 
 @pytest.fixture
 def sqlsem_held(request: pytest.FixtureRequest) -> Iterator[Callable[..., list[Permit]]]:
-    """A function that holds slots as somebody else until the end of the test; see ``testing.held()``."""
+    """A function that holds slots as another process would until the end of the test; see ``testing.held()``."""
     yield from _until_the_end(request, "held")
 
 
@@ -81,9 +82,7 @@ def sqlsem_stop_requested(request: pytest.FixtureRequest) -> Iterator[Callable[.
 def sqlsem_recorded(request: pytest.FixtureRequest) -> Iterator[Recorded]:
     """What the test acquires; see ``testing.recorded()``."""
     _after_databases(request)
-    from django_sqlsem.testing import recorded
-
-    with recorded() as found:
+    with _testing().recorded() as found:
         yield found
 
 
@@ -91,10 +90,13 @@ def sqlsem_recorded(request: pytest.FixtureRequest) -> Iterator[Recorded]:
 def sqlsem_clock(request: pytest.FixtureRequest) -> Iterator[Clock]:
     """The library's clock, which the test may move; see ``testing.clock()``."""
     _after_databases(request)
-    from django_sqlsem.testing import clock
-
-    with clock() as found:
+    with _testing().clock() as found:
         yield found
+
+
+def _testing() -> Any:
+    """Import what imports Django: only once a test asks for it."""
+    return importlib.import_module("django_sqlsem.testing")
 
 
 def _after_databases(request: pytest.FixtureRequest) -> None:
@@ -106,28 +108,22 @@ def _after_databases(request: pytest.FixtureRequest) -> None:
 
 def _until_the_end(request: pytest.FixtureRequest, name: str) -> Iterator[Callable[..., Any]]:
     _after_databases(request)
-    from django_sqlsem import testing
-
     with contextlib.ExitStack() as stack:
-        yield lambda *args, **kwargs: stack.enter_context(getattr(testing, name)(*args, **kwargs))
+        yield lambda *args, **kwargs: stack.enter_context(getattr(_testing(), name)(*args, **kwargs))
 
 
 @contextlib.contextmanager
 def _nothing_held(request: pytest.FixtureRequest) -> Iterator[None]:
     """Look at the end of a test that has not failed."""
-    loaded = "django_sqlsem.keepers" in sys.modules
+    loaded = "django_sqlsem.runtime.keepers" in sys.modules
     with contextlib.ExitStack() as stack:
         if loaded:
-            from django_sqlsem.testing import nothing_held
-
-            watched = nothing_held()
+            watched = _testing().nothing_held()
             watched.__enter__()
             stack.callback(_end, request, watched)
         yield
-    if not loaded and "django_sqlsem.keepers" in sys.modules and not request.node.stash.get(_failed, False):
-        from django_sqlsem.testing import assert_nothing_held
-
-        assert_nothing_held()
+    if not loaded and "django_sqlsem.runtime.keepers" in sys.modules and not request.node.stash.get(_failed, False):
+        _testing().assert_nothing_held()
 
 
 def _end(request: pytest.FixtureRequest, watched: contextlib.AbstractContextManager[None]) -> None:

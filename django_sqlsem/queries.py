@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from django_sqlsem import conf, plain
+from django_sqlsem import conf, serialize
 from django_sqlsem.backends import database_for, get_backend
-from django_sqlsem.globs import literal_prefix, matcher
-from django_sqlsem.naming import Name, validate_name
+from django_sqlsem.core.names import Name, literal_prefix, matcher, validate_name
 
 if TYPE_CHECKING:
     import datetime
@@ -15,12 +14,24 @@ if TYPE_CHECKING:
 
     from django.db.models import Q
 
-    from django_sqlsem.backends.transaction_base import Held
-    from django_sqlsem.deadlocks.snapshots import DeadlockSnapshot, WaitSnapshot
-    from django_sqlsem.history.events import Event, Minute, Span, Totals
-    from django_sqlsem.plain import Lately
-    from django_sqlsem.snapshots import HolderSnapshot, RefreshSnapshot, SemaphoreSnapshot
-    from django_sqlsem.surveys import Survey, SurveyState
+    from django_sqlsem.history.events import (
+        Event,
+        Minute,
+        Span,
+        Totals,
+    )
+    from django_sqlsem.locks.transaction.base import Held
+    from django_sqlsem.models import ClaimRow, RefreshRow
+    from django_sqlsem.serialize import Lately
+    from django_sqlsem.snapshots import (
+        DeadlockSnapshot,
+        HolderSnapshot,
+        RefreshSnapshot,
+        SemaphoreSnapshot,
+        Survey,
+        SurveyState,
+        WaitSnapshot,
+    )
 
 State: TypeAlias = Literal["held", "stale", "waiting", "free", "paused"]
 
@@ -87,13 +98,13 @@ def in_use(*, most: int, using: str | None = None) -> list[SemaphoreSnapshot]:
 
     One query finds them, whatever the number of idle names; the rest is that of ``by_name()``. Raises ``BackendError``.
     """
-    from django_sqlsem.backends import usage  # it needs the models, which this module must not
+    from django_sqlsem.backends.rows import reading  # it needs the models, which this module must not
 
     alias = database_for(using)
     backend = get_backend(alias)
     if backend.process_local:
         return [each for each in backend.inspect() if each.holders or each.waiters][:most]
-    found = by_name(usage.names_in_use(alias, most), using=alias)
+    found = by_name(reading.names_in_use(alias, most), using=alias)
     return sorted(found.values(), key=lambda snapshot: snapshot.name)
 
 
@@ -106,9 +117,27 @@ def refreshes(name_glob: str | None = None, *, using: str | None = None) -> list
     if prefix is None:
         return []
     matches = matcher(name_glob)
-    from django_sqlsem.backends import refresh_view  # it needs the models, which this module must not
+    from django_sqlsem.refresh import rows  # it needs the models, which this module must not
 
-    return [each for each in refresh_view.refreshes(database_for(using), prefix) if matches(each.name)]
+    return [each for each in rows.refreshes(database_for(using), prefix) if matches(each.name)]
+
+
+def refreshed(rows: Collection[RefreshRow], *, using: str | None = None) -> dict[str, RefreshSnapshot]:
+    """Return what rows of refreshed values say at one instant, by their keys. Raises ``BackendError``."""
+    from django_sqlsem.backends.clock import RowClock
+    from django_sqlsem.refresh.rows import snapshot_of
+
+    clock = RowClock.of(database_for(using))
+    return {row.pk: snapshot_of(clock, row) for row in rows}
+
+
+def claimed(rows: Collection[ClaimRow], *, using: str | None = None) -> dict[int, tuple[float, datetime.datetime]]:
+    """Return for how many seconds rows have been claimed, and since when, by their keys. Raises ``BackendError``."""
+    from django_sqlsem.backends.clock import RowClock
+
+    clock = RowClock.of(database_for(using))
+    ages = {row.pk: max(0.0, clock.age(row.claimed_us, row.boot_id)) for row in rows}
+    return {key: (age, clock.at(age)) for key, age in ages.items()}
 
 
 def lately(snapshots: Iterable[SemaphoreSnapshot], *, using: str | None = None) -> dict[str, Lately]:
@@ -119,8 +148,8 @@ def lately(snapshots: Iterable[SemaphoreSnapshot], *, using: str | None = None) 
     found = list(snapshots)
     recorded = conf.config(database_for(using)).history
     names = [snapshot.name for snapshot in found]
-    known = totals(names, window=plain.WINDOW, using=using) if recorded and names else {}
-    return {each.name: plain.lately(each, known.get(each.name), recorded=recorded) for each in found}
+    known = totals(names, window=serialize.WINDOW, using=using) if recorded and names else {}
+    return {each.name: serialize.lately(each, known.get(each.name), recorded=recorded) for each in found}
 
 
 def deadlocked(using: str | None = None) -> frozenset[str]:
@@ -134,9 +163,9 @@ def waits(using: str | None = None) -> list[WaitSnapshot]:
     Waits shorter than about a second, and those of who holds nothing else, are not known here. Raises
     ``BackendError`` if the database fails.
     """
-    from django_sqlsem.deadlocks import reading  # it needs the models, which this module must not
+    from django_sqlsem.deadlocks import reading as deadlocks_reading  # it needs the models, which this module must not
 
-    return reading.waits(database_for(using))
+    return deadlocks_reading.waits(database_for(using))
 
 
 def deadlocks(using: str | None = None) -> list[DeadlockSnapshot]:
@@ -144,9 +173,9 @@ def deadlocks(using: str | None = None) -> list[DeadlockSnapshot]:
 
     ``str()`` of one is a sentence. Raises ``BackendError`` if the database fails.
     """
-    from django_sqlsem.deadlocks import reading  # it needs the models, which this module must not
+    from django_sqlsem.deadlocks import reading as deadlocks_reading  # it needs the models, which this module must not
 
-    return reading.deadlocks(database_for(using))
+    return deadlocks_reading.deadlocks(database_for(using))
 
 
 def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) -> list[HolderSnapshot]:
@@ -169,9 +198,9 @@ def transaction_locks_held(keys: Collection[str], *, using: str | None = None) -
 
     They are tried, and let go of at once. ``None`` where the database does not tell. Raises ``BackendError``.
     """
-    from django_sqlsem.backends import transaction_view  # it is not needed by who only reads semaphores
+    from django_sqlsem.locks.transaction import callers  # it is not needed by who only reads semaphores
 
-    return transaction_view.held(database_for(using), keys)
+    return callers.held(database_for(using), keys)
 
 
 def survey(using: str | None = None) -> Survey:
@@ -210,16 +239,16 @@ def events(
 
     Raises ``BackendError`` if the database fails.
     """
-    from django_sqlsem.history import reading
+    from django_sqlsem.history import reading as history_reading
 
-    return reading.events(validate_name(name), limit=limit, what=what, using=using)
+    return history_reading.events(validate_name(name), limit=limit, what=what, using=using)
 
 
 def spans(name: Name, *, window: float = 3600.0, using: str | None = None) -> list[Span]:
     """Return the holds of each slot that ended within the last ``window`` seconds; of many, the newest thousand."""
-    from django_sqlsem.history import reading
+    from django_sqlsem.history import reading as history_reading
 
-    return reading.spans(validate_name(name), window=window, using=using)
+    return history_reading.spans(validate_name(name), window=window, using=using)
 
 
 def minutes(name: Name, *, window: float = 3600.0, step: float = 60.0, using: str | None = None) -> list[Minute]:
@@ -227,9 +256,9 @@ def minutes(name: Name, *, window: float = 3600.0, step: float = 60.0, using: st
 
     The oldest first, and those too in which nothing did. The last one is not over yet.
     """
-    from django_sqlsem.history import reading
+    from django_sqlsem.history import reading as history_reading
 
-    return reading.minutes(validate_name(name), window=window, step=step, using=using)
+    return history_reading.minutes(validate_name(name), window=window, step=step, using=using)
 
 
 def totals(names: Collection[str], *, window: float = 3600.0, using: str | None = None) -> dict[str, Totals]:
@@ -237,13 +266,13 @@ def totals(names: Collection[str], *, window: float = 3600.0, using: str | None 
 
     Those to which nothing did are left out.
     """
-    from django_sqlsem.history import reading
+    from django_sqlsem.history import reading as history_reading
 
-    return reading.totals(names, window=window, using=using)
+    return history_reading.totals(names, window=window, using=using)
 
 
 def history_clock(using: str | None = None) -> datetime.datetime:
     """Return the instant now, by the clock of the database, which the history goes by."""
-    from django_sqlsem.history import reading
+    from django_sqlsem.history import reading as history_reading
 
-    return reading.clock(using)
+    return history_reading.clock(using)

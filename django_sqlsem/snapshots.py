@@ -1,14 +1,25 @@
-"""Frozen read models: what a semaphore, its holders and its waiters were like at one instant."""
+"""Frozen read models: what a semaphore, its holders and its waiters were like at one instant.
+
+What an overview says of all names at once: totals, and which names are not merely idle.
+
+When a slot may be free: from how long slots are usually held, how long they are held now, and who comes before.
+
+Frozen read models of waits and deadlocks, and the sentences that tell people of them.
+"""
 
 from __future__ import annotations
 
 import datetime
 import enum
-from collections.abc import Iterable
+import heapq
+import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
-from django_sqlsem.modes import UPDATE, WHOLE, WRITER, word
+from django_sqlsem.core.durations import duration
+from django_sqlsem.core.modes import UPDATE, WHOLE, WRITER, word
+from django_sqlsem.core.names import key_of
 
 #: Who asked a holder to stop, if they did not say.
 SOMEBODY: Final = "an operator"
@@ -254,3 +265,186 @@ def grouped(holders: Iterable[HolderSnapshot]) -> tuple[HolderSnapshot, ...]:
             first = replace(first, stop_by=first.stop_by or place.stop_by)
         found.append(replace(first, slots=slots))
     return tuple(sorted(found, key=lambda holder: holder.slot))
+
+
+#: What an operator can ask a list of names for.
+SurveyState: TypeAlias = Literal["held", "stale", "waiting", "paused", "draining"]
+SURVEY_STATES: Final[tuple[SurveyState, ...]] = ("held", "stale", "waiting", "paused", "draining")
+#: How many names of each state a survey lists: one more than these need another pass over all slots for the totals.
+MOST_NAMES: Final = 5000
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The names of one state by their keys, with how many slots, threads or tasks make it so: the largest first."""
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    #: Whether these are all; else it is so many that have most.
+    complete: bool = True
+
+    @classmethod
+    def of(cls, counts: Iterable[tuple[str, int]], most: int = MOST_NAMES) -> Listed:
+        """Keep the largest."""
+        found = sorted(((key, count) for key, count in counts if count), key=lambda pair: -pair[1])
+        return cls(dict(found[:most]), len(found) <= most)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """How all names of a database stand at one instant. Names are told by the keys of their rows."""
+
+    #: How many slots are taken by live permits, and how many belong to holders that seem gone.
+    held: int = 0
+    stale: int = 0
+    #: How many threads and tasks wait.
+    waiting: int = 0
+    #: How many names grant nothing, and how many of these still have holders.
+    paused: int = 0
+    draining: int = 0
+    names: Mapping[str, Listed] = field(default_factory=dict)
+
+    def listed(self, state: str) -> Listed:
+        """Return the names in a state."""
+        return self.names.get(state, Listed())
+
+
+def survey_of(snapshots: Iterable[SemaphoreSnapshot]) -> Survey:
+    """Return what snapshots of all names amount to."""
+    counts: dict[str, list[tuple[str, int]]] = {state: [] for state in SURVEY_STATES}
+    for snapshot in snapshots:
+        key = key_of(snapshot.name)
+        counts["held"].append((key, snapshot.held))
+        counts["stale"].append((key, snapshot.stale))
+        counts["waiting"].append((key, snapshot.waiting))
+        counts["paused"].append((key, int(snapshot.paused)))
+        counts["draining"].append((key, snapshot.held if snapshot.draining else 0))
+    return Survey(
+        held=sum(count for _key, count in counts["held"]),
+        stale=sum(count for _key, count in counts["stale"]),
+        waiting=sum(count for _key, count in counts["waiting"]),
+        paused=sum(count for _key, count in counts["paused"]),
+        draining=sum(1 for _key, count in counts["draining"] if count),
+        names={state: Listed.of(each) for state, each in counts.items()},
+    )
+
+
+#: The bounds of an estimate, in seconds.
+LEAST: Final = 1.0
+LONGEST_ESTIMATE: Final = 60.0
+
+
+def retry_after(snapshot: SemaphoreSnapshot, before: int | None = None) -> float:
+    """Estimate in how many seconds one more slot may be free, from 1 to 60.
+
+    ``before``: how many are served earlier; omitted, all who wait and all tasks that will come back. Every slot is
+    taken to be held for as long as slots of this name usually are (measured at each release, a moving average over
+    some eight holds), and the holders of now to be through after what is left of that, or a tenth of it if they are
+    over time. Then the queue is played through: each of those before takes the slot that is free first.
+    """
+    holders = [holder for holder in snapshot.holders if not holder.expired for _ in holder.numbers]
+    hold = snapshot.usual_hold
+    if hold is None:
+        # Nothing was released yet: holders are about half done.
+        hold = 2 * statistics.fmean(holder.age for holder in holders) if holders else 0.0
+    free_in = [max(hold - holder.age, hold / 10) for holder in holders]
+    free_in += [0.0] * (snapshot.slots - len(free_in))
+    heapq.heapify(free_in)
+    if before is None:
+        before = snapshot.waiting + snapshot.away
+    if hold > 0:
+        for _ in range(before):
+            if free_in[0] >= LONGEST_ESTIMATE:
+                break
+            heapq.heapreplace(free_in, free_in[0] + hold)
+    return min(LONGEST_ESTIMATE, max(LEAST, free_in[0]))
+
+
+#: So many of one side are named in a sentence.
+NAMED: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class WaitSnapshot:
+    """One thread or task that waits for a name. ``age`` is seconds by the database's clock."""
+
+    #: What tells it from other waits.
+    wait_id: str
+    name: str
+    #: 0: all slots.
+    take: int
+    mode: str
+    host: str
+    pid: int
+    thread: str
+    label: str
+    user: str
+    waiting_since: datetime.datetime
+    age: float
+    #: What it holds meanwhile.
+    holds: tuple[HolderSnapshot, ...] = ()
+    #: Who holds what it waits for; in a deadlock, only those who are part of it.
+    held_by: tuple[HolderSnapshot, ...] = ()
+    #: In a deadlock: for whose ends it waits, by wait id.
+    waits_for: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def who(self) -> str:
+        """The process, the thread and the work in one phrase."""
+        return _who(self)
+
+    @property
+    def holds_text(self) -> str:
+        """What it holds in one phrase; empty if that is nothing."""
+        return _listed(f"{holder.name!r} ({holder.where})" for holder in self.holds)
+
+    @property
+    def held_by_text(self) -> str:
+        """Who holds what it waits for in one phrase; empty if that is nobody."""
+        return _listed(f"{_who(holder)} ({holder.where})" for holder in self.held_by)
+
+    def __str__(self) -> str:
+        text = f"{self.who} has waited {duration(self.age)} for {self.name!r}"
+        if self.held_by:
+            text += f", held by {self.held_by_text}"
+        return f"{text}, and holds {self.holds_text}" if self.holds else text
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlockSnapshot:
+    """Waits of which none can end before another one has ended, in order round the cycle."""
+
+    waits: tuple[WaitSnapshot, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that are waited for in it, each once."""
+        return tuple(dict.fromkeys(wait.name for wait in self.waits))
+
+    @property
+    def youngest(self) -> WaitSnapshot:
+        """The wait that began last, of those who hold something: that is broken off if settings say so."""
+        return max((wait for wait in self.waits if wait.holds), key=lambda wait: (-wait.age, wait.wait_id))
+
+    def __str__(self) -> str:
+        known = {wait.wait_id: wait for wait in self.waits}
+        return "; ".join(_side(wait, known) for wait in self.waits)
+
+
+def _side(wait: WaitSnapshot, known: dict[str, WaitSnapshot]) -> str:
+    """Return one side of a deadlock: who waits for what, and who has it."""
+    text = f"{wait.who} has waited {duration(wait.age)} for {wait.name!r}"
+    if wait.held_by:
+        return f"{text}, held by {_listed(dict.fromkeys(_who(holder) for holder in wait.held_by))}"
+    ahead = dict.fromkeys(known[each].who for each in wait.waits_for if each in known)
+    return f"{text}, behind {_listed(ahead)}" if ahead else text
+
+
+def _who(someone: WaitSnapshot | HolderSnapshot) -> str:
+    place = f"{someone.host} pid {someone.pid} {someone.thread}".strip()
+    return f"{place} ({someone.label})" if someone.label else place
+
+
+def _listed(texts: Iterable[str]) -> str:
+    found = list(texts)
+    more = len(found) - NAMED
+    return ", ".join(found) if more <= 0 else f"{', '.join(found[:NAMED])} and {more} more"

@@ -15,19 +15,55 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from django.conf import settings
 from django.db import connections
 from django.test.utils import setup_databases, teardown_databases
 
-from django_sqlsem import answers, testing
+from django_sqlsem import testing
 from django_sqlsem.backends import get_backend
-from tests import applocks, databases, forks, processes, tds
+from django_sqlsem.runtime import acquisition
+from tests.support import applocks, databases, forks, processes, tds
+
+#: Where a run notes what has passed, so that a run with ``--rest`` leaves it out.
+PASSED: Final = "sqlsem/passed"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--note-passed", action="store_true", help="note what passes, for a later run with --rest")
+    parser.addoption("--rest", action="store_true", help="leave out what passed in the run with --note-passed")
+
+
+class Notes:
+    """Notes what passes. Only the process that sees all reports has it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.passed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self.passed.add(report.nodeid)
+        elif report.failed:
+            self.passed.discard(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        self.config.cache.set(PASSED, sorted(self.passed))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--rest"):
+        passed = set(config.cache.get(PASSED, []))
+        left_out = [item for item in items if item.nodeid in passed]
+        items[:] = [item for item in items if item.nodeid not in passed]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--note-passed") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Notes(config))
     missing = databases.required_but_missing()
     if missing:
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in missing.items())
@@ -124,7 +160,7 @@ def world(request: Any) -> Iterator[str]:
     if not local:
         databases.assert_nothing_held(alias)
     testing.assert_nothing_held()
-    assert answers.jumper is None
+    assert acquisition.jumper is None
 
 
 @pytest.fixture
@@ -136,8 +172,8 @@ def counter(database: str) -> Iterator[databases.OutsideCounter]:
 
 @pytest.fixture
 def make_project(tmp_path: Path, django_db_setup: None, django_db_blocker: Any) -> Iterator[Callable[..., Any]]:
-    """A function that makes a user's project of a kind of database: see ``tests.projects``."""
-    from tests.projects import projects
+    """A function that makes a user's project of a kind of database: see ``tests.support.projects``."""
+    from tests.support.projects import projects
 
     with django_db_blocker.unblock(), projects(tmp_path) as make:
         yield make

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 
-from tests import servers
+from tests.support import servers
 
 FOUND: dict[str, servers.Found] = {}
 MISSING: dict[str, servers.Missing] = {}

@@ -6,8 +6,8 @@ import contextlib
 from typing import Any
 
 from benchmarks.contenders.base import Contender
-from tests import tds
-from tests.mssql import counting_semaphore
+from tests.backends.applock import counting_semaphore
+from tests.support import tds
 
 _HEAD = "SET NOCOUNT ON;\n"
 

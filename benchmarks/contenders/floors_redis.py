@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from benchmarks.contenders.base import Contender
-from tests.servers import url_of
+from tests.support.servers import url_of
 
 POLL = 0.001  # seconds
 

@@ -59,7 +59,7 @@ class Mssql(Ours):
 
     def setup(self) -> None:
         super().setup()
-        from django_sqlsem.backends.applock_session import LockSession
+        from django_sqlsem.backends.applock.sessions import LockSession
 
         execute, contender = LockSession._execute, self
 

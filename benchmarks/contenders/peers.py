@@ -9,7 +9,7 @@ from typing import Any
 from django.db import OperationalError
 
 from benchmarks.contenders.base import Contender, database_entry
-from tests.servers import install_mysql_driver, url_of
+from tests.support.servers import install_mysql_driver, url_of
 
 
 class DbMutex(Contender):

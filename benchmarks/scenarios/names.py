@@ -35,8 +35,8 @@ def fill(alias: str, count: int) -> None:
     """Make the rows of so many names that were used once, with the slots of each."""
     from django.db import connections
 
+    from django_sqlsem.core.names import resource_for
     from django_sqlsem.models import SemaphoreRow, SlotRow
-    from django_sqlsem.naming import resource_for
 
     def semaphores() -> Iterator[SemaphoreRow]:
         for number in range(count):

@@ -8,12 +8,11 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 from django.utils.module_loading import import_string
 
-from django_sqlsem import testmode
-from django_sqlsem.backends.base import BaseSemaphoreBackend
-from django_sqlsem.backends.counting import Counting
+from django_sqlsem.backends.base import BaseSemaphoreBackend, Counting
 from django_sqlsem.conf import config
+from django_sqlsem.core import testmode
+from django_sqlsem.core.text import shown
 from django_sqlsem.exceptions import InvalidSemaphoreBackendError
-from django_sqlsem.wording import shown
 
 ROWS = "django_sqlsem.backends.rows.RowsBackend"
 APPLOCK = "django_sqlsem.backends.applock.ApplockBackend"

@@ -1,4 +1,16 @@
-"""The contract of a backend: how one database grants, keeps and shows slots."""
+"""The contract of a backend: how one database grants, keeps and shows slots.
+
+What an acquisition asks a backend for, and how its process is reached.
+
+The part of a backend's contract that fences the caller's own transactions and statements.
+
+How a backend tells of all its names at once. By itself it reads every snapshot; tables know a shorter way.
+
+What a backend can do besides that keeps a count of tokens: see ``tokens()``.
+
+A claim of the kind ``tokens`` waits like any other. Its ``slots`` are the tokens that a new name begins with, and its
+grant lasts for a moment only: then it has been taken for good, or goes back.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +18,162 @@ import abc
 import math
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from django_sqlsem.backends.claiming import UNREACHED
-from django_sqlsem.backends.claiming import Claim as Claim
-from django_sqlsem.backends.claiming import Presence as Presence
-from django_sqlsem.backends.fencing import Fencing
-from django_sqlsem.backends.surveying import Surveying
-from django_sqlsem.bells import MAX_NOTE
-from django_sqlsem.modes import SHARED
-from django_sqlsem.sessions import OwnSession
+from django.db.models import Q
+
+from django_sqlsem.core.modes import SHARED, UPGRADE, WHOLE, line_of
+from django_sqlsem.core.names import key_of
+from django_sqlsem.database.bells import MAX_NOTE
+from django_sqlsem.database.sessions import OwnSession
+from django_sqlsem.exceptions import SemaphoreError
+from django_sqlsem.snapshots import SlotState, Survey, SurveyState, survey_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from django_sqlsem.naming import Resource
-    from django_sqlsem.sessions import KeeperSession, Session
+    from django_sqlsem.core.identity import HolderIdentity
+    from django_sqlsem.core.names import Resource
+    from django_sqlsem.database.sessions import KeeperSession, Session
     from django_sqlsem.snapshots import HolderSnapshot, Loss, SemaphoreSnapshot
+
+
+#: A slot that was handed to another process lapses after this long unless it is confirmed, in microseconds.
+LAPSE_US: Final = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """How others reach a process, and how they tell that it lives. Both may change while it runs."""
+
+    #: Where a grant is announced to it; empty: nowhere, it has to look.
+    channel: str = ""
+    #: A LIKE pattern of the channels whose processes can reach it.
+    near: str = ""
+    #: A LIKE pattern of the channels whose bells can be rung from here.
+    bells: str = ""
+    #: Whether its beacon is lit.
+    beacon: bool = False
+
+
+#: Of a process that nobody can reach.
+UNREACHED: Final = Presence()
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one acquisition asks for. ``permit_id`` is random, and known before anything is sent."""
+
+    resource: Resource
+    permit_id: str
+    #: The caller's own number of slots; ``None``: as declared elsewhere.
+    slots: int | None
+    take: int
+    #: Seconds that the grant lasts unless it is renewed.
+    lease: float
+    #: Whether the claim stands behind those that already wait.
+    fair: bool
+    holder: HolderIdentity
+    presence: Presence = UNREACHED
+    #: Whether the grant must survive a crash of the database's server.
+    durable: bool = True
+    #: The name under which a task keeps its place while it is away; empty for anybody else.
+    rank: str = ""
+    #: Whether it has come back to that place, and so does not stand behind others of its process.
+    apart: bool = False
+    #: How it shares the name with others. ``take`` is 0 where that means all slots.
+    mode: str = SHARED
+
+    @property
+    def got(self) -> str:
+        """The mode of what it gets."""
+        return WHOLE if self.mode == UPGRADE else self.mode
+
+    @property
+    def line(self) -> str:
+        """The line in which it waits inside its process."""
+        line = line_of(self.resource.key, self.mode)
+        return f"{line} {self.rank}" if self.apart else line
+
+
+class Fencing:
+    """What a backend without rows that tell who holds what cannot do. A backend that can overrides all of it."""
+
+    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Held) -> bool:
+        """Keep the slots from being taken until the caller's transaction ends. Return whether the permit is live.
+
+        ``session`` is one of our own. Raises ``BackendError``, and ``SemaphoreError`` where there are no fences.
+        """
+        raise _no_fences(caller)
+
+    def keeps_renewals_out(self, caller: BaseDatabaseWrapper) -> bool:
+        """Whether a fenced transaction keeps all others from writing, so that it must renew the permit itself."""
+        return False
+
+    def extend(self, caller: BaseDatabaseWrapper, held: Held) -> bool:
+        """Renew the permit inside such a transaction, just before it commits. Return whether it was."""
+        return False
+
+    def fate(self, session: Session, held: Held) -> Loss | None:
+        """Return how a grant was lost, by the database's word; ``None``: it was not, or nobody knows."""
+        return None
+
+    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Held) -> tuple[str, list[Any]]:
+        """Return a condition, for a statement on ``caller``, that the permit is live, and its parameters."""
+        raise _no_fences(caller)
+
+
+def _no_fences(caller: BaseDatabaseWrapper) -> SemaphoreError:
+    return SemaphoreError(
+        f"Fences need lock rows, and the locks on {caller.alias!r} are not rows: compare permit.token instead."
+    )
+
+
+class Surveying(abc.ABC):
+    """The part of the operator's side that is about all names. It runs on the alias's ordinary connection."""
+
+    alias: str
+
+    @abc.abstractmethod
+    def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
+        """Return snapshots, ordered by name: of ``names`` if given, else of all names that begin with ``prefix``."""
+
+    def survey(self) -> Survey:
+        """Return how all names stand."""
+        return survey_of(self.inspect())
+
+    def in_state(self, state: SurveyState) -> Q:
+        """Return the condition on ``SemaphoreRow`` that a name is in a state at this moment."""
+        return Q(pk__in=[_key(snapshot) for snapshot in self.inspect() if _is(snapshot, state)])
+
+    def slots_in_state(self, state: SurveyState) -> Q:
+        """Return the condition on ``SlotRow`` that a slot is held or stale, or that its name is in another state."""
+        from django_sqlsem.models import SlotRow  # this module must not need the models
+
+        found = {_key(snapshot): snapshot for snapshot in self.inspect() if _is(snapshot, state)}
+        if state not in ("held", "stale"):
+            return Q(semaphore__in=list(found))
+        wanted = {
+            (key, slot)
+            for key, snapshot in found.items()
+            for holder in snapshot.holders
+            for slot in holder.numbers
+            if (holder.state is SlotState.STALE if state == "stale" else not holder.expired)
+        }
+        # A lock that other programs took has no holder in its row.
+        taken = SlotRow._default_manager.using(self.alias).filter(semaphore__in=list(found))
+        rows = taken.values_list("pk", "semaphore", "slot")
+        return Q(pk__in=[pk for pk, key, slot in rows if (key, slot) in wanted])
+
+
+def _key(snapshot: SemaphoreSnapshot) -> str:
+    return key_of(snapshot.name)
+
+
+def _is(snapshot: SemaphoreSnapshot, state: SurveyState) -> bool:
+    return bool(getattr(snapshot, state))
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,3 +436,32 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
     def procedures(self, *, drop: bool = False) -> tuple[str, ...]:
         """Return the batches that install, or remove, stored procedures for other programs; empty: it has none."""
         return ()
+
+
+#: The kind of lock that is a count.
+TOKENS: Final = "tokens"
+
+
+class Counting(abc.ABC):
+    """A backend that keeps counts of tokens."""
+
+    @abc.abstractmethod
+    def add(
+        self,
+        session: Session,
+        resource: Resource,
+        count: int,
+        *,
+        initial: int,
+        presence: Presence,
+        hand_on: bool = True,
+    ) -> tuple[Granted, ...]:
+        """Add tokens, and hand them to waiters; returns those of this very process.
+
+        ``initial``: what a new name begins with. ``hand_on``: false inside a transaction that is not ours. After a
+        ``BackendError`` of a connection that broke at the commit, it is not known whether they were added.
+        """
+
+    @abc.abstractmethod
+    def take(self, session: Session, permit_id: str) -> bool:
+        """Take what was granted for good. Return whether it still was there to take."""

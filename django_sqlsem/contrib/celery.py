@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from django_sqlsem.calls import SentAgain, is_below
+from django_sqlsem.decorators.tasks import SentAgain, is_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ logger = logging.getLogger("django_sqlsem")
 #: Seconds. Brokers such as Redis deliver a message twice if it is put off for longer than their visibility timeout.
 MAX_COUNTDOWN: Final = 300.0
 #: For how long a worker pauses before it gives a message back that it could not send again, in seconds.
-PAUSE: Final = 1.0
+PAUSE_BEFORE_REJECT: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,24 @@ class CeleryTask:
 
 def running(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> CeleryTask | None:
     """Return the Celery task whose body is ``wrapper``, if a worker is running it right now, else ``None``."""
-    task = getattr(sys.modules.get("celery"), "current_task", None)
+    task = _current()
     if not task or not is_body(task, wrapper) or task.request.called_directly or task.request.is_eager:
         return None
     return CeleryTask(task._get_current_object())
+
+
+def listen() -> None:
+    """Nothing to hear: Celery itself says what a worker is running."""
+
+
+def label() -> str:
+    """Return what operators are shown about the running task, if there is one, else an empty string."""
+    task = _current()
+    return CeleryTask(task).label if task and getattr(task.request, "id", None) else ""
+
+
+def _current() -> Any:
+    return getattr(sys.modules.get("celery"), "current_task", None)  # never imported for its own sake
 
 
 def is_body(task: Any, wrapper: Callable[..., Any]) -> bool:
@@ -102,7 +116,7 @@ def retry(task: Any, retry_after: int, error: Exception) -> Retry:
                 raise error from unsent
             finally:
                 del error  # its traceback keeps this frame
-        time.sleep(PAUSE)  # the broker will deliver it at once
+        time.sleep(PAUSE_BEFORE_REJECT)  # the broker will deliver it at once
         raise Reject(unsent, requeue=True) from unsent
     when: Any = countdown
     again = Retry(exc=error.with_traceback(None), when=when, sig=message)

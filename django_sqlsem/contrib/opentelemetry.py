@@ -14,8 +14,7 @@ from opentelemetry import metrics, trace
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.trace import Status, StatusCode
 
-from django_sqlsem.contrib.labels import MOST, Labels
-from django_sqlsem.contrib.receivers import HOLD_BUCKETS, WAIT_BUCKETS, Receivers, Standing
+from django_sqlsem.contrib.metrics import HOLD_BUCKETS, MOST, WAIT_BUCKETS, Labels, Receivers, Standing
 from django_sqlsem.exceptions import BackendError
 
 logger = logging.getLogger("django_sqlsem")
@@ -71,7 +70,7 @@ class TelemetryReceivers(Receivers):
         self._losses.add(1, _attributes(of) | {"sqlsem.reason": reason})
 
     def _span(self, of: tuple[str, str], seconds: float, told: dict[str, Any], status: Status | None = None) -> None:
-        """Add the wait, which is over, to the trace of whoever waited; who has none gets none."""
+        """Add a wait that is over to the current trace, if there is one."""
         if not trace.get_current_span().is_recording():
             return
         now = time.time_ns()

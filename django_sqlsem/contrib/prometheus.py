@@ -1,4 +1,4 @@
-"""Prometheus: what this process waits for, holds and loses, and what the database says of everybody.
+"""Prometheus: what this process waits for, holds and loses, and what the database says of all processes.
 
 Needs the extra ``prometheus``. See ``docs/observability.md``, also for several processes on one address.
 """
@@ -12,8 +12,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from django_sqlsem.contrib.labels import MOST, Labels
-from django_sqlsem.contrib.receivers import HOLD_BUCKETS, WAIT_BUCKETS, Receivers, Standing
+from django_sqlsem.contrib.metrics import HOLD_BUCKETS, MOST, WAIT_BUCKETS, Labels, Receivers, Standing
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ _LABELS: Final = ("database", "semaphore")
 class StandingCollector(Collector):
     """The gauges ``sqlsem_held``, ``sqlsem_waiting`` and ``sqlsem_stale``, and ``sqlsem_up``: 0 if the database failed.
 
-    They are read from the database when somebody asks, and are the same whichever process is asked.
+    They are read from the database at each scrape, and are the same in every process.
     """
 
     def __init__(self, labels: Labels | None = None, *, using: Iterable[str | None] = (None,)) -> None:

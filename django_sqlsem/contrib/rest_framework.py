@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.http import HttpRequest, HttpResponse
 from rest_framework import exceptions
 from rest_framework.views import APIView
 
-from django_sqlsem.busy import Busy, busy_response, detail, finish
-from django_sqlsem.view_chains import view_class
+from django_sqlsem.busy import Busy, detail, finish
+from django_sqlsem.decorators.views import view_class
+
+if TYPE_CHECKING:
+    from django_sqlsem.decorators.calls import Call
 
 
 class BusyAnswer(exceptions.APIException):  # type: ignore[misc]  # of a library without types
@@ -26,18 +29,24 @@ class BusyAnswer(exceptions.APIException):  # type: ignore[misc]  # of a library
         self.busy = busy
 
 
-def answer(busy: Busy, given: Any, request: HttpRequest, view: Any, status: int) -> HttpResponse:
-    """Return the busy answer of a view. ``given``: its request as it got it; ``view``: what the URLconf calls."""
+def answer(busy: Busy, call: Call, status: int) -> HttpResponse | None:
+    """Return the busy answer of a view; ``None`` if neither the view nor its request is the framework's."""
+    request, given = call.request, call.given
+    assert request is not None  # noqa: S101
+    view: Any = getattr(request.resolver_match, "func", None)
+    is_its_own = issubclass(view_class(view) or object, APIView)
+    if given is request and not is_its_own:
+        return None
     running = (getattr(given, "parser_context", None) or {}).get("view")
     try:
         if isinstance(running, APIView):
             response = running.handle_exception(BusyAnswer(busy, status))
-        elif issubclass(view_class(view) or object, APIView):
+        elif is_its_own:
             response = _answer_ahead(BusyAnswer(busy, status), request, view)
         else:  # a request like the framework's, in a view that is none of its
-            response = busy_response(busy, request, status)
+            return None
     except BusyAnswer:  # the project's exception handler does not answer it
-        response = busy_response(busy, request, status)
+        return None
     return finish(response, busy)
 
 
@@ -51,7 +60,7 @@ def _answer_ahead(error: BusyAnswer, request: HttpRequest, view: Any) -> HttpRes
     running.setup(request, *args, **kwargs)
     wrapped = running.request = running.initialize_request(request, *args, **kwargs)
     running.headers = running.default_response_headers
-    with contextlib.suppress(exceptions.APIException):  # the page names the user; whoever is none is none there too
+    with contextlib.suppress(exceptions.APIException):  # the page names the user; a login that fails leaves none
         wrapped.user  # noqa: B018
     running.format_kwarg = running.get_format_suffix(**kwargs)
     response: HttpResponse = running.finalize_response(wrapped, running.handle_exception(error), *args, **kwargs)

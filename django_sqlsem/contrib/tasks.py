@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from django.utils import timezone
 
-from django_sqlsem.calls import SentAgain, is_below
 from django_sqlsem.contrib.celery import MAX_COUNTDOWN
+from django_sqlsem.decorators.tasks import SentAgain, is_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -96,7 +96,7 @@ def running(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> DjangoTask | 
     Where the backend can't defer, as those that run tasks at once, a call is like any other.
     """
     listen()  # who imports the library after all that is decorated is heard from the second task on
-    result = _given(args) or _current()
+    result = (_given(args) or _current()) if _heard else None
     if result is None or not is_below(wrapper, result.task.func) or (str(result.id), wrapper) in _entered.get():
         return None
     return DjangoTask(result, wrapper) if getattr(result.task.get_backend(), "supports_defer", False) else None

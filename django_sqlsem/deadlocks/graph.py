@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from django_sqlsem.modes import EXCLUSIVE, SHARED, UPDATE, UPGRADE, WHOLE, WRITER
+from django_sqlsem.core.modes import EXCLUSIVE, SHARED, UPDATE, UPGRADE, WHOLE, WRITER
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any, Final
 from django.db import connections
 
 from django_sqlsem.backends import get_backend
-from django_sqlsem.backends.dialects import dialect_for
-from django_sqlsem.backends.row_clock import RowClock
-from django_sqlsem.caller_sessions import OrdinarySession
+from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.conf import config
-from django_sqlsem.deadlocks import graph, statements
-from django_sqlsem.deadlocks.snapshots import DeadlockSnapshot, WaitSnapshot
+from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.database.sessions import OrdinarySession
+from django_sqlsem.deadlocks import graph, watch
 from django_sqlsem.models import SlotRow
-from django_sqlsem.snapshots import HolderSnapshot, SlotState, grouped
+from django_sqlsem.snapshots import DeadlockSnapshot, HolderSnapshot, SlotState, WaitSnapshot, grouped
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.base import BaseSemaphoreBackend
-    from django_sqlsem.backends.dialects import Dialect
+    from django_sqlsem.database.dialects import Dialect
     from django_sqlsem.deadlocks.graph import Knot
-    from django_sqlsem.deadlocks.statements import Look
+    from django_sqlsem.deadlocks.watch import Look
+
 
 #: A deadlock must still be there after so many seconds: what is read in several statements may fit ill together.
 AGAIN: Final = 0.05
@@ -66,7 +66,7 @@ def _look(alias: str, *, everything: bool = False) -> Look | None:
         return None
     dialect, leases = dialect_for(connection), backend.supports_renewal
     return OrdinarySession(connection).run(
-        lambda cursor: statements.look(cursor, dialect, leases=leases, everything=everything)
+        lambda cursor: watch.read_waits(cursor, dialect, leases=leases, everything=everything)
     )
 
 

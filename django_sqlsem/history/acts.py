@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Final
 from django.db import Error as DatabaseError
 from django.db import connections, transaction
 
-from django_sqlsem.backends.dialects import dialect_for
 from django_sqlsem.conf import config
+from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
+from django_sqlsem.core.names import key_of
+from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.history.events import DRAINED, PAUSED, PURGED, RESIZED, RESUMED, REVOKED, STOP_ASKED, several
-from django_sqlsem.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.models import EventRow
-from django_sqlsem.naming import key_of
 
 if TYPE_CHECKING:
     from django_sqlsem.snapshots import HolderSnapshot
+
 
 logger = logging.getLogger("django_sqlsem")
 

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Final
 from django.db import connections
 
 from django_sqlsem.backends import database_for
-from django_sqlsem.backends.dialects import dialect_for
-from django_sqlsem.backends.rows_acts import database_errors
-from django_sqlsem.history import buckets
+from django_sqlsem.core.names import key_of
+from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.database.errors import database_errors
+from django_sqlsem.history import recorder
 from django_sqlsem.history.events import LOST, PURGED, RELEASED, REVOKED, Event, Minute, Span, Totals
 from django_sqlsem.models import EventRow, MinuteRow
-from django_sqlsem.naming import key_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
 
 MINUTE_US: Final = 60_000_000
 #: No timeline shows more.
@@ -153,10 +154,10 @@ def _minute(at: int, rows: Sequence[MinuteRow]) -> Minute:
         turned_away=sum(row.turned_away for row in rows),
         lost=sum(row.lost for row in rows),
         held=sum(row.held_us for row in rows) / 1e6,
-        waits=buckets.percentiles(
-            buckets.add_up(row.waits for row in rows), max((row.longest_wait_us for row in rows), default=0)
+        waits=recorder.percentiles(
+            recorder.add_up(row.waits for row in rows), max((row.longest_wait_us for row in rows), default=0)
         ),
-        holds=buckets.percentiles(
-            buckets.add_up(row.holds for row in rows), max((row.longest_hold_us for row in rows), default=0)
+        holds=recorder.percentiles(
+            recorder.add_up(row.holds for row in rows), max((row.longest_hold_us for row in rows), default=0)
         ),
     )

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 from django.core.management.base import CommandParser
 from django.db import connections
 
-from django_sqlsem import naming
-from django_sqlsem.durations import parse_duration
-from django_sqlsem.management import doctoring
-from django_sqlsem.modes import WRITER
-from django_sqlsem.timeouts import UNSET
+from django_sqlsem.core import names
+from django_sqlsem.core.durations import UNSET, parse_duration
+from django_sqlsem.core.modes import WRITER
+from django_sqlsem.management.verbs import doctor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 #: EX_TEMPFAIL of sysexits.h: try again later.
 BUSY: Final = 75
@@ -50,8 +50,8 @@ def _type(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _slots(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise ValueError(f"slots must be an int from 1 to {naming.MAX_SLOTS}, not {text!r}.")
-    return naming.validate_slots(int(text))
+        raise ValueError(f"slots must be an int from 1 to {names.MAX_SLOTS}, not {text!r}.")
+    return names.validate_slots(int(text))
 
 
 def _slot(text: str) -> int:
@@ -106,7 +106,7 @@ class LocksParser(CommandParser):
 def add_arguments(parser: CommandParser) -> None:
     """Declare one sub-command per verb."""
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=LocksParser)
-    name: dict[str, Any] = {"metavar": "NAME", "type": _type(naming.validate_name), "help": "the semaphore's name"}
+    name: dict[str, Any] = {"metavar": "NAME", "type": _type(names.validate_name), "help": "the semaphore's name"}
     glob: dict[str, Any] = {"dest": "name_glob", "metavar": "GLOB", "help": "only names like this: 'reports:*'"}
     age = _type(parse_duration)
 
@@ -181,7 +181,7 @@ def add_arguments(parser: CommandParser) -> None:
 
     sub = add("doctor", "Examines the settings and each database that keeps locks, and says what it finds.")
     sub.add_argument("--using", dest="database", metavar="ALIAS", type=_type(_database), help="the same as --database")
-    doctoring.add_arguments(sub)
+    doctor.add_arguments(sub)
 
     sub = add("sql", "SQL Server: prints the stored procedures with which programs without Django join semaphores.")
     what = sub.add_mutually_exclusive_group()

@@ -11,7 +11,13 @@ from django_sqlsem.models.fences import FenceRow
 from django_sqlsem.models.fields import ExactCharField
 from django_sqlsem.models.history import EventRow, MinuteRow
 from django_sqlsem.models.refresh import RefreshRow
-from django_sqlsem.models.semaphores import HolderFields, SemaphoreRow, ServerRow, SlotRow, WaiterRow
+from django_sqlsem.models.semaphores import (
+    HolderFields,
+    SemaphoreRow,
+    ServerRow,
+    SlotRow,
+    WaiterRow,
+)
 from django_sqlsem.models.transaction_locks import TransactionLockRow
 from django_sqlsem.models.waits import WaitRow
 

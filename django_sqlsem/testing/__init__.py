@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from django_sqlsem.testing.clock import Clock, clock
 from django_sqlsem.testing.forcing import busy, held, lost, stop_requested
-from django_sqlsem.testing.leaks import assert_nothing_held, nothing_held
-from django_sqlsem.testing.recording import Acquisition, Recorded, make_busy, recorded
+from django_sqlsem.testing.recording import (
+    Acquisition,
+    Recorded,
+    assert_nothing_held,
+    make_busy,
+    nothing_held,
+    recorded,
+)
 
 __all__ = [
     "Acquisition",

@@ -20,25 +20,27 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+from django.apps import apps
 from django.db import connections
 from django.db.models import F
 
-from django_sqlsem import answers, clocks, scopes
-from django_sqlsem.clocks import boot_now
-from django_sqlsem.holds import Hold, State
-from django_sqlsem.keeper_inline import InlineKeeper
-from django_sqlsem.keeper_thread import ThreadKeeper
-from django_sqlsem.keepers import all_holds, all_keepers
-from django_sqlsem.testing.threads import elsewhere
-from django_sqlsem.timeouts import Seconds, to_seconds
+from django_sqlsem.core import clocks
+from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.durations import Seconds, to_seconds
+from django_sqlsem.runtime import acquisition, callers
+from django_sqlsem.runtime.acquisition import Hold, State
+from django_sqlsem.runtime.inline import InlineKeeper
+from django_sqlsem.runtime.keepers import all_holds, all_keepers
+from django_sqlsem.runtime.loop import ThreadKeeper
+from django_sqlsem.testing.forcing import elsewhere
 
 if TYPE_CHECKING:
-    from django_sqlsem.keeper import Keeper
+    from django_sqlsem.runtime.keeper import Keeper
 
 #: How often other tasks of an event loop may run before a wait jumps.
 PASSES: Final = 20
 #: For how long to wait for a keeper's thread to look around, in seconds.
-PATIENCE: Final = 30.0
+KEEPER_ANSWERS_WITHIN: Final = 30.0
 #: A step ends so many seconds after what it leads to.
 AFTER: Final = 1e-6
 
@@ -55,7 +57,7 @@ class Clock:
         self.autojump = autojump
         #: Seconds that this block has moved the clock ahead so far.
         self.elapsed = 0.0
-        self._opener = scopes.current_owner()
+        self._opener = callers.current_owner()
         self._closed = False
 
     def advance(self, seconds: Seconds, *, renewed: bool = False) -> None:
@@ -114,7 +116,7 @@ class Clock:
                 if until is not None and until <= now:
                     ends.append(now)
                 if not ends:
-                    return  # for ever: somebody else must end it
+                    return  # for ever: another thread must end it
                 self._move(min(ends) - now + AFTER, still=False)
 
 
@@ -122,16 +124,16 @@ class Clock:
 def clock(*, autojump: bool | None = None) -> Iterator[Clock]:
     """Yield the library's clock, to be moved by ``advance()`` inside the block.
 
-    A wait that nobody could end by moving the clock jumps to its end: one of the thread or task that opened the block,
-    or of what it calls. ``autojump=True`` has all waits of the process jump, ``autojump=False`` none. A wait with
-    ``timeout=None`` only jumps to what ends it, if that is known. Blocks may be nested; they move the same clock.
+    A wait jumps to its end if nothing else could move the clock meanwhile: one of the thread or task that opened the
+    block, or of what it calls. ``autojump=True`` has all waits of the process jump, ``autojump=False`` none. A wait
+    with ``timeout=None`` only jumps to what ends it, if that is known. Blocks may be nested; they move the same clock.
     Waits of ``transaction_lock()`` and ``table_lock()`` are the database's own, and take their time.
     """
     mine = Clock(autojump=autojump)
     reset = _opened_here.set(mine)
     with _moving:
         _open.append(mine)
-        answers.jumper = _JUMPER
+        acquisition.jumper = _JUMPER
     try:
         yield mine
     finally:
@@ -139,7 +141,7 @@ def clock(*, autojump: bool | None = None) -> Iterator[Clock]:
         with _moving:
             _open.remove(mine)
             if not _open:
-                answers.jumper = None
+                acquisition.jumper = None
         with contextlib.suppress(ValueError):  # a fixture may end in another context than it began in
             _opened_here.reset(reset)
 
@@ -155,7 +157,7 @@ class _Jumper:
     async def ajump(self, hold: Hold, future: asyncio.Future[None]) -> None:
         """Jump over a task's wait, once its first try has failed and the other tasks had their turn."""
         while self._clock_for(hold) is not None and not future.done() and hold.state is State.NEW:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)  # - a keeper's thread asks the database, and tells nobody
+            await asyncio.sleep(0.001)  # - a keeper's thread asks the database, and sets no event
         for _ in range(PASSES):
             if future.done():
                 return
@@ -177,7 +179,7 @@ def _at_rest(keepers: list[Keeper]) -> Iterator[None]:
 
     def rest(begun: threading.Event) -> None:
         begun.set()
-        goes_on.wait(PATIENCE)
+        goes_on.wait(KEEPER_ANSWERS_WITHIN)
 
     try:
         for keeper in keepers:
@@ -192,7 +194,7 @@ def _await(keeper: ThreadKeeper, step: Callable[[threading.Event], None]) -> Non
     """Have a keeper's thread take a step, and wait for the event that it sets."""
     event = threading.Event()
     keeper.post(lambda: step(event))
-    if not event.wait(PATIENCE):
+    if not event.wait(KEEPER_ANSWERS_WITHIN):
         raise RuntimeError(f"The keeper of {keeper.alias!r} does not answer.")
 
 
@@ -226,8 +228,6 @@ def _move_rows(keeper: Keeper, seconds: float, *, still: bool) -> None:
     ids = [row for hold in list(keeper.holds.values()) if hold.grant is not None for row in hold.grant.row_ids]
     if keeper.backend.process_local or keeper.backend.released_on_disconnect or not ids:
         return
-    from django_sqlsem.models import SlotRow
-
     permits = [hold.permit_id for hold in list(keeper.holds.values())]
     by = round(seconds * 1e6)
     changes: dict[str, Any] = {"acquired_us": F("acquired_us") - by}
@@ -235,7 +235,11 @@ def _move_rows(keeper: Keeper, seconds: float, *, still: bool) -> None:
         changes["expires_us"] = F("expires_us") - by
 
     def update() -> None:
-        rows = SlotRow.objects.using(keeper.alias).filter(pk__in=ids, permit_id__in=permits, expires_us__isnull=False)
+        rows = (
+            apps.get_model("sqlsem", "SlotRow")
+            .objects.using(keeper.alias)
+            .filter(pk__in=ids, permit_id__in=permits, expires_us__isnull=False)
+        )
         rows.update(**changes)
 
     connection = connections[keeper.alias]

@@ -2,39 +2,87 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
-from django_sqlsem import refusals, scopes, stops
-from django_sqlsem.factories import semaphore
-from django_sqlsem.keepers import all_holds
-from django_sqlsem.naming import Name, validate_name, validate_slots
-from django_sqlsem.permits import Permit
-from django_sqlsem.semaphores import Semaphore
+from django.db import connections
+
+from django_sqlsem.core.names import Name, validate_name, validate_slots
+from django_sqlsem.locks import acquire
+from django_sqlsem.locks.permit import Permit
+from django_sqlsem.locks.semaphore import Semaphore, semaphore
+from django_sqlsem.runtime import callers, events
+from django_sqlsem.runtime.keepers import all_holds
 from django_sqlsem.snapshots import Loss, LossReason
-from django_sqlsem.testing.threads import blocking
+
+if TYPE_CHECKING:
+    from django_sqlsem.runtime.acquisition import Hold
+
+T = TypeVar("T")
 
 
 def _name(target: Name | Semaphore) -> str:
     return target.name if isinstance(target, Semaphore) else validate_name(target)
 
 
+@dataclass(eq=False)
+class _Block:
+    """An open block, and what it wants of a name."""
+
+    name: str
+    busy: bool = False
+    loss: Loss | None = None
+    stop_by: str = ""
+
+
+class _OpenBlocks(list[_Block]):
+    """The open blocks. Locks ask them only while there are any."""
+
+    def refuses(self, name: str) -> bool:
+        """Whether every acquire of this name is to be refused."""
+        return any(block.busy and block.name == name for block in self)
+
+    def granted(self, hold: Hold) -> None:
+        """Have a new grant suffer what the blocks of its name want, the innermost first."""
+        for block in reversed(self):
+            if block.name == hold.claim.resource.name:
+                if block.loss is not None:
+                    hold.lose(block.loss)
+                if block.stop_by:
+                    events.ask(hold, block.stop_by)
+
+
+_blocks = _OpenBlocks()
+_lock = threading.Lock()
+
+
 @contextlib.contextmanager
-def busy(target: Name | Semaphore) -> Iterator[None]:
-    """Refuse every acquire of this name in this process, at once and whatever its timeout, inside the block."""
-    name = _name(target)
-    refusals.forced[name] = refusals.forced.get(name, 0) + 1
+def _open(block: _Block) -> Iterator[None]:
+    with _lock:
+        _blocks.append(block)
+        acquire.forcing = _blocks
     try:
         yield
     finally:
-        refusals.forced[name] -= 1
-        if not refusals.forced[name]:
-            del refusals.forced[name]
+        with _lock:
+            _blocks.remove(block)
+            if not _blocks:
+                acquire.forcing = None
+
+
+def busy(target: Name | Semaphore) -> contextlib.AbstractContextManager[None]:
+    """Refuse every acquire of this name in this process, at once and whatever its timeout, inside the block."""
+    return _open(_Block(_name(target), busy=True))
 
 
 @contextlib.contextmanager
 def held(target: Name | Semaphore, slots: int | None = None, *, total: int | None = None) -> Iterator[list[Permit]]:
-    """Hold ``slots`` slots of a semaphore (all of them, if omitted) as somebody else, inside the block.
+    """Hold ``slots`` slots of a semaphore (all of them, if omitted) as another process would, inside the block.
 
     ``total`` is the semaphore's number of slots, where ``target`` is a name that is not in use yet. The permits
     are yielded: release one to let a waiter in (in an async test by ``await permit.arelease()``). Raises
@@ -44,7 +92,7 @@ def held(target: Name | Semaphore, slots: int | None = None, *, total: int | Non
     wanted = validate_slots(slots) if slots is not None else 1 if found.mode else blocking(found.status).slots
 
     def take() -> Permit:
-        with scopes.as_stranger():
+        with callers.as_stranger():
             permit = holder._as(found.kind, found.mode).acquire()
             permit.detach()
             return permit
@@ -75,15 +123,8 @@ def lost(target: Name | Semaphore | Permit) -> Iterator[None]:
     for hold in all_holds():
         if hold.claim.resource.name == name and hold.grant is not None:
             hold.lose(loss)
-    outer = refusals.lost.get(name)
-    refusals.lost[name] = loss
-    try:
+    with _open(_Block(name, loss=loss)):
         yield
-    finally:
-        if outer is None:
-            del refusals.lost[name]
-        else:
-            refusals.lost[name] = outer
 
 
 @contextlib.contextmanager
@@ -94,19 +135,34 @@ def stop_requested(target: Name | Semaphore | Permit, by: str = "a test") -> Ite
     is written, and nothing is taken from them.
     """
     if isinstance(target, Permit):
-        stops.ask(target._hold, by)
+        events.ask(target._hold, by)
         yield
         return
     name = _name(target)
     for hold in all_holds():
         if hold.claim.resource.name == name and hold.grant is not None:
-            stops.ask(hold, by)
-    outer = refusals.asked.get(name)
-    refusals.asked[name] = by
-    try:
+            events.ask(hold, by)
+    with _open(_Block(name, stop_by=by)):
         yield
-    finally:
-        if outer is None:
-            del refusals.asked[name]
-        else:
-            refusals.asked[name] = outer
+
+
+def blocking(function: Callable[[], T]) -> T:
+    """Call what waits for the database a moment; in an async test, on another thread than the event loop's."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return function()
+    return elsewhere(function)
+
+
+def elsewhere(function: Callable[[], T]) -> T:
+    """Call it on another thread, outside of any transaction of this one; connections that it opens are closed."""
+
+    def work() -> T:
+        try:
+            return function()
+        finally:
+            connections.close_all()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()

@@ -8,10 +8,16 @@ from typing import Any
 
 from django.db import connection
 
-from django_sqlsem.backends.dialects import dialect_for
-from django_sqlsem.history import buckets
-from django_sqlsem.models import EventRow, MinuteRow, SemaphoreRow, SlotRow, WaiterRow
-from django_sqlsem.naming import resource_for
+from django_sqlsem.core.names import resource_for
+from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.history import recorder
+from django_sqlsem.models import (
+    EventRow,
+    MinuteRow,
+    SemaphoreRow,
+    SlotRow,
+    WaiterRow,
+)
 from django_sqlsem.queries import history_clock
 
 MINUTE = 60_000_000
@@ -70,14 +76,14 @@ def hour(name: str, slots: int, hold: float, used: float, work: str, *, seed: in
             row.held_us += length
             row.longest_hold_us = max(row.longest_hold_us, length)
             row.longest_wait_us = max(row.longest_wait_us, wait)
-            waits[row.minute_us][buckets.bucket(wait)] += 1
-            holds[row.minute_us][buckets.bucket(length)] += 1
+            waits[row.minute_us][recorder.bucket(wait)] += 1
+            holds[row.minute_us][recorder.bucket(length)] += 1
             if chance.random() < used * 0.06:
                 row.turned_away += 1
                 note(end, "timed_out", waited_us=5_000_000, **{each: who[each] for each in ("host", "pid", "label")})
             at = end + int(chance.expovariate(1.0) * hold * (1 - used) / used * 1e6)
     for start, row in rows.items():
-        row.waits, row.holds = buckets.to_text(waits[start]), buckets.to_text(holds[start])
+        row.waits, row.holds = recorder.to_text(waits[start]), recorder.to_text(holds[start])
     if name == "reports":
         note(now - 41 * MINUTE, "paused", by="ann")
         note(now - 38 * MINUTE, "resumed", by="ann")

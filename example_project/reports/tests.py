@@ -5,7 +5,13 @@ from __future__ import annotations
 from django.test import TestCase, TransactionTestCase
 
 from django_sqlsem import AcquireTimeoutError, PermitLostError
-from django_sqlsem.testing import busy, clock, held, nothing_held, recorded
+from django_sqlsem.testing import (
+    busy,
+    clock,
+    held,
+    nothing_held,
+    recorded,
+)
 from example_project.demo import meter
 from example_project.reports import tasks
 from example_project.reports.views import REPORTS

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests import databases
+from tests.support import databases
 
 #: By the names of bounds in the tests: what a stand-in for SQL Server may take longer, in that bound's unit. A fresh
 #: session costs it half a second of work, and so does each batch that it sees for the first time on a session.

@@ -10,9 +10,15 @@ import time
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from django_sqlsem import AcquireTimeoutError, AlreadyHeldError, PermitLostError, mutex, semaphore
-from tests.databases import held_rows
-from tests.threads import run_in_threads, wait_until
+from django_sqlsem import (
+    AcquireTimeoutError,
+    AlreadyHeldError,
+    PermitLostError,
+    mutex,
+    semaphore,
+)
+from tests.support.databases import held_rows
+from tests.support.threads import run_in_threads, wait_until
 
 
 def test_grants_distinct_slots_up_to_the_number(database):

@@ -15,14 +15,20 @@ from django.db import connections
 from hypothesis import given
 from hypothesis import strategies as st
 
-from django_sqlsem.backends import beacons, incarnation, lock_files, rows_server
-from django_sqlsem.backends.dialects import dialect_for
-from tests import applocks, databases
-from tests.contract.lamps import Burning, Lamp
-from tests.pgbouncer import pgbouncer
-from tests.private_servers import ALIAS, KINDS, private_server
-from tests.processes import Child, is_alive, wait_for_end
-from tests.threads import run_in_threads, wait_until
+from django_sqlsem.database import (
+    beacons,
+    dialects,
+)
+from django_sqlsem.database import (
+    server as database_server,
+)
+from django_sqlsem.database.dialects import dialect_for
+from tests.programs.beacon_holders import Burning, Lamp
+from tests.support import applocks, databases
+from tests.support.pgbouncer import pgbouncer
+from tests.support.private_servers import ALIAS, KINDS, private_server
+from tests.support.processes import Child, is_alive, wait_for_end
+from tests.support.threads import run_in_threads, wait_until
 
 pytestmark = pytest.mark.rows_only("beacons")
 
@@ -253,7 +259,7 @@ def test_asking_leaves_no_locks_behind(database, lamp):
             assert used == (None, used[1], None)
             assert used[1]
         else:
-            again = lock_files.LockFile(lamp.beacon._file.database, child.process_id)  # it can be locked
+            again = beacons.LockFile(lamp.beacon._file.database, child.process_id)  # it can be locked
             again.remove()
     finally:
         connection.rollback()
@@ -342,7 +348,7 @@ def test_there_are_none_on_galera(committed, caplog, monkeypatch):
         assert not lamp.beacon.lit
         assert [record.levelname for record in caplog.records] == ["INFO"]
         assert "every node of the cluster has locks of its own" in caplog.text
-        found = [lamp.run(lambda cursor: incarnation.read(connections[ALIAS], cursor)) for _ in range(3)]
+        found = [lamp.run(lambda cursor: database_server.read(connections[ALIAS], cursor)) for _ in range(3)]
         assert found[0].started_us is None
         assert found == [found[0]] * 3
         lamp.session.close()
@@ -356,7 +362,7 @@ def test_there_are_none_in_memory():
 
 
 def test_there_are_none_without_file_locks(committed, monkeypatch):
-    monkeypatch.setattr(lock_files, "POSSIBLE", False)
+    monkeypatch.setattr(beacons, "POSSIBLE", False)
     assert beacons.beacon_for(connections["default"]) is None
 
 
@@ -379,7 +385,7 @@ def test_a_directory_that_cannot_be_written_is_said_once(directory, caplog, monk
 
 def test_locks_that_the_file_system_does_not_keep_are_not_trusted(committed, caplog, monkeypatch):
     monkeypatch.setattr(beacons, "_said", set())
-    monkeypatch.setattr(lock_files.fcntl, "flock", lambda file, how: None)
+    monkeypatch.setattr(beacons.fcntl, "flock", lambda file, how: None)
     lamp = Lamp("default")
     assert not lamp.light()
     assert "does not keep locks of files" in caplog.text
@@ -392,7 +398,7 @@ def test_locks_that_the_file_system_does_not_keep_are_not_trusted(committed, cap
 @pytest.fixture
 def directory(committed):
     """The directory of the beacons of ``default``, empty."""
-    path = os.path.realpath(connections["default"].settings_dict["NAME"]) + lock_files.SUFFIX
+    path = os.path.realpath(connections["default"].settings_dict["NAME"]) + beacons.SUFFIX
     shutil.rmtree(path, ignore_errors=True)
     return path
 
@@ -421,7 +427,7 @@ def test_the_dead_can_be_asked_about_until_they_are_swept(directory, monkeypatch
         for _ in range(3):
             with Lamp("default"):  # sweeps
                 assert lamp.dead(child.process_id) == {child.process_id}
-        monkeypatch.setattr(lock_files, "KEEP", 0.0)
+        monkeypatch.setattr(beacons, "KEEP", 0.0)
         with Lamp("default"):
             pass
         assert sorted(os.listdir(directory)) == sorted([lamp.process_id, "not ours"])
@@ -431,10 +437,12 @@ def test_the_dead_can_be_asked_about_until_they_are_swept(directory, monkeypatch
 
 def test_sweeping_never_removes_a_living_one(directory):
     with Lamp("default") as lamp, contextlib.ExitStack() as stack:
-        database = directory.removesuffix(lock_files.SUFFIX)
+        database = directory.removesuffix(beacons.SUFFIX)
         living = [stack.enter_context(Burning("default")).ready() for _ in range(2)]
         ids = [lamp.process_id, *(child.process_id for child in living)]
-        swarms = [stack.enter_context(Child("tests.contract.lamps:swarm", database, ids, 150, 6)) for _ in range(3)]
+        swarms = [
+            stack.enter_context(Child("tests.programs.beacon_holders:swarm", database, ids, 150, 6)) for _ in range(3)
+        ]
         for swarm in swarms:
             swarm.expect("done", timeout=120)
             swarm.finish()
@@ -443,7 +451,7 @@ def test_sweeping_never_removes_a_living_one(directory):
         for child in living:
             assert child.ask("light", "lit") == ""
         assert set(os.listdir(directory)) >= set(ids)
-        lock_files.sweep(directory)  # marks the last ones
+        beacons.sweep(directory)  # marks the last ones
         assert len(lamp.dead(*os.listdir(directory))) == len(os.listdir(directory)) - len(ids)
 
 
@@ -451,7 +459,7 @@ def test_sweeping_never_removes_a_living_one(directory):
 
 
 def incarnation_of(alias):
-    return other_session(alias, lambda cursor: incarnation.read(connections[alias], cursor))
+    return other_session(alias, lambda cursor: database_server.read(connections[alias], cursor))
 
 
 def test_an_incarnation_is_the_same_for_every_session(server):
@@ -473,11 +481,11 @@ def test_connections_that_note_a_server_together_agree_since_when_it_is_known(se
 
         def dialect(connection):
             if connection is second:
-                rows_server.note_server(first)
+                dialects.note_server(first)
             return dialect_for(connection)
 
-        monkeypatch.setattr(rows_server, "dialect_for", dialect)
-        rows_server.note_server(second)
+        monkeypatch.setattr(dialects, "dialect_for", dialect)
+        dialects.note_server(second)
         assert first.sqlsem_since_us == second.sqlsem_since_us == incarnation_of(server).started_us
     assert databases.query(server, "SELECT COUNT(*) FROM sqlsem_server") == [(1,)]
 

@@ -19,14 +19,14 @@ from django.apps import apps
 from django.db import connections
 
 from django_sqlsem import AcquireTimeoutError, Semaphore, semaphore
-from django_sqlsem.arbiter import Arbiter
-from django_sqlsem.backends.dialects import dialect_for
-from django_sqlsem.holds import Hold
-from django_sqlsem.keeper_care import CaringKeeper
-from tests.databases import held_rows
-from tests.interruptions import LIBRARY, Place, SoftLimit, Striking, StrikingAwait, without_tracer
-from tests.processes import Child
-from tests.threads import run_beside, run_in_threads, wait_until
+from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.runtime.acquisition import Hold
+from django_sqlsem.runtime.keeper import CaringKeeper
+from django_sqlsem.runtime.queue import Arbiter
+from tests.support.databases import held_rows
+from tests.support.interruptions import LIBRARY, Place, SoftLimit, Striking, StrikingAwait, without_tracer
+from tests.support.processes import Child
+from tests.support.threads import run_beside, run_in_threads, wait_until
 
 #: The keeper looks around once a second; the rest is for a busy machine.
 HEARTBEAT = 20.0
@@ -47,23 +47,22 @@ WALKED: dict[str, Counter[Place]] = {}
 #: Modules that only look something up, and change nothing that could be left half done.
 PURE = {
     "backends/__init__.py",
-    "backends/dialects.py",
-    "backends/rows_sql.py",
-    "call_names.py",
-    "calls.py",
-    "clocks.py",
+    "database/dialects.py",
+    "backends/rows/statements.py",
+    "decorators/calls.py",
+    "core/clocks.py",
     "conf.py",
-    "identity.py",
-    "name_templates.py",
-    "naming.py",
-    "session_settings.py",
+    "core/identity.py",
+    "core/templates.py",
+    "core/names.py",
+    "database/limits.py",
     "snapshots.py",
-    "testmode.py",
-    "timeouts.py",
+    "core/testmode.py",
+    "core/durations.py",
 }
 
 #: What makes statements and connections.
-TALKING = ("backends/", "cursors", "keeper.py", "keeper_care", "own_connections", "sessions")
+TALKING = ("backends/", "database/cursors", "runtime/keeper.py", "database/opening", "database/sessions")
 
 
 def acts(frame: FrameType) -> bool:
@@ -536,7 +535,7 @@ def test_struck_as_it_steps_into_the_queue(database, monkeypatch):
 
 
 def test_struck_by_signals_in_the_driver_and_elsewhere(database):
-    with Child("tests.contract.signalled:run", database, 3.0, 1) as child:
+    with Child("tests.programs.signalled:run", database, 3.0, 1) as child:
         struck, rounds, longest = child.expect("struck", timeout=60).split()
         places = child.expect("places")
         assert int(struck) > 20, (struck, rounds)

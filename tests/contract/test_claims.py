@@ -9,11 +9,11 @@ from django.db import connections
 
 from django_sqlsem.claims import claim, recover
 from django_sqlsem.models import ClaimRow
-from tests import applocks, databases, tds
-from tests.contract.claimants import PATIENT, Workers, count_up, rows
-from tests.processes import Child
+from tests.programs.claim_workers import PATIENT, Workers, count_up, rows
+from tests.support import applocks, databases, tds
+from tests.support.processes import Child
+from tests.support.threads import wait_until
 from tests.testapp.models import Inventory
-from tests.threads import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_four_processes_drain_two_hundred_rows_each_of_them_once(database, worke
 @pytest.mark.leaves_held
 def test_the_row_of_a_killed_worker_comes_back_and_is_done_by_another(database, caplog):
     first, second = make(database, 2)
-    with Child("tests.contract.claimants:hold", database, {}) as worker:
+    with Child("tests.programs.claim_workers:hold", database, {}) as worker:
         assert worker.expect("claimed", timeout=PATIENT) == str(first)
         assert recover(Inventory.objects.using(database), using=database) == []  # it lives
         with claim(rows(database), using=database) as claimed:
@@ -97,7 +97,7 @@ def test_the_row_of_a_killed_worker_comes_back_and_is_done_by_another(database, 
 @pytest.mark.rows_only("lease")
 def test_stopped_workers_that_wake_late_change_nothing(database):
     one, two = make(database, 2)
-    work = ("tests.contract.claimants:hold", database, {"lease": 2})
+    work = ("tests.programs.claim_workers:hold", database, {"lease": 2})
     with Child(*work) as first, Child(*work) as second:
         for worker in (first, second):
             worker.expect("claimed", timeout=PATIENT)

@@ -9,14 +9,15 @@ import threading
 import pytest
 from django.db import connections
 
-from django_sqlsem import cursors, queries, semaphore
+from django_sqlsem import queries, semaphore
 from django_sqlsem.backends import get_backend
-from django_sqlsem.backends.applock_session import LockSession
-from django_sqlsem.keepers import keeper_for
-from tests import applocks
-from tests.databases import held_rows, query, session_ids
-from tests.processes import Child
-from tests.threads import wait_until
+from django_sqlsem.backends.applock.sessions import LockSession
+from django_sqlsem.database import cursors
+from django_sqlsem.runtime.keepers import keeper_for
+from tests.support import applocks
+from tests.support.databases import held_rows, query, session_ids
+from tests.support.processes import Child
+from tests.support.threads import wait_until
 
 MANY = 1000
 THREADS = 200
@@ -54,7 +55,7 @@ def patient(**settings):
 
 @pytest.mark.rows_only("one of a name")
 def test_two_connections_hold_a_thousand_permits(database, counted):
-    where = "tests.contract.connected:hold_many"
+    where = "tests.programs.counting_clients:hold_many"
     with Child(where, database, MANY, env=patient()) as child:
         child.expect("ready")
         assert counted.of(child) == 0
@@ -84,7 +85,7 @@ def test_two_connections_wait_for_hundreds_of_threads_and_tasks(database):
     counted = Connections(database)
     # Application locks: one session waits, and holders of one name have one each.
     most, holding = (3, 8 + 3) if applocks.are_at(database) else (2, 2)
-    with Child("tests.contract.connected:wait_in_crowds", database, THREADS, TASKS, env=patient()) as child:
+    with Child("tests.programs.counting_clients:wait_in_crowds", database, THREADS, TASKS, env=patient()) as child:
         child.expect("waiting")
         wait_until(lambda: queries.semaphore("busy", using=database).waiting == TASKS)
         assert 1 <= counted.of(child) <= most

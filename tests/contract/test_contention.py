@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from tests.contract.contenders import fight
-from tests.databases import held_rows, label, query
+from tests.programs.contenders import fight
+from tests.support.databases import held_rows, label, query
 
 PROCESSES = 8
 THREADS = 4

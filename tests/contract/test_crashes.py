@@ -11,11 +11,11 @@ from django.core.management import call_command
 from django_sqlsem import queries, semaphore
 from django_sqlsem.models import SlotRow
 from django_sqlsem.snapshots import SlotState
-from tests.contract.actors import Actor
-from tests.databases import held_rows
-from tests.operators import now_us
-from tests.processes import Child
-from tests.threads import wait_until
+from tests.programs.lock_clients import Actor
+from tests.support.databases import held_rows
+from tests.support.operators import now_us
+from tests.support.processes import Child
+from tests.support.threads import wait_until
 
 #: The longest pause between two looks of the first in line, and what a busy machine adds, in microseconds.
 POLL_US = 130_000

@@ -10,13 +10,19 @@ import time
 import pytest
 from django.db import connections
 
-from django_sqlsem import AcquireTimeoutError, control, identity, mutex, queries
+from django_sqlsem import (
+    AcquireTimeoutError,
+    control,
+    mutex,
+    queries,
+)
+from django_sqlsem.core import identity
 from django_sqlsem.deadlocks import watch
 from django_sqlsem.locks import rwlock, tokens
 from django_sqlsem.models import WaiterRow, WaitRow
-from tests.contract.waiters import Waiter
-from tests.databases import raw_connection
-from tests.threads import wait_until
+from tests.programs.deadlock_clients import Waiter
+from tests.support.databases import raw_connection
+from tests.support.threads import wait_until
 
 A, B, C = ["mutex", "a"], ["mutex", "b"], ["mutex", "c"]
 #: A deadlock is told of after some two seconds; the rest is for a busy machine.

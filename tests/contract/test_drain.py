@@ -6,12 +6,18 @@ import contextlib
 
 import pytest
 
-from django_sqlsem import AcquireTimeoutError, AlreadyHeldError, control, queries, semaphore
+from django_sqlsem import (
+    AcquireTimeoutError,
+    AlreadyHeldError,
+    control,
+    queries,
+    semaphore,
+)
 from django_sqlsem.models import WaiterRow
-from tests.contract.sharers import Sharing
 from tests.contract.test_rwlock import refused, wait_for_waiters
-from tests.databases import held_rows
-from tests.threads import run_in_threads, wait_until
+from tests.programs.rwlock_clients import Sharing
+from tests.support.databases import held_rows
+from tests.support.threads import run_in_threads, wait_until
 
 NAME = "work"
 

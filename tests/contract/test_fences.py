@@ -11,16 +11,23 @@ import pytest
 from django.db import connections, transaction
 from django.test import TestCase
 
-from django_sqlsem import PermitLostError, control, mutex, queries, semaphore
-from django_sqlsem.backends import applock_operator, rows_operator
+from django_sqlsem import (
+    PermitLostError,
+    control,
+    mutex,
+    queries,
+    semaphore,
+)
+from django_sqlsem.backends.applock import operator
+from django_sqlsem.backends.rows import operator as rows_operator
 from django_sqlsem.exceptions import FencedError
 from django_sqlsem.locks import fenced
 from django_sqlsem.models import SlotRow, WaiterRow
-from tests import applocks, databases
-from tests.contract.fencers import Fencer, run_page, written
-from tests.databases import held_rows, query, raw_connection
+from tests.programs.fence_clients import Fencer, run_page, written
+from tests.support import applocks, databases
+from tests.support.databases import held_rows, query, raw_connection
+from tests.support.threads import wait_until
 from tests.testapp.models import Probe
-from tests.threads import wait_until
 
 #: The lease of those that are stopped past it as soon as they have the slot.
 SHORT = 2
@@ -43,7 +50,7 @@ def server(request, committed):
 @pytest.fixture
 def impatient(monkeypatch):
     """A revocation gives up soon."""
-    for module in (rows_operator, applock_operator):
+    for module in (rows_operator, operator):
         monkeypatch.setattr(module, "FENCED_PATIENCE", 0.3)
 
 

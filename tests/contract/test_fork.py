@@ -15,9 +15,9 @@ import urllib.request
 import pytest
 
 from django_sqlsem import semaphore
-from tests.databases import ROOT, child_environment, held_rows, query, session_ids
-from tests.processes import Child, is_alive
-from tests.threads import wait_until
+from tests.support.databases import ROOT, child_environment, held_rows, query, session_ids
+from tests.support.processes import Child, is_alive
+from tests.support.threads import wait_until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
@@ -145,7 +145,7 @@ def test_a_killed_parents_session_ends_although_its_child_lives(database):
 def test_a_killed_parents_session_for_statements_ends_although_its_child_lives(database):
     """Whoever keeps it alive keeps the rows locked that its last transaction had changed."""
     body = """
-        from django_sqlsem.sessions import OwnSession
+        from django_sqlsem.database.sessions import OwnSession
         session = OwnSession(args[0])
         session.run(lambda cursor: cursor.execute("SELECT 1"))
         child = os.fork()
@@ -347,12 +347,11 @@ def test_a_child_may_take_what_its_parent_has(database):
         pass
 
 
-@pytest.mark.parametrize("what", ["upgrades._beginning", "labels._lock"])
+@pytest.mark.parametrize("what", ["permit._lock", "metrics._lock"])
 def test_a_lock_that_another_thread_had_at_the_fork(database, what):
     body = f"""
-        from django_sqlsem import upgrades
-        from django_sqlsem.contrib import labels
-        from django_sqlsem.locks import rwlock
+        from django_sqlsem.contrib import metrics
+        from django_sqlsem.locks import permit, rwlock
         taken, done = threading.Event(), threading.Event()
         def keep():
             with {what}:
@@ -366,7 +365,7 @@ def test_a_lock_that_another_thread_had_at_the_fork(database, what):
         child = os.fork()
         if child == 0:
             signal.alarm(30)
-            assert labels.Labels().of_name("a") == "a"
+            assert metrics.Labels().of_name("a") == "a"
             with rwlock("of the child", timeout=20, using=args[0]).upgradable() as permit:
                 permit.upgrade()
                 assert permit.upgraded

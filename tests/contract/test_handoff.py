@@ -14,13 +14,13 @@ from django.db import connections
 
 from django_sqlsem import AcquireTimeoutError, semaphore
 from django_sqlsem.models import SlotRow, WaiterRow
-from tests.children import listen, say
-from tests.contract.contenders import SharedCounter, Tally
-from tests.contract.queuers import Queuer
-from tests.databases import held_rows, query, raw_connection
-from tests.operators import now_us
-from tests.processes import Child
-from tests.threads import wait_until
+from tests.programs.contenders import SharedCounter, Tally
+from tests.programs.queue_clients import Queuer
+from tests.support.children import listen, say
+from tests.support.databases import held_rows, query, raw_connection
+from tests.support.operators import now_us
+from tests.support.processes import Child
+from tests.support.threads import wait_until
 
 #: A waiter that nobody wakes looks around after a heartbeat, of 0.65 s; the rest is for a busy machine.
 HEARTBEAT = 20.0

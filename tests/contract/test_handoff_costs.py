@@ -10,12 +10,12 @@ from django.conf import settings
 from django.db import connections
 
 from django_sqlsem.models import SlotRow, WaiterRow
-from tests import applocks
-from tests.contract.queuers import Queuer
-from tests.databases import held_rows, query, session_ids
-from tests.pgbouncer import pgbouncer
-from tests.processes import Child
-from tests.threads import wait_until
+from tests.programs.queue_clients import Queuer
+from tests.support import applocks
+from tests.support.databases import held_rows, query, session_ids
+from tests.support.pgbouncer import pgbouncer
+from tests.support.processes import Child
+from tests.support.threads import wait_until
 
 HEARTBEAT = 20.0
 #: What is handed to the dead is free after 2 s; the rest is for a busy machine.
@@ -49,7 +49,7 @@ def wait_for_waiters(database, count):
 def test_five_hundred_tasks_wait(database, holder):
     WaiterRow.objects.using(database).count()
     before = set(session_ids(database))
-    with Child("tests.contract.queuers:crowd", database, "costly", TASKS) as child:
+    with Child("tests.programs.queue_clients:crowd", database, "costly", TASKS) as child:
         child.expect("ready", timeout=60)
         wait_until(lambda: [row.waiting for row in WaiterRow.objects.using(database).all()] == [TASKS])
         child.send("count")

@@ -9,11 +9,11 @@ import pytest
 from django.db import connections
 
 from django_sqlsem.models import SlotRow, WaiterRow
-from tests import applocks
-from tests.contract.queuers import Queuer
-from tests.databases import held_rows, kill_sessions, session_ids
-from tests.operators import now_us
-from tests.threads import wait_until
+from tests.programs.queue_clients import Queuer
+from tests.support import applocks
+from tests.support.databases import held_rows, kill_sessions, session_ids
+from tests.support.operators import now_us
+from tests.support.threads import wait_until
 
 HEARTBEAT = 20.0
 #: What is handed to the dead is free after 2 s; the rest is for a busy machine.

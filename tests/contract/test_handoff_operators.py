@@ -10,11 +10,11 @@ import pytest
 
 from django_sqlsem import control
 from django_sqlsem.models import SlotRow, WaiterRow
-from tests import applocks
-from tests.contract.queuers import Queuer
-from tests.databases import held_rows
-from tests.operators import now_us
-from tests.threads import wait_until
+from tests.programs.queue_clients import Queuer
+from tests.support import applocks
+from tests.support.databases import held_rows
+from tests.support.operators import now_us
+from tests.support.threads import wait_until
 
 PROMPT = 20.0
 

@@ -11,12 +11,12 @@ import pytest
 from django.db import connections
 
 from django_sqlsem.models import SlotRow, WaiterRow
-from tests.children import listen, say
-from tests.contract.contenders import SharedCounter, Tally, semaphore
-from tests.contract.queuers import Queuer
-from tests.databases import held_rows, query, raw_connection
-from tests.processes import Child
-from tests.threads import wait_until
+from tests.programs.contenders import SharedCounter, Tally, semaphore
+from tests.programs.queue_clients import Queuer
+from tests.support.children import listen, say
+from tests.support.databases import held_rows, query, raw_connection
+from tests.support.processes import Child
+from tests.support.threads import wait_until
 
 #: See ``test_handoff``.
 HEARTBEAT = 20.0

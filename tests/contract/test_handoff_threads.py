@@ -7,9 +7,9 @@ import time
 import pytest
 
 from django_sqlsem.models import SlotRow, WaiterRow
-from tests.contract.queuers import Queuer
-from tests.databases import held_rows
-from tests.threads import wait_until
+from tests.programs.queue_clients import Queuer
+from tests.support.databases import held_rows
+from tests.support.threads import wait_until
 
 pytestmark = pytest.mark.rows_only("row statements")
 

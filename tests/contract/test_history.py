@@ -13,19 +13,30 @@ from typing import Any
 import pytest
 from django.db import connections, transaction
 
-from django_sqlsem import control, lifecycle, locks, queries, semaphore
+from django_sqlsem import (
+    control,
+    lifecycle,
+    locks,
+    queries,
+    semaphore,
+)
 from django_sqlsem.backends import get_backend
-from django_sqlsem.clocks import boot_now
-from django_sqlsem.history import recorder, statements, tallies, writing
+from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.database.sessions import OwnSession
+from django_sqlsem.history import (
+    recorder,
+)
+from django_sqlsem.history import (
+    writer as history_writer,
+)
 from django_sqlsem.history.events import Event
-from django_sqlsem.keeper_history import RecordingKeeper
-from django_sqlsem.keepers import keeper_for
 from django_sqlsem.models import EventRow, MinuteRow
-from django_sqlsem.sessions import OwnSession
+from django_sqlsem.runtime.keeper import RecordingKeeper
+from django_sqlsem.runtime.keepers import keeper_for
 from django_sqlsem.snapshots import Loss, LossReason
-from tests import applocks, databases, tds
-from tests.processes import Child
-from tests.test_history import clock_us, event, minute
+from tests.support import applocks, databases, tds
+from tests.support.processes import Child
+from tests.unit.test_history import clock_us, event, minute
 
 PATIENT = 20.0
 
@@ -67,7 +78,7 @@ def anew(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def sooner(monkeypatch: pytest.MonkeyPatch, database: str) -> None:
     """This process writes what has happened several times a second."""
-    monkeypatch.setattr(writing, "EVERY", 0.2)
+    monkeypatch.setattr(history_writer, "EVERY", 0.2)
     keeper_of(database)._writer._write_at = 0.0
 
 
@@ -199,7 +210,7 @@ def test_an_act_stands_without_its_entry(database: str, caplog: pytest.LogCaptur
         pytest.skip("it rolls the whole transaction back when a table is missing, without a word")
     semaphore("reports", slots=3, using=database).acquire().release()
     lifecycle.stop_all()
-    with databases.without_tables(database, *statements.TABLES), transaction.atomic(using=database):
+    with databases.without_tables(database, *history_writer.TABLES), transaction.atomic(using=database):
         assert control.pause("reports", by="ann", using=database)
     found = queries.semaphore("reports", using=database)
     assert found is not None
@@ -211,7 +222,7 @@ def test_an_act_stands_without_its_entry(database: str, caplog: pytest.LogCaptur
 def test_permits_go_on_without_the_tables(database: str, caplog: pytest.LogCaptureFixture) -> None:
     lock = semaphore("reports", slots=3, lease=1.0, using=database)
     with caplog.at_level(logging.WARNING, "django_sqlsem"), lock as permit:
-        with databases.without_tables(database, *statements.TABLES):
+        with databases.without_tables(database, *history_writer.TABLES):
 
             def use() -> bool:
                 with semaphore("others", slots=1, using=database):
@@ -244,9 +255,9 @@ def test_a_locked_table_delays_no_renewal(database: str) -> None:
         cursor = raw.cursor()
         if vendor == "postgresql":
             cursor.execute("BEGIN")
-            cursor.execute(f"LOCK TABLE {statements.EVENTS}, {statements.MINUTES} IN ACCESS EXCLUSIVE MODE")
+            cursor.execute(f"LOCK TABLE {history_writer.EVENTS}, {history_writer.MINUTES} IN ACCESS EXCLUSIVE MODE")
         else:
-            cursor.execute(f"LOCK TABLES {statements.EVENTS} WRITE, {statements.MINUTES} WRITE")
+            cursor.execute(f"LOCK TABLES {history_writer.EVENTS} WRITE, {history_writer.MINUTES} WRITE")
         refused = 0
         ends = time.monotonic() + 4.0
         while time.monotonic() < ends:
@@ -269,7 +280,7 @@ def test_what_a_locked_table_refused_is_written_later(database: str, caplog: pyt
         with contextlib.closing(databases.raw_connection(database)) as raw:
             cursor = raw.cursor()
             cursor.execute("BEGIN TRANSACTION")
-            cursor.execute(f"ALTER TABLE {statements.EVENTS} ADD passing int NULL")
+            cursor.execute(f"ALTER TABLE {history_writer.EVENTS} ADD passing int NULL")
             with semaphore("reports", slots=3, using=database):
                 assert wait_until(lambda: keeper_of(database)._writer._refusals)
             cursor.execute("ROLLBACK TRANSACTION")
@@ -280,9 +291,9 @@ def test_what_a_locked_table_refused_is_written_later(database: str, caplog: pyt
 
 def test_a_clock_that_is_right_as_far_as_can_be_told_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written later would else be told as earlier, whenever an answer took less time than the one before."""
-    writer = writing.Writer(recorder.Recorder("default"), OwnSession("default"))
+    writer = history_writer.Writer(recorder.Recorder("default"), OwnSession("default"))
     host, there = [0], [0]
-    monkeypatch.setattr(writing, "boot_now_us", lambda: host[0])
+    monkeypatch.setattr(history_writer, "boot_now_us", lambda: host[0])
 
     def ask(took_us: int, ahead_us: int) -> int:
         def now(cursor: Any) -> int:
@@ -292,7 +303,7 @@ def test_a_clock_that_is_right_as_far_as_can_be_told_is_left_alone(monkeypatch: 
         host[0] += 1_000_000
         there[0] = host[0] + took_us // 2 + ahead_us
         monkeypatch.setattr(
-            writing, "dialect_for", lambda db: SimpleNamespace(now=now, token_clock=lambda found: found)
+            history_writer, "dialect_for", lambda db: SimpleNamespace(now=now, token_clock=lambda found: found)
         )
         writer._compare_at = 0.0
         told: int = writer._clock(SimpleNamespace(db=None))  # type: ignore[arg-type]
@@ -319,10 +330,10 @@ def test_sql_server_compiles_one_text_whatever_there_is_to_write(database: str) 
         with cursor.db.execute_wrapper(noting):
             for count in counts:
                 events = [an_event(f"{count}/{nth}") for nth in range(count)]
-                statements.write_events(cursor, events, 1.0)
+                history_writer.write_events(cursor, events, 1.0)
                 for again in (1, 2):  # the second time it takes the place of the first
                     minutes = [[f"{count}/{nth}", 60, 7, 2**40, again, *[0] * 6, "x" * nth, ""] for nth in range(count)]
-                    statements.write_minutes(cursor, minutes, 1.0)
+                    history_writer.write_minutes(cursor, minutes, 1.0)
         return True
 
     with contextlib.closing(OwnSession(database)) as session:
@@ -407,7 +418,7 @@ def test_a_minute_is_one_row_however_often_it_is_written(database: str) -> None:
     assert queries.totals(["others"], using=database)["others"].granted == 4
 
 
-def written(writer: writing.Writer) -> bool:
+def written(writer: history_writer.Writer) -> bool:
     """Have the keeper write now; return whether it has written everything."""
     writer._write_at = 0.0
     return not writer.pending
@@ -461,7 +472,7 @@ def test_a_forked_child_tells_only_its_own(database: str) -> None:
 
 def test_pruning_takes_what_has_run_out_and_nothing_else(database: str) -> None:
     now = clock_us(database)  # a minute may end while they are written
-    for number in range(statements.PRUNED + 50):
+    for number in range(history_writer.PRUNED + 50):
         event(database, "granted", ago=7200 + number, name=f"old:{number % 7}")
         minute(database, ago=120 + number, name="old", now=now)
     EventRow.objects.using(database).update(until_us=clock_us(database) - 1)
@@ -490,12 +501,15 @@ def test_many_who_prune_at_once_do_not_meet(database: str) -> None:
 
     def prune() -> None:
         session = get_backend(database).session() if connections[database].vendor != "microsoft" else None
-        session = session or writing.OwnSession(database)
+        session = session or history_writer.OwnSession(database)
         barrier.wait(60)
         deadline = time.monotonic() + 50  # one turn ends in time, whatever is left
         while EventRow.objects.using(database).exists() and time.monotonic() < deadline:
-            error = writing.in_transaction(
-                session, lambda cursor: deleted.append(statements.prune(cursor, statements.EVENTS, 2, 1.0)), 1.0, 5.0
+            error = history_writer.in_transaction(
+                session,
+                lambda cursor: deleted.append(history_writer.delete_old(cursor, history_writer.EVENTS, 2, 1.0)),
+                1.0,
+                5.0,
             )
             failures.extend([error] if error else [])
         session.close()
@@ -532,8 +546,8 @@ def test_the_queue_is_bounded_and_counts_what_it_drops(
 
 def test_a_busy_name_does_not_drown_a_quiet_one() -> None:
     from django_sqlsem.backends.base import Claim, Grant
-    from django_sqlsem.identity import current
-    from django_sqlsem.naming import resource_for
+    from django_sqlsem.core.identity import current
+    from django_sqlsem.core.names import resource_for
 
     noted = recorder.Recorder("default")
     now = float(int(boot_now()))
@@ -546,11 +560,11 @@ def test_a_busy_name_does_not_drown_a_quiet_one() -> None:
     for _ in range(1000):
         note("busy")
     note("quiet")
-    counted = tallies.Tallies()
+    counted = recorder.Tallies()
     while counted.gather(noted, 0):
         pass
     listed = [entry.claim.resource.name for _, entry in counted.listed]
-    assert listed.count("busy") == tallies.LISTED
+    assert listed.count("busy") == recorder.LISTED
     assert listed.count("quiet") == 1
     assert sorted(tally.granted for tally in counted.minutes.values()) == [1, 1000]
 
@@ -565,7 +579,7 @@ def test_a_fault_of_the_history_is_no_permits_and_no_busy_loop(
         asked.append(time.monotonic())
         raise KeyError("something that nobody has thought of")
 
-    monkeypatch.setattr(writing, "event_row", broken)
+    monkeypatch.setattr(history_writer, "event_row", broken)
     with semaphore("reports", lease=1.0, using=database) as permit:
         assert wait_until(lambda: "cannot be written just now" in caplog.text)
         ends = time.monotonic() + 1.5

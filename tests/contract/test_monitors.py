@@ -15,13 +15,19 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.db import connections, transaction
 
-from django_sqlsem import AlreadyHeldError, NotEnteredError, PermitLostError, control, mutex
+from django_sqlsem import (
+    AlreadyHeldError,
+    NotEnteredError,
+    PermitLostError,
+    control,
+    mutex,
+)
 from django_sqlsem.locks import Monitor, monitor
-from tests import applocks
-from tests.databases import OutsideCounter
-from tests.interruptions import SoftLimit, Striking, StrikingAwait, without_tracer
-from tests.processes import Child
-from tests.threads import run_in_threads, wait_until
+from tests.support import applocks
+from tests.support.databases import OutsideCounter
+from tests.support.interruptions import SoftLimit, Striking, StrikingAwait, without_tracer
+from tests.support.processes import Child
+from tests.support.threads import run_in_threads, wait_until
 
 #: The keeper and other processes may be slow to get a turn, in seconds.
 PATIENT = 30.0
@@ -109,8 +115,8 @@ def test_all_entries_share_one_grant_and_the_last_one_out_gives_it_back(database
 CROWD = """
 import threading
 from django_sqlsem.locks import monitor
-from tests.databases import OutsideCounter
-from tests.threads import run_in_threads
+from tests.support.databases import OutsideCounter
+from tests.support.threads import run_in_threads
 
 alias, rounds = args
 lock = monitor("crowd", timeout=120, using=alias)

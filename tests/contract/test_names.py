@@ -15,13 +15,18 @@ from django.db import connections
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from django_sqlsem import AlreadyHeldError, mutex, queries, semaphore
+from django_sqlsem import (
+    AlreadyHeldError,
+    mutex,
+    queries,
+    semaphore,
+)
 from django_sqlsem.backends import get_backend
-from django_sqlsem.keepers import keeper_for
 from django_sqlsem.models import SemaphoreRow
-from tests import databases
-from tests.databases import held_rows
-from tests.threads import wait_until
+from django_sqlsem.runtime.keepers import keeper_for
+from tests.support import databases
+from tests.support.databases import held_rows
+from tests.support.threads import wait_until
 
 #: Names that some collation, trimming, normalisation or encoding takes for one another.
 ALIKE = [
@@ -231,7 +236,7 @@ def test_a_latin1_database_compares_by_code_points(latin1):
 
 def test_what_a_holder_says_of_itself_is_stored_whatever_it_is(latin1):
     label, user = "🔒" * 300, "Ωμέγα\0\ud800" * 40
-    from django_sqlsem import identity
+    from django_sqlsem.core import identity
 
     with identity.activity(label, user), semaphore("x", using=latin1):
         (holder,) = queries.holders(using=latin1)

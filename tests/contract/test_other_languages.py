@@ -18,9 +18,9 @@ from django.db import connections
 
 from django_sqlsem import control, mutex, semaphore
 from django_sqlsem.models import SlotRow
-from tests.databases import ROOT
-from tests.processes import Child
-from tests.threads import wait_until
+from tests.support.databases import ROOT
+from tests.support.processes import Child
+from tests.support.threads import wait_until
 
 SCRIPT = ROOT / "docs" / "clients" / "locked.sh"
 #: By vendor: how the scripts call the database, and the program that it takes.
@@ -162,7 +162,10 @@ def test_a_script_that_waits_is_served_in_its_turn_and_leaves_no_trace_when_it_g
         with client.start("pair", "sh", "-c", "echo in", **options, TIMEOUT="120") as second:
             wait_until(lambda: lock.status().waiting == 1, timeout=PATIENT)
             with Child("hold", client.alias, "pair", 2) as third:  # a process that comes later is served later
-                line = [client.program, "-m tests.children"]  # a script that is slow to ask again keeps its place
+                line = [
+                    client.program,
+                    "-m tests.support.children",
+                ]  # a script that is slow to ask again keeps its place
                 wait_until(lambda: [each.label for each in lock.status().waiters] == line, timeout=PATIENT)
                 control.revoke("pair", by="ann", using=client.alias)
                 says_in(second)
@@ -184,7 +187,7 @@ def test_a_script_whose_lock_was_taken_away_ends_its_command(client, tmp_path):
 
 CROWD = """
 from django_sqlsem import mutex
-from tests.databases import OutsideCounter
+from tests.support.databases import OutsideCounter
 alias, rounds = args
 lock = mutex("crowd", timeout=150, using=alias)
 with OutsideCounter(alias) as counter:

@@ -12,14 +12,19 @@ import time
 import pytest
 from django.db import InterfaceError, OperationalError, connections, transaction
 
-from django_sqlsem import AcquireTimeoutError, BackendError, PermitLostError, semaphore
-from django_sqlsem.sessions import OwnSession
-from tests import applocks, databases
-from tests.contract.sufferers import Sufferer
-from tests.databases import held_rows, kill_sessions, session_ids
-from tests.processes import Child
-from tests.proxy import proxy_for, through
-from tests.threads import wait_until
+from django_sqlsem import (
+    AcquireTimeoutError,
+    BackendError,
+    PermitLostError,
+    semaphore,
+)
+from django_sqlsem.database.sessions import OwnSession
+from tests.programs.outage_clients import Sufferer
+from tests.support import applocks, databases
+from tests.support.databases import held_rows, kill_sessions, session_ids
+from tests.support.processes import Child
+from tests.support.proxy import proxy_for, through
+from tests.support.threads import wait_until
 
 #: No call may take longer while the database is away, in seconds.
 BOUND = 25.0

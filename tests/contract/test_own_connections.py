@@ -10,16 +10,17 @@ import time
 import pytest
 from django.db import connections
 
-from django_sqlsem import BackendError, semaphore, session_settings, sessions
-from django_sqlsem.deadlocks.statements import RefusedError, briefly
-from django_sqlsem.history.sending import in_transaction, passes
-from django_sqlsem.own_connections import open_connection
-from django_sqlsem.sessions import OwnSession
-from tests.databases import query, raw_connection, session_ids
-from tests.interruptions import SoftLimit, Striking
-from tests.processes import Child
-from tests.test_history import minute
-from tests.threads import run_in_threads, wait_until
+from django_sqlsem import BackendError, semaphore
+from django_sqlsem.database import limits, sessions
+from django_sqlsem.database.opening import open_connection
+from django_sqlsem.database.sessions import OwnSession
+from django_sqlsem.deadlocks.watch import RefusedError, briefly
+from django_sqlsem.history.writer import in_transaction, passes
+from tests.support.databases import query, raw_connection, session_ids
+from tests.support.interruptions import SoftLimit, Striking
+from tests.support.processes import Child
+from tests.support.threads import run_in_threads, wait_until
+from tests.unit.test_history import minute
 
 
 @pytest.mark.rows_only("row statements")
@@ -64,10 +65,10 @@ def test_a_connection_that_its_driver_had_made_is_closed(database):
         return connection
 
     with pytest.MonkeyPatch.context() as patch:
-        from django_sqlsem import own_connections
+        from django_sqlsem.database import opening
 
-        real = own_connections._connection
-        patch.setattr(own_connections, "_connection", lambda alias, made: interrupted(real(alias, made)))
+        real = opening._connection
+        patch.setattr(opening, "_connection", lambda alias, made: interrupted(real(alias, made)))
         with pytest.raises(KeyboardInterrupt):
             open_connection(database)
     with pytest.raises(Exception, match=r"(?i)closed|2006|gone|interface|0, "):
@@ -79,7 +80,7 @@ def test_a_wait_for_a_row_ends_before_the_statement_may_be_cut_off(database, mon
     """Else it is chance whether the statement is repeated, which it is after the one and not after the other."""
     if connections[database].vendor != "mysql":
         pytest.skip("a limit of MySQL's sessions")
-    monkeypatch.setattr(session_settings, "STATEMENT_TIMEOUT_MS", 3000)
+    monkeypatch.setattr(limits, "STATEMENT_TIMEOUT_MS", 3000)
     monkeypatch.setattr(sessions, "LOCKED_PATIENCE", 0.0)
     semaphore("locked", using=database).acquire().release()
     session = OwnSession(database)
@@ -88,14 +89,14 @@ def test_a_wait_for_a_row_ends_before_the_statement_may_be_cut_off(database, mon
         raw.cursor().execute("SELECT id FROM sqlsem_slot FOR UPDATE")
         with pytest.raises(BackendError) as caught:
             session.run(lambda cursor: cursor.execute("UPDATE sqlsem_slot SET host = 'waits'"))
-        assert session_settings.is_transient(caught.value.__cause__), caught.value
+        assert limits.is_transient(caught.value.__cause__), caught.value
         raw.cursor().execute("ROLLBACK")
 
 
 def test_a_wait_for_a_row_ends_on_sql_server(database, monkeypatch):
     if connections[database].vendor != "microsoft":
         pytest.skip("a limit of SQL Server's sessions")
-    monkeypatch.setattr(session_settings, "LOCK_TIMEOUT_MS", 300)
+    monkeypatch.setattr(limits, "LOCK_TIMEOUT_MS", 300)
     monkeypatch.setattr(sessions, "LOCKED_PATIENCE", 0.0)
     update = f"UPDATE sqlsem_minute SET granted = granted + 1 WHERE id = {minute(database, name='a').pk}"
     with contextlib.closing(OwnSession(database)) as one, contextlib.closing(OwnSession(database)) as other:
@@ -107,8 +108,8 @@ def test_a_wait_for_a_row_ends_on_sql_server(database, monkeypatch):
             return caught.value
 
         refused = one.transaction(waits).__cause__
-        assert session_settings.is_transient(refused), refused
-        assert not session_settings.is_disconnect(refused), refused
+        assert limits.is_transient(refused), refused
+        assert not limits.is_disconnect(refused), refused
         other.run(lambda cursor: cursor.execute(update))
     assert query(database, "SELECT granted FROM sqlsem_minute") == [(2,)]
 
@@ -130,11 +131,11 @@ def test_what_is_written_beside_locks_ends_after_a_second_on_sql_server(database
         number, usual = session.run(spid), session.connection.connection.timeout
         began = time.monotonic()
         refused = in_transaction(session, ask, 1.3, 0.1)
-        assert session_settings.is_timeout_of_sql_server(refused), refused
+        assert limits.is_timeout_of_sql_server(refused), refused
         assert passes(refused)
         with pytest.raises(RefusedError) as caught:
             briefly(session, ask)
-        assert session_settings.is_timeout_of_sql_server(caught.value.__cause__), caught.value
+        assert limits.is_timeout_of_sql_server(caught.value.__cause__), caught.value
         assert time.monotonic() - began < 20
         assert session.run(spid) == number
         assert session.connection.connection.timeout == usual
@@ -146,7 +147,7 @@ def test_what_is_written_beside_locks_ends_after_a_second_on_sql_server(database
 def test_a_statement_waits_for_a_row_longer_than_one_lock_wait(database, monkeypatch):
     if connections[database].vendor != "mysql":
         pytest.skip("a limit of MySQL's sessions")
-    monkeypatch.setattr(session_settings, "STATEMENT_TIMEOUT_MS", 2000)
+    monkeypatch.setattr(limits, "STATEMENT_TIMEOUT_MS", 2000)
     monkeypatch.setattr(sessions, "LOCKED_PATIENCE", 60.0)
     semaphore("locked", using=database).acquire().release()
     session = OwnSession(database)
@@ -199,8 +200,8 @@ SERIALIZABLE = """
 import threading
 from django.db import connections
 from django_sqlsem import semaphore
-from django_sqlsem.own_connections import open_connection
-from tests.threads import run_in_threads
+from django_sqlsem.database.opening import open_connection
+from tests.support.threads import run_in_threads
 alias = args[0]
 with connections[alias].cursor() as cursor:
     cursor.execute("SHOW transaction_isolation")
@@ -228,8 +229,8 @@ def test_a_serializable_project_meets_no_serialization_failures(database, how):
 
     from psycopg import IsolationLevel
 
-    from tests.databases import child_environment
-    from tests.pgbouncer import pgbouncer
+    from tests.support.databases import child_environment
+    from tests.support.pgbouncer import pgbouncer
 
     name = connections[database].settings_dict["NAME"]
     with contextlib.ExitStack() as stack:

@@ -11,15 +11,20 @@ import time
 import pytest
 from django.db import connections, transaction
 
-from django_sqlsem import BackendError, lifecycle, mutex, semaphore
+from django_sqlsem import (
+    BackendError,
+    lifecycle,
+    mutex,
+    semaphore,
+)
 from django_sqlsem.backends import get_backend
-from django_sqlsem.backends.rows import RowsBackend
-from django_sqlsem.keeper_care import DOUBTS
-from django_sqlsem.keepers import keeper_for
-from tests.applocks import is_connected
-from tests.databases import held_rows, raw_connection
-from tests.processes import Child
-from tests.threads import run_in_threads, wait_until
+from django_sqlsem.backends.rows.backend import RowsBackend
+from django_sqlsem.runtime.keeper import DOUBTS
+from django_sqlsem.runtime.keepers import keeper_for
+from tests.support.applocks import is_connected
+from tests.support.databases import held_rows, raw_connection
+from tests.support.processes import Child
+from tests.support.threads import run_in_threads, wait_until
 
 
 @contextlib.contextmanager
@@ -114,7 +119,8 @@ def test_renewals_go_out_while_many_tasks_come_and_go(database):
 def test_threads_that_start_together_share_one_keeper(database):
     code = """
 import threading, time
-from django_sqlsem import keepers, semaphore
+from django_sqlsem import semaphore
+from django_sqlsem.runtime import keepers
 barrier = threading.Barrier(30)
 def run():
     barrier.wait()

@@ -8,36 +8,37 @@ import types
 
 import pytest
 
-from django_sqlsem import AcquireTimeoutError, identity, queries, ranks, scopes, semaphore
+from django_sqlsem import AcquireTimeoutError, queries, semaphore
 from django_sqlsem.backends import get_backend
-from django_sqlsem.backends.rows import RowsBackend
-from django_sqlsem.calls import Call, Kind
-from django_sqlsem.keepers import keeper_for
+from django_sqlsem.backends.rows.backend import RowsBackend
+from django_sqlsem.core import identity
+from django_sqlsem.decorators import tasks
 from django_sqlsem.models import SlotRow, WaiterRow
-from tests.contract.actors import Actor
-from tests.databases import held_rows
-from tests.threads import wait_until
+from django_sqlsem.runtime import callers
+from django_sqlsem.runtime.keepers import keeper_for
+from tests.programs.lock_clients import Actor
+from tests.support.databases import held_rows
+from tests.support.threads import wait_until
 
 pytestmark = pytest.mark.rows_only("ranks")
 
 
-def task_call(task_id, name="shop.work"):
-    """The call of a task that a worker runs."""
-    return Call(Kind.TASK, task=types.SimpleNamespace(id=task_id, label=f"{name}[{task_id}]"))
+def a_task(task_id, name="shop.work"):
+    """A task that a worker runs."""
+    return types.SimpleNamespace(id=task_id, label=f"{name}[{task_id}]")
 
 
 def refuse(lock, task_id):
     """Have a task refused and stepped aside; return when it should come back."""
-    call = task_call(task_id)
-    with scopes.as_stranger(), pytest.raises(AcquireTimeoutError) as caught:
-        ranks.ranked(lock, call).acquire(timeout=0)
-    return ranks.step_aside(lock, call, caught.value)
+    with callers.as_stranger(), pytest.raises(AcquireTimeoutError) as caught:
+        lock._take(0, tasks.rank_of(task_id))
+    return tasks.step_aside(lock, a_task(task_id), caught.value)
 
 
 def come_back(lock, task_id, **options):
     """Try once as the task, in a flow of control of its own."""
-    with scopes.as_stranger():
-        permit = ranks.ranked(lock, task_call(task_id)).try_acquire()
+    with callers.as_stranger():
+        permit = lock._acquire(0.0, tasks.rank_of(task_id))
     if permit is not None:
         permit.detach()
     return permit
@@ -103,7 +104,7 @@ def test_a_task_that_waits_in_a_worker_stands_at_its_old_place(database):
         entered, leave = threading.Event(), threading.Event()
 
         def work():
-            with ranks.ranked(lock, task_call("task")).acquire(timeout=20):
+            with lock._take(20, tasks.rank_of("task")):
                 entered.set()
                 leave.wait(20)
 
@@ -135,10 +136,10 @@ class Queue:
 
     def ask(self, word, task_id=None):
         """Have a thread wait: for itself, or as a task."""
-        lock = ranks.ranked(self.lock, task_call(task_id)) if task_id else self.lock
+        rank = tasks.rank_of(task_id) if task_id else ""
 
         def work():
-            with lock:
+            with self.lock._take(60, rank):
                 self.got.append(word)
 
         self.threads.append(threading.Thread(target=work))

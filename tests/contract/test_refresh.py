@@ -13,11 +13,11 @@ from django.db.models import F
 from django_sqlsem import queries
 from django_sqlsem.models import RefreshRow, SlotRow
 from django_sqlsem.refresh import refresh_every
-from django_sqlsem.refresh_jobs import Job
-from tests import applocks
-from tests.contract.refreshers import HOUR, Refresher, field_of, shared_cache
+from django_sqlsem.refresh.job import Job
+from tests.programs.refresh_clients import HOUR, Refresher, field_of, shared_cache
+from tests.support import applocks
+from tests.support.threads import run_in_threads, wait_until
 from tests.testapp.models import Probe
-from tests.threads import run_in_threads, wait_until
 
 NAME = "best-sellers"
 

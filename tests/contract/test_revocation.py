@@ -8,11 +8,11 @@ import subprocess
 import time
 
 from django_sqlsem import queries
-from tests import applocks
-from tests.contract.actors import Actor
-from tests.databases import held_rows
-from tests.operators import locks_command
-from tests.threads import wait_until
+from tests.programs.lock_clients import Actor
+from tests.support import applocks
+from tests.support.databases import held_rows
+from tests.support.operators import locks_command
+from tests.support.threads import wait_until
 
 LEASE = 4
 #: A renewal every quarter of the lease; the rest is what a busy machine takes, in seconds.

@@ -10,15 +10,20 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 
-from django_sqlsem import AcquireTimeoutError, control, queries, semaphore
-from django_sqlsem.backends.dialects import Dialect
+from django_sqlsem import (
+    AcquireTimeoutError,
+    control,
+    queries,
+    semaphore,
+)
+from django_sqlsem.database.dialects import Dialect
 from django_sqlsem.locks import rwlock
 from django_sqlsem.models import SlotRow, WaiterRow
-from tests import applocks
-from tests.contract.sharers import Sharing
-from tests.databases import held_rows
-from tests.processes import Child
-from tests.threads import run_in_threads, wait_until
+from tests.programs.rwlock_clients import Sharing
+from tests.support import applocks
+from tests.support.databases import held_rows
+from tests.support.processes import Child
+from tests.support.threads import run_in_threads, wait_until
 
 LOCK = "prices"
 
@@ -79,7 +84,7 @@ def test_readers_share_it_and_a_writer_is_alone(database):
 def test_readers_writers_and_upgrades_at_random(database):
     """Counted from outside; nobody waits for ever, and none is refused."""
     seconds = 10 if applocks.are_at(database) else 2.5
-    target = "tests.contract.sharers:churn"
+    target = "tests.programs.rwlock_clients:churn"
     with contextlib.ExitStack() as stack:
         arguments = [(database, LOCK, {"readers": 3}, seconds, seed) for seed in range(2)]
         children = [stack.enter_context(Child(target, *each)) for each in arguments]

@@ -13,21 +13,34 @@ import pytest
 from django.db import connections
 from django.db.models import F
 
-from django_sqlsem import AcquireTimeoutError, bells, control, mutex, queries, semaphore
-from django_sqlsem.backends import get_backend, rows_wishes
+from django_sqlsem import (
+    AcquireTimeoutError,
+    control,
+    mutex,
+    queries,
+    semaphore,
+)
+from django_sqlsem.backends import get_backend
+from django_sqlsem.backends.rows import renewal as rows_renewal
 from django_sqlsem.claims import claim
-from django_sqlsem.keeper_thread import ThreadKeeper
-from django_sqlsem.keepers import keeper_for
-from django_sqlsem.locks import acquire_all, current_permit, monitor, rwlock
+from django_sqlsem.database import bells
+from django_sqlsem.locks import (
+    acquire_all,
+    current_permit,
+    monitor,
+    rwlock,
+)
 from django_sqlsem.models import SlotRow
-from django_sqlsem.reach import Reach
+from django_sqlsem.runtime.keepers import keeper_for
+from django_sqlsem.runtime.loop import ThreadKeeper
+from django_sqlsem.runtime.presence import Reach
 from django_sqlsem.signals import permit_stop_requested
-from tests import applocks
-from tests.contract.actors import Actor
-from tests.databases import held_rows, kill_sessions, query, raw_connection, session_ids
-from tests.statements import CountedSession
+from tests.programs.lock_clients import Actor
+from tests.support import applocks
+from tests.support.databases import held_rows, kill_sessions, query, raw_connection, session_ids
+from tests.support.statements import CountedSession
+from tests.support.threads import run_in_threads, wait_until
 from tests.testapp.models import Inventory
-from tests.threads import run_in_threads, wait_until
 
 #: So long that no renewal comes while a test lasts: what is heard by then was brought by a bell.
 LONG = 3600
@@ -451,8 +464,8 @@ def older_tables(database):
 
 @pytest.mark.rows_only("lease")
 def test_what_is_held_goes_on_before_the_tables_are_migrated(database, caplog, monkeypatch):
-    monkeypatch.setattr(rows_wishes, "_said", set())
-    monkeypatch.setattr(rows_wishes, "AGAIN", 0.5)
+    monkeypatch.setattr(rows_renewal, "_said", set())
+    monkeypatch.setattr(rows_renewal, "AGAIN", 0.5)
     held = rwlock("older", lease=1, using=database)
     with mutex("older too", lease=1, using=database) as one, held.write() as writer:
         with older_tables(database), caplog.at_level("WARNING", "django_sqlsem"):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from django_sqlsem import semaphore
-from tests.threads import wait_until
+from tests.support.threads import wait_until
 
 
 class Limit(BaseException):
@@ -25,7 +25,7 @@ def raise_in(thread):
 def is_blocked(thread):
     """Whether a thread is where it waits, after a moment."""
     time.sleep(0.01)
-    return sys._current_frames()[thread.ident].f_code.co_filename.endswith("answers.py")
+    return sys._current_frames()[thread.ident].f_code.co_filename.endswith("runtime/acquisition.py")
 
 
 @pytest.mark.parametrize("timeout", [None, 600])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 import time
 
 import pytest
@@ -13,16 +14,23 @@ from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperatio
 from django.core.management import call_command
 from django.db import connections, transaction
 
-from django_sqlsem import AcquireTimeoutError, control, mutex, queries, semaphore, testing
+from django_sqlsem import (
+    AcquireTimeoutError,
+    control,
+    mutex,
+    queries,
+    semaphore,
+    testing,
+)
 from django_sqlsem.admin import SemaphoreAdmin
 from django_sqlsem.backends import get_counting_backend
 from django_sqlsem.locks import TakenTokens, tokens
 from django_sqlsem.models import SemaphoreRow, WaiterRow
-from tests import databases
-from tests.contract.token_users import TokenUser
-from tests.databases import kill_sessions
-from tests.processes import Child
-from tests.threads import run_in_threads, wait_until
+from tests.programs.token_clients import TokenUser
+from tests.support import databases
+from tests.support.databases import kill_sessions
+from tests.support.processes import Child
+from tests.support.threads import run_in_threads, wait_until
 
 REAL = [pytest.param(alias, id=databases.label(alias)) for alias in databases.covered()]
 #: Long enough for a grant that nobody takes to lapse (2 s), and for a busy machine.
@@ -153,7 +161,7 @@ def test_producers_and_consumers_in_many_processes(database, counter):
     total = 80
     jobs = tokens("jobs", using=database)
     with contextlib.ExitStack() as stack:
-        module = "tests.contract.token_users"
+        module = "tests.programs.token_clients"
         makers = [stack.enter_context(Child(f"{module}:produce", database, "jobs", total // 2)) for _ in range(2)]
         takers = [stack.enter_context(Child(f"{module}:consume", database, "jobs")) for _ in range(2)]
         for child in (*makers, *takers):
@@ -328,7 +336,7 @@ def test_connections_that_died_unnoticed(database):
 def test_waiting_costs_next_to_nothing(database):
     tasks = 100
     jobs = tokens("jobs", using=database)
-    with Child("tests.contract.token_users:crowd", database, "jobs", tasks) as child:
+    with Child("tests.programs.token_clients:crowd", database, "jobs", tasks) as child:
         child.expect("ready", timeout=60)
         wait_until(lambda: [row.waiting for row in waiters(database)] == [tasks], timeout=PATIENT)
 
@@ -395,23 +403,23 @@ def test_what_operators_see_and_do(database, capsys, settings):
 
 def test_a_thread_that_is_struck_loses_no_tokens(world, monkeypatch):
     """Whatever strikes between the grant and the caller, the tokens go back."""
-    from django_sqlsem import token_grants
+    locks_tokens = sys.modules["django_sqlsem.locks.tokens"]  # the package has a function of this name
 
     jobs = tokens("jobs", 1, using=world)
-    real = token_grants.take
+    real = locks_tokens._take_here
 
-    def struck_before(keeper, hold):
+    def struck_before(hold):
         raise KeyboardInterrupt
 
-    def struck_after(keeper, hold):
-        assert real(keeper, hold)
+    def struck_after(hold):
+        assert real(hold)
         raise KeyboardInterrupt
 
     for strike in (struck_before, struck_after):
-        monkeypatch.setattr(token_grants, "take", strike)
+        monkeypatch.setattr(locks_tokens, "_take_here", strike)
         with pytest.raises(KeyboardInterrupt):
             jobs.acquire(timeout=PATIENT)
-        monkeypatch.setattr(token_grants, "take", real)
+        monkeypatch.setattr(locks_tokens, "_take_here", real)
         assert jobs.acquire(timeout=PATIENT).count == 1
         jobs.release()
     assert jobs.count() == 1

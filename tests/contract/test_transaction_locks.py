@@ -10,12 +10,12 @@ from django.contrib.auth.models import User
 from django.db import connections
 
 from django_sqlsem.locks import purge_transaction_locks
-from tests import databases, tds
-from tests.contract.transactors import Transactor, deferred
-from tests.pgbouncer import pgbouncer
-from tests.private_servers import private_server
-from tests.processes import Child
-from tests.threads import wait_until
+from tests.programs.transaction_clients import Transactor, deferred
+from tests.support import databases, tds
+from tests.support.pgbouncer import pgbouncer
+from tests.support.private_servers import private_server
+from tests.support.processes import Child
+from tests.support.threads import wait_until
 
 SETTINGS = {
     "postgresql": (
@@ -46,7 +46,7 @@ def test_of_ten_identical_requests_for_a_new_name_one_does_the_work(database, tm
     # Where a begin waits for the one writer, a lock can only be asked for before it.
     env = None if form == "block" else deferred(database)
     asked = ("marked", 10) if form == "block" and vendor(database) == "sqlite" else ("waits", 9)
-    target = "tests.contract.transactors:crowd"
+    target = "tests.programs.transaction_clients:crowd"
     with Child(target, *arguments, env=env) as one, Child(target, *arguments, env=env) as other:
         both = (one, other)
         for number, _ in enumerate(names, start=1):
@@ -227,7 +227,7 @@ def test_reads_that_would_stay_old_are_refused(database):
 def test_ten_waiters_of_a_name_that_is_deleted_under_way(database, tmp_path):
     if vendor(database) == "sqlite":
         pytest.skip("SQLite makes the row as it locks it")
-    waiters = "tests.contract.transactors:waiters"
+    waiters = "tests.programs.transaction_clients:waiters"
     with Transactor(database) as holder, contextlib.closing(databases.raw_connection(database)) as raw:
         holder.begin()
         holder.lock("purged")

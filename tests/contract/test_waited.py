@@ -10,18 +10,19 @@ import threading
 
 import pytest
 
-from django_sqlsem import AcquireTimeoutError, keeper, mutex, semaphore
-from django_sqlsem.arbiter import Arbiter
+from django_sqlsem import AcquireTimeoutError, mutex, semaphore
 from django_sqlsem.backends import get_backend
-from django_sqlsem.backends.rows_claims import RowsClaims
-from django_sqlsem.holds import State
-from django_sqlsem.keeper import Keeper
-from django_sqlsem.keepers import keeper_for
-from tests import applocks
-from tests.children import listen, say
-from tests.databases import OutsideCounter, held_rows
-from tests.processes import Child
-from tests.threads import run_in_threads, wait_until
+from django_sqlsem.backends.rows.acquire import RowsClaims
+from django_sqlsem.runtime import keeper as runtime_keeper
+from django_sqlsem.runtime.acquisition import State
+from django_sqlsem.runtime.keeper import Keeper
+from django_sqlsem.runtime.keepers import keeper_for
+from django_sqlsem.runtime.queue import Arbiter
+from tests.support import applocks
+from tests.support.children import listen, say
+from tests.support.databases import OutsideCounter, held_rows
+from tests.support.processes import Child
+from tests.support.threads import run_in_threads, wait_until
 
 #: Requests, and how often they come together, each time for another name.
 REQUESTS, ROUNDS = 10, 10
@@ -149,7 +150,7 @@ def test_a_name_that_was_made_meanwhile_has_no_line_while_slots_are_free(databas
     monkeypatch.setattr(RowsClaims, "_look", look_when_it_is_there)
     code = """
 listen()
-from tests.children import hold
+from tests.support.children import hold
 hold(*args)
 """
     with Child(code, database, "meanwhile", 2) as child:
@@ -164,7 +165,7 @@ hold(*args)
 @pytest.mark.rows_only("row queue")
 def test_a_try_when_the_last_waiter_of_its_process_has_just_given_up(database, monkeypatch):
     """Nobody waits any more, although the keeper has not yet said so to the database."""
-    monkeypatch.setattr(keeper, "CLEARED", 60.0)
+    monkeypatch.setattr(runtime_keeper, "CLEARED", 60.0)
     asked = threading.Event()
     left, leave = Keeper._left, Arbiter._leave
 

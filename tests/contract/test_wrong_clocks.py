@@ -11,12 +11,12 @@ from django.db import connections
 
 from django_sqlsem import control, queries, semaphore
 from django_sqlsem.models import SlotRow
-from tests import applocks
-from tests.contract.actors import Actor
-from tests.contract.contenders import fight
-from tests.operators import now_us
-from tests.processes import Child
-from tests.threads import wait_until
+from tests.programs.contenders import fight
+from tests.programs.lock_clients import Actor
+from tests.support import applocks
+from tests.support.operators import now_us
+from tests.support.processes import Child
+from tests.support.threads import wait_until
 
 #: What the first in line and a busy machine take, in microseconds.
 SOON_US = 20_000_000

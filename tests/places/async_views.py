@@ -14,8 +14,8 @@ from django.utils.decorators import sync_and_async_middleware
 
 from django_sqlsem import semaphore
 from django_sqlsem.conf import config
-from tests.databases import OutsideCounter
 from tests.places.marks import LONGEST, Marks
+from tests.support.databases import OutsideCounter
 
 #: More than the buffers between a server and a client that does not read.
 BIG = 64 * 2**20

@@ -15,7 +15,8 @@ from typing import Any
 from celery import Celery, Task, signals
 from celery.exceptions import SoftTimeLimitExceeded
 
-from django_sqlsem import identity, semaphore
+from django_sqlsem import semaphore
+from django_sqlsem.core import identity
 
 app = Celery("sqlsem-places")
 app.conf.update(json.loads(os.environ.get("SQLSEM_PLACES_CELERY", "{}")))

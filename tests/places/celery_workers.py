@@ -19,9 +19,9 @@ from celery import Celery
 from django.conf import settings
 from django.test import override_settings
 
-from tests.databases import ROOT, child_environment, covered
-from tests.processes import is_alive
-from tests.threads import wait_until
+from tests.support.databases import ROOT, child_environment, covered
+from tests.support.processes import is_alive
+from tests.support.threads import wait_until
 
 READY = re.compile(r"\bready\.")
 
@@ -208,7 +208,7 @@ def alias(django_db_setup: None, django_db_blocker: Any) -> Any:
     from django.db import connections
 
     from django_sqlsem import lifecycle
-    from tests import databases
+    from tests.support import databases
 
     # Not by assignment, of which nobody is told: the library remembers what tests before this module had it read.
     with django_db_blocker.unblock(), override_settings(SQLSEM={"DATABASE": lock_alias()}):
@@ -223,7 +223,7 @@ def alias(django_db_setup: None, django_db_blocker: Any) -> Any:
 @pytest.fixture
 def name(alias: str, request: Any) -> Any:
     """A semaphore's name; at the end nobody may hold anything."""
-    from tests import databases
+    from tests.support import databases
 
     yield f"places-{uuid.uuid4().hex}"
     if request.node.get_closest_marker("leaves_held") is None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests import databases
 from tests.places.site import Site
+from tests.support import databases
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from dramatiq.brokers.redis import RedisBroker
 from dramatiq.middleware import CurrentMessage
 
 from django_sqlsem import semaphore
-from tests.children import say
 from tests.places import queue_work
 from tests.places.tasks_notes import note, notes
+from tests.support.children import say
 
 _url, QUEUE = os.environ["SQLSEM_TEST_QUEUE"], os.environ["SQLSEM_TEST_QUEUE_NAME"]
 broker: Any = (

@@ -11,8 +11,8 @@ from django.http import HttpRequest, HttpResponse
 from django.urls import path
 
 from django_sqlsem import semaphore
-from tests.databases import OutsideCounter
 from tests.places.celery_workers import lock_alias
+from tests.support.databases import OutsideCounter
 
 
 @semaphore("gevent-site", slots=2, timeout=60)

@@ -8,8 +8,8 @@ from django.core.management import execute_from_command_line
 from huey.contrib.djhuey import HUEY, db_task
 
 from django_sqlsem import semaphore
-from tests.children import say
 from tests.places import queue_work
+from tests.support.children import say
 
 recipe: dict[str, Any] = {"__name__": __name__}
 exec(queue_work.recipe("huey"), recipe)

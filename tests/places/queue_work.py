@@ -8,9 +8,9 @@ import re
 import time
 from typing import Any
 
-from tests.children import listen, say
-from tests.databases import ROOT, OutsideCounter
 from tests.places.tasks_notes import note
+from tests.support.children import listen, say
+from tests.support.databases import ROOT, OutsideCounter
 
 
 def alias() -> str:

@@ -10,8 +10,8 @@ from rq import Queue, SimpleWorker, Worker
 from rq.decorators import job
 
 from django_sqlsem import semaphore
-from tests.children import say
 from tests.places import queue_work
+from tests.support.children import say
 
 connection = redis.Redis.from_url(os.environ["SQLSEM_TEST_QUEUE"])
 QUEUE = Queue(os.environ["SQLSEM_TEST_QUEUE_NAME"], connection=connection)

@@ -23,9 +23,9 @@ from typing import Any, Self
 
 import psutil
 
-from tests.databases import ROOT, child_environment
 from tests.places.marks import Marks
-from tests.threads import wait_until
+from tests.support.databases import ROOT, child_environment
+from tests.support.threads import wait_until
 
 #: Seconds for what takes a moment, on a machine that has much else to do.
 PATIENCE = 60.0

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import psutil
 
-from tests.databases import ROOT
-from tests.threads import wait_until
+from tests.support.databases import ROOT
+from tests.support.threads import wait_until
 
 PATIENCE: Final = 90.0
 #: The command of each program that lives long, after the interpreter.

@@ -10,8 +10,8 @@ from django.http import FileResponse, HttpRequest, HttpResponse, StreamingHttpRe
 
 from django_sqlsem import semaphore
 from django_sqlsem.conf import config
-from tests.databases import OutsideCounter
 from tests.places.marks import Marks
+from tests.support.databases import OutsideCounter
 
 #: More than the buffers of a connection hold, so that a client that has gone is noticed.
 PART = b"." * 65536

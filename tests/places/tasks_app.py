@@ -15,10 +15,10 @@ from django_tasks_db.models import DBTaskResult
 
 from django_sqlsem import lifecycle, semaphore
 from django_sqlsem.contrib.tasks import alatest, latest
-from tests.children import listen, say
-from tests.databases import OutsideCounter
 from tests.places.queue_work import recipe
 from tests.places.tasks_notes import note
+from tests.support.children import listen, say
+from tests.support.databases import OutsideCounter
 
 __all__ = ["alatest", "recipe", "task_backends"]
 

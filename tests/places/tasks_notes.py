@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from django_sqlsem import identity
+from django_sqlsem.core import identity
 
 
 def note(path: str, **what: Any) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from django_sqlsem import semaphore
-from tests.databases import OutsideCounter, assert_nothing_held, held_rows
 from tests.places.site import Caller, Site, wait_for_waiters
-from tests.threads import wait_until
+from tests.support.databases import OutsideCounter, assert_nothing_held, held_rows
+from tests.support.threads import wait_until
 
 KINDS = [
     "uvicorn",

@@ -17,10 +17,10 @@ from django.db import connections, transaction
 from django.test import Client, TestCase, override_settings
 
 from django_sqlsem import semaphore
-from tests import databases
 from tests.places import atomic_views
 from tests.places.atomic_views import AHEAD, INSIDE, Stage
-from tests.threads import wait_until
+from tests.support import databases
+from tests.support.threads import wait_until
 
 NINJA = ["ninja/operation", "ninja/wrapped-operation"]
 

@@ -15,12 +15,18 @@ import pytest
 from asgiref.sync import ThreadSensitiveContext, async_to_sync, sync_to_async
 from django.db import close_old_connections, connections
 
-from django_sqlsem import AlreadyHeldError, DeadlockError, Semaphore, mutex, semaphore
+from django_sqlsem import (
+    AlreadyHeldError,
+    DeadlockError,
+    Semaphore,
+    mutex,
+    semaphore,
+)
 from django_sqlsem.locks import monitor
-from django_sqlsem.permits import current_permit
-from tests.databases import held_rows
+from django_sqlsem.locks.permit import current_permit
+from tests.support.databases import held_rows
+from tests.support.threads import wait_until
 from tests.testapp.models import Probe
-from tests.threads import wait_until
 
 #: Longer than the keeper takes to find a permit whose task or thread has ended.
 LOOKED_AROUND = 1.5

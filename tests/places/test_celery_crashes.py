@@ -18,10 +18,10 @@ from kombu.exceptions import OperationalError
 from django_sqlsem import AcquireTimeoutError, queries, semaphore
 from django_sqlsem.contrib.celery import retry
 from django_sqlsem.testing import held
-from tests.databases import held_rows
 from tests.places.celery_workers import Broker, Worker, alias, lines, name, of, path, peak
-from tests.processes import wait_for_end
-from tests.threads import wait_until
+from tests.support.databases import held_rows
+from tests.support.processes import wait_for_end
+from tests.support.threads import wait_until
 
 __all__ = ["alias", "name", "path"]  # fixtures
 

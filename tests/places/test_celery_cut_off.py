@@ -9,8 +9,8 @@ from kombu.utils.url import parse_url
 from django_sqlsem import AcquireTimeoutError, semaphore
 from django_sqlsem.testing import held
 from tests.places.celery_workers import Broker, Worker, alias, name, of, path
-from tests.proxy import Proxy
-from tests.threads import wait_until
+from tests.support.proxy import Proxy
+from tests.support.threads import wait_until
 
 __all__ = ["alias", "name", "path"]  # fixtures
 

@@ -9,7 +9,7 @@ import pytest
 
 from django_sqlsem.testing import held
 from tests.places.celery_workers import Broker, Worker, alias, name, path
-from tests.threads import wait_until
+from tests.support.threads import wait_until
 
 __all__ = ["alias", "name", "path"]  # fixtures
 

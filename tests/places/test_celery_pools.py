@@ -13,9 +13,9 @@ from celery.exceptions import TaskRevokedError
 
 from django_sqlsem import AcquireTimeoutError, queries, semaphore
 from django_sqlsem.testing import held
-from tests.databases import assert_nothing_held
 from tests.places.celery_workers import Broker, Worker, alias, lines, name, of, path, peak
-from tests.threads import wait_until
+from tests.support.databases import assert_nothing_held
+from tests.support.threads import wait_until
 
 __all__ = ["alias", "name", "path"]  # fixtures
 

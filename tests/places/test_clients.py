@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.databases import OutsideCounter, assert_nothing_held, held_rows
 from tests.places.site import PATIENCE, Caller, Site, wait_for_waiters, waiters
-from tests.threads import run_in_threads, wait_until
+from tests.support.databases import OutsideCounter, assert_nothing_held, held_rows
+from tests.support.threads import run_in_threads, wait_until
 
 #: One process each in which all wait together, and gunicorn's synchronous workers, in which each waits alone.
 GTHREAD = ("gthread", ("-w", "1"))

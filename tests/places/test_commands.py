@@ -11,8 +11,8 @@ import pytest
 from django.core.management import call_command
 
 from django_sqlsem import mutex, semaphore
-from tests.databases import ROOT, child_environment
 from tests.places.queue_work import recipe
+from tests.support.databases import ROOT, child_environment
 
 
 def test_the_documentations_command(database, settings, capsys, caplog):

@@ -13,8 +13,8 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from django_sqlsem import semaphore
-from tests.databases import assert_nothing_held, held_rows
 from tests.places.site import PATIENCE, Site, wait_for_waiters
+from tests.support.databases import assert_nothing_held, held_rows
 
 ASGI = {"SQLSEM_TEST_ASGI": "tests.places.consumers.application"}
 _ids = itertools.count(1)

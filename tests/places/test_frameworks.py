@@ -15,8 +15,8 @@ from django.utils import translation
 from django_sqlsem import semaphore
 from django_sqlsem.busy import Busy, busy_response
 from django_sqlsem.testing import busy
-from tests.databases import ROOT
-from tests.test_docs import run_page
+from tests.e2e.test_docs import run_page
+from tests.support.databases import ROOT
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 REST = [

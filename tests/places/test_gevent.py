@@ -17,9 +17,9 @@ from django.core.exceptions import ImproperlyConfigured
 
 from django_sqlsem import queries, semaphore
 from django_sqlsem.testing import held
-from tests.databases import ROOT, OutsideCounter, assert_nothing_held, child_environment, held_rows, session_ids
 from tests.places.celery_workers import Broker, Worker, alias, lines, name, of, path, peak
-from tests.threads import run_in_threads, wait_until
+from tests.support.databases import ROOT, OutsideCounter, assert_nothing_held, child_environment, held_rows, session_ids
+from tests.support.threads import run_in_threads, wait_until
 
 __all__ = ["alias", "name", "path"]  # fixtures
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.databases import OutsideCounter, assert_nothing_held, held_rows
 from tests.places.site import PATIENCE, Site, wait_for_waiters
-from tests.processes import is_alive, wait_for_end
-from tests.threads import run_in_threads, wait_until
+from tests.support.databases import OutsideCounter, assert_nothing_held, held_rows
+from tests.support.processes import is_alive, wait_for_end
+from tests.support.threads import run_in_threads, wait_until
 
 #: The lease is 60 s: a slot that comes back after so many seconds at most has not merely run out.
 SOON = 25.0

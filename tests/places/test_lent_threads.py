@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 from asgiref.sync import sync_to_async
 
-from django_sqlsem import Semaphore, control, mutex, semaphore
-from tests.processes import Child
+from django_sqlsem import (
+    Semaphore,
+    control,
+    mutex,
+    semaphore,
+)
+from tests.support.processes import Child
 
 #: Longer than the keeper takes to look around twice.
 LOOKED_AROUND = 2.5

@@ -12,10 +12,10 @@ import pytest
 
 from django_sqlsem import semaphore
 from django_sqlsem.testing import held
-from tests.databases import OutsideCounter, assert_nothing_held, covered, held_rows
 from tests.places.tasks_notes import notes
-from tests.processes import Child, is_alive
-from tests.threads import wait_until
+from tests.support.databases import OutsideCounter, assert_nothing_held, covered, held_rows
+from tests.support.processes import Child, is_alive
+from tests.support.threads import wait_until
 
 ALIAS = "postgres" if "postgres" in covered() else "default"
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.databases import OutsideCounter
 from tests.places.site import Site, wait_for_waiters
+from tests.support.databases import OutsideCounter
 
 #: The others are started by the tests of clients too.
 KINDS = ["preload", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("sync", "gthread", "uvicorn", "daphne"))]

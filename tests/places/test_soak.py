@@ -18,14 +18,14 @@ import pytest
 from django.conf import settings
 from django.db import connections
 
-from tests.databases import child_environment, covered
 from tests.places import presence
 from tests.places.presence import NAME, SLOTS, TABLE
 from tests.places.soak_load import LONGEST, Clients, Tasks, Trouble, hold
 from tests.places.soak_places import COMMANDS, Program, Runs
 from tests.places.soak_watch import Samples, Watch, summary
-from tests.processes import Child
-from tests.threads import wait_until
+from tests.support.databases import child_environment, covered
+from tests.support.processes import Child
+from tests.support.threads import wait_until
 
 psycopg = pytest.importorskip("psycopg")
 

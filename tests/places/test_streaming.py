@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from django_sqlsem import semaphore
-from tests.databases import OutsideCounter, assert_nothing_held, held_rows
 from tests.places.site import Caller, Site
-from tests.threads import wait_until
+from tests.support.databases import OutsideCounter, assert_nothing_held, held_rows
+from tests.support.threads import wait_until
 
 URLS = "tests.places.stream_urls"
 CHAIN = (

@@ -14,10 +14,10 @@ from django_sqlsem import mutex, semaphore
 from django_sqlsem.contrib import tasks
 from django_sqlsem.contrib.celery import MAX_COUNTDOWN
 from django_sqlsem.contrib.tasks import SENT_AGAIN_AS
-from tests.databases import OutsideCounter, assert_nothing_held, held_rows
 from tests.places.tasks_notes import notes
-from tests.processes import Child
-from tests.threads import wait_until
+from tests.support.databases import OutsideCounter, assert_nothing_held, held_rows
+from tests.support.processes import Child
+from tests.support.threads import wait_until
 
 APP = "tests.places.tasks_app"
 

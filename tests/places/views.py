@@ -9,8 +9,8 @@ from django.http import HttpRequest, HttpResponse
 
 from django_sqlsem import semaphore
 from django_sqlsem.conf import config
-from tests.databases import OutsideCounter
 from tests.places.marks import Marks
+from tests.support.databases import OutsideCounter
 
 
 def ping(request: HttpRequest) -> HttpResponse:

@@ -17,10 +17,27 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 from django.db import close_old_connections
 
-from django_sqlsem import control, identity, mutex, queries, semaphore
-from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, SemaphoreError, kill_needed
-from django_sqlsem.management import arguments, doctoring, output, refreshes, run, stopping, waits
-from django_sqlsem.naming import ONE_SLOT
+from django_sqlsem import (
+    control,
+    mutex,
+    queries,
+    semaphore,
+)
+from django_sqlsem.core import identity
+from django_sqlsem.core.names import ONE_SLOT
+from django_sqlsem.exceptions import (
+    AcquireTimeoutError,
+    BackendError,
+    SemaphoreError,
+    kill_needed,
+)
+from django_sqlsem.management import arguments, output
+from django_sqlsem.management.verbs import (
+    doctor,
+    run,
+    stopping,
+    waits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +46,7 @@ if TYPE_CHECKING:
     from django_sqlsem.snapshots import SemaphoreSnapshot
 
 
-class Command(doctoring.DoctorVerb, waits.WaitsVerb, stopping.StoppingVerbs):
+class Command(doctor.DoctorVerb, waits.WaitsVerb, stopping.StoppingVerbs):
     """Operate the semaphores of one database."""
 
     help = (
@@ -105,14 +122,14 @@ class Command(doctoring.DoctorVerb, waits.WaitsVerb, stopping.StoppingVerbs):
         shown = [output.only_stale(snapshot) for snapshot in found] if stale else found
         if form == "json":
             values = queries.refreshes(name_glob, using=database)
-            self._print(refreshes.as_json(shown, values, using=database, whole=not stale, indent=indent))
+            self._print(output.as_json(shown, values, using=database, whole=not stale, indent=indent))
         elif form == "csv":
             text = output.as_csv(shown, header=header)
             if text:
                 self._print(text)
         else:
             self._print_table(shown, found, stale=stale, glob=name_glob)
-            for line in [] if stale else refreshes.table(queries.refreshes(name_glob, using=database)):
+            for line in [] if stale else output.refresh_table(queries.refreshes(name_glob, using=database)):
                 self._print(line)
             for note in queries.notes(using=database):
                 self._print(output.clean(note))
@@ -142,12 +159,12 @@ class Command(doctoring.DoctorVerb, waits.WaitsVerb, stopping.StoppingVerbs):
         snapshot = self._known(name, database)
         values = [each for each in queries.refreshes(using=database) if each.name == snapshot.name]
         if format == "json":
-            self._print(refreshes.as_json([snapshot], values, using=database, whole=False, only=True))
+            self._print(output.as_json([snapshot], values, using=database, whole=False, only=True))
             return
         self._print(self.style.MIGRATE_HEADING(output.summary(snapshot)))
         for line in output.details(snapshot):
             self._print(line)
-        for line in refreshes.table(values):
+        for line in output.refresh_table(values):
             self._print(line)
 
     # Acting.

@@ -17,7 +17,7 @@ from django.db import connection, transaction
 from django.test import Client
 from django.urls import reverse
 
-from django_sqlsem.naming import resource_for
+from django_sqlsem.core.names import resource_for
 from example_project.demo import scenery
 from example_project.demo.children import HOST, Child, free_port
 from example_project.demo.load import get

@@ -1,0 +1,9 @@
+"""The admin, for operators: lists that nobody can edit, a page of each lock, and actions that ask first."""
+
+from __future__ import annotations
+
+from django_sqlsem.admin.base import OperatorAdmin
+from django_sqlsem.admin.locks import SemaphoreAdmin, SlotAdmin
+from django_sqlsem.admin.readonly import ClaimAdmin, RefreshAdmin, TransactionLockAdmin
+
+__all__ = ["ClaimAdmin", "OperatorAdmin", "RefreshAdmin", "SemaphoreAdmin", "SlotAdmin", "TransactionLockAdmin"]

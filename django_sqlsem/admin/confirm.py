@@ -1,0 +1,246 @@
+"""The page between an admin's act and its execution: it names whom the act means, and brings just those back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from django.contrib import messages
+from django.contrib.admin import helpers
+from django.contrib.admin.utils import unquote
+from django.core.exceptions import ValidationError
+from django.template.response import TemplateResponse
+from django.urls import reverse
+from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
+
+from django_sqlsem import queries
+from django_sqlsem.admin.display import EMPTY, STATES, held_since, lease_left, program_of, users, visible
+from django_sqlsem.core.modes import WRITER
+from django_sqlsem.core.names import MAX_SLOTS, key_of, validate_name
+from django_sqlsem.models import SemaphoreRow
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from django import forms
+    from django.db.models import QuerySet
+    from django.http import HttpRequest, HttpResponse
+
+    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
+
+
+class DamagedFormError(Exception):
+    """The confirmation did not come back as it was sent."""
+
+
+class ActionForm(helpers.ActionForm):
+    """Chooses an action. django-unfold shows the button beside it once what ``x-model`` names has a value."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fields["action"].widget.attrs["x-model"] = "action"
+
+
+class ChangedError(Exception):
+    """Whom a button was beside is gone: the message says where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a confirmation page says."""
+
+    action: str
+    title: str
+    question: str
+    confirm: str
+    #: What the confirmation brings back: names, or names with slots and tokens.
+    targets: Sequence[Any] = ()
+    holders: Sequence[HolderSnapshot] = ()
+    #: Holders that are shown but left alone, and why.
+    others: Sequence[HolderSnapshot] = ()
+    others_title: str = ""
+    semaphores: Sequence[SemaphoreSnapshot] = ()
+    form: forms.Form | None = None
+    dangerous: bool = False
+
+    @property
+    def named(self) -> str:
+        """The name of the one lock that it is about."""
+        names = {each.name for each in self.semaphores} | {each.name for each in (*self.holders, *self.others)}
+        return users(names.pop()) if len(names) == 1 else ""
+
+
+def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResponse:
+    # Any one row makes the list view call the action again; whom it means is said by the targets alone.
+    selected = request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)[:1]
+    site, opts = model_admin.admin_site, model_admin.opts
+    lock = one_lock(request)
+    back = lock and reverse(f"admin:{opts.app_label}_{opts.model_name}_change", args=[lock], current_app=site.name)
+    context = {
+        **site.each_context(request),
+        "title": page.title,
+        "opts": opts,
+        "page": page,
+        "semaphores": [(users(each.name), each) for each in page.semaphores],
+        "holders": [_cells(holder) for holder in page.holders],
+        "others": [_cells(holder) for holder in page.others],
+        "targets": json.dumps(page.targets),
+        "selected": selected,
+        "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
+        "back": back or request.get_full_path(),
+        "one": page.named if lock else "",
+        "media": model_admin.media,
+    }
+    request.current_app = site.name
+    return TemplateResponse(request, "admin/sqlsem/confirm_action.html", context)
+
+
+def _cells(holder: HolderSnapshot) -> list[Any]:
+    return [
+        users(holder.name),
+        holder.place,
+        STATES[holder.state],
+        program_of(holder),
+        users(holder.label),
+        users(holder.user),
+        held_since(holder),
+        lease_left(holder),
+        f"{holder.acquired_at:%Y-%m-%d %H:%M:%S} UTC" if holder.recorded else EMPTY,
+        str(holder.token),
+    ]
+
+
+def one_lock(request: HttpRequest) -> str:
+    """Return the key of the lock on whose page the request is; ``""`` on a list."""
+    match = request.resolver_match
+    return unquote(match.kwargs.get("object_id", "")) if match else ""
+
+
+def button(request: HttpRequest) -> tuple[str, tuple[int, int] | None]:
+    """Return the act that a button of a lock's page stands for, and the slot and token of the holder beside it.
+
+    ``("", None)``: no such button was pressed. Raises ``DamagedFormError``.
+    """
+    match request.POST.get("do", "").split(" "):
+        case [act]:
+            return act, None
+        case [act, slot, token]:
+            return act, _place(_int(slot), _int(token))
+        case _:
+            raise DamagedFormError
+
+
+def check_selected(model_admin: Any, request: HttpRequest) -> None:
+    """Raise ``DamagedFormError`` if what a list sends as chosen rows cannot be such."""
+    field = model_admin.opts.pk
+    for value in request.POST.getlist(helpers.ACTION_CHECKBOX_NAME):
+        try:
+            found = field.to_python(value)
+        except ValidationError:
+            raise DamagedFormError from None
+        if isinstance(found, int) and not 0 <= found < 2**63:
+            raise DamagedFormError
+
+
+def confirmed(request: HttpRequest) -> list[Any] | None:
+    """Return the targets of a confirmed page, or ``None`` if it has not been shown yet."""
+    if "confirmed" not in request.POST:
+        return None
+    try:
+        targets = json.loads(request.POST.get("targets", ""))
+    except (ValueError, RecursionError):
+        targets = None
+    if not isinstance(targets, list):
+        raise DamagedFormError
+    return targets
+
+
+def slot_targets(request: HttpRequest) -> list[tuple[str, int, int]] | None:
+    targets = confirmed(request)
+    if targets is None:
+        return None
+    found = []
+    for target in targets:
+        match target:
+            case [str() as name, int() as slot, int() as token]:
+                found.append((_name(name), *_place(slot, token)))
+            case _:
+                raise DamagedFormError
+    return found
+
+
+def name_targets(targets: list[Any]) -> list[str]:
+    return [_name(target) for target in targets]
+
+
+def _int(text: str) -> int:
+    if len(text) > 20 or not (text.isascii() and text.isdigit()):
+        raise DamagedFormError
+    return int(text)
+
+
+def _place(slot: int, token: int) -> tuple[int, int]:
+    if WRITER <= slot <= MAX_SLOTS and 0 <= token < 2**63:
+        return slot, token
+    raise DamagedFormError
+
+
+def _name(target: object) -> str:
+    try:
+        return validate_name(target)
+    except (TypeError, ValueError):
+        raise DamagedFormError from None
+
+
+def shown(request: HttpRequest, queryset: QuerySet[Any]) -> tuple[list[SemaphoreSnapshot], list[HolderSnapshot]]:
+    """Return the semaphores of the selected rows, and the holders of the selected slots, or the one beside a button.
+
+    Raises ``ChangedError`` if that one has gone since the button was shown.
+    """
+    if queryset.model is SemaphoreRow:
+        snapshots = queries.by_name(queryset.values_list("name", flat=True))
+        holders = [holder for snapshot in snapshots.values() for holder in snapshot.holders]
+    else:
+        rows = set(queryset.values_list("semaphore__name", "slot"))
+        snapshots = queries.by_name({name for name, _slot in rows})
+        holders = [
+            holder
+            for snapshot in snapshots.values()
+            for holder in snapshot.holders
+            if any((holder.name, slot) in rows for slot in holder.numbers)
+        ]
+    beside = button(request)[1]
+    if beside is not None:
+        holders = [holder for holder in holders if (holder.slot, holder.token) == beside]
+        if not holders:
+            raise ChangedError(place(next(iter(snapshots), ""), beside[0]))
+    return list(snapshots.values()), holders
+
+
+def targets_of(holders: Iterable[HolderSnapshot]) -> list[tuple[str, int, int]]:
+    return [(holder.name, holder.slot, holder.token) for holder in holders]
+
+
+def log(model_admin: Any, request: HttpRequest, name: str, message: str) -> None:
+    row = SemaphoreRow(key=key_of(name), name=name)
+    model_admin.log_change(request, row, visible(message))
+
+
+def by(request: HttpRequest) -> str:
+    return str(request.user.get_username())
+
+
+def report_changed(model_admin: Any, request: HttpRequest, changed: Sequence[str]) -> None:
+    if changed:
+        text = ngettext(
+            "The holder of %(slots)s has changed since it was shown: nobody there was disturbed.",
+            "The holders of %(slots)s have changed since they were shown: nobody there was disturbed.",
+            len(changed),
+        )
+        model_admin.message_user(request, text % {"slots": ", ".join(changed)}, messages.WARNING)
+
+
+def place(name: str, slot: int) -> str:
+    return _("%(name)s slot %(slot)d") % {"name": visible(name), "slot": slot}

@@ -1,0 +1,261 @@
+"""How snapshots look in the admin: texts, slots as cells, and lists that read the snapshots of a page at once."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from django.contrib import admin
+from django.contrib.admin.views.main import ChangeList
+from django.utils.html import escape, format_html
+from django.utils.safestring import SafeString, mark_safe
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
+
+from django_sqlsem import queries
+from django_sqlsem.core.durations import duration
+from django_sqlsem.core.modes import WRITER
+from django_sqlsem.models import SemaphoreRow, SlotRow
+from django_sqlsem.snapshots import SlotState
+
+if TYPE_CHECKING:
+    import datetime
+    from collections.abc import Iterable
+
+    from django.db.models import QuerySet
+    from django.http import HttpRequest
+    from django.utils.functional import _StrPromise
+
+    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
+
+
+STATES: Final[dict[SlotState, _StrPromise]] = {
+    SlotState.FREE: gettext_lazy("free"),
+    SlotState.HELD: gettext_lazy("held"),
+    SlotState.STALE: gettext_lazy("stale"),
+}
+#: What stands in a cell that has nothing to say.
+EMPTY: Final = "-"
+
+
+#: What reorders or hides the text around it. Names and labels are users' text.
+_DISORDERLY: Final = frozenset(
+    "\u00ad\u061c\u180e\u200b\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2060\u2061\u2062\u2063\u2064"
+    "\u2066\u2067\u2068\u2069\u206a\u206b\u206c\u206d\u206e\u206f\ufeff\ufff9\ufffa\ufffb"
+)
+
+
+#: What each kind of lock is called.
+KINDS: Final[dict[str, _StrPromise]] = {
+    "semaphore": gettext_lazy("semaphore"),
+    "mutex": gettext_lazy("mutex"),
+    "monitor": gettext_lazy("monitor"),
+    "rwlock": gettext_lazy("readers and writer"),
+    "tokens": gettext_lazy("tokens"),
+    "claim": gettext_lazy("claims of rows"),
+    "refresh": gettext_lazy("refreshed value"),
+}
+
+
+def kind_of(kind: str) -> str:
+    """Return what a kind of lock is called."""
+    return str(KINDS.get(kind, kind))
+
+
+def visible(text: str) -> str:
+    """Return users' text with its control characters and its reordering ones spelt out: ``[U+202E]``."""
+    return "".join(
+        f"[U+{ord(each):04X}]" if each in _DISORDERLY or unicodedata.category(each) == "Cc" else each for each in text
+    )
+
+
+def users(text: str) -> SafeString:
+    """Return users' text as HTML: escaped, spelt out, and without an effect on the direction of what is around it."""
+    return format_html("<bdi>{}</bdi>", visible(text)) if text else SafeString("")
+
+
+def instant(age: float, at: datetime.datetime) -> SafeString:
+    """Return how long ago something was, with the exact instant as the tooltip."""
+    return _time(duration(age), at)
+
+
+def held_since(holder: HolderSnapshot) -> SafeString | str:
+    """Return how long ago a slot was taken, if anything tells."""
+    return instant(holder.age, holder.acquired_at) if holder.recorded else EMPTY
+
+
+def lease_left(holder: HolderSnapshot) -> SafeString | str:
+    """Return how much of the lease is left, or how long ago it ran out; nothing where there is no lease."""
+    if holder.lease_left is None or holder.expires_at is None:
+        return EMPTY
+    text = duration(holder.lease_left)
+    if holder.expired:
+        text = _("ran out %(age)s ago") % {"age": duration(-holder.lease_left)}
+    return _time(text, holder.expires_at)
+
+
+def _time(text: str, at: datetime.datetime) -> SafeString:
+    unbroken = text.replace(" ", "\N{NO-BREAK SPACE}")
+    title = f"{at:%Y-%m-%d %H:%M:%S} UTC"
+    return format_html('<time datetime="{}" title="{}">{}</time>', at.isoformat(), title, unbroken)
+
+
+def declared(snapshot: SemaphoreSnapshot) -> str:
+    """Return what the code says about the slots, and whether processes disagree."""
+    if snapshot.other_declared_slots is None:
+        return str(snapshot.declared_slots)
+    return _("%(one)d, elsewhere %(other)d") % {"one": snapshot.declared_slots, "other": snapshot.other_declared_slots}
+
+
+def program(host: str, pid: int, thread: str) -> str:
+    """Return the program that holds or waits."""
+    return _("%(host)s pid %(pid)d %(thread)s") % {"host": visible(host), "pid": pid, "thread": visible(thread)}
+
+
+def program_of(holder: HolderSnapshot) -> str:
+    """Return the program that holds, with its database session if that has the lock."""
+    if not holder.host and not holder.pid:
+        found = visible(holder.program) or EMPTY
+    else:
+        found = program(holder.host, holder.pid, holder.thread).strip()
+    if holder.session_id is None:
+        return found
+    return _("%(program)s, session %(session)d") % {"program": found, "session": holder.session_id}
+
+
+def attach(rows: Iterable[SemaphoreRow | SlotRow]) -> None:
+    """Give every row the snapshot of its semaphore, as ``sqlsem``, read all at once."""
+    found = list(rows)
+    by_name = queries.by_name({_semaphore(row).name for row in found})
+    for row in found:
+        cast("Any", row).sqlsem = by_name.get(_semaphore(row).name)
+
+
+def snapshot_of(row: SemaphoreRow | SlotRow) -> SemaphoreSnapshot | None:
+    """Return the snapshot of a row's semaphore; ``None`` if it was purged meanwhile."""
+    if not hasattr(row, "sqlsem"):
+        attach([row])
+    return cast("SemaphoreSnapshot | None", cast("Any", row).sqlsem)
+
+
+def holder_of(row: SlotRow) -> HolderSnapshot | None:
+    """Return who holds a slot."""
+    snapshot = snapshot_of(row)
+    holders = snapshot.holders if snapshot else ()
+    return next((holder for holder in holders if row.slot in holder.numbers), None)
+
+
+def _semaphore(row: SemaphoreRow | SlotRow) -> SemaphoreRow:
+    return row.semaphore if isinstance(row, SlotRow) else row
+
+
+class SnapshotChangeList(ChangeList):
+    """A list whose rows carry snapshots of one instant."""
+
+    def get_results(self, request: HttpRequest) -> None:
+        """Read the page, and then the snapshots of its semaphores."""
+        super().get_results(request)
+        self.result_list = list(self.result_list)
+        attach(self.result_list)
+
+
+class StateFilter(admin.SimpleListFilter):
+    """Keeps slots in a state, or slots of names that are waited for."""
+
+    title = gettext_lazy("state")
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the states."""
+        return [("held", _("held")), ("stale", _("stale")), ("waiting", _("waited for"))]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Ask the query layer, whose clock is the database's."""
+        state = cast("Any", self.value())
+        return queryset if state is None else queryset.filter(queries.slots_in_state(state))
+
+
+#: More slots than these are drawn as groups.
+MANY: Final = 40
+#: The states in the order in which groups stand.
+WORDS: Final[dict[str, _StrPromise]] = {
+    "stale": gettext_lazy("stale"),
+    "held": gettext_lazy("held"),
+    "draining": gettext_lazy("draining"),
+    "paused": gettext_lazy("paused"),
+    "free": gettext_lazy("free"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One slot, or ``count`` of them in the same state; then ``slot`` is the first one's number."""
+
+    slot: int
+    state: str
+    title: str
+    count: int = 1
+
+
+def cells(snapshot: SemaphoreSnapshot) -> list[Cell]:
+    """Return the cells of a lock, by slot; none for a count of tokens, which has no slots.
+
+    Slots beyond the number that counts are there while they are held.
+    """
+    if snapshot.tokens is not None:
+        return []
+    holders = {slot: holder for holder in snapshot.holders for slot in holder.numbers}
+    # The writer's place is shown while somebody has it and nothing else: an upgradable reader.
+    lone = {WRITER} if any(holder.numbers == (WRITER,) for holder in snapshot.holders) else set()
+    slots = sorted({*range(1, snapshot.slots + 1), *(holders.keys() - {WRITER}), *lone})
+    states = {slot: _state(snapshot, holders.get(slot)) for slot in slots}
+    if len(slots) > MANY:
+        counts = Counter(states.values())
+        first = {state: min(slot for slot in slots if states[slot] == state) for state in counts}
+        return [
+            Cell(first[state], state, _("%(count)d %(state)s") % {"count": counts[state], "state": word}, counts[state])
+            for state, word in WORDS.items()
+            if state in counts
+        ]
+    return [Cell(slot, states[slot], _title(slot, states[slot], holders.get(slot))) for slot in slots]
+
+
+def drawn(snapshot: SemaphoreSnapshot) -> SafeString | str:
+    """Return the cells as HTML, with their counts in words for who does not see them."""
+    found = cells(snapshot)
+    if not found:
+        return ""
+    counts: Counter[str] = Counter()
+    parts = []
+    for cell in found:
+        counts[cell.state] += cell.count
+        many, number = (" sqlsem-many", cell.count) if cell.count > 1 else ("", "")
+        # By hand: format_html() for each of some hundred cells takes longer than to read them.
+        parts.append(
+            f'<span class="sqlsem-cell sqlsem-{cell.state}{many}" title="{escape(cell.title)}">{number}</span>'
+        )
+    said = ", ".join(
+        _("%(count)d %(state)s") % {"count": counts[state], "state": word}
+        for state, word in WORDS.items()
+        if state in counts
+    )
+    label = escape(_("Slots: %(states)s") % {"states": said})
+    inside = "".join(parts)
+    return mark_safe(f'<span class="sqlsem-cells" role="img" aria-label="{label}">{inside}</span>')  # noqa: S308
+
+
+def _state(snapshot: SemaphoreSnapshot, holder: HolderSnapshot | None) -> str:
+    if holder is None:
+        return "paused" if snapshot.paused else "free"
+    if holder.state is SlotState.STALE:
+        return "stale"
+    return "draining" if snapshot.paused else "held"
+
+
+def _title(slot: int, state: str, holder: HolderSnapshot | None) -> str:
+    place = _("Upgradable place") if slot == WRITER else _("Slot %(slot)s") % {"slot": slot}
+    who = [] if holder is None else [program_of(holder), holder.label, holder.user]
+    said = ", ".join([str(WORDS[state]), *(visible(part) for part in who if part)])
+    return _("%(place)s: %(state)s") % {"place": place, "state": said}

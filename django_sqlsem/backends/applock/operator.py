@@ -1,0 +1,289 @@
+"""The operator's side of application locks, on the alias's ordinary connection."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import connections, transaction
+from django.db.models import F, Q
+from django.db.utils import Error
+
+from django_sqlsem.backends.applock import reading
+from django_sqlsem.backends.applock.pool import LockPool
+from django_sqlsem.backends.applock.tsql import procedures as tsql_procedures
+from django_sqlsem.backends.base import TOKENS, BaseSemaphoreBackend
+from django_sqlsem.backends.clock import RowClock
+from django_sqlsem.conf import config
+from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
+from django_sqlsem.core.names import ONE_SLOT, key_of, validate_slots
+from django_sqlsem.database.errors import database_errors
+from django_sqlsem.database.sqlserver import LockNames, lock_names
+from django_sqlsem.exceptions import BackendError, SemaphoreError, fenced, kill_needed
+from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
+
+if TYPE_CHECKING:
+    from django_sqlsem.backends.applock.reading import Locks
+    from django_sqlsem.core.names import Resource
+    from django_sqlsem.database.sessions import Session
+    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
+
+
+#: Takes a lock until the end of the caller's transaction, if it is free: nobody can take it meanwhile.
+_TAKE: Final = (
+    # An implicit transaction begins with the first look at a table, not with the procedure.
+    "SET NOCOUNT ON; DECLARE @rc int, @one int, @resource nvarchar(255) = ?;"
+    " SELECT TOP (1) @one = slot FROM sqlsem_slot WITH (NOLOCK);"
+    " EXEC @rc = sys.sp_getapplock @Resource = @resource, @LockMode = 'Exclusive', @LockOwner = 'Transaction',"
+    " @LockTimeout = 0, @DbPrincipal = 'public'; SELECT @rc AS rc;"
+    " SET NOCOUNT OFF;"
+)
+_STANDS: Final = (
+    "EXISTS (SELECT 1 FROM sys.dm_exec_sessions WHERE session_id = {id}"
+    " AND DATEDIFF_BIG(MICROSECOND, '1970-01-01', login_time) = {since})"
+)
+#: Look and end in one batch, as the server gives the number of a session that has ended to another. A login that may
+#: not look sees its own session only.
+_KILL: Final = (
+    f"SET NOCOUNT ON; IF {_STANDS} BEGIN KILL {{id}}; SELECT 1 AS found; END"
+    " ELSE SELECT COALESCE((SELECT MIN(0) FROM sys.dm_exec_sessions WHERE session_id <> @@SPID), -1) AS found;"
+    " SET NOCOUNT OFF;"
+)
+_UNSURE: Final = "Session {id} was not ended: {why}, so it cannot be told from a later one with the same number."
+#: For so many seconds a login that may not see the server's views is not tried again.
+BLIND: Final = 60.0
+#: How long a revocation waits for the end of a transaction that is fenced with the permit, in seconds.
+FENCED_PATIENCE: Final = 5.0
+#: How long the end of a session is waited for, in seconds: it frees its locks once it has rolled back.
+ENDING: Final = 3.0
+
+
+class ApplockOperator(BaseSemaphoreBackend):
+    """Shows what is held, and acts on it."""
+
+    def __init__(self, alias: str) -> None:
+        super().__init__(alias)
+        self.pool = LockPool(alias)
+        #: Whether the server's views could be seen the last time; if not, why, and until when that is believed.
+        self._sees = False
+        self._blind, self._blind_until = "", 0.0
+
+    def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
+        """Read one name on a lock session, whatever the caller's transaction is up to."""
+        while True:
+            with self.pool.shared("") as own:
+                try:
+                    found = reading.read(own.rows, names=[resource.name])
+                except BackendError as error:
+                    if not error.stale_connection:  # else it had died unnoticed, and another one may do better
+                        raise
+                    continue
+            return found[0] if found else None
+
+    def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
+        """Return snapshots ordered by name."""
+        with database_errors(self.alias):
+            return reading.read(self._query, names=names, prefix=prefix, locks=self._locks())
+
+    def notes(self) -> list[str]:
+        """Say so if the login sees only what is recorded."""
+        with database_errors(self.alias):
+            if not self._sees and not self._blind:
+                self._locks()
+        return [self._blind] if self._blind else []
+
+    def _locks(self) -> Locks | None:
+        """Return what the server's views show, unless they may not be seen."""
+        if not self._sees and (time.monotonic() < self._blind_until or connections[self.alias].in_atomic_block):
+            return None  # a first look might fail, and cost the caller's transaction
+        try:
+            found = reading.locks(self._query(reading.QUERY, ()))
+        except Error as error:
+            blind = reading.refusal(error)
+            if not blind:
+                raise
+            self._sees, self._blind, self._blind_until = False, blind, time.monotonic() + BLIND
+            return None
+        self._sees, self._blind = True, ""
+        return found
+
+    def _query(self, text: str, parameters: Sequence[Any]) -> list[dict[str, Any]]:
+        with connections[self.alias].cursor() as cursor:
+            cursor.execute(text.replace("%", "%%").replace("?", "%s") if parameters else text, list(parameters) or None)
+            while cursor.description is None:
+                if not cursor.nextset():
+                    return []
+            columns = [column[0] for column in cursor.description]
+            return [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]
+
+    def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
+        """End the session that has this slot's lock; its other locks go with it.
+
+        Raises ``KillNeededError`` without ``kill``, and if the session is not known.
+        """
+        with database_errors(self.alias):
+            holder = self._holder(name, slot, token)
+            if holder is None:
+                return None
+            if holder.expired:
+                return holder if self.purge_slot(name, slot, token) else None
+            if holder.session_id is None or not kill:
+                raise kill_needed(holder)
+            self._await_fences(holder)
+            if not holder.session_us:
+                raise BackendError(_UNSURE.format(id=holder.session_id, why="when it began is not known"))
+            # Its process reads there by whom it was done, of whatever the session held.
+            rows = SlotRow.objects.using(self.alias).filter(
+                session_id=holder.session_id, session_us=holder.session_us, expires_us__isnull=False
+            )
+            rows.update(revoked_token=F("token"), revoked_by=printable(by, MAX_USER_LENGTH))
+            killed = False
+            try:
+                killed = self._kill(holder.session_id, holder.session_us)
+            finally:
+                if not killed:
+                    rows.filter(revoked_token=F("token")).update(revoked_token=None, revoked_by="")
+            return holder if killed else None
+
+    def _await_fences(self, holder: HolderSnapshot) -> None:
+        """Wait for the end of transactions that are fenced with a permit. Raises ``FencedError``."""
+        give_up = time.monotonic() + FENCED_PATIENCE
+        while self._is_fenced(holder.name, (holder.slot,) if holder.mode else holder.numbers):
+            if time.monotonic() > give_up:
+                raise fenced(holder.name, holder.slot)
+            time.sleep(0.05)
+
+    def _is_fenced(self, name: str, slots: Sequence[int]) -> bool:
+        names = lock_names(name)
+        asked = [(names.fence, "IntentExclusive"), *((f"{names.fence}:{slot}", "Exclusive") for slot in slots)]
+        tests = " + ".join("APPLOCK_TEST(N'public', ?, ?, N'Session')" for _ in asked)
+        return bool(
+            self._query(f"SELECT {tests} AS free", [each for one in asked for each in one])[0]["free"] < len(asked)
+        )
+
+    def request_stop(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
+        """Write the wish into the row beside the lock: the session's next proof of possession reads it.
+
+        Raises ``SemaphoreError`` where there is no row.
+        """
+        if not config(self.alias).record:
+            raise SemaphoreError(
+                "A wish to stop is kept in the row beside the lock, and here are none: set SQLSEM['RECORD'] to True."
+            )
+        with database_errors(self.alias):
+            holder = self._holder(name, slot, token)
+            if holder is None or holder.expired:
+                return None
+            if not holder.recorded:
+                raise SemaphoreError(
+                    f"Slot {slot} of {name!r} is held by a program that keeps no row of it, and can't be asked to stop."
+                )
+            rows = SlotRow.objects.using(self.alias).filter(semaphore=key_of(name), expires_us__isnull=False)
+            row = rows.filter(slot=slot, token=token).first()
+            if row is None:
+                return None
+            if holder.stop_by:
+                return holder
+            same = rows.filter(permit_id=row.permit_id).exclude(stop_token=F("token"))
+            same.update(stop_token=F("token"), stop_by=printable(by, MAX_USER_LENGTH))
+            # If nothing was updated, it has left, or somebody else was faster to ask it.
+            found = self._holder(name, slot, token)
+            return found if found is not None and found.stop_by and not found.expired else None
+
+    def _holder(self, name: str, slot: int, token: int) -> HolderSnapshot | None:
+        found = self.inspect([name])
+        holders = found[0].holders if found else ()
+        return next((each for each in holders if (each.slot, each.token) == (slot, token)), None)
+
+    def _kill(self, session_id: int, since: int) -> bool:
+        """End a session, and wait until it has ended. Returns whether it still was the one that began then."""
+        try:
+            found = self._query(_KILL.format(id=int(session_id), since=int(since)), ())[0]["found"]
+        except Error as error:
+            said = str(error)
+            if "6106" in said or "not an active process" in said:
+                return False
+            if "6102" in said or "permission" in said:
+                raise BackendError(
+                    f"The login may not end session {session_id}: that takes ALTER ANY CONNECTION, on Azure SQL"
+                    " Database KILL DATABASE CONNECTION."
+                ) from error
+            if "6115" in said:
+                raise BackendError("The server ends no session from inside a transaction: do it outside.") from error
+            raise
+        if found < 0:
+            raise BackendError(_UNSURE.format(id=session_id, why="the login may not look at it (VIEW SERVER STATE)"))
+        give_up = time.monotonic() + ENDING
+        stands = f"SELECT CASE WHEN {_STANDS.format(id=int(session_id), since=int(since))} THEN 1 ELSE 0 END AS found"
+        while found and self._query(stands, ())[0]["found"] and time.monotonic() < give_up:
+            time.sleep(0.02)
+        return bool(found)
+
+    def purge_slot(self, name: str, slot: int, token: int) -> bool:
+        """Free a row whose lock is free, and still carries this token: the lock is taken while that is done."""
+        with database_errors(self.alias), transaction.atomic(using=self.alias):
+            if not self._take(lock_names(name).slot(slot)) or self._is_fenced(name, (slot,)):
+                return False
+            rows = SlotRow.objects.using(self.alias).filter(semaphore=key_of(name), slot=slot, token=token)
+            return bool(rows.filter(expires_us__isnull=False).update(expires_us=None, permit_id=None))
+
+    def purge_idle(self, name: str) -> bool:
+        """Delete a name that nobody holds or waits for, unless an operator has set its slots or paused it."""
+        key, names = key_of(name), lock_names(name)
+        with database_errors(self.alias), transaction.atomic(using=self.alias):
+            semaphore = SemaphoreRow.objects.using(self.alias).filter(key=key, operator_slots=None, paused=False)
+            # A count would be lost; and a new name would begin with new tokens.
+            semaphore = semaphore.filter(Q(tokens=None) | Q(tokens=0, declared_slots=0))
+            slots = SlotRow.objects.using(self.alias).filter(semaphore=key)
+            # Counts have no locks: whoever changes one, or queues for it, waits for its row.
+            if not semaphore.update(shrinking=F("shrinking")) or self._counted_for(key):
+                return False
+            if not self._take_all(names, slots.values_list("slot", flat=True)):
+                return False
+            slots._raw_delete(self.alias)  # without Django's collector, which would read and cascade
+            WaiterRow.objects.using(self.alias).filter(semaphore=key)._raw_delete(self.alias)
+            return bool(semaphore._raw_delete(self.alias))
+
+    def _counted_for(self, key: str) -> bool:
+        """Whether a name is a count of tokens that somebody waits for, or has been handed and not taken."""
+        waiters = WaiterRow.objects.using(self.alias).filter(semaphore=key, semaphore__kind=TOKENS)
+        return waiters.filter(RowClock.of(self.alias).live() | Q(away=True)).exists()
+
+    def _take_all(self, names: LockNames, slots: Collection[int]) -> bool:
+        # Whoever waits, or holds a slot that has no row, is seen at the gate or at the name itself.
+        resources = [names.gate, names.base, *(names.slot(slot) for slot in slots)]
+        return all(self._take(resource) for resource in resources)
+
+    def _take(self, resource: str) -> bool:
+        return int(self._query(_TAKE, (resource,))[0]["rc"]) >= 0
+
+    def set_slots(self, name: str, slots: int | None) -> bool:
+        """Set the operator's number; every claim's next batch reads it. ``ValueError`` for a lock with one slot."""
+        if slots is not None:
+            validate_slots(slots)
+
+        def wrong(semaphore: SemaphoreRow) -> None:
+            if semaphore.kind == TOKENS:
+                raise ValueError(f"{name!r} is a count of tokens: it has no slots.")
+            if semaphore.kind in ONE_SLOT and slots not in (None, 1):
+                raise ValueError(f"{name!r} is a {semaphore.kind}: it has one slot, not {slots}.")
+
+        return self._update(name, wrong, operator_slots=slots)
+
+    def set_paused(self, name: str, paused: bool) -> bool:
+        """Stop or resume granting; holders are not disturbed."""
+        return self._update(name, lambda semaphore: None, paused=paused)
+
+    def procedures(self, *, drop: bool = False) -> tuple[str, ...]:
+        """Return the batches that install, or remove, the procedures for programs without Django."""
+        return tsql_procedures.procedures(drop=drop)
+
+    def _update(self, name: str, check: Callable[[SemaphoreRow], None], **values: Any) -> bool:
+        with database_errors(self.alias):
+            rows = SemaphoreRow.objects.using(self.alias).filter(Q(key=key_of(name)))
+            semaphore = rows.first()
+            if semaphore is None:
+                return False
+            check(semaphore)
+            return bool(rows.update(**values))

@@ -1,0 +1,278 @@
+"""What is held on application locks: giving it back, proving it, and telling what a session's end has cost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+
+from django_sqlsem.backends.applock.held import Holding
+from django_sqlsem.backends.applock.operator import ApplockOperator
+from django_sqlsem.backends.applock.sessions import LockSession
+from django_sqlsem.backends.applock.tsql import parts, quick, upgrades
+from django_sqlsem.backends.base import Claim, Held, Released, Renewal
+from django_sqlsem.conf import config
+from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.modes import UPDATE, UPGRADE, WRITER, line_of
+from django_sqlsem.exceptions import BackendError
+from django_sqlsem.snapshots import Loss, LossReason
+
+if TYPE_CHECKING:
+    from django_sqlsem.core.names import Resource
+    from django_sqlsem.database.sessions import Session
+
+
+logger = logging.getLogger("django_sqlsem")
+
+#: A proof of possession that is older than this, in seconds, is asked for anew before anybody relies on it.
+STALE_PROOF: Final = 10.0
+#: For how many seconds a session is asked for whose turn it may not be.
+BUSY_FOR: Final = 1.0
+#: How many sessions are asked at once where the first one did not answer.
+CROWD: Final = 32
+#: What became of an upgradable reader that was the writer, and meant to be a reader again.
+DISPLACED: Final = "another program took the name when it was downgraded"
+#: How many permits' losses are remembered for those who ask later.
+REMEMBERED: Final = 1000
+
+
+class ApplockHolding(ApplockOperator):
+    """Keeps and frees slots."""
+
+    def __init__(self, alias: str) -> None:
+        super().__init__(alias)
+        #: How sessions that have ended cost their permits, by permit id.
+        self._lost: dict[str, Loss] = {}
+        #: Permits that were lost by their own downgrade: a release that follows at once has nothing to complain of.
+        self._displaced: set[str] = set()
+
+    @property
+    def record(self) -> bool:
+        """Whether a row is kept beside each lock."""
+        return config(self.alias).record
+
+    def release(self, session: Session, held: Held, *, wanted: bool = False, hand_on: bool = True) -> Released:
+        """Free the permit's locks on the session that has them, the rows first."""
+        return Released(self._free(held.permit_id))
+
+    def _free(self, permit_id: str) -> bool:
+        found = self.pool.holder(permit_id)
+        if found is None:
+            freed = permit_id in self._displaced
+            self._displaced.discard(permit_id)
+            return freed
+        session, holding = found
+        with self.pool.own(session):
+            if session.held.get(holding.line) is not holding:
+                return False
+            if holding.mode in (UPDATE, UPGRADE):
+                return self.settle(session, holding.key, keep=holding.mode == UPGRADE)
+            return self.let_go(session, holding) >= len(holding.slots)
+
+    def let_go(self, session: LockSession, holding: Holding) -> int:
+        """Free a permit's locks on this session, whose turn it is. Returns how many there were."""
+        values = {
+            "stamp": session.stamp,
+            "base": holding.names.base,
+            "csv": holding.csv,
+            "key": holding.key,
+            "permit": holding.permit_id,
+            "slot": holding.slots[0],
+            "resource": holding.names.slot(holding.slots[0]),
+        }
+        try:
+            row = self._free_on(session, values, len(holding.slots))
+        except BackendError:
+            if session.ended:  # the server frees the locks; the row is seen to when it can be
+                self.bury(session)
+            if session.surely_ended:
+                return 0
+            raise
+        self.pool.forget(session, holding)
+        if row["error"]:
+            logger.warning("A row of %r could not be freed with its lock: %s", self.alias, row["message"])
+            with contextlib.suppress(BackendError):
+                self._unrecord(holding)
+        return int(row["freed"])
+
+    def give_up(self, session: LockSession | None, claim: Claim) -> None:
+        """Free what a claim has got that nobody wants any more: on its own session, or (``None``) on that of a reader.
+
+        Raises ``BackendError``; then the session has ended, unless it is the reader's.
+        """
+        if session is None:
+            self._free(claim.permit_id)
+            return
+        with self.or_end(session):
+            self.let_go(session, session.held[claim.line])
+
+    @contextlib.contextmanager
+    def or_end(self, session: LockSession) -> Iterator[None]:
+        """End a session that is ours alone if the block fails: nobody would know of what it has."""
+        try:
+            yield
+        except Exception as error:
+            session.end(f"what it had got for nobody could not be given back: {error}")
+            self.bury(session)
+            raise
+
+    def settle(self, session: LockSession, key: str, *, keep: bool, ticket: str = "") -> bool:
+        """End the upgrade on this session, whose turn it is, and unless it is to ``keep`` that, its permit.
+
+        Returns whether there was what ends.
+        """
+        reader = session.held.get(line_of(key, UPDATE))
+        upgraded = session.held.get(line_of(key, UPGRADE))
+        if reader is None:
+            return False
+        values = {"stamp": session.stamp, "base": reader.names.base, "gate": reader.names.gate, "slot": WRITER}
+        values |= {"keep": int(keep), "key": key, "permit": reader.permit_id, "ticket": ticket}
+        try:
+            row = session.run(upgrades.settle(record=self.record), values)
+        except BackendError:
+            if session.ended:
+                self.bury(session)
+            if session.surely_ended:
+                return False
+            raise
+        session.unclear.pop(line_of(key, UPGRADE), None)
+        if upgraded is not None:
+            self.pool.forget(session, upgraded)
+        if not keep or row["freed"]:
+            self.pool.forget(session, reader)
+        if keep and row["freed"]:
+            self._displaced.add(reader.permit_id)
+            self._lose(reader, Loss(LossReason.CUT_OFF, DISPLACED))
+        if row["error"]:
+            logger.warning("A row of %r could not be changed with its lock: %s", self.alias, row["message"])
+        return upgraded is not None if keep else bool(row["freed"])
+
+    def _free_on(self, session: LockSession, values: dict[str, Any], slots: int) -> dict[str, Any]:
+        if slots == 1:
+            try:
+                return session.run(quick.release(record=self.record), values)
+            except BackendError:  # most likely error 1223, which not every driver tells
+                if session.ended:
+                    raise
+        return session.run(parts.release(record=self.record), values)
+
+    def hand_out(self, session: Session, resource: Resource) -> None:
+        """The server hands locks to those who wait for them."""
+
+    def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
+        """Free what a claim may have got: known locks by name, and those of claims that were cut short."""
+        freed = False
+        for session_ in self.pool.unclear(resource.key):
+            with self.pool.own(session_, timeout=BUSY_FOR) as had:
+                if not had:  # by now somebody may wait on it, for long
+                    raise BackendError(f"The database {self.alias!r} failed: a session is busy")
+                if resource.key in session_.unclear and not session_.ended:
+                    session_.clean(resource.key)
+                    if self.record:
+                        session_.run(parts.UNRECORD, {"key": resource.key, "permit": permit_id, "slot": 0})
+        for session_ in self.pool.unclear(line_of(resource.key, UPGRADE)):
+            with self.pool.own(session_, timeout=BUSY_FOR) as had:
+                if not had:
+                    raise BackendError(f"The database {self.alias!r} failed: a session is busy")
+                if line_of(resource.key, UPGRADE) in session_.unclear and not session_.ended:
+                    self.settle(session_, resource.key, keep=True)
+        if self.pool.holder(permit_id) is not None:
+            freed = self._free(permit_id)
+        return freed
+
+    # Holding.
+
+    def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
+        """Have each session prove that it stands and has its locks."""
+        wanted = {each.permit_id for each in held}
+        asked = {}
+        for session_ in self.pool.sessions():
+            if ids := {holding.permit_id for holding in list(session_.held.values())} & wanted:
+                asked[session_] = ids
+        standing = self._standing(list(asked))
+        renewed = {permit_id for each in standing for permit_id in asked[each]}
+        wishes = {permit_id: by for each in standing for permit_id, by in each.wishes.items()}
+        self.pool.trim(config(self.alias).idle)
+        lost = {each.permit_id: loss for each in held if (loss := self.taken_away(each)) is not None}
+        return Renewal(frozenset(renewed), lost, wishes)
+
+    def taken_away(self, held: Held) -> Loss | None:
+        """Return how a permit's session ended, if it did."""
+        found = self.pool.holder(held.permit_id)
+        if found is not None and not found[0].ended and boot_now() - found[0].proved_at > STALE_PROOF:
+            # The process did not run for a while: what happened meanwhile is for the server to say.
+            with self.pool.own(found[0], timeout=BUSY_FOR) as had:
+                if had and not found[0].ended:
+                    self._stands(found[0])
+        if found is not None and not found[0].ended:
+            return None
+        if found is not None and held.permit_id not in self._lost:
+            with self.pool.own(found[0], timeout=BUSY_FOR) as had:
+                if had and held.permit_id not in self._lost:  # else whoever has found that out has asked who did it
+                    self.bury(found[0])
+        return self._lost.get(held.permit_id) or Loss(LossReason.SESSION_ENDED, "its database session has ended")
+
+    def _standing(self, sessions: list[LockSession]) -> list[LockSession]:
+        """Return those that have proved that they stand."""
+        standing = []
+        for number, session in enumerate(sessions, 1):
+            if self._stands_in_turn(session):
+                standing.append(session)
+            elif session.ended and not session.surely_ended:
+                # A silent server: nobody waits for one answer after the other that does not come.
+                rest = sessions[number:]
+                with ThreadPoolExecutor(max_workers=CROWD) as crowd:
+                    stands = list(crowd.map(self._stands_in_turn, rest))
+                return standing + [each for each, stood in zip(rest, stands, strict=True) if stood]
+        return standing
+
+    def _stands_in_turn(self, session: LockSession) -> bool:
+        with self.pool.own(session, timeout=BUSY_FOR) as had:
+            return had and self._stands(session)
+
+    def _stands(self, session: LockSession) -> bool:
+        """Have a session prove that it stands and has its locks; bury it if it does not."""
+        with contextlib.suppress(BackendError):
+            if session.prove(record=self.record):
+                return True
+        if session.ended:
+            self.bury(session)
+        return False
+
+    def bury(self, session: LockSession) -> None:
+        """Tell what a session that has ended cost."""
+        reachable = True
+        for holding in list(session.held.values()):
+            by = None
+            try:
+                by = self._unrecord(holding) if reachable else None
+            except BackendError:  # nobody waits for as many logins as there were permits
+                reachable = False
+            self._lose(
+                holding,
+                Loss(LossReason.SESSION_ENDED, f"its database session has ended: {session.ended}")
+                if by is None
+                else Loss(LossReason.REVOKED, f"revoked by {by or 'an operator'}", by),
+            )
+            self.pool.forget(session, holding)
+
+    def _lose(self, holding: Holding, loss: Loss) -> None:
+        if len(self._lost) > REMEMBERED:
+            self._lost.clear()
+        self._lost[holding.permit_id] = loss
+
+    def _unrecord(self, holding: Holding) -> str | None:
+        """Free the rows of locks that are gone. Returns who revoked the permit, if somebody did.
+
+        Raises ``BackendError``.
+        """
+        if not self.record:
+            return None
+        with self.pool.shared(holding.key) as session:
+            values = {"key": holding.key, "permit": holding.permit_id, "slot": holding.slots[0]}
+            row = session.run(parts.UNRECORD, values)
+            if holding.tokens and row["revoked_token"] in holding.tokens:
+                return str(row["revoked_by"])
+        return None

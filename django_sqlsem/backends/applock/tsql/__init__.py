@@ -1,0 +1,3 @@
+"""The T-SQL of application locks."""
+
+from __future__ import annotations

@@ -1,0 +1,157 @@
+"""One instant of a lock database's clock, and what the rows mean at that instant."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Final
+
+from django.db import connections
+from django.db.models import BigIntegerField, Case, F, Q, Value, When
+from django.db.models.lookups import LessThan
+
+from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
+from django_sqlsem.snapshots import SOMEBODY, HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot, grouped
+
+#: For how long another number of slots counts as declared lately.
+DISAGREEMENT_US: Final = 3_600_000_000
+#: Within so many seconds a grant that was handed over has been confirmed.
+CONFIRMED: Final = 2.0
+
+
+class RowClock:
+    """One instant of the database's clock, and everything that is told by it."""
+
+    def __init__(self, now: int, boot_id: str, since: int = 0) -> None:
+        self.now = now
+        self.boot_id = boot_id
+        #: For one lease after this instant nothing has run out.
+        self.since = since
+        self.wall = datetime.datetime.now(datetime.UTC)
+
+    @classmethod
+    def of(cls, alias: str, *, since: int = 0) -> RowClock:
+        """Ask the database of an alias, on its ordinary connection."""
+        connection = connections[alias]
+        dialect = dialect_for(connection)
+        with connection.cursor() as cursor:
+            return cls(dialect.now(cursor), dialect.boot_id, since)
+
+    def expired(self) -> Q:
+        """Rows that are taken, and whose lease has run out or belongs to an earlier boot of the host."""
+        expired = Q(expires_us__lte=self.now, lease_us__lte=self.now - self.since)
+        if self.boot_id:
+            expired |= Q(expires_us__isnull=False) & ~Q(boot_id=self.boot_id)
+        return expired
+
+    def live(self) -> Q:
+        """Rows that are taken and have not expired."""
+        live = Q(expires_us__gt=self.now)
+        return live & Q(boot_id=self.boot_id) if self.boot_id else live
+
+    def stale(self) -> Q:
+        """Taken rows whose holder we judge gone: what ``holder()`` says of one row, for all of them."""
+        late = LessThan(F("expires_us") * 2 - F("lease_us"), Value(2 * self.now, output_field=BigIntegerField()))
+        overdue = Q(late, acquired_us__lt=self.now - round(CONFIRMED * 1e6))
+        return Q(expires_us__isnull=False) & (Q(suspect_us__isnull=False) | self.expired() | overdue)
+
+    def grant_instant(self) -> Case:
+        """When a slot was granted last: at the latest by the boot, if that was before it."""
+        here = (
+            When(boot_id=self.boot_id, then=F("acquired_us")) if self.boot_id else When(then=F("acquired_us"), pk__gt=0)
+        )
+        return Case(here, When(acquired_us__isnull=False, then=Value(0)), output_field=BigIntegerField())
+
+    def age(self, instant: int | None, boot_id: str) -> float:
+        """Seconds since an instant; for one before the host's boot, seconds since the boot."""
+        if instant is None:
+            return 0.0
+        if self.boot_id and boot_id != self.boot_id:
+            instant = 0
+        return (self.now - instant) / 1e6
+
+    def at(self, age: float) -> datetime.datetime:
+        """Return the wall time that was ``age`` seconds ago, for people to read."""
+        try:
+            return self.wall - datetime.timedelta(seconds=age)
+        except OverflowError:
+            return self.wall
+
+    def holder(self, name: str, row: SlotRow) -> HolderSnapshot:
+        """Return the snapshot of a taken slot."""
+        left = -self.age(row.expires_us, row.boot_id)
+        age = max(0.0, self.age(row.acquired_us, row.boot_id))
+        # One that was just handed over is confirmed only after a moment.
+        late = left * 2 < row.lease_us / 1e6 and age > CONFIRMED
+        gone = left <= 0 or late or row.suspect_us is not None
+        return HolderSnapshot(
+            name=name,
+            slot=row.slot,
+            state=SlotState.STALE if gone else SlotState.HELD,
+            token=row.token,
+            host=row.host,
+            pid=row.pid,
+            thread=row.thread,
+            label=row.label,
+            user=row.user,
+            acquired_at=self.at(age),
+            expires_at=self.at(-left),
+            age=age,
+            lease_left=left,
+            mode=row.mode,
+            stop_by=stop_by(row),
+        )
+
+    def waiter(self, name: str, row: WaiterRow) -> WaiterSnapshot:
+        """Return the snapshot of a waiting process."""
+        age = max(0.0, self.age(row.queued_us, row.boot_id))
+        return WaiterSnapshot(
+            name=name,
+            host=row.host,
+            pid=row.pid,
+            thread=row.thread,
+            label=row.label,
+            user=row.user,
+            waiting_since=self.at(age),
+            age=age,
+            waiting=row.waiting,
+            take=row.take,
+            mode=row.mode,
+        )
+
+    def semaphore(
+        self,
+        row: SemaphoreRow,
+        holders: tuple[HolderSnapshot, ...],
+        waiters: tuple[WaiterSnapshot, ...],
+        *,
+        usual_hold: float | None = None,
+        away: int = 0,
+        overdue: int = 0,
+    ) -> SemaphoreSnapshot:
+        """Return the snapshot of a name. ``overdue``: tokens that were handed out, and go back into the count."""
+        last_grant: int | None = getattr(row, "last_grant_us", None)
+        counted = row.tokens is not None
+        if counted:  # its last change; one from before the host's boot may seem to lie ahead
+            last_grant = row.declared_us
+        lately = row.other_us is not None and 0 <= self.now - row.other_us < DISAGREEMENT_US
+        return SemaphoreSnapshot(
+            name=row.name,
+            kind=row.kind,
+            slots=row.slots,
+            declared_slots=row.declared_slots,
+            operator_slots=row.operator_slots,
+            paused=row.paused,
+            holders=grouped(holders),
+            waiters=waiters,
+            other_declared_slots=row.other_slots if lately and row.other_slots != row.declared_slots else None,
+            idle=None if last_grant is None else max(0.0, (self.now - last_grant) / 1e6),
+            usual_hold=usual_hold,
+            away=0 if counted else away,
+            tokens=None if row.tokens is None else row.tokens + overdue,
+        )
+
+
+def stop_by(row: SlotRow) -> str:
+    """Return by whom the holder of a slot was asked to stop; a wish to another grant of the slot is none to it."""
+    return (row.stop_by or SOMEBODY) if row.stop_token == row.token else ""

@@ -1,0 +1,3 @@
+"""``locks doctor``: the checks, and live trials."""
+
+from __future__ import annotations

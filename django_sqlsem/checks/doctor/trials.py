@@ -1,0 +1,151 @@
+"""Trying it: an acquire and a release, and a slot whose holder is killed, under names of the doctor's own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Final
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+
+from django_sqlsem import mutex, queries
+from django_sqlsem.backends import get_backend
+from django_sqlsem.checks.doctor.findings import Finding, Patient, error, milliseconds, note, ok, warning
+from django_sqlsem.exceptions import SemaphoreError
+
+#: The lease of the child that is killed, in seconds: well above what a beacon takes to be found out.
+LEASE: Final = 15.0
+#: A slot that comes back earlier than this did not come back with the lease.
+EARLY: Final = 0.75 * LEASE
+#: What the child does: it takes the slot, says so, and holds it until its input ends, as it does if the doctor dies.
+HOLD: Final = """
+import sys
+import django
+django.setup()
+from django_sqlsem import mutex
+alias, name, lease = sys.argv[1:]
+with mutex(name, timeout=20, lease=float(lease), using=alias):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+#: How long the child may take to start and to get its slot, in seconds.
+PATIENCE: Final = 30.0
+
+
+@contextlib.contextmanager
+def _own_name(alias: str) -> Iterator[str]:
+    """A name that nobody else has. It is deleted afterwards, once nobody holds it."""
+    name = f"sqlsem:doctor:{uuid.uuid4().hex}"
+    try:
+        yield name
+    finally:
+        give_up = time.monotonic() + 5.0
+        with contextlib.suppress(SemaphoreError):
+            while queries.semaphore(name, using=alias) and time.monotonic() < give_up:
+                if get_backend(alias).purge_idle(name):
+                    break
+                time.sleep(0.05)
+
+
+def acquire(patient: Patient) -> Iterator[Finding]:
+    """Take a lock and give it back, a few times, and say how long that takes."""
+    with _own_name(patient.alias) as name:
+        took = []
+        try:
+            for _ in range(5):
+                started = time.perf_counter()
+                with mutex(name, timeout=10, using=patient.alias):
+                    pass
+                took.append(time.perf_counter() - started)
+        except (SemaphoreError, ImproperlyConfigured) as failed:
+            yield error("sqlsem.D016", f"A lock could not be taken: {failed}", "Nothing works until that does.")
+            return
+    text = f"A lock was taken and given back in {milliseconds(min(took[1:]))}, at first in {milliseconds(took[0])}."
+    yield ok("sqlsem.D016", text)
+
+
+def crash(patient: Patient) -> Iterator[Finding]:
+    """Have a child take a lock, kill it, and say how long its lock stays taken."""
+    if not _settings_module():
+        yield note("sqlsem.D017", "No holder was killed: the settings have no module that a child could load.")
+        return
+    with _own_name(patient.alias) as name:
+        child = _victim(patient.alias, name)
+        try:
+            if _first_line(child) != "held":
+                child.kill()
+                told = (child.communicate(timeout=10)[1] or "").strip().splitlines()
+                text = f"No holder was killed: the child did not get a lock ({told[-1] if told else 'no answer'})."
+                yield warning("sqlsem.D017", text, "It runs this Python with the same settings and environment.")
+                return
+            if (seen := queries.semaphore(name, using=patient.alias)) is None or not seen.held:
+                text = "A child with the same settings took a lock, and nothing of it is seen here."
+                yield error("sqlsem.D017", text, "Processes do not share a database: look at how NAME is made.")
+                return
+            child.kill()
+            child.wait(10)
+            killed = time.monotonic()
+            with mutex(name, timeout=LEASE + 20, using=patient.alias):
+                took = time.monotonic() - killed
+        except SemaphoreError as failed:
+            yield error("sqlsem.D017", f"The slot of a killed process did not come back: {failed}", "Report this.")
+            return
+        finally:
+            child.kill()
+            child.communicate()
+    yield _judged(patient, took)
+
+
+def _judged(patient: Patient, took: float) -> Finding:
+    lease = patient.config.lease
+    backend = get_backend(patient.alias)
+    if took < EARLY or backend.released_on_disconnect:
+        return ok("sqlsem.D017", f"The slot of a killed process came back after {milliseconds(took)}.")
+    why = f", as {' and '.join(patient.no_beacons)}" if patient.no_beacons else ""
+    if not patient.config.beacons:
+        why = ", as BEACONS is off"
+    text = f"The slot of a killed process came back with its lease only{why}. With yours that takes up to {lease:g} s."
+    if patient.config.beacons and not patient.no_beacons:
+        return warning("sqlsem.D017", text, "The log says why there is no beacon. A shorter LEASE helps meanwhile.")
+    return note("sqlsem.D017", text, "A shorter LEASE makes that faster, and short outages of the database dangerous.")
+
+
+def _settings_module() -> str:
+    return getattr(settings, "SETTINGS_MODULE", None) or os.environ.get("DJANGO_SETTINGS_MODULE", "")
+
+
+def _victim(alias: str, name: str) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "DJANGO_SETTINGS_MODULE": _settings_module(),
+        "PYTHONPATH": os.pathsep.join(path for path in [*sys.path, os.getcwd()] if path),
+    }
+    return subprocess.Popen(  # noqa: S603 - this very Python
+        [sys.executable, "-c", HOLD, alias, name, str(LEASE)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _first_line(child: subprocess.Popen[str]) -> str:
+    """Return the child's first line, or nothing if none comes in time. A project may print lines of its own."""
+    assert child.stdout is not None  # noqa: S101
+    timer = threading.Timer(PATIENCE, child.kill)
+    timer.start()
+    try:
+        for line in child.stdout:
+            if line.strip() == "held":
+                return "held"
+        return ""
+    finally:
+        timer.cancel()

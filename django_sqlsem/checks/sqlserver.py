@@ -1,0 +1,348 @@
+"""System checks of databases that keep application locks: SQL Server. Every id has a heading in ``docs/checks.md``.
+
+Which rights on the lock tables a login needs, and for what: asked of a SQL Server database.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from django.apps import AppConfig
+from django.conf import settings as django_settings
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
+
+from django_sqlsem.backends import database_for, get_backend
+from django_sqlsem.backends.applock.sessions import split
+from django_sqlsem.conf import config
+from django_sqlsem.database.sqlserver import Meaning, meaning
+from django_sqlsem.models import (
+    ClaimRow,
+    EventRow,
+    MinuteRow,
+    RefreshRow,
+    SemaphoreRow,
+    SlotRow,
+    TransactionLockRow,
+    WaiterRow,
+    WaitRow,
+)
+
+_ALL: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
+#: What every acquire reads and writes, unless nothing is recorded.
+ACQUIRES: Final = {
+    SemaphoreRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
+    SlotRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
+    WaiterRow._meta.db_table: _ALL,
+}
+#: What goes on beside it: without these rights the locks work, and less is known of them.
+HISTORY: Final = {EventRow._meta.db_table: ("SELECT", "INSERT", "DELETE"), MinuteRow._meta.db_table: _ALL}
+DEADLOCKS: Final = {WaitRow._meta.db_table: _ALL}
+#: What only some kinds of locks use.
+KINDS: Final = {
+    TransactionLockRow._meta.db_table: ("SELECT",),
+    ClaimRow._meta.db_table: ("SELECT", "INSERT", "DELETE"),
+    RefreshRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
+}
+
+#: Runs one query and returns its first row.
+Row = Callable[[str], tuple[Any, ...]]
+
+
+def messages(alias: str, where: str, login: str, row: Row) -> Iterator[checks.CheckMessage]:
+    """Yield what the login lacks. Tables that are not there count as granted."""
+    settings = config(alias)
+    if missing := _missing_rights(row, ACQUIRES if settings.record else {}):
+        yield checks.Error(
+            f"{where} does not let the login {login!r} record who holds what: {missing}.",
+            hint="Grant these rights. See docs/checks.md#sqlseme006.",
+            id="sqlsem.E006",
+        )
+    beside = (HISTORY if settings.history else {}) | (DEADLOCKS if settings.deadlocks != "ignore" else {})
+    if missing := _missing_rights(row, beside):
+        yield checks.Warning(
+            f"{where} does not let the login {login!r} record what happens, or who waits for whom: {missing}.",
+            hint='Grant these rights, or turn it off: SQLSEM["HISTORY"], SQLSEM["DEADLOCKS"]. '
+            "See docs/checks.md#sqlsemw013.",
+            id="sqlsem.W013",
+        )
+    if missing := _missing_rights(row, KINDS):
+        yield checks.Info(
+            f"{where} does not let the login {login!r} use all kinds of locks: {missing}.",
+            hint="Grant these rights if you use claims, refresh_every() or transaction_lock(). "
+            "See docs/checks.md#sqlsemi002.",
+            id="sqlsem.I002",
+        )
+
+
+def _missing_rights(row: Row, wanted: Mapping[str, tuple[str, ...]]) -> str:
+    asked = {
+        f"{right} on {table}": f"HAS_PERMS_BY_NAME(N'{table}', N'OBJECT', N'{right}')"
+        for table, rights in wanted.items()
+        for right in rights
+    }
+    if not asked:
+        return ""
+    granted = dict(zip(asked, row(f"SELECT {', '.join(asked.values())};\n"), strict=True))
+    # Of a table on which a login has no right at all it is not even told that there is one.
+    hidden = {table for table in wanted if granted[f"SELECT on {table}"] is None and _is_refused(row, table)}
+    return ", ".join(
+        right for right, answer in granted.items() if answer == 0 or (answer is None and right.split()[-1] in hidden)
+    )
+
+
+def _is_refused(row: Row, table: str) -> bool:
+    try:
+        row(f"SELECT TOP (0) 1 FROM {table};\n")  # noqa: S608
+    except Exception as error:  # noqa: BLE001 - of the driver, whatever it is
+        return meaning(error) is Meaning.FORBIDDEN or "permission" in str(error).lower()
+    return False
+
+
+#: What mssql-django tries if ``OPTIONS`` names no driver.
+DEFAULT_DRIVERS: Final = ("ODBC Driver 18 for SQL Server", "ODBC Driver 17 for SQL Server")
+#: Behind a network that is gone, who waits in line is silent for as long as the first probe takes, in seconds.
+LONGEST_KEEP_ALIVE: Final = 60
+
+#: Whether the database can be written, whether the login may see other sessions' locks, and who it is.
+FACTS: Final = """SET NOCOUNT ON;
+SELECT CAST(DATABASEPROPERTYEX(DB_NAME(), 'Updateability') AS nvarchar(60)) AS updateability,
+    HAS_PERMS_BY_NAME(NULL, NULL, 'VIEW SERVER STATE') AS server_state,
+    HAS_PERMS_BY_NAME(NULL, NULL, 'VIEW SERVER PERFORMANCE STATE') AS performance_state,
+    SUSER_SNAME() AS login_name;
+SET NOCOUNT OFF;
+"""
+#: Take a lock that nobody else wants, give it back, and read the own session, as every lock session does at first.
+PROBE: Final = """SET NOCOUNT ON;
+DECLARE @rc int = 0, @done int = 0,
+    @resource nvarchar(255) = CONCAT(N'sqlsem:check:', CAST(NEWID() AS nvarchar(36)));
+EXEC @rc = sys.sp_getapplock @Resource = @resource, @LockMode = 'Exclusive', @LockOwner = 'Session',
+    @LockTimeout = 0, @DbPrincipal = 'public';
+IF @rc >= 0
+    EXEC @done = sys.sp_releaseapplock @Resource = @resource, @LockOwner = 'Session', @DbPrincipal = 'public';
+SELECT @rc AS rc, (SELECT login_time FROM sys.dm_exec_sessions WHERE session_id = @@SPID) AS login_time;
+SET NOCOUNT OFF;
+"""
+#: Azure SQL Database has other names for the right, and tiers without it: there only trying tells.
+LOOK: Final = "SELECT TOP (1) request_mode FROM sys.dm_tran_locks WHERE request_session_id = @@SPID;\n"
+
+
+def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Iterable[checks.CheckMessage]:
+    """Report a missing driver, and settings of SQL Server aliases under which application locks are not safe."""
+    for alias in named():
+        settings = connections.settings[alias]
+        missing = list(driver_messages(alias, settings))
+        if missing:
+            yield from missing
+        elif keeps_applocks(alias):
+            yield from settings_messages(alias, settings)
+
+
+def check_databases(
+    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
+) -> Iterable[checks.CheckMessage]:
+    """Ask the servers of SQL Server aliases for the rights that application locks need."""
+    for alias in named():
+        if alias in (databases or ()) and keeps_applocks(alias):
+            yield from database_messages(alias)
+
+
+def named() -> list[str]:
+    """Return the aliases that ``SQLSEM`` names for locks, or the router chooses; none while ``SQLSEM`` is wrong."""
+    try:
+        config()
+        named = [database_for(None), *getattr(django_settings, "SQLSEM", {}).get("DATABASES", {})]
+    except ImproperlyConfigured:  # sqlsem.E001
+        return []
+    return list(dict.fromkeys(named))
+
+
+def keeps_applocks(alias: str) -> bool:
+    """Whether an alias's locks are application locks, or would be once its server answers."""
+    try:
+        if connections[alias].vendor != "microsoft":
+            return False
+        backend = None if config(alias).backend is None else type(get_backend(alias))
+    except ImproperlyConfigured:
+        return False
+    return backend is None or any(base.__module__ == "django_sqlsem.backends.applock" for base in backend.__mro__)
+
+
+def driver_messages(alias: str, settings: Mapping[str, Any]) -> Iterator[checks.CheckMessage]:
+    """Yield the error that says what of the driver is missing. Nothing else works then, not even loading the alias."""
+    reason = _missing(settings) if settings.get("ENGINE") == "mssql" else ""
+    if reason:
+        yield checks.Error(
+            f"The driver of the SQL Server database {alias!r} is missing: {reason}",
+            hint='pip install "django-sqlsem[mssql]", and what docs/checks.md#sqlseme003 says.',
+            id="sqlsem.E003",
+        )
+
+
+def _missing(settings: Mapping[str, Any]) -> str:
+    options = settings.get("OPTIONS") or {}
+    try:
+        importlib.import_module("mssql.base")
+        if _python_driver(options):
+            importlib.import_module("mssql_python")
+            return ""
+    except (ImportError, ImproperlyConfigured) as error:
+        return f"{error}."
+    pyodbc: Any = importlib.import_module("pyodbc")
+    if pyodbc.pooling or options.get("dsn"):  # asking the driver manager would make the pooling final
+        return ""
+    try:
+        known = pyodbc.drivers()
+    except Exception:  # noqa: BLE001 - of the driver manager: then connecting will tell
+        return ""
+    wanted = (str(options["driver"]),) if options.get("driver") else DEFAULT_DRIVERS
+    if any(os.path.exists(name) if "/" in name else name.lower() in map(str.lower, known) for name in wanted):
+        return ""
+    return f"the ODBC driver manager knows {', '.join(map(repr, known)) or 'no driver'}, but not {wanted[0]!r}."
+
+
+def settings_messages(alias: str, settings: Mapping[str, Any]) -> Iterator[checks.CheckMessage]:
+    """Yield what is wrong with the settings of an alias that keeps application locks."""
+    options = settings.get("OPTIONS") or {}
+    parameters = _parameters(options)
+    where = f"The SQL Server database {alias!r}"
+    if _is_pooled(options):
+        yield checks.Warning(
+            f"{where} is reached through the driver's connection pool.",
+            hint=(
+                "Set DATABASE_CONNECTION_POOLING = False in the settings: a pooled session goes on after it was "
+                "closed, with its locks. See docs/checks.md#sqlsemw002."
+            ),
+            id="sqlsem.W002",
+        )
+    if _has_mars(options, parameters):
+        yield checks.Warning(
+            f"{where} has MARS on.",
+            hint='Set MARS_Connection=no in OPTIONS["extra_params"]. See docs/checks.md#sqlsemw003.',
+            id="sqlsem.W003",
+        )
+    if parameters.get("applicationintent", "").lower() == "readonly":
+        yield checks.Error(
+            f"{where} has ApplicationIntent=ReadOnly.",
+            hint="Keep the locks under an alias that writes to the primary. See docs/checks.md#sqlseme002.",
+            id="sqlsem.E002",
+        )
+    for limit in _limits(options, parameters):
+        yield checks.Warning(
+            f"{where} has {limit} in its extra_params.",
+            hint="Waiting in line is one long statement. See docs/checks.md#sqlsemw004.",
+            id="sqlsem.W004",
+        )
+    if parameters.get("retryexec"):
+        yield checks.Warning(
+            f"{where} has a RetryExec rule.",
+            hint="The driver may run an operator's KILL twice. See docs/checks.md#sqlsemw005.",
+            id="sqlsem.W005",
+        )
+
+
+def _parameters(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return ``extra_params`` by lower-case keyword; the first one of a kind counts, as for the drivers."""
+    found: dict[str, str] = {}
+    for part in split(str(options.get("extra_params") or "")):
+        key, equals, value = part.partition("=")
+        if equals:
+            found.setdefault(key.strip().lower(), value.strip().removeprefix("{").removesuffix("}"))
+    return found
+
+
+def _python_driver(options: Mapping[str, Any]) -> bool:
+    return str(options.get("python_driver") or "").strip().lower() in ("mssql_python", "mssql-python", "python")
+
+
+def _is_pooled(options: Mapping[str, Any]) -> bool:
+    """Whether the driver will pool: what it says itself goes before the setting, which may have come too late."""
+    if not _python_driver(options):
+        return bool(getattr(importlib.import_module("pyodbc"), "pooling", True))
+    manager: Any = importlib.import_module("mssql_python").PoolingManager
+    asked_for = bool(getattr(django_settings, "DATABASE_CONNECTION_POOLING", True))
+    return bool(manager.is_enabled() or (asked_for and not manager.is_initialized()))
+
+
+def _has_mars(options: Mapping[str, Any], parameters: Mapping[str, str]) -> bool:
+    if "mars_connection" in parameters:
+        return parameters["mars_connection"].lower() == "yes"
+    # There mssql-django turns it on by itself.
+    ours = str(options.get("driver", DEFAULT_DRIVERS[0])).startswith(("ODBC Driver ", "SQL Server Native Client"))
+    return os.name == "nt" and ours and not options.get("dsn") and not _python_driver(options)
+
+
+def _limits(options: Mapping[str, Any], parameters: Mapping[str, str]) -> Iterator[str]:
+    freetds = any(name in str(options.get("driver", "")).lower() for name in ("freetds", "tdsodbc"))
+    if freetds and _seconds(parameters.get("timeout")) > 0:
+        yield f"Timeout={parameters['timeout']}"
+    if _seconds(parameters.get("keepalive")) > LONGEST_KEEP_ALIVE:
+        yield f"KeepAlive={parameters['keepalive']}"
+
+
+def _seconds(value: str | None) -> int:
+    return int(value) if value and value.isdecimal() else 0
+
+
+def database_messages(alias: str) -> Iterator[checks.CheckMessage]:
+    """Connect, and yield what the server refuses. Never raises: a server that does not answer is a message too."""
+    where = f"The SQL Server database {alias!r}"
+    try:
+        # Not within the caller's transaction, which a refusal could end.
+        connection = connections[alias].copy()
+        with contextlib.closing(connection), connection.cursor() as cursor:
+            yield from _asked(alias, where, cursor)
+    except Exception as error:  # noqa: BLE001 - of the driver, whatever it is
+        yield checks.Warning(
+            f"{where} could not be asked: {error}",
+            hint="See docs/checks.md#sqlsemw006.",
+            id="sqlsem.W006",
+        )
+
+
+def _asked(alias: str, where: str, cursor: Any) -> Iterator[checks.CheckMessage]:
+    updateability, server_state, performance_state, login = _row(cursor, FACTS)
+    if str(updateability).upper() == "READ_ONLY":
+        yield checks.Error(
+            f"{where} is read-only: a secondary, or set to READ_ONLY.",
+            hint="Keep the locks in a database that can be written. See docs/checks.md#sqlseme004.",
+            id="sqlsem.E004",
+        )
+    refused = _refusal(cursor)
+    if refused:
+        yield checks.Error(
+            f"{where} gives the login {login!r} no application lock: {refused}",
+            hint="GRANT EXECUTE ON sys.sp_getapplock, and the like. See docs/checks.md#sqlseme005.",
+            id="sqlsem.E005",
+        )
+    yield from messages(alias, where, login, lambda sql: _row(cursor, sql))
+    if 1 not in (server_state, performance_state):
+        try:
+            _row(cursor, LOOK)
+        except Exception as error:  # noqa: BLE001 - of the driver, whatever it is
+            yield checks.Info(
+                f"{where} does not show the login {login!r} who else waits or holds application locks: {error}",
+                hint="GRANT VIEW SERVER STATE, if you want to see that. See docs/checks.md#sqlsemi001.",
+                id="sqlsem.I001",
+            )
+
+
+def _refusal(cursor: Any) -> str:
+    try:
+        code = _row(cursor, PROBE)[0]
+    except Exception as error:  # noqa: BLE001 - of the driver, whatever it is
+        return str(error)
+    return "" if code >= 0 else f"sp_getapplock returns {code}"
+
+
+def _row(cursor: Any, sql: str) -> tuple[Any, ...]:
+    cursor.execute(sql)
+    while cursor.description is None:
+        if not cursor.nextset():
+            return ()
+    return tuple(cursor.fetchone() or ())

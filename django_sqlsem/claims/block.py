@@ -1,0 +1,347 @@
+"""The handle of claimed rows. All state of a claim lives here: it is made by ``claim()``, for one block.
+
+What one block of a claim does: it looks, takes rows under a permit, and lets go of them under the same permit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+from asgiref.sync import sync_to_async
+from django.db import Error as DatabaseError
+from django.db import connections
+from django.db.models import Model, QuerySet
+
+from django_sqlsem.claims.recovery import give_back_abandoned, is_due, standing
+from django_sqlsem.claims.rows import Ending, Outcome, Owner, let_go, refuse_atomic, take
+from django_sqlsem.core.durations import UNSET, Unset
+from django_sqlsem.core.text import shown
+from django_sqlsem.database import transactions
+from django_sqlsem.database.sessions import backend_error
+from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, PermitLostError, SemaphoreError
+
+if TYPE_CHECKING:
+    from django_sqlsem.claims.rows import StatusColumn
+    from django_sqlsem.locks.permit import Permit
+    from django_sqlsem.locks.semaphore import Semaphore
+
+
+logger = logging.getLogger("django_sqlsem")
+
+M = TypeVar("M", bound=Model)
+
+NEW: Final = "new"
+OPEN: Final = "open"
+OVER: Final = "over"
+#: How often a worker asks again for a slot that it was refused although some are free.
+TRIES: Final = 10
+
+
+class ClaimBlock(Generic[M]):
+    """The state of one block, and its steps. They block: a coroutine runs them in a thread."""
+
+    def __init__(
+        self,
+        candidates: QuerySet[M],
+        column: StatusColumn,
+        semaphore: Semaphore,
+        *,
+        n: int,
+        from_status: Any,
+        status: Any,
+        done: Any,
+    ) -> None:
+        self.from_status = from_status
+        self.status = status
+        self.done = done
+        #: The permit under which the rows are worked on; ``None`` if there are none.
+        self.permit: Permit | None = None
+        self._candidates = candidates
+        self._column = column
+        self._semaphore = semaphore
+        self._n = n
+        self._state = NEW
+        self._rows: list[M] = []
+        #: What has not been let go of, by primary key.
+        self._open: dict[str, M] = {}
+        #: What was let go of inside the caller's own transaction, which may still be rolled back.
+        self._inside: dict[str, M] = {}
+
+    def _look(self) -> bool:
+        """Give back what was abandoned, if it is time to look, and tell whether there is anything to take."""
+        if self._state is not NEW:
+            raise RuntimeError("A claim is for one block: call claim() anew for the next one.")
+        alias = self._candidates.db
+        refuse_atomic(connections[alias], "claim()")
+        self._state = OPEN
+        keeper = self._semaphore._keeper()
+        if is_due(keeper, self._column.resource.key):
+            give_back_abandoned(keeper, self._column)
+        try:
+            return self._candidates.exists()
+        except DatabaseError as error:
+            raise backend_error(alias, error) from error
+
+    def _acquire(self) -> Permit:
+        for _nth in range(TRIES):
+            try:
+                return self._semaphore.acquire()
+            except AcquireTimeoutError as error:
+                if not _is_passing(error):
+                    raise
+        return self._semaphore.acquire()
+
+    async def _aacquire(self) -> Permit:
+        for _nth in range(TRIES):
+            try:
+                return await self._semaphore.aacquire()
+            except AcquireTimeoutError as error:
+                if not _is_passing(error):
+                    raise
+        return await self._semaphore.aacquire()
+
+    def _keep(self, permit: Permit) -> None:
+        self.permit = permit
+        permit.detach()  # it belongs to the rows: a block inside this one may claim others
+
+    def _forget(self) -> Permit:
+        """Let go of the permit: there was nothing to take."""
+        assert self.permit is not None  # noqa: S101
+        permit, self.permit = self.permit, None
+        return permit
+
+    def _abandon(self) -> None:
+        """Something struck: have the permit given back. Whoever comes next finds the rows without a worker."""
+        if self.permit is not None:
+            self.permit._abandon()
+
+    def _take(self) -> bool:
+        self._rows = take(
+            self._candidates,
+            self._column,
+            self._owner(),
+            n=self._n,
+            from_status=self.from_status,
+            status=self.status,
+        )
+        self._open = {self._column.pk_text(row): row for row in self._rows}
+        return bool(self._rows)
+
+    def _owner(self) -> Owner:
+        permit = self.permit
+        assert permit is not None  # noqa: S101
+        if permit.token is None:
+            raise SemaphoreError(
+                'claim() must know a worker\'s permit by its token, and here is none: set SQLSEM["RECORD"] to True.'
+            )
+        return Owner(self._column.resource.key, permit.slot, permit.token)
+
+    def _must_stand(self) -> None:
+        """Raise ``PermitLostError`` if the permit is lost, or is no longer there in the database."""
+        permit = self.permit
+        assert permit is not None  # noqa: S101
+        permit.check()
+        keeper = permit._hold.keeper
+        if (permit.slot, permit.token) not in standing(keeper.backend, keeper.session_here(), self._column.resource):
+            keeper.renew_now(permit._hold)  # it finds out why
+            raise PermitLostError(f"The permit of {permit.name!r} was lost: its slot was revoked or taken.")
+
+    def _end(self, exc: BaseException | None) -> None:
+        """Set the final status if all went well; else give back what is left."""
+        if exc is None and self._open:
+            try:
+                self._finish(dict(self._open), self.done)
+            except PermitLostError:
+                self._give_back(self._open)
+                raise
+        elif self._open:
+            self._give_back(self._open)
+        if self._inside and not transactions.in_transaction(connections[self._candidates.db]):
+            self._give_back(self._inside, quiet=True)  # which does nothing to what was committed
+
+    def _give_back(self, rows: dict[str, M], *, quiet: bool = False) -> None:
+        """Give rows back. The caller's own error must not be hidden by one that the next worker will mend."""
+        try:
+            self._let_go(dict(rows), self.from_status, quiet=quiet)
+        except BackendError as error:
+            extra = {"semaphore": self._semaphore.name, "what": "release_failed"}
+            logger.error(
+                "Rows of %s are left to the next worker to be given back: %s", self._column, error, extra=extra
+            )
+
+    def _let_go(self, rows: dict[str, M], then: Any, *, quiet: bool = False) -> dict[str, Outcome]:
+        alias, column = self._candidates.db, self._column
+        inside = transactions.in_transaction(connections[alias])
+        owner = self._owner()
+        outcomes = let_go(column, alias, [Ending(owner, key, column.pk_from(key), self.status, then) for key in rows])
+        for key, outcome in outcomes.items():
+            row = rows[key]
+            self._open.pop(key, None)
+            if outcome is Outcome.WRITTEN:
+                column.set(row, then)
+                if inside:
+                    self._inside[key] = row
+            elif not quiet:
+                why = "somebody else has it" if outcome is Outcome.NOT_OURS else "its status was changed meanwhile"
+                extra = {"semaphore": self._semaphore.name, "what": "claim_left", "object": key}
+                logger.warning("%s of %s was left alone: %s.", shown(row), column, why, extra=extra)
+        return outcomes
+
+    def _finish(self, rows: dict[str, M], then: Any) -> dict[str, Outcome]:
+        """Let go of rows whose work is done. Raises ``PermitLostError``."""
+        self._must_stand()
+        outcomes = self._let_go(rows, then)
+        if Outcome.NOT_OURS in outcomes.values():
+            # Its status was set back by hand, or the process was stopped since it looked: the caller must be told.
+            self._must_stand()
+        return outcomes
+
+
+def _is_passing(error: AcquireTimeoutError) -> bool:
+    """Whether slots are free all the same: who comes while another process makes them may see none."""
+    found = error._snapshot
+    return found is not None and not found.paused and not found.waiting and found.held < found.slots
+
+
+class Claim(ClaimBlock[M]):
+    """The rows that one block has claimed: iterate over it, or take its only row as ``one``. Empty, it is false.
+
+    Made by ``claim()``, for one ``with`` or ``async with`` block.
+    """
+
+    @property
+    def rows(self) -> tuple[M, ...]:
+        """The rows that were claimed, in the queryset's order."""
+        if self._state is NEW:
+            raise RuntimeError("Nothing is claimed before the block: write `with claim(...) as rows:`.")
+        return tuple(self._rows)
+
+    @property
+    def one(self) -> M | None:
+        """The only row, or ``None`` if there was none. Raises ``ValueError`` if there are several."""
+        if len(self.rows) > 1:
+            raise ValueError(f"{len(self.rows)} rows were claimed: iterate over them.")
+        return self.rows[0] if self.rows else None
+
+    def __iter__(self) -> Iterator[M]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> M:
+        return self.rows[index]
+
+    def __repr__(self) -> str:
+        return f"<Claim of {self._column}: {self._state}, {len(self._rows)} rows>"
+
+    def check(self) -> None:
+        """Raise ``PermitLostError`` if the rows are no longer ours. No database access."""
+        if self.permit is not None:
+            self.permit.check()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether an operator asks this worker to stop. The rows are its own all the same. No database access."""
+        return self.permit is not None and self.permit.stop_requested
+
+    @property
+    def stop_requested_by(self) -> str:
+        """By whom it was asked; empty if by nobody."""
+        return "" if self.permit is None else self.permit.stop_requested_by
+
+    def on_stop_requested(self, callback: Callable[[Permit], object]) -> None:
+        """Have ``callback(permit)`` called if an operator asks this worker to stop; see ``Permit``."""
+        if self.permit is not None:
+            self.permit.on_stop_requested(callback)
+
+    def finish(self, row: M, status: Any = UNSET) -> bool:
+        """Give one row its final status now: ``status``, else the claim's ``done``.
+
+        Inside ``atomic()`` it is committed together with what else is written there. Returns ``False``, and writes
+        nothing, if the status was changed by somebody else meanwhile. Raises ``PermitLostError``; ``ValueError`` if
+        the row is not claimed here (any more) or the field can't take the status; ``BackendError``.
+        """
+        then = self.done if isinstance(status, Unset) else self._column.value(status, what="status")
+        key = self._key(row)
+        return self._finish({key: row}, then)[key] is Outcome.WRITTEN
+
+    def give_back(self, row: M) -> bool:
+        """Give one row back now, for others to take: see ``finish()``."""
+        key = self._key(row)
+        return self._let_go({key: row}, self.from_status)[key] is Outcome.WRITTEN
+
+    async def afinish(self, row: M, status: Any = UNSET) -> bool:
+        """Do what ``finish()`` does, from a coroutine."""
+        return await sync_to_async(self.finish)(row, status)
+
+    async def agive_back(self, row: M) -> bool:
+        """Do what ``give_back()`` does, from a coroutine."""
+        return await sync_to_async(self.give_back)(row)
+
+    # The block.
+
+    def __enter__(self) -> Claim[M]:
+        if self._look():
+            self._keep(self._acquire())
+            try:
+                if self._take():
+                    return self
+                self._forget()._close()
+            except BaseException:
+                self._abandon()
+                raise
+        return self
+
+    async def __aenter__(self) -> Claim[M]:
+        if await sync_to_async(self._look)():
+            self._keep(await self._aacquire())
+            try:
+                if await sync_to_async(self._take)():
+                    return self
+                await self._forget()._aclose()
+            except BaseException:
+                self._abandon()
+                raise
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._state = OVER
+        if self.permit is None or self.permit._hold.foreign:  # in a forked child the rows are the parent's
+            return
+        try:
+            try:
+                self._end(exc)
+            finally:
+                self.permit._close()
+        except BaseException:
+            self._abandon()
+            raise
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._state = OVER
+        if self.permit is None or self.permit._hold.foreign:  # in a forked child the rows are the parent's
+            return
+        try:
+            try:
+                await sync_to_async(self._end)(exc)
+            finally:
+                await self.permit._aclose()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _key(self, row: M) -> str:
+        if not isinstance(row, self._column.model):
+            raise TypeError(f"A claimed row is an instance of {self._column.model.__name__}, not {shown(row)}.")
+        key = self._column.pk_text(row)
+        if key not in self._open:
+            raise ValueError(f"{shown(row)} is not claimed by this block, or was finished or given back already.")
+        return key

@@ -1,0 +1,340 @@
+"""The short transactions of claims: a row's status and who has it are written together, and only if both are in order.
+
+Each but the first begins with the ownership row: whoever deletes it, by its token, decides what becomes of the status.
+
+The status column of a model: which values it takes, and how they and the primary key are kept as text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from django.core.exceptions import FieldDoesNotExist, ValidationError
+from django.db import Error as DatabaseError
+from django.db import connections, transaction
+from django.db.models import Field, Model, QuerySet
+
+from django_sqlsem.core.identity import current
+from django_sqlsem.core.names import MAX_NAME_LENGTH, Resource, resource_for
+from django_sqlsem.core.text import shown
+from django_sqlsem.database import limits, transactions
+from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.database.sessions import LOCKED_PATIENCE, backend_error
+from django_sqlsem.models import ClaimRow
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from django_sqlsem.database.cursors import AnyCursor
+
+
+T = TypeVar("T")
+
+#: How often rows are looked for anew, because others took all that were found.
+TRIES: Final = 100
+_WRITE_FIRST: Final = "DELETE FROM sqlsem_claim WHERE id < 0"
+#: Of whoever had the row before its status was set by hand.
+_FORGET: Final = "DELETE FROM sqlsem_claim WHERE semaphore_key = %(key)s AND object_pk = %(object_pk)s"
+_OWN: Final = f"{_FORGET} AND slot = %(slot)s AND token = %(token)s"
+_INSERT: Final = (
+    "INSERT INTO sqlsem_claim (semaphore_key, model, field_name, object_pk, from_status, status, slot, token,"
+    " claimed_us, boot_id, host, pid, thread, label) VALUES (%(key)s, %(model)s, %(field)s, %(object_pk)s,"
+    " %(from_status)s, %(status)s, %(slot)s, %(token)s, {now}, %(boot_id)s, %(host)s, %(pid)s, %(thread)s, %(label)s)"
+)
+
+
+class Outcome(Enum):
+    """What became of one row."""
+
+    WRITTEN = "written"
+    #: Its status, or the row itself, is no longer what the claim left: someone else's will counts.
+    CHANGED = "changed"
+    #: Somebody else has the row, or it was given back.
+    NOT_OURS = "not ours"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The permit by which rows are owned."""
+
+    key: str
+    slot: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """One row to let go of: as whose, and what status it gets if it still has the one that the claim gave it."""
+
+    owner: Owner
+    object_pk: str
+    pk: Any
+    status: Any
+    then: Any
+
+
+def in_short_transaction(alias: str, work: Callable[[AnyCursor], T]) -> T:
+    """Call ``work`` in a transaction of the calling thread's connection, again if it lost a deadlock
+    or the connection had died.
+
+    Inside the caller's own transaction it is a part of that, and runs once. Raises ``BackendError``.
+    """
+    connection = connections[alias]
+    alone = not transactions.in_transaction(connection)
+    reopen = alone and not connection.in_atomic_block
+    give_up = time.monotonic() + LOCKED_PATIENCE
+    while True:
+        try:
+            with transaction.atomic(using=alias), connection.cursor() as cursor:
+                if dialect_for(connection).one_writer:
+                    cursor.execute(_WRITE_FIRST)  # a transaction that has read first may be refused to write
+                return work(cursor)
+        except DatabaseError as error:
+            if reopen and limits.is_disconnect(error):
+                reopen = False
+                connection.close()  # it was idle while the work went on, and has died unnoticed
+            elif not (alone and limits.is_transient(error) and time.monotonic() < give_up):
+                raise backend_error(alias, error) from error
+        time.sleep(random.uniform(0.001, 0.02))  # noqa: S311
+
+
+def take(
+    candidates: QuerySet[Any], column: StatusColumn, owner: Owner, *, n: int, from_status: Any, status: Any
+) -> list[Any]:
+    """Take up to ``n`` of the candidates, in their order: set their status, and note their owner. Returns them."""
+    alias = candidates.db
+    dialect = dialect_for(connections[alias])
+    at_once = dialect.one_writer or (dialect.limits_locks and _lockable(candidates))
+    holder = current()
+    facts = {
+        "key": owner.key,
+        "slot": owner.slot,
+        "token": owner.token,
+        "model": column.model._meta.label,
+        "field": column.field.name,
+        "from_status": column.text(from_status),
+        "status": column.text(status),
+        "host": holder.host,
+        "pid": holder.pid,
+        "thread": holder.thread,
+        "label": holder.label,
+        "boot_id": dialect.boot_id,
+    }
+
+    def attempt(cursor: AnyCursor) -> tuple[list[Any], bool]:
+        if at_once:
+            found = _distinct(_locking(candidates)[:n], column)
+        else:
+            found = _one_by_one(candidates, column, n, from_status, missed)
+        taken = []
+        for row in found:
+            mine = column.rows(alias).filter(pk=column.pk_of(row), **{column.field.attname: from_status})
+            if not mine.update(**{column.field.attname: status}):
+                continue
+            column.set(row, status)
+            named = facts | {"object_pk": column.pk_text(row)}
+            dialect.execute(cursor, _FORGET, named)
+            dialect.execute(cursor, _INSERT, named)
+            taken.append(row)
+        return taken, len(found) > len(taken)
+
+    missed: set[Any] = set()
+    for _nth in range(TRIES):
+        taken, others = in_short_transaction(alias, attempt)
+        if taken or not others:
+            break
+    return taken
+
+
+def let_go(column: StatusColumn, alias: str, endings: Iterable[Ending]) -> dict[str, Outcome]:
+    """End the ownership of rows, each with its next status, in one short transaction. Returns outcomes by key."""
+    ordered = sorted(endings, key=lambda ending: ending.object_pk)
+    dialect = dialect_for(connections[alias])
+
+    def end(cursor: AnyCursor) -> dict[str, Outcome]:
+        outcomes = {}
+        for ending in ordered:
+            owner = ending.owner
+            named = {"key": owner.key, "object_pk": ending.object_pk, "slot": owner.slot, "token": owner.token}
+            dialect.execute(cursor, _OWN, named)
+            if cursor.rowcount <= 0:
+                outcomes[ending.object_pk] = Outcome.NOT_OURS
+                continue
+            row = column.rows(alias).filter(pk=ending.pk, **{column.field.attname: ending.status})
+            written = row.update(**{column.field.attname: ending.then})
+            outcomes[ending.object_pk] = Outcome.WRITTEN if written else Outcome.CHANGED
+        return outcomes
+
+    return in_short_transaction(alias, end) if ordered else {}
+
+
+def owned(alias: str, key: str) -> list[ClaimRow]:
+    """Return who has which rows, as far as the calling thread's connection can see."""
+    try:
+        return list(ClaimRow.objects.using(alias).filter(key=key))
+    except DatabaseError as error:
+        raise backend_error(alias, error) from error
+
+
+def _lockable(candidates: QuerySet[Any]) -> bool:
+    """Whether a database that locks what a query returns can do so for this one: rows must be recognisable in it."""
+    query = candidates.query
+    windows = any(annotation.contains_over_clause for annotation in query.annotations.values())
+    return not (query.distinct or query.group_by or windows)
+
+
+def _locking(rows: QuerySet[Any]) -> QuerySet[Any]:
+    """Lock the rows that are read, not those joined to them, and pass over what is locked, as far as that goes."""
+    features: Any = connections[rows.db].features
+    if not features.has_select_for_update:
+        return rows
+    of = ("self",) if features.has_select_for_update_of else ()
+    return rows.select_for_update(skip_locked=features.has_select_for_update_skip_locked, of=of)
+
+
+def _one_by_one(
+    candidates: QuerySet[Any], column: StatusColumn, n: int, from_status: Any, missed: set[Any]
+) -> list[Any]:
+    """Look for candidates without locks, and lock each that is to be taken by its key.
+
+    For databases that lock more than a query returns, and queries whose rows can't be locked. ``missed``: those that
+    were locked by others, or had ceased to be candidates; they are not looked at again.
+    """
+    all_rows: QuerySet[Any] = QuerySet(candidates.model, using=candidates.db)
+    plain = _locking(all_rows.filter(**{column.field.attname: from_status}))
+    while True:
+        found = candidates.exclude(pk__in=missed) if missed else candidates
+        keys = dict.fromkeys(found.values_list("pk", flat=True)[: n + 20])
+        if not keys:
+            return []
+        locked: list[Any] = []
+        for key in keys:
+            if len(locked) == n:
+                break
+            (locked.append if list(plain.filter(pk=key)) else missed.add)(key)
+        # Only now are they safe from others: are they still what is asked for?
+        rows = _distinct(candidates.filter(pk__in=locked), column) if locked else []
+        if rows:
+            return rows
+        missed.update(locked)
+
+
+def _distinct(rows: QuerySet[Any], column: StatusColumn) -> list[Model]:
+    """Return the rows, each once: a join may bring one several times."""
+    return list({column.pk_text(row): row for row in rows}.values())
+
+
+def refuse_atomic(connection: BaseDatabaseWrapper, what: str) -> None:
+    """Raise if the caller is inside a transaction: nobody would see the claim, and a rollback would undo it."""
+    if transactions.in_transaction(connection):
+        raise transaction.TransactionManagementError(
+            f"{what} inside a transaction of {connection.alias!r}: others would not see the row's status before its "
+            "commit. Call it outside atomic() (in a view under ATOMIC_REQUESTS, use non_atomic_requests)."
+        )
+
+
+KIND: Final = "claim"
+MAX_TEXT: Final = 255
+
+
+@dataclass(frozen=True)
+class StatusColumn:
+    """One column of the table that has it: a proxy's, or a child's, is its parent's."""
+
+    model: type[Model]
+    field: Field[Any, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the semaphore whose slots the workers on this column hold."""
+        text = f"claim:{self.model._meta.db_table}.{self.field.column}"
+        if len(text) <= MAX_NAME_LENGTH:
+            return text
+        return f"{text[:160]}:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+    @property
+    def resource(self) -> Resource:
+        """What the locks database calls it."""
+        return resource_for(self.name, KIND)
+
+    def rows(self, alias: str) -> QuerySet[Any]:
+        """Return all rows of the table, whatever the model's managers leave out."""
+        return QuerySet(self.model, using=alias)
+
+    def set(self, row: Model, value: Any) -> None:
+        """Set the status of an instance, in memory only."""
+        setattr(row, self.field.attname, value)
+
+    def pk_of(self, row: Model) -> Any:
+        """Return the primary key, in the table that has the column, of an instance of its model or of a child's."""
+        return getattr(row, self._pk.attname)
+
+    def pk_text(self, row: Model) -> str:
+        """Return that key as text. Raises ``ValueError`` if it is too long."""
+        text = str(self._pk.value_to_string(row))
+        if len(text) > MAX_TEXT:
+            raise ValueError(f"A primary key may have up to {MAX_TEXT} characters to be claimed, not {shown(text)}.")
+        return text
+
+    def pk_from(self, text: str) -> Any:
+        """Return the key that a text stands for."""
+        return self._pk.to_python(text)
+
+    def value(self, value: object, *, what: str) -> Any:
+        """Return ``value`` as the field has it. Raises ``ValueError`` that says why the field can't take it."""
+        try:
+            python = self.field.to_python(value)
+            if python is None and not self.field.null:
+                raise ValidationError("it must not be null")
+            choices = [key for key, _label in self.field.flatchoices or ()]
+            if choices and python not in choices:
+                raise ValidationError(f"its choices are {', '.join(map(shown, choices))}")
+            self.field.run_validators(python)
+            if len(self.text(python) or "") > MAX_TEXT:
+                raise ValidationError(f"a status may have up to {MAX_TEXT} characters")
+        except ValidationError as error:
+            reason = "; ".join(map(str, error.messages)).rstrip(".")
+            raise ValueError(f"{what}={shown(value)} is no value of {self}: {reason}.") from None
+        return python
+
+    def text(self, value: Any) -> str | None:
+        """Return a status as text."""
+        if value is None:
+            return None
+        row: Any = SimpleNamespace(**{self.field.attname: value})
+        return str(self.field.value_to_string(row))
+
+    def value_from(self, text: str | None) -> Any:
+        """Return the status that a text stands for."""
+        return None if text is None else self.field.to_python(text)
+
+    @property
+    def _pk(self) -> Field[Any, Any]:
+        found: Field[Any, Any] = self.model._meta.pk
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.model._meta.label}.{self.field.name}"
+
+
+def status_column(model: type[Model], field: object) -> StatusColumn:
+    """Return a model's status column. Raises ``TypeError`` or ``ValueError`` that names the fields it could be."""
+    if not isinstance(field, str):
+        raise TypeError(f"field must be the name of a field, not {shown(field)} of type {type(field).__name__}.")
+    found: Any = None
+    with contextlib.suppress(FieldDoesNotExist):
+        found = model._meta.get_field(field)
+    if not isinstance(found, Field) or found.column is None or found.primary_key or found.many_to_many:
+        names = [each.name for each in model._meta.concrete_fields if not each.primary_key]
+        raise ValueError(f"field must be a column of {model._meta.label}, one of {', '.join(names)}, not {field!r}.")
+    owner = found.model._meta.concrete_model
+    assert owner is not None  # noqa: S101 - only abstract models have none
+    return StatusColumn(owner, found)

@@ -1,0 +1,216 @@
+"""What SQL Server calls the locks of a name, and what its return codes and errors mean to a lock.
+
+Sources: the documentation of ``sp_getapplock``, ``sp_releaseapplock`` and of the error numbers; captures of SQL
+Server 2025 for what raises nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from django_sqlsem.core.modes import RWLOCK, SHARED, UPDATE, WHOLE, WRITER
+from django_sqlsem.database.limits import FREETDS_GONE, is_transient
+from django_sqlsem.exceptions import BackendError, DeadlockError, SemaphoreError
+
+#: Begins whatever we lock that is neither a slot nor the name itself.
+PREFIX: Final = "sqlsem:"
+#: Begins the gate of a name; the rest is a digest of so many digits.
+GATE: Final = f"{PREFIX}g:"
+#: Begins what a transaction holds that is fenced with a permit.
+FENCE: Final = f"{PREFIX}f:"
+DIGEST_UNITS: Final = 20
+#: A resource is cut after so many UTF-16 units, without an error.
+MAX_UNITS: Final = 255
+#: The longest number before a name, with its dash: ``2147483647-``.
+_NUMBER_UNITS: Final = 11
+
+_LIKE_A_SLOT: Final = re.compile(r"[0-9]+-")
+
+
+@dataclass(frozen=True, slots=True)
+class LockNames:
+    """The resources of one semaphore."""
+
+    #: Slots are ``<slot>-<base>``; every holder has the base itself too, in a mode that its kind of lock says.
+    base: str
+    #: Whoever holds it is the first in line.
+    gate: str
+
+    @property
+    def fence(self) -> str:
+        """Return what a transaction holds that is fenced with a permit of this name."""
+        return f"{FENCE}{self.gate[len(GATE) : len(GATE) + DIGEST_UNITS]}"
+
+    @property
+    def told(self) -> str:
+        """Return what the first in line holds to keep out those who barge, as it wants everybody else to leave."""
+        return f"{self.gate}:w"
+
+    def line(self, mode: str) -> LockNames:
+        """Return the names of who waits in this mode: one that may become the writer keeps no readers out."""
+        return LockNames(self.base, f"{self.gate}:u") if mode == UPDATE else self
+
+    def slot(self, number: int) -> str:
+        """Return the resource of a slot, counted from 1."""
+        return f"{number}-{self.base}"
+
+
+#: The mode in which holders of slots have the name itself: they do not exclude one another.
+OF_SLOTS: Final = "IntentExclusive"
+#: The same of others, by the kind of lock. Readers do not exclude one another either, and keep out holders of slots.
+MODES: Final = {"monitor": "Exclusive", RWLOCK: "Shared"}
+#: The modes of claims that say by themselves in which mode they have the name.
+_BY_MODE: Final = {WHOLE: "Exclusive", UPDATE: "Update"}
+#: The slot that says who drains a semaphore: it is free by then.
+DRAINS: Final = 1
+
+
+def mode_of(kind: str, mode: str = SHARED) -> str:
+    """Return the mode in which a holder has the name itself: one that wants all slots, alone."""
+    return _BY_MODE.get(mode) or MODES.get(kind, OF_SLOTS)
+
+
+def place_of(kind: str, mode: str) -> int | None:
+    """Return the very slot that a claim takes, which stands for all of them; ``None``: any that is free."""
+    if mode == SHARED:
+        return None
+    return WRITER if kind == RWLOCK else DRAINS
+
+
+@functools.lru_cache(maxsize=4096)
+def lock_names(name: str) -> LockNames:
+    """Return the resources of a validated name.
+
+    Slot *i* of ``name`` is ``<i>-<name>``, as in "Counting Semaphore" of the series "Locking and Blocking". A name
+    that is itself like a slot of another (``1-x``), that begins like our own locks, or whose slots would pass 255
+    UTF-16 units goes by a digest instead: the first 128 bits of the SHA-256 of its UTF-16LE, which T-SQL computes as
+    ``HASHBYTES('SHA2_256', @name)``.
+    """
+    text = name.encode("utf-16-le")
+    digest = hashlib.sha256(text).hexdigest()
+    # Only the first 32 characters of a resource are shown by the server's views.
+    gate = f"{GATE}{digest[:DIGEST_UNITS]}"
+    too_long = len(text) // 2 + _NUMBER_UNITS > MAX_UNITS
+    if too_long or _LIKE_A_SLOT.match(name) or name.startswith(PREFIX):
+        return LockNames(f"{PREFIX}{digest[:32]}", gate)
+    return LockNames(name, gate)
+
+
+#: It is not the session that we opened.
+FOREIGN: Final = 9
+#: The session has the semaphore already.
+OWN: Final = 7
+
+
+class Meaning(enum.Enum):
+    """What to do about an error."""
+
+    #: Nothing was done, for a reason that passes by itself: do it again.
+    AGAIN = "again"
+    #: The session is gone, and with it all its locks.
+    SESSION_ENDED = "session ended"
+    #: The connection was given up, as nothing came: whether the session still stands is for the server to say.
+    SILENT = "silent"
+    #: No answer in time. A server that took the driver's word for it has ended the batch, at an unknown point.
+    SLOW = "slow"
+    #: The login or its rights are not enough.
+    FORBIDDEN = "forbidden"
+    #: The lock tables are not there.
+    NO_TABLES = "no tables"
+    #: The lock was not held.
+    NOT_HELD = "not held"
+    OTHER = "other"
+
+
+#: Return codes of sp_getapplock that are no grant and no simple refusal.
+RETURN_CODES: Final[dict[int, tuple[type[SemaphoreError], str]]] = {
+    -2: (BackendError, "the server cancelled the lock request (-2)"),
+    -3: (DeadlockError, "the server chose this session to break a deadlock (-3); nothing is held"),
+    -999: (BackendError, "the server refused the call of sp_getapplock (-999)"),
+    FOREIGN: (BackendError, "the session was replaced under its locks: is a connection pool on?"),
+    OWN: (BackendError, "the session has the semaphore already: is a connection pool on?"),
+}
+
+#: Native error numbers.
+ERRORS: Final[dict[int, Meaning]] = {
+    1205: Meaning.AGAIN,  # chosen as a deadlock's victim
+    1222: Meaning.AGAIN,  # a row stayed locked
+    3960: Meaning.AGAIN,  # an update conflict under snapshot isolation
+    1223: Meaning.NOT_HELD,
+    208: Meaning.NO_TABLES,
+    207: Meaning.NO_TABLES,  # a column that a later migration brings
+    229: Meaning.FORBIDDEN,
+    262: Meaning.FORBIDDEN,
+    297: Meaning.FORBIDDEN,
+    300: Meaning.FORBIDDEN,
+    6102: Meaning.FORBIDDEN,  # KILL
+    18456: Meaning.FORBIDDEN,
+    596: Meaning.SESSION_ENDED,  # killed
+    6005: Meaning.SESSION_ENDED,  # the server is shutting down
+    10053: Meaning.SESSION_ENDED,
+    10054: Meaning.SESSION_ENDED,
+    10060: Meaning.SILENT,
+    **dict.fromkeys(FREETDS_GONE, Meaning.SESSION_ENDED),
+}
+
+#: Classes of SQLSTATEs, longest first.
+SQLSTATES: Final[dict[str, Meaning]] = {
+    "40001": Meaning.AGAIN,
+    "28": Meaning.FORBIDDEN,
+    "08": Meaning.SESSION_ENDED,
+    "HYT01": Meaning.SILENT,
+    "HYT": Meaning.SLOW,
+    "HY008": Meaning.SLOW,
+    "IMC": Meaning.SESSION_ENDED,
+}
+
+#: No connection was made.
+_NEVER_MADE: Final = "08001"
+_ERROR_NUMBER: Final = re.compile(r"\((\d+)\)")
+
+
+def broke_off(error: Exception) -> bool:
+    """Whether a connection that had been made was cut, so that the server is there, and the next one may do better."""
+    _cause, text = _said(error)
+    if "Communication link failure" in text:  # as mssql-python puts it, without a number
+        return True
+    return meaning(error) is Meaning.SESSION_ENDED and _NEVER_MADE not in text
+
+
+def _said(error: Exception) -> tuple[Any, str]:
+    """Return what a driver raised, and all that it says."""
+    if isinstance(error, BackendError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    cause: Any = error.__cause__ or error
+    return cause, " ".join(map(str, getattr(cause, "args", ()) or (cause,)))
+
+
+def meaning(error: Exception) -> Meaning:
+    """Return what a driver's error means, or the one that it was made into."""
+    cause, text = _said(error)
+    for number in _ERROR_NUMBER.findall(text):
+        if int(number) in ERRORS:
+            return ERRORS[int(number)]
+    state = str((getattr(cause, "args", None) or ("",))[0])
+    for known, found in SQLSTATES.items():
+        if state.startswith(known):
+            return found
+    if is_transient(cause) or "could not obtain lock" in text:
+        return Meaning.AGAIN
+    # Of mssql-python, which tells no SQLSTATE. It also says "Communication link failure" of sessions that stand.
+    if "imeout expired" in text:
+        return Meaning.SILENT
+    return Meaning.OTHER
+
+
+def failure(alias: str, status: int) -> SemaphoreError:
+    """Return the error for a batch's status that is a failure."""
+    error, text = RETURN_CODES.get(status, (BackendError, f"unexpected status {status}"))
+    if error is DeadlockError:
+        return error()
+    return error(f"The database {alias!r} failed: {text}")

@@ -1,0 +1,148 @@
+"""Tasks that a worker runs: what the library knows of them, and the rank that a refused task keeps.
+
+A refused task keeps its place in the queue while it is away. It is never granted meanwhile, so that no slot is idle for
+its sake. When it comes back it goes before all who came after its first try, and how soon it should come back follows
+from how many are before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from django_sqlsem.exceptions import BackendError
+from django_sqlsem.runtime import callers
+from django_sqlsem.snapshots import retry_after
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from django_sqlsem.exceptions import AcquireTimeoutError
+    from django_sqlsem.locks.semaphore import Semaphore
+
+
+logger = logging.getLogger("django_sqlsem")
+
+
+@dataclass(frozen=True, slots=True)
+class SentAgain:
+    """How a worker is told that its task was sent again: by an exception to raise, or else by a value to return."""
+
+    exception: Exception | None = None
+    value: Any = None
+    #: The id under which the task comes back, if it is a new one.
+    task_id: str = ""
+
+
+class RunningTask(Protocol):
+    """A task that a worker is running right now. ``contrib`` has one for each system of tasks."""
+
+    @property
+    def label(self) -> str:
+        """What operators are shown: ``task.name[task-id]``."""
+
+    @property
+    def id(self) -> str:
+        """The task's id, or an empty string if it has none."""
+
+    @property
+    def makes_queries(self) -> bool:
+        """Whether ``retry()`` makes queries of the project, so that a coroutine must call it in a thread."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        """A block in which the task's body runs: what calls the body again inside makes a plain call."""
+
+    def retry(self, retry_after: int, error: Exception) -> SentAgain:
+        """Send the task again, for about ``retry_after`` seconds later, as ``error`` refused it now."""
+
+
+class System(Protocol):
+    """A system of tasks, such as Celery."""
+
+    def running(self, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> RunningTask | None:
+        """Return the task whose body is ``wrapper``, if a worker is running it right now, else ``None``."""
+
+    def listen(self) -> None:
+        """Hear of the tasks that start, if nothing else tells what a worker is running. Idempotent."""
+
+
+#: The systems that ``contrib`` has registered.
+systems: list[System] = []
+
+
+def running_task(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> RunningTask | None:
+    """Return the task whose body is ``wrapper``, if a worker is running it right now, else ``None``."""
+    for system in systems:
+        if (task := system.running(wrapper, args)) is not None:
+            return task
+    return None
+
+
+def listen() -> None:
+    """Hear of the tasks that start."""
+    for system in systems:
+        system.listen()
+
+
+def is_below(wrapper: Callable[..., Any], *functions: Any) -> bool:
+    """Is ``wrapper`` one of these functions, or what one of them runs below whatever else decorates it?"""
+    pending = list(functions)
+    while pending:
+        function = pending.pop()
+        function = getattr(function, "__func__", function)
+        if function is wrapper:
+            return True
+        if isinstance(function, functools.partial):
+            pending.append(function.func)
+        elif (inner := getattr(function, "__wrapped__", None)) is not None:
+            pending.append(inner)
+    return False
+
+
+def rank_of(task_id: str) -> str:
+    """Return the rank of a task: what stands in the queue for it, also while it is away."""
+    return hashlib.sha256(task_id.encode()).hexdigest()[:32] if task_id else ""
+
+
+def step_aside(lock: Semaphore, task: RunningTask, refusal: AcquireTimeoutError) -> float:
+    """Keep the rank of a task that will be sent again. Returns in how many seconds that should be."""
+    snapshot = refusal._snapshot
+    if snapshot is None or not task.id or callers.in_event_loop():
+        return refusal.retry_after
+    twin = next((holder for holder in snapshot.holders if holder.label.endswith(f"[{task.id}]")), None)
+    if twin is not None:
+        # The broker took the first copy for lost: visibility timeout, or a connection that broke.
+        logger.warning(
+            "%s was delivered twice: its other copy holds slot %d of %r, on %s pid %d.",
+            twin.label,
+            twin.slot,
+            snapshot.name,
+            twin.host,
+            twin.pid,
+            extra={"semaphore": snapshot.name, "what": "delivered_twice", "task_id": task.id},
+        )
+        return refusal.retry_after
+    try:
+        return lock._step_aside(rank_of(task.id), lambda before: retry_after(snapshot, before))
+    except BackendError as error:  # the rank is a courtesy; the task comes back without it
+        _not_kept(lock, task, task.id, error)
+        return refusal.retry_after
+
+
+def hand_on(lock: Semaphore, task: RunningTask, refusal: AcquireTimeoutError, task_id: str) -> None:
+    """Let a task that comes back under another id have the rank that was kept for this one."""
+    if refusal._snapshot is None or not task_id or not task.id or callers.in_event_loop():
+        return
+    try:
+        lock._hand_rank_on(rank_of(task.id), rank_of(task_id))
+    except BackendError as error:
+        _not_kept(lock, task, task_id, error)
+
+
+def _not_kept(lock: Semaphore, task: RunningTask, task_id: str, error: BackendError) -> None:
+    extra = {"semaphore": lock.name, "what": "rank_not_kept", "task_id": task_id}
+    logger.debug("The rank of %s could not be kept: %s", task.label, error, extra=extra)

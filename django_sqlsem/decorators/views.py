@@ -1,0 +1,300 @@
+"""Views: what they are made of, their transactions by ``ATOMIC_REQUESTS``, and their streams.
+
+A decorated view's permit is taken before the BEGIN and given back after the COMMIT; a stream gives it back at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import types
+import weakref
+from typing import TYPE_CHECKING, Any, Final, Self, cast
+
+from django.db import connections, transaction
+from django.http import FileResponse
+from django.views.generic import View
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    from django.http import HttpRequest
+
+    from django_sqlsem.locks.permit import Permit
+
+
+#: So many steps suffice for any view, and end a walk through something strange.
+MOST_STEPS: Final = 400
+
+
+def leads_to(view: Callable[..., Any], wrapper: Callable[..., Any]) -> bool:
+    """Does a call of ``view`` come to ``wrapper`` as its own body, below whatever else decorates it?
+
+    Helpers that a view calls by their global names are no such bodies.
+    """
+    try:
+        return _leads_to(view, wrapper)
+    except TypeError:  # a callable object that has no hash
+        return any(found is wrapper for found in below(view))
+
+
+@functools.lru_cache(maxsize=512)
+def _leads_to(view: Callable[..., Any], wrapper: Callable[..., Any]) -> bool:
+    return any(found is wrapper for found in below(view))
+
+
+def below(view: object) -> Iterator[object]:
+    """Yield ``view`` and the callables and classes that it is made of, from the outermost on. Raises nothing."""
+    pending, seen, steps = [view], set(), 0
+    while pending and steps < MOST_STEPS:
+        each = pending.pop(0)
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        steps += 1
+        if callable(each):
+            yield each
+        pending.extend(part for part in _parts(each) if id(part) not in seen)
+
+
+def view_class(view: object) -> type | None:
+    """Return the class of a class-based view, also of Django REST framework's, as ``as_view()`` has noted it."""
+    attributes = getattr(view, "__dict__", {})
+    found = attributes.get("cls") or attributes.get("view_class")
+    return found if inspect.isclass(found) else None
+
+
+def handlers(found: type, view: object) -> dict[str, Any]:
+    """Return the handlers of a view's class by the names that lead to them: of HTTP methods, and of actions."""
+    actions = getattr(view, "__dict__", {}).get("actions") or {}
+    names = {"dispatch", *View.http_method_names, *(actions.values() if isinstance(actions, dict) else ())}
+    return {name: value for name in sorted(names) if (value := inspect.getattr_static(found, name, None)) is not None}
+
+
+def _parts(each: Any) -> list[object]:
+    if isinstance(each, functools.partial):
+        return [each.func]
+    if isinstance(each, types.MethodType):
+        return [each.__func__, each.__self__]
+    if inspect.isclass(each):
+        return []
+    attributes = getattr(each, "__dict__", None) or {}
+    parts: list[object] = [attributes["__wrapped__"]] if "__wrapped__" in attributes else []
+    if (found := view_class(each)) is not None:
+        parts += handlers(found, each).values()
+    if isinstance(each, types.FunctionType):
+        for cell in each.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not filled in yet
+                continue
+            if _operation(value) or (callable(value) and not _made_beside(each, value)):
+                parts.append(value)
+            elif isinstance(value, (list, tuple)):  # what method_decorator() was given
+                parts += [part for part in value if isinstance(part, types.FunctionType)]
+    elif _operation(each):
+        parts += [*attributes.get("operations", ()), attributes.get("view_func")]
+    elif not isinstance(each, types.ModuleType):
+        parts += [value for value in attributes.values() if isinstance(value, (types.FunctionType, types.MethodType))]
+    return parts
+
+
+def _made_beside(func: types.FunctionType, value: Any) -> bool:
+    """Was a function of a closure made in the same scope, as helpers are, rather than given to a decorator?"""
+    try:
+        code = cast("Any", inspect.unwrap(value)).__code__
+    except (AttributeError, ValueError):
+        return False
+    own = func.__code__
+    scope = own.co_qualname.rpartition(".")[0]
+    return bool(code.co_filename == own.co_filename and code.co_qualname.rpartition(".")[0] == scope)
+
+
+def _operation(value: object) -> bool:
+    return type(value).__module__ == "ninja.operation"
+
+
+def operations(view: object) -> list[Any]:
+    """Return what django-ninja runs for a view of its own, one for each method; nothing for other views."""
+    for part in _parts(view):
+        if type(part).__module__ == "ninja.operation" and isinstance(found := vars(part).get("operations"), list):
+            return found
+    return []
+
+
+#: What a request has while a decorated view's transactions are open.
+_OPEN: Final = "_sqlsem_atomic"
+
+
+class EveryAlias(set[str]):
+    """What tells Django's handler not to open a transaction around a decorated view, on any alias.
+
+    Its members are the aliases that ``@non_atomic_requests`` named, above or below: the wrapper opens none there.
+    """
+
+    def __contains__(self, alias: object) -> bool:
+        return True
+
+
+def opt_out(wrapper: Callable[..., Any], func: Callable[..., Any]) -> None:
+    """Let ``wrapper`` open the transaction itself, unless ``func`` is decorated already and does so."""
+    aliases = getattr(func, "_non_atomic_requests", ())
+    wrapper._non_atomic_requests = (  # type: ignore[attr-defined]
+        aliases if isinstance(aliases, EveryAlias) else EveryAlias(aliases)
+    )
+
+
+def aliases_to_open(wrapper: Callable[..., Any], func: Callable[..., Any], request: HttpRequest) -> list[str]:
+    """Return the aliases on which ``wrapper`` must open the transaction that the handler has left to it."""
+    if isinstance(getattr(func, "_non_atomic_requests", None), EveryAlias):
+        return []  # another semaphore's wrapper, further in, opens it: after that one's permit too
+    if _OPEN in request.__dict__:
+        return []  # another one, further out, has done so
+    marked = _marks(request)
+    if not isinstance(marked, EveryAlias):
+        return []
+    refused = set(marked).union(getattr(wrapper, "_non_atomic_requests", ()))
+    return [alias for alias in _atomic_aliases() if alias not in refused]
+
+
+def opened_around(wrapper: Callable[..., Any], func: Callable[..., Any], request: HttpRequest) -> bool:
+    """Is ``func`` a view's body inside a transaction of ``ATOMIC_REQUESTS`` that was opened further out?
+
+    Django looks for marks on what the URLconf has. It sees none on a class-based view's handler, such as ``get()``,
+    below a decorator that does not copy them, or below an API framework. The permit of a mere helper that gets the
+    request is no such case: it ends with the helper.
+    """
+    if isinstance(_marks(request), EveryAlias) and _OPEN not in request.__dict__:
+        return False
+    if not any(connections[alias].in_atomic_block for alias in _atomic_aliases()):
+        return False
+    actions = getattr(request.resolver_match and request.resolver_match.func, "actions", None) or {}  # a ViewSet's
+    handlers = {"dispatch", *View.http_method_names, *actions.values()}
+    if getattr(func, "__name__", "") in handlers:
+        return True
+    view = getattr(request.resolver_match, "func", None)
+    return view is not None and (leads_to(view, wrapper) or leads_to(view, func))
+
+
+@contextlib.contextmanager
+def atomic(aliases: list[str], request: Any) -> Iterator[None]:
+    """Open a transaction on each alias, nested as the handler nests them."""
+    with contextlib.ExitStack() as stack:
+        request.__dict__[_OPEN] = True
+        stack.callback(request.__dict__.pop, _OPEN, None)
+        for alias in reversed(aliases):
+            stack.enter_context(transaction.atomic(using=alias))
+        yield
+
+
+def _marks(request: HttpRequest) -> object:
+    match = request.resolver_match  # what the handler has looked at; None if no handler has called the view
+    return EveryAlias(connections.settings) if match is None else getattr(match.func, "_non_atomic_requests", None)
+
+
+def _atomic_aliases() -> list[str]:
+    return [alias for alias, settings in connections.settings.items() if settings["ATOMIC_REQUESTS"]]
+
+
+#: The task in which Django's handler for ASGI runs asynchronous views and sends their responses.
+_HANDLER: Final = "ASGIHandler.handle.<locals>.process_request"
+
+
+def leave_to(response: Any, permit: Permit, request: HttpRequest | None = None) -> None:
+    """Have a streaming response give the permit back when it is closed, when it fails half-way, or when it is dropped.
+
+    A middleware may drop it without closing it: Django's own does so for a 304. Whichever response is sent at last
+    closes the request at its own end. Django's handler for ASGI closes neither a stream that has failed, nor one whose
+    client has left before the first byte. Some of these are on cycles of references until the garbage is collected.
+    """
+    if not isinstance(response, FileResponse):  # of which WSGI's servers may take the file itself
+        # Not through the property, whose iterators refer to the response: it would be on a cycle.
+        response._iterator = (_Parts if response.is_async else _SyncParts)(response._iterator, permit)
+    end = _End(permit)
+    response._resource_closers.append(end)
+    if request is not None:
+        _close_with(request, end)
+    with contextlib.suppress(RuntimeError):  # no event loop runs here
+        task = asyncio.current_task()
+        if task is not None and getattr(task.get_coro(), "__qualname__", "") == _HANDLER:
+            task.add_done_callback(functools.partial(_handled, weakref.ref(response), permit))
+
+
+def _close_with(request: Any, end: _End) -> None:
+    # The request refers to the end weakly: a request whose user is known is on a cycle of its own.
+    followed, itself, before = weakref.ref(end), weakref.ref(request), vars(request).get("close")
+
+    def close() -> None:
+        try:
+            if (end := followed()) is not None:
+                end()
+        finally:
+            if before is not None:  # of another stream's
+                before()
+            elif (request := itself()) is not None:
+                type(request).close(request)
+
+    request.close = close
+
+
+def _handled(response: weakref.ref[Any], permit: Permit, task: asyncio.Task[Any]) -> None:
+    # Not by exception(), which would mark the exception as retrieved.
+    failed = task.cancelled() or getattr(task, "_exception", None) is not None
+    if (failed or task.result() is not response()) and not permit.released:
+        permit._abandon()  # Django has nothing left to close
+
+
+class _Parts:
+    """The parts of an asynchronous stream."""
+
+    def __init__(self, parts: AsyncIterator[Any], permit: Permit) -> None:
+        self.parts = parts
+        self.permit = permit
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await anext(self.parts)
+        except StopAsyncIteration:
+            raise
+        except Exception:
+            await self.permit._aclose()
+            raise
+
+
+class _SyncParts:
+    """The parts of a synchronous stream."""
+
+    def __init__(self, parts: Iterator[Any], permit: Permit) -> None:
+        self.parts = parts
+        self.permit = permit
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.parts)
+        except StopIteration:
+            raise
+        except Exception:
+            self.permit._close()
+            raise
+
+
+class _End:
+    """Closes the permit with the response. A dropped response is no mistake of the program: nothing is logged."""
+
+    def __init__(self, permit: Permit) -> None:
+        self.permit = permit
+
+    def __call__(self) -> None:
+        self.permit._close()
+
+    def __del__(self) -> None:
+        if not self.permit.released:
+            self.permit._abandon()  # only a note for the keeper: a finaliser may run at any point

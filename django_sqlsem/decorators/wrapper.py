@@ -1,0 +1,376 @@
+"""Decorated functions: one permit per call, whatever kind of function and of call it is."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+from asgiref.sync import sync_to_async
+from django.http.response import HttpResponseBase
+
+from django_sqlsem.busy import Busy
+from django_sqlsem.core.templates import ANYTHING, CallName, is_coroutine_function, signature_of
+from django_sqlsem.database.transactions import at_transaction_end
+from django_sqlsem.decorators import tasks, views
+from django_sqlsem.decorators.answers import answer_view, refuse_answer
+from django_sqlsem.decorators.busy_log import log_busy, log_busy_response
+from django_sqlsem.decorators.calls import Call, classify, is_async_dispatch, refuse, refuse_skipped_view
+from django_sqlsem.decorators.clients import ClientGoneError, client_of, gone_response
+from django_sqlsem.exceptions import AcquireTimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Generator
+
+    from django_sqlsem.locks.permit import Permit
+    from django_sqlsem.locks.semaphore import Semaphore
+
+
+class CallPermit:
+    """The permit of one call, until the call ends or leaves it to a stream or a coroutine.
+
+    Used as a block. An exception that interrupts the giving back leaves the permit to the keeper: see ``abandon()``.
+    """
+
+    def __init__(self, call: Call, *, late: bool = False) -> None:
+        """``late``: the permit outlasts the transaction that is open around the call."""
+        self.call = call
+        self.late = late
+        self.permit: Permit | None = None
+        self.left: Permit | None = None
+        #: Why there is no permit. It is kept here alone: if it is raised, its traceback keeps the frames it passes.
+        self.refusal: AcquireTimeoutError | None = None
+
+    def acquire(self, lock: Semaphore) -> bool:
+        """Take a permit, or note why there is none. Return whether there is one."""
+        timeout = self.call.timeout(lock)
+        client = client_of(self.call) if timeout != 0 else None
+        try:
+            self.permit = lock._take(timeout, self.call.rank(lock), client)
+            if client is not None:
+                client.check(lock.name)  # granted at the very moment of leaving: it goes back
+        except AcquireTimeoutError as error:
+            self.refusal = error
+        return self.refusal is None
+
+    async def aacquire(self, lock: Semaphore) -> bool:
+        """Take a permit, or note why there is none. Return whether there is one."""
+        try:
+            self.permit = await lock._atake(self.call.timeout(lock), self.call.rank(lock))
+        except AcquireTimeoutError as error:
+            self.refusal = error
+        return self.refusal is None
+
+    def leave_to_stream(self, response: Any) -> None:
+        """If a view's response is a stream, let the permit be given back when it, or what replaces it, is closed."""
+        request = self.call.request
+        if self.permit is None or request is None:
+            return
+        if isinstance(response, HttpResponseBase) and response.streaming:
+            views.leave_to(response, self.permit, request)
+            self._leave(self.permit)
+
+    def leave_to_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
+        """Let the coroutine that a plain function has returned give the permit back at its end."""
+
+        async def finish(later: CallPermit) -> Any:
+            async with later:
+                return await coroutine
+
+        later = CallPermit(self.call)
+        later.permit = self.permit
+        if self.permit is not None:
+            self._leave(self.permit)
+        return finish(later)
+
+    def _leave(self, permit: Permit) -> None:
+        permit.detach()
+        self.left, self.permit = permit, None
+
+    def abandon(self) -> None:
+        """Leave the permit to the keeper: an exception interrupted the giving back, or the handing over."""
+        permit = self.permit or self.left
+        if permit is not None:
+            permit._abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.refusal = None
+        if self.permit is not None:
+            if self.late:
+                at_transaction_end(None, self.permit._close)
+            else:
+                self.permit._finish()
+            self.permit = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.refusal = None
+        if self.permit is not None:
+            await self.permit._afinish()
+            self.permit = None
+
+
+_NO_TRANSACTION = contextlib.nullcontext()
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+def decorate(semaphore: Semaphore, func: F) -> F:
+    """Return ``func`` so that each call of it holds a permit of ``semaphore``.
+
+    Functions, methods, coroutine functions and both kinds of generator functions keep their kind, signature and
+    attributes. Raises ``TypeError`` for what can't be decorated, and ``ValueError`` for a name with a field that no
+    call could fill in.
+    """
+    descriptor: Any = type(func)
+    if issubclass(descriptor, (staticmethod, classmethod)):
+        return cast("F", descriptor(decorate(semaphore, cast("Any", func).__func__)))
+    refuse(semaphore, func)
+    tasks.listen()
+    decorated = _Decorated(semaphore, func)
+    if inspect.isasyncgenfunction(func):
+        wrapper = decorated.async_generator()
+    elif inspect.isgeneratorfunction(func):
+        wrapper = decorated.generator()
+    elif is_coroutine_function(func):
+        wrapper = decorated.coroutine()
+    else:
+        wrapper = decorated.function()
+        views.opt_out(wrapper, func)
+    _describe(wrapper, func)
+    return cast("F", wrapper)
+
+
+def _describe(wrapper: Callable[..., Any], func: Callable[..., Any]) -> None:
+    """Give ``wrapper`` the signature of ``func`` for those who don't follow ``__wrapped__``, such as Celery."""
+    if not isinstance(func, functools.partial) and (signature := signature_of(func)) != ANYTHING:
+        wrapper.__signature__ = _resolved(signature, func)  # type: ignore[attr-defined]
+
+
+def _resolved(signature: inspect.Signature, func: Callable[..., Any]) -> inspect.Signature:
+    """Evaluate annotations that are text: a reader would look their names up in this library's modules.
+
+    What names something that is not there, or for type checkers only, stays text.
+    """
+    names = getattr(inspect.unwrap(func), "__globals__", {})
+
+    def value(annotation: object) -> object:
+        if isinstance(annotation, str):
+            with contextlib.suppress(Exception):
+                # Compiled first: once a KeyboardInterrupt was raised in an eval() of text, CPython ends the process by
+                # SIGINT in the end, though it was caught.
+                code = compile(annotation.lstrip(" \t"), "<annotation>", "eval", dont_inherit=True)
+                return eval(code, names)  # noqa: S307 - the project's own code, as inspect does
+        return annotation
+
+    parameters = [each.replace(annotation=value(each.annotation)) for each in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=value(signature.return_annotation))
+
+
+class _Decorated:
+    """A semaphore and the function that it decorates. Calls leave no trace here."""
+
+    def __init__(self, semaphore: Semaphore, func: Callable[..., Any]) -> None:
+        self.semaphore = semaphore
+        self.func = func
+        self.names = CallName(semaphore.name, semaphore.key, func, semaphore.parts)
+        #: The semaphore of every call, if the name depends on none.
+        self.fixed = self._named(self.names.name((), {})) if self.names.is_fixed else None
+
+    def function(self) -> Callable[..., Any]:
+        """Wrap a function, or a view."""
+
+        @functools.wraps(self.func)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            call = classify(wrapper, args)
+            if call.request is not None and is_async_dispatch(self.func, args):
+                return self._acall(wrapper, call, args, kwargs)
+            return self._call(wrapper, call, args, kwargs)
+
+        return wrapper
+
+    def coroutine(self) -> Callable[..., Any]:
+        """Wrap a coroutine function, or an asynchronous view."""
+
+        @functools.wraps(self.func)
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return await self._acall(wrapper, classify(wrapper, args), args, kwargs)
+
+        return wrapper
+
+    def generator(self) -> Callable[..., Any]:
+        """Wrap a generator function: the permit is taken at the first item, and held until the last."""
+
+        @functools.wraps(self.func)
+        def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            taken = CallPermit(Call())
+            try:
+                with taken:
+                    if not taken.acquire(self._lock(args, kwargs)):
+                        return self._answer(taken)
+                    return (yield from self.func(*args, **kwargs))
+            except BaseException:
+                taken.abandon()
+                raise
+
+        return wrapper
+
+    def async_generator(self) -> Callable[..., Any]:
+        """Wrap an asynchronous generator function: the permit is taken at the first item, and held until the last."""
+
+        @functools.wraps(self.func)
+        async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+            taken = CallPermit(Call())
+            try:
+                async with taken:
+                    if not await taken.aacquire(await self._alock(args, kwargs)):
+                        await self._aanswer(taken)
+                        return
+                    async with contextlib.aclosing(self.func(*args, **kwargs)) as inner:
+                        step = inner.__anext__()
+                        while True:
+                            try:
+                                item = await step
+                            except StopAsyncIteration:
+                                return
+                            try:
+                                sent = yield item
+                            except GeneratorExit:
+                                raise
+                            except BaseException as error:  # noqa: BLE001 - what is thrown in is the generator's
+                                step = inner.athrow(error)
+                            else:
+                                step = inner.asend(sent)
+            except BaseException:
+                taken.abandon()
+                raise
+
+        return wrapper
+
+    # A call, synchronous and asynchronous.
+
+    def _call(self, wrapper: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        aliases, late = self._transactions(wrapper, call)
+        lock, taken = self._lock(args, kwargs), CallPermit(call, late=late)
+        try:
+            with call.activity(), taken:
+                if not taken.acquire(lock):
+                    return self._answer(taken)
+                with views.atomic(aliases, call.request) if aliases else _NO_TRANSACTION:
+                    result = self.func(*args, **kwargs)
+                if inspect.iscoroutine(result):
+                    return taken.leave_to_coroutine(result)
+                taken.leave_to_stream(result)
+                return result
+        except BaseException:
+            taken.abandon()
+            raise
+
+    async def _acall(
+        self, wrapper: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        aliases, _ = self._transactions(wrapper, call)
+        if aliases:
+            raise RuntimeError("You cannot use ATOMIC_REQUESTS with async views.")  # in Django's own words
+        lock, taken = await self._alock(args, kwargs), CallPermit(call)
+        try:
+            with call.activity():
+                async with taken:
+                    if not await taken.aacquire(lock):
+                        return await self._aanswer(taken)
+                    result = self.func(*args, **kwargs)
+                    if inspect.isawaitable(result):
+                        result = await result
+                    taken.leave_to_stream(result)
+                    return result
+        except BaseException:
+            taken.abandon()
+            raise
+
+    def _transactions(self, wrapper: Callable[..., Any], call: Call) -> tuple[list[str], bool]:
+        """Which transactions the call must open, and whether one is open that the permit must outlast."""
+        if call.request is None:
+            return [], False
+        refuse_skipped_view(self.semaphore, self.func)
+        aliases = views.aliases_to_open(wrapper, self.func, call.request)
+        return aliases, views.opened_around(wrapper, self.func, call.request)
+
+    def _lock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Semaphore:
+        """Return the semaphore under the name that these arguments give it."""
+        return self.fixed or self._named(self.names.name(args, kwargs))
+
+    async def _alock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Semaphore:
+        return self.fixed or self._named(await self.names.aname(args, kwargs))
+
+    def _named(self, name: str) -> Semaphore:
+        return self.semaphore if name == self.semaphore.name else self.semaphore._named(name)
+
+    # A call that got no slot.
+
+    def _answer(self, taken: CallPermit) -> Any:
+        request = taken.call.request
+        if request is not None and isinstance(taken.refusal, ClientGoneError):
+            if self.semaphore.on_busy == "raise":
+                raise taken.refusal
+            return gone_response(request)
+        return self._logged(taken, self._decide(taken))
+
+    async def _aanswer(self, taken: CallPermit) -> Any:
+        call = taken.call
+        queries = call.request is not None or (call.task is not None and call.task.makes_queries)
+        if queries and not callable(self.semaphore.on_busy):
+            # In a thread, because a project's own page and context processors may make queries, and so may a backend.
+            answer = await sync_to_async(self._decide)(taken)
+        else:
+            answer = self._decide(taken)
+            if inspect.isawaitable(answer):
+                answer = await answer
+        return self._logged(taken, answer)
+
+    def _decide(self, taken: CallPermit) -> Any:
+        assert taken.refusal is not None  # noqa: S101
+        call, policy = taken.call, taken.call.policy(self.semaphore)
+        if call.task is not None and policy == "retry":
+            return self._send_again(taken.refusal, call.task)
+        about = Busy.from_error(taken.refusal, call.request)
+        if callable(policy):
+            return policy(about)
+        if policy == "raise":
+            raise taken.refusal
+        return None if call.request is None else answer_view(about, call, policy)
+
+    def _send_again(self, refusal: AcquireTimeoutError, task: tasks.RunningTask) -> Any:
+        lock, sent = self._named(refusal.name), None
+        try:
+            refusal.retry_after = tasks.step_aside(lock, task, refusal)
+            about = Busy.from_error(refusal)
+            sent = task.retry(about.retry_after, refusal)
+            tasks.hand_on(lock, task, refusal, sent.task_id)
+            log_busy(about, task.label, "is sent again for later")
+            if sent.exception is not None:
+                raise sent.exception
+            return sent
+        finally:
+            del refusal, sent  # the exception's traceback keeps this frame
+
+    def _logged(self, taken: CallPermit, answer: Any) -> Any:
+        if isinstance(answer, tasks.SentAgain):
+            return answer.value
+        assert taken.refusal is not None  # noqa: S101
+        request, on_busy = taken.call.request, self.semaphore.on_busy
+        about = Busy.from_error(taken.refusal, request)
+        if request is not None and callable(on_busy):
+            refuse_answer(answer, on_busy, taken.call, self.func)
+        if request is not None and isinstance(answer, HttpResponseBase):
+            log_busy_response(about, request, answer)
+        else:
+            work = taken.call.label or getattr(self.func, "__qualname__", repr(self.func))
+            log_busy(about, work, "was left to on_busy" if callable(on_busy) else "was skipped")
+        return answer

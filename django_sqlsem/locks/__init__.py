@@ -1,0 +1,34 @@
+"""The locks besides the semaphore and the mutex, each made of the same pieces."""
+
+from __future__ import annotations
+
+from django_sqlsem.locks.fences import fenced
+from django_sqlsem.locks.monitor import Monitor, MonitorPermit, monitor
+from django_sqlsem.locks.permit import current_permit
+from django_sqlsem.locks.rwlock import RwLock, rwlock
+from django_sqlsem.locks.several import PendingPermits, Permits, aacquire_all, acquire_all
+from django_sqlsem.locks.tokens import TakenTokens, Tokens, tokens
+from django_sqlsem.locks.transaction.callers import TransactionPermit
+from django_sqlsem.locks.transaction.locks import locked_atomic, purge_transaction_locks, table_lock, transaction_lock
+
+__all__ = [
+    "Monitor",
+    "MonitorPermit",
+    "PendingPermits",
+    "Permits",
+    "RwLock",
+    "TakenTokens",
+    "Tokens",
+    "TransactionPermit",
+    "aacquire_all",
+    "acquire_all",
+    "current_permit",
+    "fenced",
+    "locked_atomic",
+    "monitor",
+    "purge_transaction_locks",
+    "rwlock",
+    "table_lock",
+    "tokens",
+    "transaction_lock",
+]

@@ -1,0 +1,239 @@
+"""Fences: a transaction, or a statement, of the caller's own that takes effect only while a permit is live."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from django.db import connections
+from django.db.models import BooleanField, Expression
+from django.db.transaction import TransactionManagementError
+
+from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.text import shown
+from django_sqlsem.database import transactions
+from django_sqlsem.database.server import leads_to_locks
+from django_sqlsem.exceptions import BackendError, PermitLostError
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.models.sql.compiler import SQLCompiler
+
+    from django_sqlsem.backends.base import Held
+    from django_sqlsem.runtime.acquisition import Hold
+    from django_sqlsem.snapshots import Loss
+
+
+class _Holder(Protocol):
+    """What is asked of a permit, which imports this module."""
+
+    _hold: Hold
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def lost(self) -> Loss | None: ...
+    @property
+    def released(self) -> bool: ...
+    def check(self) -> None: ...
+    def _close(self) -> None: ...
+
+
+class Fence:
+    """One transaction that is fenced with a permit."""
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self.connection = connection
+        self.thread = threading.current_thread()
+        #: Whether the transaction keeps all other writers out, the permit's renewals too.
+        self.exclusive = False
+        self.over = False
+        #: Whether the database keeps others out by now, and the number of the last savepoint before that.
+        self.locked = False
+        self.savepoint = 0
+        #: The boot clock when the permit was renewed inside the transaction.
+        self.renewed_at: float | None = None
+
+    @property
+    def stands(self) -> bool:
+        """Whether the transaction may be open: it ends with its thread at the latest."""
+        return not self.over and self.thread.is_alive()
+
+
+def fence(permit: _Holder, using: str | None) -> None:
+    """Fence the calling thread's transaction: see ``Permit.fence``."""
+    hold = permit._hold
+    connection = _connection(hold, using)
+    if not transactions.in_transaction(connection):
+        raise _outside(connection, permit)
+    with _transaction_fails(connection):
+        permit.check()
+        new, found = _begin(permit, connection)
+        live = False
+        try:
+            live = hold.keeper.backend.fence(connection, hold.keeper.session_here(), hold.held)
+        finally:
+            if live:
+                _stands(permit, found)
+            elif new:
+                _over(permit, found)
+        if not live:
+            raise _lost(permit)
+
+
+def fenced(permit: _Holder) -> _Fenced:
+    """Return a condition for ``filter()`` that is true only while the database says that ``permit`` is live.
+
+    ``queryset.filter(fenced(permit)).update(...)`` checks and writes in one statement, and changes nothing otherwise.
+    The queryset must be of the database that keeps the locks: else ``ValueError`` when it is run. Raises ``TypeError``
+    for anything but a permit.
+    """
+    if not hasattr(permit, "_hold"):
+        raise TypeError(f"fenced() takes a permit, not {shown(permit)}.")
+    return _Fenced(permit)
+
+
+class _Fenced(Expression):
+    """The condition of ``fenced``, in the SQL of the database that it is run on."""
+
+    conditional = True
+
+    def __init__(self, permit: _Holder) -> None:
+        super().__init__(output_field=BooleanField())
+        self.permit = permit
+
+    def as_sql(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper) -> tuple[str, tuple[Any, ...]]:
+        """Return the condition as of now: false for a permit that is known to be lost or was given back."""
+        permit, hold = self.permit, self.permit._hold
+        _refuse_elsewhere(connection, hold)
+        sql, parameters = "1 = 0", list[Any]()
+        if permit.lost is None and not permit.released:
+            sql, parameters = hold.keeper.backend.fenced_sql(connection, hold.held)
+            if transactions.in_transaction(connection):
+                _begin(permit, connection)  # what the statement locks is not given back before its transaction ends
+        if not connection.ops.conditional_expression_supported_in_where_clause(self):  # then it is compared with 1
+            sql = f"CASE WHEN {sql} THEN 1 ELSE 0 END"
+        return sql, tuple(parameters)
+
+    def __repr__(self) -> str:
+        return f"fenced({self.permit!r})"
+
+
+def _connection(hold: Hold, using: str | None) -> BaseDatabaseWrapper:
+    if using is None:
+        return connections[hold.keeper.alias]
+    if using not in connections.settings:
+        aliases = ", ".join(sorted(connections.settings))
+        raise ValueError(f"using is {shown(using)}, which is not in DATABASES: {aliases}.")
+    _refuse_elsewhere(connections[using], hold)
+    return connections[using]
+
+
+def _refuse_elsewhere(connection: BaseDatabaseWrapper, hold: Hold) -> None:
+    home = hold.keeper.alias
+    if connection.alias == home:
+        return
+    backend = hold.keeper.backend
+    ask = not backend.process_local and backend.supports_renewal
+    if not leads_to_locks(connection.alias, home, hold.keeper.work, hold.held, ask=ask):
+        raise ValueError(
+            f"The locks are on {home!r}, another database than {connection.alias!r}, whose transactions cannot be"
+            " fenced with them: compare permit.token there, or keep the locks in that database."
+        )
+
+
+def _outside(connection: BaseDatabaseWrapper, permit: _Holder) -> TransactionManagementError:
+    message = f"The permit of {permit.name!r} can only fence a transaction on {connection.alias!r}, and none is open"
+    elsewhere = [alias for alias in transactions.open_transactions() if alias != connection.alias]
+    if elsewhere:
+        message += f" in this thread (only on {', '.join(map(repr, elsewhere))})"
+    return TransactionManagementError(
+        f"{message}: call fence() inside transaction.atomic(), in asynchronous code in the synchronous function that"
+        " opens the transaction."
+    )
+
+
+@contextlib.contextmanager
+def _transaction_fails(connection: BaseDatabaseWrapper) -> Any:
+    """Have the transaction rolled back, also if the caller goes on, when the permit turns out to be lost."""
+    try:
+        yield
+    except PermitLostError:
+        if connection.in_atomic_block:
+            connection.needs_rollback = True
+        raise
+
+
+def _begin(permit: _Holder, connection: BaseDatabaseWrapper) -> tuple[bool, Fence]:
+    """Note that the transaction is fenced, which puts the permit's release off. Return whether this is new, and it."""
+    hold = permit._hold
+    for found in hold.fences:
+        if found.stands and found.connection is connection:
+            return False, found
+    found = Fence(connection)
+    hold.fences = (*hold.fences, found)
+    transactions.before_transaction_ends(connection.alias, partial(_ending, hold, found, hold.held))
+    transactions.at_transaction_end(connection.alias, partial(_over, permit, found))
+    return True, found
+
+
+def _stands(permit: _Holder, found: Fence) -> None:
+    """Note what the fence does to the permit, and see that it outlives savepoints: row locks go with them."""
+    connection = found.connection
+    found.exclusive = permit._hold.keeper.backend.keeps_renewals_out(connection)
+    if not found.locked:
+        found.locked = True
+        found.savepoint = transactions.savepoints_so_far(connection)
+        transactions.after_savepoint_rollback(connection.alias, partial(_undone, permit, found))
+
+
+def _undone(permit: _Holder, found: Fence, savepoint: int) -> None:
+    """A rollback to a savepoint before the fence has taken it away: set it up again, or have the transaction fail."""
+    hold, connection = permit._hold, found.connection
+    if found.over or savepoint > found.savepoint:
+        return
+    live = False
+    with contextlib.suppress(BackendError):
+        live = hold.keeper.backend.fence(connection, hold.keeper.session_here(), hold.held)
+    found.savepoint = transactions.savepoints_so_far(connection)
+    if not live:
+        connection.needs_rollback = connection.in_atomic_block
+        if not connection.in_atomic_block:
+            raise _lost(permit)
+
+
+def _ending(hold: Hold, found: Fence, held: Held, committing: bool) -> None:
+    """Renew a lease that ran out in an exclusive transaction, just before its end: until then no other can take it."""
+    if not found.exclusive:
+        return
+    found.renewed_at, now = None, boot_now()
+    if not committing:
+        found.exclusive = False  # from here on its deadline counts again
+    elif hold.loss is None and hold.keeper.backend.extend(found.connection, held):
+        found.renewed_at = now
+
+
+def _over(permit: _Holder, found: Fence) -> None:
+    hold = permit._hold
+    if found.renewed_at is not None:
+        hold.renewed(found.renewed_at)
+    if found.exclusive:
+        hold.keeper.renew_now(hold)
+    found.over = True
+    hold.fences = tuple(each for each in hold.fences if each.stands)
+    if hold.release_wanted and not hold.fenced:
+        hold.release_wanted = False
+        permit._close()
+
+
+def _lost(permit: _Holder) -> PermitLostError:
+    hold = permit._hold
+    with contextlib.suppress(BackendError):
+        loss = hold.keeper.backend.fate(hold.keeper.session_here(), hold.held)
+        if loss is not None:
+            hold.lose(loss)
+    loss = hold.current_loss()
+    why = str(loss) if loss is not None else "its lease has run out by the database's clock"
+    return PermitLostError(f"The permit of {permit.name!r} was lost: {why}.", loss=loss)

@@ -1,0 +1,319 @@
+"""The re-entrant lock: its holder may enter again. Each entry has a permit, and all of one stay share a grant."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import dataclasses
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from django_sqlsem.backends import database_for
+from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
+from django_sqlsem.core.names import Name, key_of
+from django_sqlsem.exceptions import AlreadyHeldError, BackendError, NotEnteredError, PermitLostError
+from django_sqlsem.locks import permit as blocks
+from django_sqlsem.locks.permit import Permit
+from django_sqlsem.locks.semaphore import Semaphore, one_slot
+from django_sqlsem.runtime import callers
+from django_sqlsem.runtime.acquisition import State
+
+if TYPE_CHECKING:
+    from django_sqlsem.locks.acquire import Client
+    from django_sqlsem.runtime.acquisition import Hold
+
+
+logger = logging.getLogger("django_sqlsem")
+
+#: By which permits this flow of control is inside of monitors: those of a task, and of what it calls in threads.
+_flow: contextvars.ContextVar[tuple[weakref.ref[MonitorPermit], ...]] = contextvars.ContextVar(
+    "sqlsem_inside", default=()
+)
+
+
+class Stay:
+    """One grant of a monitor, and all the permits by which its thread or task is inside. It lives in the permits."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._inside: dict[int, weakref.ref[MonitorPermit]] = {}
+
+    def inside(self) -> list[MonitorPermit]:
+        """Return the permits that have not been given back, the outermost first."""
+        return [permit for ref in list(self._inside.values()) if (permit := ref()) is not None]
+
+    def outermost(self) -> Permit | None:
+        """Return the permit by which everyone else is inside, or ``None`` if all have left."""
+        return next(iter(self.inside()), None)
+
+    def admit(self, permit: MonitorPermit) -> None:
+        """Count one in."""
+        number = next(self._numbers)
+        permit._number, permit._depth = number, len(self._inside) + 1
+        self._inside[number] = weakref.ref(permit)
+        before = [ref for ref in _flow.get() if (other := ref()) is not None and not other.released]
+        _flow.set((*before, self._inside[number]))
+
+    def leave(self, permit: MonitorPermit) -> bool:
+        """Count one out. Return whether it was the last one."""
+        with self.lock:
+            self._inside.pop(permit._number, None)
+            outermost = self.outermost()
+        if outermost is not None:
+            self.untie(permit._hold)
+        return outermost is None
+
+    def untie(self, hold: Hold) -> None:
+        """Count the thread or task as outside once it has handed all its permits over."""
+        if all(permit._detached for permit in self.inside()):
+            callers.leave(hold)
+
+    def enter(self, monitor: Monitor, hold: Hold, owner: object) -> MonitorPermit | None:
+        """Enter once more; ``None`` if all have left meanwhile."""
+        with self.lock:
+            inside = self.inside()
+            if not inside:
+                return None
+            if (loss := hold.current_loss()) is not None:
+                raise PermitLostError(
+                    f"The permit of {monitor.name!r} was lost: {loss}. Leave it before entering again.", loss=loss
+                )
+            mine = {id(ref()) for ref in _flow.get()}
+            if isinstance(owner, asyncio.Task) and not all(id(permit) in mine for permit in inside):
+                raise AlreadyHeldError(
+                    f"{monitor.name!r} was entered by something else that works for this task side by side with this."
+                )
+            permit = MonitorPermit(monitor, hold, self)
+            try:
+                if monitor.on_lost is not None and monitor.on_lost not in hold.callbacks:
+                    permit.on_lost(monitor.on_lost)
+                self.admit(permit)
+                return permit
+            except BaseException:
+                self._inside.pop(permit._number, None)
+                raise
+
+    def forget(self, hold: Hold) -> None:
+        """A permit was garbage-collected: give the monitor back if it was the last one."""
+        for number, ref in list(self._inside.items()):
+            if ref() is None:
+                self._inside.pop(number, None)
+        if self.outermost() is None:
+            hold.keeper.forget(hold, "it was garbage-collected")
+        else:
+            name = hold.claim.resource.name
+            extra = {"semaphore": name, "what": "forgotten"}
+            logger.error("An inner permit of %r was forgotten; use a with block.", name, extra=extra)
+
+
+class MonitorPermit(Permit):
+    """One entry into a monitor. All entries of one stay share a slot and a token; the last to leave gives it back."""
+
+    semaphore: Monitor
+
+    def __init__(self, monitor: Monitor, hold: Hold, stay: Stay) -> None:
+        # Without Permit's, which would make this one the hold's only permit.
+        self._number = 0
+        self._depth = 0
+        self._left = False
+        self._detached = False
+        self._stay = stay
+        self.semaphore = monitor
+        self._hold = hold
+
+    @property
+    def depth(self) -> int:
+        """How many times its thread or task was inside when it had entered: 1 for the outermost."""
+        return self._depth
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the acquire waited for it; exactly 0 for an inner entry."""
+        return self._hold.waited if self._number == 1 else 0.0
+
+    @property
+    def released(self) -> bool:
+        """Whether this entry was left, or the monitor given back."""
+        return self._left or self._hold.releasing.locked()
+
+    def release(self) -> None:
+        """Leave. The last to leave gives the monitor back: see ``Permit.release``. Idempotent.
+
+        Raises ``NotEnteredError`` in another thread or task than entered, as long as that one lives.
+        """
+        try:
+            self._refuse_strangers()
+            super().release()
+        except (BackendError, NotEnteredError):
+            raise
+        except BaseException:
+            self._abandon()
+            raise
+
+    async def arelease(self) -> None:
+        """Leave, from a coroutine; see ``release()``."""
+        try:
+            self._refuse_strangers()
+            await super().arelease()
+        except (BackendError, NotEnteredError):
+            raise
+        except BaseException:
+            self._abandon()
+            raise
+
+    def detach(self) -> None:
+        """Untie this entry from its thread or task: its new holder must release it."""
+        self._detached = True
+        self._stay.untie(self._hold)
+
+    def __enter__(self) -> MonitorPermit:
+        self._refuse_strangers()
+        return self
+
+    async def __aenter__(self) -> MonitorPermit:
+        self._refuse_strangers()
+        return self
+
+    def _refuse_strangers(self) -> None:
+        owner = self._hold.owner() if self._hold.owner is not None else None
+        if owner is None or self._detached or self.released or callers.owner_is_gone(self._hold):
+            return
+        if owner is not callers.current_owner():
+            raise NotEnteredError(f"Only the thread or task that entered {self.name!r} may leave it.")
+
+    def _leave(self) -> bool:
+        self._left = True
+        return self._stay.leave(self) and not self._hold.releasing.locked()
+
+    def _abandon(self) -> None:
+        self._left = True
+        if self._stay.leave(self):
+            super()._abandon()
+
+    def _close(self) -> None:
+        # A block ends where it ends: a generator may be closed by another thread.
+        try:
+            super().release()
+        except BackendError as error:
+            self._log_failed_release(error)
+
+    async def _aclose(self) -> None:
+        try:
+            await super().arelease()
+        except BackendError as error:
+            self._log_failed_release(error)
+
+    def __del__(self) -> None:
+        hold = getattr(self, "_hold", None)
+        if hold is None or self._left or hold.foreign or hold.abandoned or hold.releasing.locked():
+            return
+        # Only a note for the keeper, as a finaliser may run at any point.
+        if hold.state is State.HELD:
+            stay = self._stay
+            hold.keeper.inbox_put(lambda: stay.forget(hold))
+        elif hold.state is not State.OVER:
+            hold.keeper.abandon(hold)
+
+
+@dataclass(frozen=True)
+class Monitor(Semaphore):
+    """A named re-entrant lock. Make it with ``monitor()``.
+
+    The async task or thread that is inside may enter again at once; each entry has a permit of its own,
+    and the last to be given back frees the monitor. The object itself holds no state.
+    """
+
+    kind: str = "monitor"
+
+    _left_by_its_own: ClassVar[bool] = True
+
+    if TYPE_CHECKING:
+
+        def acquire(self, timeout: Seconds | Unset | None = UNSET) -> MonitorPermit: ...
+        def try_acquire(self) -> MonitorPermit | None: ...
+        async def aacquire(self, timeout: Seconds | Unset | None = UNSET) -> MonitorPermit: ...
+        async def atry_acquire(self) -> MonitorPermit | None: ...
+        def __enter__(self) -> MonitorPermit: ...
+        async def __aenter__(self) -> MonitorPermit: ...
+
+    def enter(self, timeout: Seconds | Unset | None = UNSET) -> MonitorPermit:
+        """Enter, as ``acquire()`` does, until ``exit()``: for code that no ``with`` block fits."""
+        return self._waiting(timeout).__enter__()
+
+    def exit(self) -> None:
+        """Leave what this thread or task entered last by ``enter()``, with any object of this name.
+
+        Raises ``NotEnteredError`` if it is not inside.
+        """
+        blocks.innermost(self, own=True)
+        self.__exit__(None, None, None)
+
+    async def aenter(self, timeout: Seconds | Unset | None = UNSET) -> MonitorPermit:
+        """Enter from a coroutine, until ``aexit()``."""
+        return await self._waiting(timeout).__aenter__()
+
+    async def aexit(self) -> None:
+        """Leave from a coroutine: see ``exit()``."""
+        blocks.innermost(self, own=True)
+        await self.__aexit__(None, None, None)
+
+    def _waiting(self, timeout: Seconds | Unset | None) -> Monitor:
+        if isinstance(timeout, Unset):
+            return self
+        return dataclasses.replace(self, timeout=to_seconds(timeout, what="timeout", allow_none=True))
+
+    def depth(self) -> int:
+        """Return how many times this thread or task is inside; 0 if it is not. No database access."""
+        permit = self._inside(callers.current_owner())
+        return 0 if permit is None else len(permit._stay.inside())
+
+    @property
+    def _blocks(self) -> Hashable:
+        """Any object of this name may leave what another one entered."""
+        return "monitor", database_for(self.using), self.name
+
+    def _acquire(self, timeout: float | None, rank: str = "", client: Client | None = None) -> Permit | None:
+        callers.refuse_event_loop()
+        return self._enter_again() or super()._acquire(timeout, rank, client)
+
+    async def _aacquire(self, timeout: float | None, rank: str = "") -> Permit | None:
+        return self._enter_again() or await super()._aacquire(timeout, rank)
+
+    def _enter_again(self) -> MonitorPermit | None:
+        owner = callers.current_owner()
+        outermost = None if self.key is not None else self._inside(owner)
+        return None if outermost is None else outermost._stay.enter(self, outermost._hold, owner)
+
+    def _inside(self, owner: object) -> MonitorPermit | None:
+        """Return the permit by which ``owner`` is inside, the outermost one; a lost one too."""
+        key = key_of(self.name)
+        for hold in callers.taken_by(owner, database_for(self.using), key):
+            permit = hold.permit()
+            gone = hold.grant is None or hold.foreign or hold.abandoned or hold.releasing.locked()
+            if isinstance(permit, MonitorPermit) and not gone:
+                return permit
+        return None
+
+    def _permit(self, hold: Hold) -> Permit:
+        stay = Stay()
+        permit = MonitorPermit(self, hold, stay)
+        stay.admit(permit)
+        hold.permit = stay.outermost
+        return permit
+
+
+def monitor(name: Name, **options: Any) -> Monitor:
+    """Return the monitor ``name``: one slot, which its holder may enter again and again.
+
+    Takes the options of ``semaphore()`` but ``slots`` and ``take``. Those of the outermost entry count for all;
+    ``release`` and ``on_lost`` count for each.
+    """
+    lock = one_slot("monitor", name, options)
+    values: dict[str, Any] = {field.name: getattr(lock, field.name) for field in dataclasses.fields(lock)}
+    return Monitor(**values)

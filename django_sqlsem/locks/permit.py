@@ -1,0 +1,519 @@
+"""The permit: the handle of one grant. All state of an acquisition lives here, never on the semaphore.
+
+A semaphore is shared and keeps no state, so that which permit a ``with`` block ends is noted here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import logging
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from django_sqlsem.backends import database_for
+from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.durations import UNSET, Seconds, Unset
+from django_sqlsem.core.modes import UPGRADE
+from django_sqlsem.core.names import Name, key_of, validate_name
+from django_sqlsem.core.text import numbers, shown
+from django_sqlsem.database import transactions
+from django_sqlsem.exceptions import AlreadyHeldError, BackendError, NotEnteredError, PermitLostError
+from django_sqlsem.locks import fences
+from django_sqlsem.locks.acquire import refusal, seconds_to_wait
+from django_sqlsem.runtime import callers, events
+from django_sqlsem.runtime.acquisition import Hold, State
+from django_sqlsem.snapshots import Loss, LossReason
+
+if TYPE_CHECKING:
+    from django_sqlsem.backends.base import Grant
+
+
+logger = logging.getLogger("django_sqlsem")
+
+
+class Permit:
+    """One grant of one or more slots. Made by ``Semaphore.acquire`` and its kin only.
+
+    A permit is also a context manager that releases at its end. One that is garbage-collected while it is held is
+    given back, and logged as an ERROR.
+    """
+
+    def __init__(self, semaphore: Any, hold: Hold) -> None:
+        #: The ``Semaphore`` that it was acquired by.
+        self.semaphore: Any = semaphore
+        self._hold = hold
+        hold.permit = weakref.ref(self)
+
+    @property
+    def name(self) -> str:
+        """The semaphore's name."""
+        return self._hold.claim.resource.name
+
+    @property
+    def slot(self) -> int:
+        """The number of the slot, from 1; of several, the lowest."""
+        return self._grant.slots[0]
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The numbers of all its slots, ascending."""
+        return self._grant.slots
+
+    @property
+    def token(self) -> int | None:
+        """The fencing token: it grows with every grant of one slot. Of several slots, the lowest slot's.
+
+        ``None`` where no rows are kept: ``SQLSEM["RECORD"]`` on SQL Server.
+        """
+        return self._grant.tokens[0] if self._grant.tokens else None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The fencing tokens of ``slots``, in their order."""
+        return self._grant.tokens
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the acquire waited for it.
+
+        Exactly 0 if its own claim was granted at once; more if it had to wait for another holder, or behind another
+        waiter.
+        """
+        return self._hold.waited
+
+    @property
+    def expires_at(self) -> datetime.datetime:
+        """When it will be lost unless it is renewed before: an aware instant on this host's clock, for display."""
+        left = self._hold.deadline - boot_now()
+        return datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=left)
+
+    @property
+    def lost(self) -> Loss | None:
+        """How the permit was lost, or ``None`` while it is ours. Decided when read, and for good."""
+        return self._hold.current_loss()
+
+    @property
+    def released(self) -> bool:
+        """Whether it has been given back, or will be when the transaction that is fenced with it ends."""
+        return self._hold.releasing.locked() or self._hold.release_wanted
+
+    def check(self) -> None:
+        """Raise ``PermitLostError`` if the permit is no longer ours: lost, or released already. No database access."""
+        loss = self.lost
+        if loss is not None:
+            raise PermitLostError(f"The permit of {self.name!r} was lost: {loss}.", loss=loss)
+        if self.released:
+            raise PermitLostError(f"The permit of {self.name!r} was released already.")
+
+    def fence(self, using: str | None = None) -> None:
+        """Make the calling thread's transaction fail unless the permit is live by the database's clock at this moment.
+
+        Until that transaction ends, none of the slots can be taken over, revoked or purged, and a release of the
+        permit waits for its end. ``using`` is the alias of the transaction's database, which must be the one that
+        keeps the locks (else ``ValueError``). Outside a transaction it raises ``TransactionManagementError``, and
+        ``PermitLostError`` when the permit is not live: the transaction is then rolled back even if that is caught.
+        Raises ``BackendError`` if the database failed, and ``SemaphoreError`` where nothing is recorded.
+        """
+        fences.fence(self, using)
+
+    def on_lost(self, callback: Callable[[Permit], object]) -> None:
+        """Have ``callback(permit)`` called, on a thread of its own, if the permit is lost; at once if it already is."""
+        if not callable(callback):
+            raise TypeError(f"on_lost takes a callable, not {shown(callback)}.")
+        self._hold.callbacks.append(callback)
+        if self._hold.loss is not None:
+            events.call_back_soon(callback, self)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether an operator asks its holder to stop. The permit is its own all the same. No database access."""
+        return bool(self._hold.stop_by)
+
+    @property
+    def stop_requested_by(self) -> str:
+        """By whom its holder was asked to stop first; empty if it was not."""
+        return self._hold.stop_by
+
+    def on_stop_requested(self, callback: Callable[[Permit], object]) -> None:
+        """Have ``callback(permit)`` called once, on a thread of its own, if an operator asks its holder to stop.
+
+        At once if one has asked already. Its exception is logged. Raises ``TypeError`` for what can't be called.
+        """
+        if not callable(callback):
+            raise TypeError(f"on_stop_requested takes a callable, not {shown(callback)}.")
+        events.call_back_stop(self._hold, callback)
+
+    def release(self) -> None:
+        """Give the slots back. Idempotent; removes only what this very permit holds.
+
+        Raises ``BackendError`` if the database failed. The permit counts as released all the same: the keeper goes
+        on trying, and the lease ends it at the latest. In a coroutine it leaves all of that to the keeper, and
+        returns at once: ``arelease()`` waits for it. While a transaction that is fenced with it is open, it is only
+        given back when that ends.
+        """
+        if self._hold.fenced:
+            self._hold.release_wanted = True
+            return
+        try:
+            if self._leave() and self._hold.keeper.release(self._hold):
+                events.released(self)
+        except BackendError:
+            raise
+        except BaseException:
+            self._abandon()
+            raise
+
+    async def arelease(self) -> None:
+        """Give the slots back from a coroutine. Raises ``BackendError`` like ``release()``."""
+        if self._hold.fenced:
+            self._hold.release_wanted = True
+            return
+        try:
+            if self._leave() and await self._hold.keeper.arelease(self._hold):
+                await events.areleased(self)
+        except BackendError:
+            raise
+        except BaseException:
+            self._abandon()
+            raise
+
+    def detach(self) -> None:
+        """Untie the permit from this thread or task: its new holder must release it.
+
+        The thread or task may then take the semaphore again, and may end without the permit being given back.
+        """
+        callers.leave(self._hold)
+
+    @property
+    def _grant(self) -> Grant:
+        grant = self._hold.grant
+        if grant is None:
+            raise PermitLostError(f"The permit of {self.name!r} was never granted.")
+        return grant
+
+    def _leave(self) -> bool:
+        """Take one out of those who are inside by this grant. Return whether it must be given back now."""
+        return not self.released
+
+    def _abandon(self) -> None:
+        """Leave the giving back to the keeper: an exception has interrupted it."""
+        if not self._hold.foreign:
+            self._hold.keeper.abandon(self._hold)
+
+    def _finish(self) -> None:
+        """End a block: release now, or at the end of the caller's transaction if the semaphore says so."""
+        if self.semaphore.release_policy == "on_commit":
+            transactions.at_transaction_end(None, self._close)
+        else:
+            self._close()
+
+    async def _afinish(self) -> None:
+        """End an async block. Django's transactions are synchronous, so that none of them can be open here."""
+        await self._aclose()
+
+    def _close(self) -> None:
+        """Release at the end of a block: its work is done, so a database error is logged instead of raised."""
+        try:
+            self.release()
+        except BackendError as error:
+            self._log_failed_release(error)
+
+    async def _aclose(self) -> None:
+        """Release at the end of an async block; see ``_close``."""
+        try:
+            await self.arelease()
+        except BackendError as error:
+            self._log_failed_release(error)
+
+    def _log_failed_release(self, error: BackendError) -> None:
+        message = "The permit of %r could not be given back; the keeper goes on trying: %s"
+        extra = {"semaphore": self.name, "what": "release_failed"}
+        logger.error(message, self.name, error, exc_info=error, extra=extra)
+
+    def __enter__(self) -> Permit:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._finish()
+
+    async def __aenter__(self) -> Permit:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._afinish()
+
+    def __repr__(self) -> str:
+        hold = self._hold
+        state = "released" if self.released else "lost" if hold.loss else hold.state.value
+        slots = numbers(hold.grant.slots) if hold.grant else "-"
+        return f"<Permit of {self.name!r}: slot {slots}, {state}>"
+
+    def __del__(self) -> None:
+        hold = getattr(self, "_hold", None)
+        if hold is None:  # interrupted while it was made
+            return
+        # Only a note for the keeper: a finaliser may run at any point, in the keeper's own critical sections too.
+        if hold.foreign or hold.abandoned or hold.releasing.locked() or hold.state is State.OVER:
+            return
+        if hold.state is State.HELD:
+            hold.keeper.inbox_put(lambda: hold.keeper.forget(hold, "it was garbage-collected"))
+        else:
+            hold.keeper.abandon(hold)
+
+
+def current_permit(name: Name, *, using: str | None = None) -> Permit | None:
+    """Return the permit by which the calling thread or task holds ``name``; ``None`` if it does not.
+
+    It is for the body of a decorated function, which is not handed its permit: under which name it was called is up to
+    the caller to know. One that was detached does not count. No database access. Raises ``TypeError`` or ``ValueError``
+    for a bad name.
+    """
+    key = key_of(validate_name(name))
+    for hold in callers.taken_by(callers.current_owner(), database_for(using), key):
+        permit = hold.permit()
+        if permit is not None and hold.grant is not None and not permit.released:
+            return permit
+    return None
+
+
+_lock = threading.Lock()
+#: The open blocks, by what may leave them: who entered, and the permit.
+_entered: dict[Hashable, list[tuple[weakref.ref[Any], Permit]]] = {}
+
+
+def after_fork() -> None:
+    """In a forked child: another thread of the parent may have had the lock. Blocks that were open end here too."""
+    global _lock
+    _lock = threading.Lock()
+
+
+def push(semaphore: Any, permit: Permit) -> None:
+    """Note that the current task or thread has entered a block of this semaphore."""
+    owner = weakref.ref(callers.current_owner())
+    with _lock:
+        _entered.setdefault(semaphore._blocks, []).append((owner, permit))
+
+
+def innermost(semaphore: Any, *, own: bool = False) -> Permit:
+    """Return the permit of the innermost open block of the current task or thread.
+
+    A block may be left by another task than entered it (async fixtures do so): then it is the newest block whose
+    task or thread has ended, else the newest of all. Not so if only one's ``own`` counts. Raises ``NotEnteredError``.
+    """
+    with _lock:
+        blocks = _entered.get(semaphore._blocks, [])
+        if not blocks:
+            raise NotEnteredError(f"No open block of {semaphore.name!r} to leave.")
+        found = _mine(blocks) or [permit for owner, permit in blocks if not own and _ended(owner())]
+        if not found and (own or semaphore._left_by_its_own):
+            raise NotEnteredError(f"Only the thread or task that entered {semaphore.name!r} may leave it.")
+        return found[-1] if found else blocks[-1][1]
+
+
+def remove(semaphore: Any, permit: Permit) -> None:
+    """Note that the block of this permit has ended."""
+    with _lock:
+        left = [block for block in _entered.get(semaphore._blocks, []) if block[1] is not permit]
+        if left:
+            _entered[semaphore._blocks] = left
+        else:
+            _entered.pop(semaphore._blocks, None)
+
+
+def give_up(semaphore: Any, permit: Permit | None) -> None:
+    """An exception interrupted the entering or leaving of a block: let its permit go, by default the innermost's."""
+    if permit is None:
+        with contextlib.suppress(RuntimeError):  # there is no open block, which is what went wrong
+            permit = innermost(semaphore)
+    if permit is not None:
+        permit._abandon()
+        remove(semaphore, permit)
+
+
+def _mine(blocks: list[tuple[weakref.ref[Any], Permit]]) -> list[Permit]:
+    # Threads that work for one task share its name; what they took themselves they know best.
+    flow = [permit for hold in callers.taken_here() for _, permit in blocks if permit._hold is hold]
+    current = callers.current_owner()
+    return flow or [permit for owner, permit in blocks if owner() is current]
+
+
+def _ended(owner: Any) -> bool:
+    if owner is None:
+        return True
+    done = getattr(owner, "done", None)
+    return bool(done()) if done is not None else not owner.is_alive()
+
+
+class UpgradablePermit(Permit):
+    """A reader beside readers, the only one of its kind. ``upgrade()`` makes it the writer, ``downgrade()`` undoes it.
+
+    The upgrade is a second grant, of all the slots: if one of the two is lost, the permit is.
+    """
+
+    _upgrade: Permit | None = None
+    #: The grants of its upgrades, and those that are waited for, which end with it.
+    _parts: tuple[Hold, ...] = ()
+
+    @property
+    def upgraded(self) -> bool:
+        """Whether it is the writer now."""
+        upgrade = self._upgrade
+        return upgrade is not None and upgrade._hold.grant is not None and not upgrade.released
+
+    @property
+    def lost(self) -> Loss | None:
+        """How the permit was lost, or ``None`` while it is ours. Decided when read, and for good."""
+        upgrade, loss = self._upgrade, self._hold.current_loss()
+        if loss is None and upgrade is not None and not upgrade.released and (gone := upgrade.lost) is not None:
+            self._hold.lose(gone)
+            return gone
+        return loss
+
+    def upgrade(self, timeout: Seconds | Unset | None = UNSET) -> Self:
+        """Become the writer: wait for the readers to leave, before all who wait, and let none in.
+
+        Takes the timeouts of ``acquire()``, and raises ``AcquireTimeoutError`` as that does: then it is an upgradable
+        reader still. Raises ``AlreadyHeldError`` if it is the writer, or about to be, and ``PermitLostError``.
+        """
+        callers.refuse_event_loop("A permit can't be upgraded synchronously here: use `await aupgrade()`.")
+        seconds = seconds_to_wait(timeout, self.semaphore.timeout, self.semaphore.using)
+        permit = self._prepare()
+        hold = permit._hold
+        try:
+            self._begin(permit)
+            granted = hold.keeper.acquire(hold, seconds)
+            if granted:
+                self.check()
+                return self
+            hold.keeper.drop(hold)
+            self._upgrade = None
+        except BaseException:
+            self._give_up(permit)
+            raise
+        raise refusal(self.semaphore.status(), seconds, self.semaphore.kind, 0, UPGRADE)
+
+    async def aupgrade(self, timeout: Seconds | Unset | None = UNSET) -> Self:
+        """Become the writer, from a coroutine: see ``upgrade()``."""
+        seconds = seconds_to_wait(timeout, self.semaphore.timeout, self.semaphore.using)
+        permit = self._prepare()
+        hold = permit._hold
+        try:
+            self._begin(permit)
+            granted = await hold.keeper.aacquire(hold, seconds)
+            if granted:
+                self.check()
+                return self
+            hold.keeper.drop(hold)
+            self._upgrade = None
+        except BaseException:
+            self._give_up(permit)
+            raise
+        raise refusal(await self.semaphore.astatus(), seconds, self.semaphore.kind, 0, UPGRADE)
+
+    def downgrade(self) -> None:
+        """Become a reader that is upgradable again: others may read. Idempotent.
+
+        Raises ``BackendError``, and ``PermitLostError`` if it was lost meanwhile.
+        """
+        if self._upgrade is not None:
+            self._step_down()
+            if self.lost is not None:
+                self.check()
+
+    async def adowngrade(self) -> None:
+        """Do what ``downgrade()`` does, from a coroutine."""
+        if self._upgrade is not None:
+            await self._astep_down()
+            if self.lost is not None:
+                self.check()
+
+    def release(self) -> None:
+        """Give it all back; see ``Permit.release()``."""
+        try:
+            self._step_down()
+        finally:
+            super().release()
+
+    async def arelease(self) -> None:
+        """Give it all back from a coroutine; see ``Permit.arelease()``."""
+        try:
+            await self._astep_down()
+        finally:
+            await super().arelease()
+
+    def _step_down(self) -> None:
+        upgrade, self._upgrade = self._upgrade, None
+        if upgrade is not None:
+            upgrade.release()
+
+    async def _astep_down(self) -> None:
+        upgrade, self._upgrade = self._upgrade, None
+        if upgrade is not None:
+            await upgrade.arelease()
+
+    def detach(self) -> None:
+        """Untie the permit from this thread or task; see ``Permit.detach()``."""
+        super().detach()
+        if self._upgrade is not None:
+            self._upgrade.detach()
+
+    def _abandon(self) -> None:
+        if self._upgrade is not None:
+            self._upgrade._abandon()
+        super()._abandon()
+
+    def _prepare(self) -> Permit:
+        """Return a permit for an upgrade, which no keeper knows yet."""
+        self.check()
+        mine = self._hold
+        claim = dataclasses.replace(
+            mine.claim, permit_id=uuid.uuid4().hex, mode=UPGRADE, take=0, rank="", presence=mine.keeper.presence
+        )
+        hold = Hold(mine.keeper, claim, max_hold=None)
+        hold.part_of = mine  # who is asked to stop, is asked once
+        flow = {id(each): each for each in (*callers.taken_here(), mine)}
+        hold.beside = callers.beside(callers.current_owner(), flow.values())
+
+        def lost_without_it(_permit: Permit) -> None:
+            if hold.loss is not None:
+                mine.lose(hold.loss)
+
+        hold.callbacks.append(lost_without_it)
+        return Permit(self.semaphore, hold)
+
+    def _begin(self, permit: Permit) -> None:
+        """Make it the permit of the upgrade, unless there is one; nothing has been asked for it yet."""
+        mine = self._hold
+        with _lock:
+            if self._upgrade is not None:
+                raise AlreadyHeldError(f"The permit of {self.name!r} has been upgraded already, or is about to be.")
+            self._upgrade = permit
+            if _lose_parts not in mine.callbacks:
+                mine.callbacks.append(_lose_parts)
+            going = [part for part in self._parts if id(part) in part.keeper.holds]
+            self._parts = (*going, permit._hold)
+
+    def _give_up(self, permit: Permit) -> None:
+        permit._hold.keeper.abandon(permit._hold)
+        if self._upgrade is permit:
+            self._upgrade = None
+
+
+def _lose_parts(permit: Permit) -> None:
+    """A permit was lost: so are its upgrades."""
+    loss = permit._hold.loss
+    for hold in permit._parts if isinstance(permit, UpgradablePermit) else ():
+        if loss is None or hold.releasing.locked() or hold.abandoned:
+            continue
+        if hold.grant is None:  # it waits in vain
+            hold.answer(PermitLostError(f"The permit of {permit.name!r} was lost: {loss}.", loss=loss))
+            continue
+        hold.lose(loss)
+        if loss.reason is LossReason.FORGOTTEN:  # else it would stay
+            hold.keeper.inbox_put(partial(hold.keeper.give_back, hold, hold.keeper.own))

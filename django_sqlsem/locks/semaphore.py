@@ -1,0 +1,387 @@
+"""The public object: an immutable, shareable description of a semaphore, and its verbs.
+
+``semaphore()`` and ``mutex()`` make it: every argument is checked there, at the call that gives it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+
+from django_sqlsem.backends import database_for, get_backend
+from django_sqlsem.backends.base import Claim
+from django_sqlsem.busy import validate_on_busy
+from django_sqlsem.conf import MIN_LEASE, config
+from django_sqlsem.core import hooks, identity
+from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
+from django_sqlsem.core.modes import EXCLUSIVE, SHARED, UPDATE, WHOLE
+from django_sqlsem.core.names import Name, part_texts, resource_for, validate_name, validate_slots
+from django_sqlsem.core.text import shown
+from django_sqlsem.exceptions import SemaphoreError
+from django_sqlsem.locks import permit as blocks
+from django_sqlsem.locks.acquire import (
+    aobtain,
+    aread_status,
+    force,
+    is_refused_by_test,
+    keeper_of,
+    obtain,
+    read_status,
+    refusal,
+    seconds_to_wait,
+)
+from django_sqlsem.locks.permit import Permit, UpgradablePermit
+from django_sqlsem.runtime import callers, events
+from django_sqlsem.runtime.acquisition import Hold
+from django_sqlsem.snapshots import SemaphoreSnapshot
+
+if TYPE_CHECKING:
+    from django_sqlsem.busy import OnBusy
+    from django_sqlsem.locks.acquire import Client
+    from django_sqlsem.runtime.keeper import Keeper
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+RELEASE_POLICIES = ("on_exit", "on_commit")
+
+
+@dataclass(frozen=True)
+class Semaphore:
+    """A named semaphore. Make it with ``semaphore()`` or ``mutex()``.
+
+    It holds no state and touches nothing before the first acquire: one object at module level may be used by any
+    number of threads and tasks at once, as a decorator, in ``with`` and ``async with``, or by its verbs.
+    """
+
+    name: str
+    slots: int | None = None
+    _: dataclasses.KW_ONLY
+    kind: str = "semaphore"
+    take: int = 1
+    #: How its permits share the name with others: see ``modes``.
+    mode: str = SHARED
+    timeout: float | Unset | None = UNSET
+    lease: float | None = None
+    on_busy: OnBusy | None = None
+    key: Callable[..., Any] | None = None
+    release_policy: str = "on_exit"
+    fair: bool = True
+    max_hold: float | None = None
+    durable: bool | None = None
+    on_lost: Callable[[Permit], object] | None = None
+    using: str | None = None
+    #: The texts of a name made of several parts, in which a decorator fills in the fields one by one.
+    parts: tuple[str, ...] | None = dataclasses.field(default=None, repr=False)
+    #: The decorator's name before a call's arguments filled it in: ``sync:{request.user.pk}``. Empty for any other.
+    template: str = dataclasses.field(default="", repr=False, compare=False)
+
+    #: Whether only the thread or task that entered a block may leave it, as long as it lives.
+    _left_by_its_own: ClassVar[bool] = False
+
+    @property
+    def _blocks(self) -> Hashable:
+        """Which open blocks are this one's: those that were entered by this very object."""
+        return id(self)
+
+    def acquire(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
+        """Take a permit, waiting up to ``timeout`` seconds (``None``: for ever; 0: not at all).
+
+        An omitted timeout is the semaphore's own, else ``SQLSEM["TIMEOUT"]``. Raises ``AcquireTimeoutError``, which
+        names the holders; ``AlreadyHeldError`` if this thread or task has it; ``BackendError``.
+        """
+        return self._take(timeout)
+
+    def try_acquire(self) -> Permit | None:
+        """Take a permit if one is free, without waiting; else return ``None``."""
+        return self._acquire(0.0)
+
+    async def aacquire(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
+        """Take a permit from a coroutine: see ``acquire()``. Waiting holds no thread."""
+        return await self._atake(timeout)
+
+    async def atry_acquire(self) -> Permit | None:
+        """Take a permit if one is free; else return ``None``."""
+        return await self._aacquire(0.0)
+
+    def drain(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
+        """Keep newcomers out, wait for the holders to leave, and return the permit of the drained semaphore.
+
+        From the moment that it waits, no later caller is let in, not even one that barges. The semaphore stays empty
+        until the permit is released, or its ``with`` block or its process ends. Takes the timeouts of ``acquire()``,
+        and raises what that does; then those that were kept out go on.
+        """
+        return self._whole(None if self._has_whole_mode else self.status().slots).acquire(timeout)
+
+    async def adrain(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
+        """Do what ``drain()`` does, from a coroutine."""
+        return await self._whole(None if self._has_whole_mode else (await self.astatus()).slots).aacquire(timeout)
+
+    def status(self) -> SemaphoreSnapshot:
+        """Return a frozen snapshot: slots, holders, waiters. A name never used has its declared slots, all free."""
+        return self._snapshot(read_status(self._keeper(), resource_for(self.name, self.kind)))
+
+    async def astatus(self) -> SemaphoreSnapshot:
+        """Return what ``status()`` does, without blocking the event loop."""
+        return self._snapshot(await aread_status(self._keeper(), resource_for(self.name, self.kind)))
+
+    def __call__(self, func: F) -> F:
+        """Decorate a function, a view, a coroutine or the body of a task; its signature and type stay."""
+        decorated: F = hooks.decorate(self, func)
+        return decorated
+
+    def __enter__(self) -> Permit:
+        permit = self.acquire()
+        try:
+            blocks.push(self, permit)
+            return permit
+        except BaseException:
+            blocks.give_up(self, permit)
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:  # before all else: whatever interrupts this, the permit goes back
+            permit = blocks.innermost(self)
+            permit._finish()
+            blocks.remove(self, permit)
+        except BaseException:
+            blocks.give_up(self, locals().get("permit"))
+            raise
+
+    async def __aenter__(self) -> Permit:
+        permit = await self.aacquire()
+        try:
+            blocks.push(self, permit)
+            return permit
+        except BaseException:
+            blocks.give_up(self, permit)
+            raise
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        try:  # before all else: whatever interrupts this, the permit goes back
+            permit = blocks.innermost(self)
+            await permit._afinish()
+            blocks.remove(self, permit)
+        except BaseException:
+            blocks.give_up(self, locals().get("permit"))
+            raise
+
+    def _named(self, name: str) -> Semaphore:
+        """Return this semaphore under another name, which was validated: a decorator's template, filled in."""
+        return dataclasses.replace(self, name=name, template=self.template or self.name, key=None, parts=None)
+
+    def _as(self, kind: str, mode: str = SHARED) -> Semaphore:
+        """Return this semaphore as another kind of lock."""
+        return dataclasses.replace(self, kind=kind, mode=mode)
+
+    @property
+    def _has_whole_mode(self) -> bool:
+        """Whether one permit may be of all slots, however many there are."""
+        return WHOLE in get_backend(database_for(self.using)).modes
+
+    def _whole(self, slots: int | None) -> Semaphore:
+        """Return the semaphore whose permits drain this one. ``slots``: how many, where no mode says *all*."""
+        mode = SHARED if slots else WHOLE
+        return dataclasses.replace(
+            self, take=slots or 1, mode=mode, fair=True, release_policy="on_exit", max_hold=None, on_lost=None
+        )
+
+    # Acquiring. A decorator says in whose name: ``rank`` is that of a task that was refused before, ``client`` whom the
+    # view would answer.
+
+    def _take(self, timeout: Seconds | Unset | None, rank: str = "", client: Client | None = None) -> Permit:
+        """Do what ``acquire()`` does. The wait ends when the client goes."""
+        seconds, asked = seconds_to_wait(timeout, self.timeout, self.using), boot_now()
+        # Returned by the statement that gets it: if an exception came between, this frame would keep the permit.
+        return self._acquire(seconds, rank, client) or self._refuse(boot_now() - asked, self.status(), seconds)
+
+    async def _atake(self, timeout: Seconds | Unset | None, rank: str = "") -> Permit:
+        """Do what ``aacquire()`` does."""
+        seconds, asked = seconds_to_wait(timeout, self.timeout, self.using), boot_now()
+        return await self._aacquire(seconds, rank) or await self._arefuse(
+            boot_now() - asked, await self.astatus(), seconds
+        )
+
+    def _acquire(self, timeout: float | None, rank: str = "", client: Client | None = None) -> Permit | None:
+        callers.refuse_event_loop()
+        if is_refused_by_test(self.name):
+            return None
+        return obtain(*self._prepare(self._granted, rank, client), timeout) or self._missed(client)
+
+    async def _aacquire(self, timeout: float | None, rank: str = "") -> Permit | None:
+        callers.refuse_other_loops()
+        if is_refused_by_test(self.name):
+            return None
+        return await aobtain(*self._prepare(self._agranted, rank), timeout)
+
+    def _prepare(
+        self, granted: Callable[[Permit], T], rank: str, client: Client | None = None
+    ) -> tuple[Hold, Callable[[], T]]:
+        """Return the record of an acquire, and what is done with its permit once that is granted."""
+        if self.key is not None:
+            raise TypeError(
+                f"key= gets a decorated function's arguments, and here is none: put the key into {self.name!r}."
+            )
+        keeper = self._keeper()
+        hold = Hold(keeper, self._claim(keeper, rank), max_hold=self.max_hold)
+        hold.client = client
+        if self.on_lost is not None:
+            hold.callbacks.append(self.on_lost)
+        callers.enter(callers.current_owner(), keeper.alias, hold)
+        return hold, partial(granted, self._permit(hold))
+
+    def _permit(self, hold: Hold) -> Permit:
+        return (UpgradablePermit if self.mode == UPDATE else Permit)(self, hold)
+
+    def _keeper(self) -> Keeper:
+        return keeper_of(get_backend(database_for(self.using)))
+
+    def _claim(self, keeper: Keeper, rank: str) -> Claim:
+        alias = keeper.alias
+        mode, take = self.mode, 0 if self.mode in EXCLUSIVE else self.take
+        if mode and mode not in keeper.backend.modes:
+            if mode != WHOLE:
+                raise SemaphoreError(f"The locks of {alias!r} have no readers that may become the writer.")
+            mode, take = SHARED, self.slots or 1
+        return Claim(
+            resource=resource_for(self.name, self.kind),
+            permit_id=uuid.uuid4().hex,
+            slots=self.slots,
+            take=take,
+            mode=mode,
+            lease=config(alias).lease if self.lease is None else self.lease,
+            fair=self.fair,
+            holder=identity.current(),
+            presence=keeper.presence,
+            rank=rank if keeper.backend.keeps_ranks else "",
+            durable=self.durable if self.durable is not None else config(alias).durable,
+        )
+
+    def _granted(self, permit: Permit) -> Permit:
+        force(permit._hold)
+        events.granted(permit)
+        return permit
+
+    async def _agranted(self, permit: Permit) -> Permit:
+        force(permit._hold)
+        await events.agranted(permit)
+        return permit
+
+    def _missed(self, client: Client | None) -> Permit | None:
+        if client is not None:
+            client.check(self.name)
+        return None
+
+    def _refuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
+        # In no variable: the error's traceback keeps the frames, which would keep the error.
+        raise events.refused(self, refusal(snapshot, timeout, self.kind, self.take, self.mode), waited)
+
+    async def _arefuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
+        raise await events.arefused(self, refusal(snapshot, timeout, self.kind, self.take, self.mode), waited)
+
+    def _snapshot(self, found: SemaphoreSnapshot | None) -> SemaphoreSnapshot:
+        slots = self.slots or 1
+        return found or SemaphoreSnapshot(self.name, self.kind, slots, slots, None, False)
+
+    # The rank of a task that was refused.
+
+    def _step_aside(self, rank: str, estimate: Callable[[int], float]) -> float:
+        """Keep a rank while its task is away; ``estimate`` says when to come back if so many are before it."""
+        keeper = self._keeper()
+        return keeper.backend.step_aside(keeper.session_here(), self._claim(keeper, rank), estimate)
+
+    def _hand_rank_on(self, rank: str, next_rank: str) -> None:
+        """Let ``next_rank`` have the place that was kept for ``rank``."""
+        keeper = self._keeper()
+        keeper.backend.hand_rank_on(keeper.session_here(), self._claim(keeper, rank), next_rank)
+
+
+def semaphore(
+    name: Name,
+    slots: int | None = None,
+    *,
+    take: int = 1,
+    timeout: Seconds | Unset | None = UNSET,
+    lease: Seconds | None = None,
+    on_busy: OnBusy | None = None,
+    key: Callable[..., Any] | None = None,
+    release: str = "on_exit",
+    fair: bool = True,
+    max_hold: Seconds | None = None,
+    durable: bool | None = None,
+    on_lost: Callable[[Permit], object] | None = None,
+    using: str | None = None,
+) -> Semaphore:
+    """Return the semaphore ``name``: a decorator, a context manager and its verbs in one.
+
+    ``name``: 1 to 200 characters, or a tuple of parts. ``slots``: how many may hold at once (1 to 10,000); omitted, as
+    declared elsewhere, else 1. ``take``: how many slots one permit takes, all or nothing. ``timeout``: seconds or
+    ``timedelta`` to wait, ``None`` for ever, 0 not at all; omitted, a view waits 5 s, a Celery task 0 s, anything else
+    30 s. ``lease``: seconds that a grant outlives its process. ``on_busy``: what a decorator does when no slot is free:
+    a status from 400 to 599, ``"raise"``, ``"skip"``, ``"retry"`` or a callable that gets a ``Busy``. ``key``: a
+    callable that gets the decorated function's arguments and returns what is appended to the name. ``release``:
+    ``"on_exit"`` or ``"on_commit"``. ``fair``: first come, first served; ``False`` barges. ``max_hold``: seconds after
+    which the permit is taken for forgotten. ``durable``: whether a grant must survive a crash of the database's server,
+    or is faster; omitted, as ``SQLSEM["DURABLE"]`` says. ``on_lost``: called with a permit that was lost. ``using``:
+    alias of the database that keeps the locks.
+
+    Nothing is looked up before the first acquire. Raises ``TypeError`` or ``ValueError`` for a bad argument.
+    """
+    found = Semaphore(
+        validate_name(name),
+        None if slots is None else validate_slots(slots),
+        take=validate_slots(take, what="take"),
+        timeout=timeout if isinstance(timeout, Unset) else to_seconds(timeout, what="timeout", allow_none=True),
+        lease=None if lease is None else to_seconds(lease, what="lease", minimum=MIN_LEASE),
+        on_busy=validate_on_busy(on_busy),
+        key=key,
+        release_policy=release,
+        fair=fair,
+        max_hold=None if max_hold is None else to_seconds(max_hold, what="max_hold", minimum=MIN_LEASE),
+        durable=durable,
+        on_lost=on_lost,
+        using=using,
+        parts=part_texts(name) if isinstance(name, tuple) else None,
+    )
+    _refuse_bad(found)
+    return found
+
+
+def _refuse_bad(given: Semaphore) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for arguments that are checked as they are."""
+    if given.slots is not None and given.take > given.slots:
+        raise ValueError(f"take must be at most slots={given.slots}, not {given.take}: it could never be met.")
+    for what, function in (("key", given.key), ("on_lost", given.on_lost)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{what} must be a callable or None, not {shown(function)}.")
+    if given.release_policy not in RELEASE_POLICIES:
+        allowed = " or ".join(map(repr, RELEASE_POLICIES))
+        raise ValueError(f"release must be {allowed}, not {shown(given.release_policy)}.")
+    if not isinstance(given.fair, bool):
+        raise TypeError(f"fair must be True or False, not {shown(given.fair)}.")
+    if given.durable is not None and not isinstance(given.durable, bool):
+        raise TypeError(f"durable must be True, False or None, not {shown(given.durable)}.")
+    if given.using is not None and not isinstance(given.using, str):
+        raise TypeError(f"using must be the alias of a database or None, not {shown(given.using)}.")
+
+
+def mutex(name: Name, **options: Any) -> Semaphore:
+    """Return the mutex ``name``: a semaphore with one slot, and a kind of its own.
+
+    Takes the options of ``semaphore()`` but ``slots`` and ``take``.
+    """
+    return one_slot("mutex", name, options)
+
+
+def one_slot(kind: str, name: Name, options: dict[str, Any]) -> Semaphore:
+    """Return a semaphore with one slot, of its own kind. Raises ``TypeError`` for options that would say otherwise."""
+    for option in ("slots", "take"):
+        if option in options:
+            raise TypeError(f"A {kind} has one slot: {option}={shown(options[option])} is not for it; use semaphore().")
+    return semaphore(name, 1, **options)._as(kind)

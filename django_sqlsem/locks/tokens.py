@@ -1,0 +1,361 @@
+"""``tokens()``: a counting semaphore without a maximum. Anybody adds tokens; who acquires them has used them up.
+
+Workers produce and consume: one process releases a token for each piece of work that is ready, others acquire them.
+A grant is not kept: its tokens are taken for good at once, on the keeper's side, where no exception interrupts.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import threading
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+
+from django_sqlsem.backends import database_for, get_counting_backend
+from django_sqlsem.backends.base import LAPSE_US, TOKENS, Claim, Counting
+from django_sqlsem.core import identity
+from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
+from django_sqlsem.core.names import Resource, resource_for, validate_name
+from django_sqlsem.core.text import shown
+from django_sqlsem.database import transactions
+from django_sqlsem.database.sessions import CallerSession, OwnSession
+from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, wrong_kind
+from django_sqlsem.locks.acquire import (
+    aobtain,
+    aread_status,
+    is_refused_by_test,
+    keeper_of,
+    obtain,
+    read_status,
+    seconds_to_wait,
+)
+from django_sqlsem.runtime import callers
+from django_sqlsem.runtime.acquisition import Hold
+from django_sqlsem.snapshots import SemaphoreSnapshot
+
+if TYPE_CHECKING:
+    from django_sqlsem.database.sessions import Session
+    from django_sqlsem.runtime.keeper import Keeper
+
+
+logger = logging.getLogger("django_sqlsem")
+
+#: A login that takes longer is not waited for before the claim, in seconds.
+LONGEST_LOGIN: Final = 20.0
+#: The most that one call adds or takes.
+MAX_TOKENS: Final = 1_000_000_000
+LAPSE: Final = LAPSE_US / 1e6  #: A grant that is not taken by then goes back into the count, in seconds.
+
+
+def validate_count(count: object, *, what: str, minimum: int = 1) -> int:
+    """Return ``count`` if it is an ``int`` from ``minimum`` to a billion. Raises ``TypeError`` or ``ValueError``."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        kind = type(count).__name__
+        raise TypeError(f"{what} must be an int from {minimum} to {MAX_TOKENS}, not {shown(count)} of type {kind}.")
+    if not minimum <= count <= MAX_TOKENS:
+        raise ValueError(f"{what} must be from {minimum} to {MAX_TOKENS}, not {shown(count)}.")
+    return int(count)
+
+
+@dataclass(frozen=True)
+class TakenTokens:
+    """Tokens that were taken: how many, and for how many seconds that waited. They are used up, unless put back."""
+
+    tokens: Tokens
+    count: int
+    waited: float
+
+    @property
+    def name(self) -> str:
+        """The name that they were taken from."""
+        return self.tokens.name
+
+    def put_back(self) -> None:
+        """Add as many tokens again, as after work that failed. Every call does."""
+        self.tokens.release(self.count)
+
+    async def aput_back(self) -> None:
+        """Add as many tokens again, from a coroutine."""
+        await self.tokens.arelease(self.count)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A named count of tokens. Make it with ``tokens()``.
+
+    It holds no state and touches nothing before its first use: one object at module level may be used by any number
+    of threads and tasks at once.
+    """
+
+    name: str
+    initial: int = 0
+    _: dataclasses.KW_ONLY
+    take: int = 1
+    timeout: float | Unset | None = UNSET
+    using: str | None = None
+
+    def release(self, n: int = 1) -> None:
+        """Add ``n`` tokens, and wake whom they suffice for. Anybody may, also who never acquired one.
+
+        They are there at once, whatever becomes of the caller's transaction; on SQLite inside ``atomic()``, with its
+        commit. Raises ``BackendError``.
+        """
+        count = validate_count(n, what="n")
+        _refuse_event_loop("arelease")
+        keeper = self._keeper()
+        session = keeper.session_here()
+        self._add(keeper, session, count, hand_on=not isinstance(session, CallerSession))
+        if isinstance(session, CallerSession):  # not handed on before the commit: a rollback would take them back
+            resource = self._resource()
+            transactions.at_transaction_end(
+                keeper.alias, lambda: keeper.post(lambda: keeper.backend.hand_out(keeper.own, resource))
+            )
+        keeper.post(lambda: None)  # its thread closes the connection that was opened for this, once it is idle
+
+    async def arelease(self, n: int = 1) -> None:
+        """Add ``n`` tokens from a coroutine; see ``release()``."""
+        count = validate_count(n, what="n")
+        keeper = self._keeper()
+        await keeper.call(lambda: self._add(keeper, keeper.own, count))
+
+    def acquire(self, n: int | None = None, *, timeout: Seconds | Unset | None = UNSET) -> TakenTokens:
+        """Take ``n`` tokens for good, all or none, waiting up to ``timeout`` seconds (``None``: for ever).
+
+        An omitted ``n`` is the ``take`` that the tokens were made with, an omitted timeout is theirs too, else
+        ``SQLSEM["TIMEOUT"]``. First come, first served: who wants many is not overtaken. Raises
+        ``AcquireTimeoutError``; ``BackendError``.
+        """
+        take, seconds = self._wanted(n), seconds_to_wait(timeout, self.timeout, self.using)
+        return self._acquire(take, seconds) or self._refuse(self.status(), take, seconds)
+
+    def try_acquire(self, n: int | None = None) -> TakenTokens | None:
+        """Take ``n`` tokens if they are there and no other caller waits, without waiting; else return ``None``."""
+        return self._acquire(self._wanted(n), 0.0)
+
+    async def aacquire(self, n: int | None = None, *, timeout: Seconds | Unset | None = UNSET) -> TakenTokens:
+        """Take ``n`` tokens from a coroutine: see ``acquire()``. Waiting holds no thread."""
+        take, seconds = self._wanted(n), seconds_to_wait(timeout, self.timeout, self.using)
+        return await self._aacquire(take, seconds) or self._refuse(await self.astatus(), take, seconds)
+
+    async def atry_acquire(self, n: int | None = None) -> TakenTokens | None:
+        """Take ``n`` tokens if they are there and no other caller waits for them; else return ``None``."""
+        return await self._aacquire(self._wanted(n), 0.0)
+
+    def status(self) -> SemaphoreSnapshot:
+        """Return a frozen snapshot: ``tokens``, ``waiting``, ``waiters``. A name never used has its initial tokens."""
+        return self._snapshot(read_status(self._keeper(), self._resource()))
+
+    async def astatus(self) -> SemaphoreSnapshot:
+        """Return what ``status()`` does, without blocking the event loop."""
+        return self._snapshot(await aread_status(self._keeper(), self._resource()))
+
+    def count(self) -> int:
+        """Return how many tokens there are to take: as of now, and no promise that they are there when you ask."""
+        return self.status().tokens or 0
+
+    async def acount(self) -> int:
+        """Return how many tokens there are to take."""
+        return (await self.astatus()).tokens or 0
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(
+            f"Tokens are used up, and nothing is given back at the end of a block: use {self.name!r} by acquire(), "
+            "or a semaphore()."
+        )
+
+    __aenter__ = __enter__
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Never gets here."""
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Never gets here."""
+
+    def _resource(self) -> Resource:
+        return resource_for(self.name, TOKENS)
+
+    def _keeper(self) -> Keeper:
+        return keeper_of(get_counting_backend(database_for(self.using)))
+
+    def _snapshot(self, found: SemaphoreSnapshot | None) -> SemaphoreSnapshot:
+        if found is None:
+            return SemaphoreSnapshot(self.name, TOKENS, self.initial, self.initial, None, False, tokens=self.initial)
+        if found.kind != TOKENS:
+            raise wrong_kind(self.name, found.kind, TOKENS)
+        return found
+
+    def _wanted(self, n: int | None) -> int:
+        return self.take if n is None else validate_count(n, what="n")
+
+    def _acquire(self, take: int, timeout: float | None) -> TakenTokens | None:
+        _refuse_event_loop("aacquire")
+        if is_refused_by_test(self.name):
+            return None
+        keeper = self._keeper()
+        _get_ready(keeper)
+        hold = self._hold(keeper, take)
+        return obtain(hold, lambda: self._taken(hold, _take_here(hold)), timeout, lambda: self._put_back(hold))
+
+    async def _aacquire(self, take: int, timeout: float | None) -> TakenTokens | None:
+        if is_refused_by_test(self.name):
+            return None
+        keeper = self._keeper()
+        await keeper.call(lambda: _open(keeper.own))
+        hold = self._hold(keeper, take)
+
+        async def taken() -> TakenTokens | None:
+            return self._taken(hold, await keeper.call(lambda: _take(hold, keeper.own)))
+
+        return await aobtain(hold, taken, timeout, lambda: self._put_back(hold))
+
+    def _hold(self, keeper: Keeper, take: int) -> Hold:
+        claim = Claim(
+            resource=self._resource(),
+            permit_id=uuid.uuid4().hex,
+            slots=self.initial,
+            take=take,
+            lease=LAPSE,
+            fair=True,
+            holder=identity.current(),
+            presence=keeper.presence,
+        )
+        return Hold(keeper, claim, max_hold=None, kept=False)
+
+    def _taken(self, hold: Hold, taken: bool) -> TakenTokens | None:
+        """Return the tokens; ``None`` if they were taken too late: the caller goes on where it stood in the queue."""
+        if not taken:
+            return None
+        told = {"semaphore": self.name, "what": "tokens_taken", "count": hold.claim.take, "waited": hold.waited}
+        logger.debug("Took %(count)d of the tokens %(semaphore)r, after %(waited).3f s.", told, extra=told)
+        return TakenTokens(self, hold.claim.take, hold.waited)
+
+    def _put_back(self, hold: Hold) -> None:
+        """Add the tokens again that were taken for a caller whom an exception interrupted."""
+        keeper, count = hold.keeper, hold.claim.take
+
+        def put_back() -> None:
+            if not (hold.released and hold.releasing.acquire(blocking=False)):
+                return  # they were not taken, or have gone back already
+            try:
+                self._add(keeper, keeper.own, count)
+            except BackendError:
+                message = "%d of the tokens %r were taken by who had gone, and could not be put back."
+                extra = {"semaphore": self.name, "what": "tokens_lost", "count": count}
+                logger.exception(message, count, self.name, extra=extra)
+
+        keeper.post(put_back)
+
+    def _add(self, keeper: Keeper, session: Session, count: int, *, hand_on: bool = True) -> None:
+        """Add tokens, and give them to those of this process who wait for them. Raises ``BackendError``."""
+        backend, resource, sent = cast("Counting", keeper.backend), self._resource(), boot_now()
+        options: dict[str, Any] = {"initial": self.initial, "presence": keeper.presence, "hand_on": hand_on}
+        for granted in backend.add(session, resource, count, **options):
+            keeper.deliver(granted, sent, resource)
+        if keeper.backend.process_local and (arbiter := keeper.arbiters.get(resource.key)) is not None:
+            keeper.poke(arbiter)
+
+    def _refuse(self, snapshot: SemaphoreSnapshot, take: int, timeout: float | None) -> NoReturn:
+        wanted = "No token" if take == 1 else f"No {take} tokens"
+        when = "at once" if timeout == 0 else f"within {timeout:g} s" if timeout is not None else "ever"
+        message = f"{wanted} of {snapshot.name!r} {when} (there are {snapshot.tokens}, {snapshot.waiting} waiting)"
+        message += "; it is paused by an operator." if snapshot.paused else "."
+        raise AcquireTimeoutError(message, name=self.name, timeout=timeout, waiting=snapshot.waiting)
+
+
+def tokens(
+    name: str,
+    initial: int = 0,
+    *,
+    take: int = 1,
+    timeout: Seconds | Unset | None = UNSET,
+    using: str | None = None,
+) -> Tokens:
+    """Return the tokens ``name``: a count in the database without a maximum, with ``release`` and ``acquire``.
+
+    ``initial``: how many there are when the name is used for the first time; say the same everywhere. ``take``: how
+    many an acquire takes unless it says otherwise, all or none. ``timeout``: seconds or ``timedelta`` to wait,
+    ``None`` for ever, 0 not at all; omitted, 30 s. ``using``: alias of the database that keeps the locks.
+
+    Nothing is looked up before the first use. Raises ``TypeError`` or ``ValueError`` for a bad argument.
+    """
+    if not isinstance(timeout, Unset):
+        timeout = to_seconds(timeout, what="timeout", allow_none=True)
+    if using is not None and not isinstance(using, str):
+        raise TypeError(f"using must be the alias of a database or None, not {shown(using)}.")
+    return Tokens(
+        validate_name(name),
+        validate_count(initial, what="initial", minimum=0),
+        take=validate_count(take, what="take"),
+        timeout=timeout,
+        using=using,
+    )
+
+
+def _get_ready(keeper: Keeper) -> None:
+    """Open the connections that a grant and its taking need: a slow login would outlast what is handed over.
+
+    Raises ``BackendError``.
+    """
+    if not isinstance(keeper.session_here(), CallerSession):
+        _open(keeper.work)
+    if isinstance(keeper.own, OwnSession) and not keeper.own.is_open:
+        opened = threading.Event()
+        keeper.post(lambda: _try_to_open(keeper.own))
+        keeper.post(opened.set)
+        opened.wait(LONGEST_LOGIN)
+
+
+def _open(session: Session) -> None:
+    if isinstance(session, OwnSession) and not session.is_open:
+        session.run(lambda cursor: None)
+
+
+def _try_to_open(session: Session) -> None:
+    with contextlib.suppress(BackendError):  # then the claim meets it too
+        _open(session)
+
+
+def _take_here(hold: Hold) -> bool:
+    """Do what ``_take()`` does, blocking this thread."""
+    keeper = hold.keeper
+    session = keeper.session_here()
+    if isinstance(session, CallerSession):  # whose transaction keeps all others from writing
+        taken = _take(hold, session)
+        if taken:
+            hold.releasing.acquire(blocking=False)  # if that is undone, then by the end of the transaction
+        return taken
+    done: concurrent.futures.Future[bool] = concurrent.futures.Future()
+
+    def step() -> None:
+        try:
+            taken = _take(hold, keeper.own)
+        except BaseException as error:  # noqa: BLE001 - it belongs to the thread that waits
+            done.set_exception(error)
+        else:
+            done.set_result(taken)
+
+    keeper.post(step)
+    return done.result()
+
+
+def _take(hold: Hold, session: Session) -> bool:
+    """Take a grant for good. Return whether it still was there. Raises ``BackendError``."""
+    if hold.abandoned:  # its caller has gone meanwhile: what it was granted goes back
+        return False
+    keeper = hold.keeper
+    taken = cast("Counting", keeper.backend).take(session, hold.permit_id)
+    if taken:
+        hold.released = True  # nothing is held from here on
+        keeper.holds.pop(id(hold), None)
+        if keeper.history is not None and hold.grant is not None:
+            keeper.history.granted(hold.claim, hold.grant, hold.granted_at, hold.waited)
+    return taken
+
+
+def _refuse_event_loop(verb: str) -> None:
+    callers.refuse_event_loop(f"An event loop must not be blocked: use `await tokens.{verb}()`.")

@@ -1,0 +1,110 @@
+"""Transaction locks on PostgreSQL: ``FOR UPDATE`` and ``FOR SHARE`` of a key row, and ``LOCK TABLE``."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import Error as DjangoDatabaseError
+
+from django_sqlsem.locks.transaction.base import FRESH_LEVELS, Outcome, RowLocking, Wanted, number_of, stale_reads
+from django_sqlsem.locks.transaction.rows import TABLE
+
+if TYPE_CHECKING:
+    from django.db.backends.utils import CursorWrapper
+
+
+_LEVELS: Final = ", ".join(f"'{level.lower()}'" for level in FRESH_LEVELS)
+_ISOLATION: Final = "current_setting('transaction_isolation')"
+_LOCK: Final = f"SELECT 1 FROM {TABLE} WHERE name_key = %(key)s"
+#: One round trip: the level, whether the row is there, and the lock if it is free. A wrong level locks nothing.
+_TRY: Final = (
+    f"SELECT {_ISOLATION}, EXISTS ({_LOCK}), ({_LOCK} AND {_ISOLATION} IN ({_LEVELS}) {{strength}} SKIP LOCKED)"
+)
+_NOT_AVAILABLE: Final = "55P03"
+_CANCELED: Final = "57014"
+#: The longest timeout that the server takes, in milliseconds.
+_MAX_MS: Final = 2**31 - 1
+
+
+class PostgreSQLLocking(RowLocking):
+    """Waits under a ``statement_timeout`` of the transaction's own, inside a savepoint."""
+
+    def try_now(self, wanted: Wanted) -> Outcome:
+        """Pass over a row that is locked: no error, so no savepoint is needed."""
+        if wanted.table:
+            return self._try_table(wanted)
+        with self.connection.cursor() as cursor:
+            cursor.execute(_TRY.format(strength=self.strength(shared=wanted.shared)), {"key": wanted.resource.key})
+            level, there, locked = cursor.fetchone()
+        self._check(level)
+        if locked:
+            return Outcome.GRANTED
+        return Outcome.TAKEN if there else Outcome.MISSING
+
+    def _try_table(self, wanted: Wanted) -> Outcome:
+        with self.connection.cursor() as cursor:
+            cursor.execute(f"SELECT {_ISOLATION}")
+            self._check(cursor.fetchone()[0])
+        try:
+            with self._savepoint() as cursor:
+                cursor.execute(f"{_lock_table(wanted)} NOWAIT")
+        except DjangoDatabaseError as error:
+            if number_of(error) == _NOT_AVAILABLE:
+                return Outcome.TAKEN
+            raise
+        return Outcome.GRANTED
+
+    def wait(self, wanted: Wanted, seconds: float | None) -> Outcome:
+        """Wait for all that stands in between, as ``lock_timeout`` would count each of those anew."""
+        limit = 0 if seconds is None else min(max(math.ceil(seconds * 1000), 1), _MAX_MS)
+        started = time.monotonic()
+        try:
+            with self._savepoint() as cursor, _limits(cursor, limit):
+                started = time.monotonic()
+                if wanted.table:
+                    cursor.execute(_lock_table(wanted))
+                    return Outcome.GRANTED
+                cursor.execute(f"{_LOCK} {self.strength(shared=wanted.shared)}", {"key": wanted.resource.key})
+                return Outcome.GRANTED if cursor.fetchone() else Outcome.MISSING
+        except DjangoDatabaseError as error:
+            # pg_cancel_backend() has the same number, but not this time.
+            if number_of(error) == _CANCELED and limit and time.monotonic() - started >= 0.9 * limit / 1000:
+                return Outcome.TAKEN
+            raise
+
+    def _check(self, level: str) -> None:
+        if level.upper() not in FRESH_LEVELS:
+            raise stale_reads(level.upper(), self.connection.alias)
+
+    @contextlib.contextmanager
+    def _savepoint(self) -> Iterator[CursorWrapper]:
+        """Run statements that may fail: the caller's transaction goes on, its settings as they were."""
+        savepoint: Any = self.connection.savepoint()
+        try:
+            with self.connection.cursor() as cursor:
+                yield cursor
+        except BaseException:
+            with contextlib.suppress(DjangoDatabaseError):
+                self.connection.savepoint_rollback(savepoint)
+                self.connection.savepoint_commit(savepoint)
+            raise
+        self.connection.savepoint_commit(savepoint)
+
+
+@contextlib.contextmanager
+def _limits(cursor: CursorWrapper, limit: int) -> Iterator[None]:
+    """Have one statement end after so many milliseconds; an error leaves the settings to the savepoint."""
+    cursor.execute("SELECT current_setting('statement_timeout'), current_setting('lock_timeout')")
+    before = cursor.fetchone()
+    change = "SELECT set_config('statement_timeout', %s, true), set_config('lock_timeout', %s, true)"
+    cursor.execute(change, [str(limit), "0"])
+    yield
+    cursor.execute(change, before)
+
+
+def _lock_table(wanted: Wanted) -> str:
+    return f"LOCK TABLE {wanted.table} IN {'SHARE' if wanted.shared else 'EXCLUSIVE'} MODE"

@@ -1,0 +1,3 @@
+"""One acquisition's life in this process."""
+
+from __future__ import annotations

@@ -1,0 +1,208 @@
+"""In whose name a permit is held: an async task, or else a thread (under gevent, a greenlet)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from asgiref.sync import AsyncToSync
+from django.core.exceptions import SynchronousOnlyOperation
+
+from django_sqlsem.core.text import numbers
+from django_sqlsem.exceptions import AlreadyHeldError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from django_sqlsem.runtime.acquisition import Hold
+
+
+#: The task that last took a permit in this context: ``sync_to_async`` carries it into its worker thread.
+_task: contextvars.ContextVar[weakref.ref[asyncio.Task[Any]] | None] = contextvars.ContextVar(
+    "sqlsem_task", default=None
+)
+#: Whom tests let hold something, instead of themselves.
+_stranger: contextvars.ContextVar[Stranger | None] = contextvars.ContextVar("sqlsem_stranger", default=None)
+#: What this flow of control took: a task, and what it calls in threads. Of a parent task's, a child knows but the past.
+_taken: contextvars.ContextVar[tuple[weakref.ref[Hold], ...]] = contextvars.ContextVar("sqlsem_taken", default=())
+_followed: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+
+
+class Stranger:
+    """Somebody who is neither a task nor a thread of this process."""
+
+
+@contextlib.contextmanager
+def as_stranger() -> Iterator[None]:
+    """Take the permits inside in nobody's name, as if another process did. They must be detached at once."""
+    stranger = Stranger()
+    reset = _stranger.set(stranger)
+    try:
+        yield
+    finally:
+        _stranger.reset(reset)
+
+
+def current_owner() -> Any:
+    """Return the running task, or the task that called into this thread, or else the thread.
+
+    A task that ``async_to_sync`` made works for the thread that called it, and ends with that call.
+    """
+    stranger = _stranger.get()
+    if stranger is not None:
+        return stranger
+    task, thread = _running()
+    if task is not None:
+        _task.set(weakref.ref(task))
+        return task
+    carried = _task.get()
+    caller = carried() if carried else None
+    if caller is not None and not caller.done():
+        return caller
+    return thread
+
+
+def enter(owner: Any, alias: str, hold: Hold) -> None:
+    """Note that ``owner`` asks for a semaphore.
+
+    Raises ``AlreadyHeldError`` if it has a live permit of the same one: waiting for itself would never end.
+    """
+    scope = (id(owner), alias, hold.claim.resource.key)
+    flow = taken_here()
+    for other in taken_by(owner, alias, hold.claim.resource.key):
+        if is_held(other):
+            slots = other.grant.slots if other.grant else ()
+            raise AlreadyHeldError(
+                f"You have acquired {hold.claim.resource.name!r} already, in this very "
+                f"{'task' if isinstance(owner, asyncio.Task) else 'thread'} (slot {numbers(slots)})."
+            )
+    if isinstance(owner, asyncio.Task):
+        task, thread = _running()
+        if task is not owner:
+            hold.worker = weakref.ref(thread)
+        elif owner not in _followed:
+            _followed.add(owner)
+            owner.add_done_callback(_hand_over)
+    if not in_event_loop():
+        hold.thread = weakref.ref(threading.current_thread())
+    hold.owner = weakref.ref(owner)
+    hold.scope = scope
+    if flow:
+        hold.beside = beside(owner, flow)
+    _taken.set((*(weakref.ref(taken) for taken in flow), weakref.ref(hold)))
+
+
+def taken_by(owner: Any, alias: str, key: str) -> list[Hold]:
+    """Return what ``owner`` has taken of one name, and this flow of control knows of."""
+    scope = (id(owner), alias, key)
+    # Threads that work for one task side by side share its name, but are not inside one another; nor are the tasks
+    # for which one thread works in turn, if one of them still has what the thread took for it.
+    found = [taken for taken in taken_here() if taken.scope == scope]
+    return [hold for hold in found if hold.owner is not None and hold.owner() is owner]
+
+
+def taken_here() -> list[Hold]:
+    """Return what this flow of control has taken and not given back, oldest first."""
+    holds = [ref() for ref in _taken.get()]
+    return [hold for hold in holds if hold is not None and not _is_over(hold)]
+
+
+def beside(owner: Any, flow: Iterable[Hold]) -> tuple[weakref.ref[Hold], ...]:
+    """Return what of ``flow`` is the owner's own: of its parent's, a child task gives nothing back."""
+    return tuple(weakref.ref(hold) for hold in flow if hold.owner is not None and hold.owner() is owner)
+
+
+def _is_over(hold: Hold) -> bool:
+    return hold.foreign or hold.releasing.locked() or hold.abandoned
+
+
+def is_held(hold: Hold) -> bool:
+    """Whether the program still has the permit."""
+    # One that was abandoned or garbage-collected is on its way back, though the keeper may not have got to it.
+    if hold.grant is None or hold.abandoned or hold.releasing.locked() or hold.permit() is None:
+        return False
+    return hold.current_loss() is None
+
+
+def leave(hold: Hold) -> None:
+    """The hold no longer belongs to anyone's thread or task."""
+    hold.scope = hold.owner = None
+
+
+def owner_is_gone(hold: Hold) -> bool:
+    """Whether the thread or task that holds the permit has ended."""
+    if hold.owner is None:
+        return False
+    owner = hold.owner()
+    worker = hold.worker() if hold.worker is not None else None
+    if worker is not None and worker.is_alive():
+        return False  # the task may have ended without the thread that it called
+    if owner is None:
+        return True
+    if isinstance(owner, asyncio.Task):
+        return owner.done() and _result_hold(owner) is not hold
+    return isinstance(owner, threading.Thread) and not owner.is_alive()
+
+
+def in_event_loop() -> bool:
+    """Whether this thread runs an event loop, and so must not block."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def refuse_event_loop(
+    message: str = "A semaphore can't be acquired synchronously from an async context: use `async with`, `await "
+    "semaphore.aacquire()` or sync_to_async.",
+) -> None:
+    """A thread that runs an event loop must not block: all its tasks would stand still, the holder's too.
+
+    Raises ``SynchronousOnlyOperation`` with this message.
+    """
+    if in_event_loop():
+        raise SynchronousOnlyOperation(message)
+
+
+def refuse_other_loops() -> None:
+    """Asynchronous calls are answered through an event loop of asyncio. Raises ``RuntimeError`` where none runs."""
+    if not in_event_loop():
+        raise RuntimeError(
+            "A semaphore's asynchronous calls need a running event loop of asyncio: asyncio.run(), uvloop, an ASGI "
+            "server, async_to_sync(), or anyio with its asyncio backend. Under trio, call the synchronous ones in "
+            "a thread, by `await trio.to_thread.run_sync(semaphore.acquire)`."
+        )
+
+
+def _running() -> tuple[asyncio.Task[Any] | None, threading.Thread]:
+    """Return the task that runs, if one does on its own account, and the thread that stands behind this code."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    thread = threading.current_thread()
+    if task is None or not getattr(task.get_coro(), "__qualname__", "").startswith(AsyncToSync.__qualname__ + "."):
+        return task, thread
+    # The thread lends itself, while it waits, to what the coroutine has to run in it: that tells which one it is.
+    waiting = getattr(getattr(AsyncToSync.executors, "current", None), "_work_thread", None)
+    return (None, waiting) if isinstance(waiting, threading.Thread) else (task, thread)
+
+
+def _hand_over(task: asyncio.Task[Any]) -> None:
+    # What a task returns has not ended with it: wait_for() and gather() make tasks that only acquire.
+    hold = _result_hold(task)
+    if hold is not None:
+        leave(hold)
+
+
+def _result_hold(task: asyncio.Task[Any]) -> Hold | None:
+    # Not by exception(), which would count as somebody having looked at it.
+    if task.cancelled() or getattr(task, "_exception", None) is not None:
+        return None
+    hold: Hold | None = getattr(task.result(), "_hold", None)
+    return hold

@@ -1,0 +1,232 @@
+"""One queue per process and name: threads and tasks wait here, and the process waits in the database as one."""
+
+from __future__ import annotations
+
+import copy
+import random
+import uuid
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from django_sqlsem.backends.base import Claim, Place, Queue, Waited
+from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.exceptions import BackendError
+from django_sqlsem.runtime.acquisition import Hold, State
+
+if TYPE_CHECKING:
+    from django_sqlsem.database.sessions import Session
+    from django_sqlsem.runtime.keeper import Keeper
+
+
+#: How often a waiting process says that it lives, in seconds.
+HEARTBEAT: Final = 0.65
+#: A slot may have been freed by someone who could not see the place yet: look once more after so many seconds.
+SECOND_LOOK: Final = 0.025
+#: A holder seems to be dead: look again after so many seconds.
+SUSPECTED: Final = 0.2
+#: Where nobody can wake it, a waiter looks after this long at first, and never later than that, in seconds.
+FIRST_POLL: Final = 0.004
+LAST_POLL: Final = 0.1
+
+
+class Arbiter:
+    """The queue of one name in one process. ``keeper.queue_lock`` guards it; its statements run on the keeper's side.
+
+    The first in line is *enrolled*: the database knows its permit id, and whoever frees a slot grants it to that.
+    """
+
+    def __init__(self, keeper: Keeper, key: str) -> None:
+        self.keeper = keeper
+        self.key = key
+        self.queue: deque[Hold] = deque()
+        self.enrolled: Hold | None = None
+        #: Places in the queue, or grants, that nobody wants any more.
+        self.unwanted: list[Claim] = []
+        self.next_at = 0.0
+        self._refresh_at = 0.0
+        self._pause = FIRST_POLL
+        self._polls = False
+        self._second_look = False
+
+    def enrolled_by(self, hold: Hold, queue: Queue, sent: float) -> None:
+        """Note that the database knows the first in line; the lock is held."""
+        self.enrolled = hold
+        self._pause = FIRST_POLL
+        self._plan(queue, sent, new=True)
+
+    def remove(self, hold: Hold) -> None:
+        """Take a hold out of the queue; the lock is held. The next one is enrolled at the next step."""
+        if hold in self.queue:
+            self.queue.remove(hold)
+        if self.enrolled is hold:
+            self.enrolled = None
+        self.next_at = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether the database knows the first in line."""
+        return bool(self.queue) and self.enrolled is self.queue[0]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits, and nothing is to be given up."""
+        return not self.queue and not self.unwanted
+
+    def step(self, session: Session) -> None:
+        """Give up what is unwanted, let the first in line be known, and look around if it is time."""
+        while True:
+            with self.keeper.queue_lock:
+                unwanted, self.unwanted = self.unwanted, []
+                head = self.queue[0] if self.queue else None
+                served = head is not None and _served(head)
+                waiting = len(self.queue)
+            for claim in unwanted:
+                self._leave(session, claim)
+            if head is None:
+                if self.keeper.forget_arbiter(self):
+                    return
+                continue
+            if served:  # whoever brought its grant was struck before it was out of the queue
+                self.keeper.answer_again(head)
+            elif self._look(session, head, waiting):
+                return
+
+    def _look(self, session: Session, head: Hold, waiting: int) -> bool:
+        """Take one step of waiting for the first in line. Return whether all is done for now."""
+        now = boot_now()
+        with self.keeper.queue_lock:
+            if not self.queue or self.queue[0] is not head or _served(head):
+                return False  # it gave up, or was served, while others were let go
+            new = self.enrolled is not head
+            head.claim = self.keeper.present(head.claim)
+            patience = self._patience(now)
+            if new:
+                self.keeper.waiting[head.permit_id] = head
+        place = Place(head.arrived, waiting=waiting, patience=patience)
+        head.asked = True
+        attempts = session.attempts
+        try:
+            if new:
+                head.proved = now
+                waited = self.keeper.backend.enrol(session, head.claim, place, first=False)
+            elif now >= self._refresh_at:
+                waited = self.keeper.backend.wait(session, head.claim, place)
+            else:
+                waited = self._glance(session, head)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with this one, its waiter must hear it
+            if self._in_doubt(head, nothing_asked=new and session.attempts == attempts):
+                return False  # it was served by somebody else's statement
+            self.enrolled = None
+            if not isinstance(error, BackendError):
+                self._fail(error, only=head)
+                return False
+            if error.stale_connection:
+                return False
+            self._fail(error)
+            return True
+        for granted in waited.granted:
+            self.keeper.deliver(granted, now, head.claim.resource)
+        with self.keeper.queue_lock:
+            if _served(head) or head not in self.queue:
+                if new and not _served(head) and waited.queue is not None:
+                    self.unwanted.append(head.claim)  # it gave up meanwhile
+                return False
+            if waited.queue is None:
+                # It was away for too long: once more, under a new id, as word of the old one may be on its way. What
+                # that got, if it got anything, nobody has accepted.
+                self.keeper.doubt(head.claim)
+                self.enrolled = None
+                self.keeper.renew_claim(head)
+                return False
+            head.proved = now
+            if new:
+                self.enrolled_by(head, waited.queue, now)
+            elif now >= self._refresh_at:
+                self._plan(waited.queue, now)
+            else:
+                self.next_at = self._next(now)
+            if self.unwanted:  # who left meanwhile has asked for a step already; renewals come in between
+                self.next_at = 0.0
+            return True
+
+    def _in_doubt(self, head: Hold, *, nothing_asked: bool) -> bool:
+        """Have the head ask anew, as the outcome of its claim is unknown, unless it has been served: return whether."""
+        with self.keeper.queue_lock:
+            claim, served = head.claim, head.state is State.HELD and not head.abandoned
+            if not served:
+                self.keeper.renew_claim(head)
+        if not nothing_asked:
+            # What was served is not to be freed; but the statement may have left something on its session.
+            self.keeper.doubt_permit(claim.resource, uuid.uuid4().hex if served else claim.permit_id)
+        return served
+
+    def _patience(self, now: float) -> float | None:
+        """For how many more seconds the most patient of the waiters waits; ``None``: for ever."""
+        latest = 0.0
+        for hold in self.queue:
+            if hold.patient_until is None:
+                return None
+            latest = max(latest, hold.patient_until)
+        return max(0.0, latest - now)
+
+    def _glance(self, session: Session, head: Hold) -> Waited:
+        """Between heartbeats: has it been granted?"""
+        if self._second_look:
+            self._second_look = False
+            return self.keeper.backend.wait(session, head.claim, Place(head.arrived, len(self.queue)))
+        granted = self.keeper.backend.granted(session, head.claim)
+        return Waited((granted,) if granted else (), Queue(ahead=0))
+
+    def _plan(self, queue: Queue, now: float, *, new: bool = False) -> None:
+        self._refresh_at = now + HEARTBEAT * random.uniform(0.9, 1.0)  # noqa: S311 - no two processes in step
+        self._polls = not queue.told and (queue.strangers > 0 or not self.keeper.presence.channel)
+        self._second_look = new
+        self.next_at = self._next(now)
+        if new:
+            # Those further back were most likely seen by whoever frees a slot.
+            self.next_at = min(self.next_at, now + SECOND_LOOK * (1 + min(queue.ahead, 5)))
+        if queue.suspects:
+            self._refresh_at = self.next_at = min(self.next_at, now + SUSPECTED)
+        if queue.expiry_in is not None and queue.ahead == 0 and queue.expiry_in < self._refresh_at - now:
+            self.next_at = min(self.next_at, now + queue.expiry_in + 0.002)
+            self._refresh_at = min(self._refresh_at, self.next_at)
+
+    def _next(self, now: float) -> float:
+        if not self._polls:
+            return self._refresh_at
+        pause = self._pause * random.uniform(0.7, 1.3)  # noqa: S311
+        self._pause = min(self._pause * 1.15, LAST_POLL)
+        return min(now + pause, self._refresh_at)
+
+    def look_soon(self) -> None:
+        """Look around at the next step: something has changed."""
+        self._refresh_at = self.next_at = 0.0
+
+    def _fail(self, error: Exception, only: Hold | None = None) -> None:
+        with self.keeper.queue_lock:
+            failed = [hold for hold in self.queue if only is None or hold is only]
+            for hold in failed:
+                self.remove(hold)
+                self.keeper.waiting.pop(hold.permit_id, None)
+                hold.state = State.OVER
+        for hold in failed:
+            # Each raises one of its own: a traceback grows with every raise, and keeps the frames it passed.
+            hold.answer(error if only is not None else _same(error))
+        if only is None:
+            self.keeper.forget_arbiter(self)
+
+    def _leave(self, session: Session, claim: Claim) -> None:
+        try:
+            self.keeper.backend.leave(session, claim)
+        except BackendError:
+            self.keeper.doubt(claim)
+
+
+def _served(hold: Hold) -> bool:
+    return hold.state is State.HELD
+
+
+def _same(error: Exception) -> Exception:
+    copied = copy.copy(error)
+    copied.__cause__ = error.__cause__
+    return copied

@@ -1,0 +1,519 @@
+"""The pieces of application locks that need no server: the line, its sessions' sockets, what errors mean."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from django_sqlsem import BackendError
+from django_sqlsem.backends.applock import pool as applock_pool
+from django_sqlsem.backends.applock import queue
+from django_sqlsem.backends.applock.acquire import Answer, Stand
+from django_sqlsem.backends.applock.held import Holding
+from django_sqlsem.backends.applock.pool import LockPool
+from django_sqlsem.backends.applock.queue import Line
+from django_sqlsem.backends.applock.sessions import LockSession, Turn
+from django_sqlsem.backends.applock.tsql import parts
+from django_sqlsem.backends.applock.tsql.proof import prove
+from django_sqlsem.backends.base import (
+    Claim,
+    Grant,
+    Granted,
+    Place,
+)
+from django_sqlsem.core import identity
+from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.names import resource_for
+from django_sqlsem.database import limits
+from django_sqlsem.database import sockets as database_sockets
+from django_sqlsem.database.sqlserver import Meaning, lock_names, meaning
+from tests.support.databases import ROOT
+from tests.support.threads import wait_until
+
+
+def claim(permit_id: str) -> Claim:
+    return Claim(resource_for("line", "semaphore"), permit_id, 1, 1, 60.0, True, identity.current())
+
+
+def place() -> Place:
+    return Place(boot_now(), waiting=1)
+
+
+class Server:
+    """What a line asks for: a gate that opens at once, and slots that are granted when ``free`` says so."""
+
+    def __init__(self) -> None:
+        self.pool: Any = SimpleNamespace(
+            alias="default",
+            alone=lambda: SimpleNamespace(can_be_cut=False, ended="", cut=lambda: None),
+            give_back=self.given_back.append,
+        )
+        self.free = threading.Event()
+        self.patience = 0.3
+        self.asked: list[str] = []
+        self.delivered: list[str] = []
+        self.given_up: list[str] = []
+        self.passed_on: list[tuple[str, str]] = []
+        self.served_elsewhere: set[str] = set()
+
+    @property
+    def given_back(self) -> list[Any]:
+        return self.__dict__.setdefault("_given_back", [])
+
+    def attempt(self, session: Any, asking: Claim, stand: Stand, *, fair: bool) -> Answer:
+        self.asked.append(asking.permit_id)
+        if not self.free.wait(self.patience):
+            return Answer(None, parts.BUSY, head=True)
+        return Answer(Granted(asking.permit_id, Grant((1,), (), (1,)), 60.0), parts.DONE)
+
+    def pass_on(self, session: Any, asked: Claim, successor: Claim) -> Granted | None:
+        self.passed_on.append((asked.permit_id, successor.permit_id))
+        if successor.permit_id in self.served_elsewhere:
+            self.free.clear()
+            self.patience = 0.3
+            return None
+        return Granted(successor.permit_id, Grant((1,), (), (1,)), 60.0)
+
+    def deliver(self, granted: Granted, sent: float, resource: Any, *, at_once: bool) -> None:
+        self.delivered.append(granted.permit_id)
+
+    def give_up(self, session: Any, asked: Claim) -> None:
+        assert session not in self.given_back, "others may use it already"
+        self.given_up.append(asked.permit_id)
+
+    def step_out(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def line(server: Server) -> Line:
+    return Line(server, lock_names("line"), lambda line: not line.wanted)
+
+
+def test_one_of_two_that_asked_at_the_same_moment_leaves_the_other_in_line(server: Server, line: Line) -> None:
+    for each in "ab":
+        line.enrol(claim(each), place())
+    line.leave("b")
+    line.start()
+    server.free.set()
+    wait_until(lambda: server.delivered == ["a"])
+
+
+def test_what_was_granted_to_one_that_had_left_is_given_back(server: Server, line: Line) -> None:
+    line.enrol(claim("a"), place())
+    line.start()
+    wait_until(lambda: server.asked)
+    line.leave("a")
+    server.free.set()
+    wait_until(lambda: server.given_up == ["a"] or "a" not in server.asked[:1])
+    assert server.delivered == []
+
+
+def grant_too_late(server: Server, line: Line) -> None:
+    """Grant a slot to ``a`` when it has left, and ``b`` waits in its place."""
+    server.patience = 10.0
+    line.enrol(claim("a"), place())
+    line.start()
+    wait_until(lambda: server.asked)
+    line.enrol(claim("b"), place())
+    line.leave("a")
+    server.free.set()
+
+
+def test_what_was_granted_to_one_that_had_left_goes_to_the_next_one_here(server: Server, line: Line) -> None:
+    grant_too_late(server, line)
+    wait_until(lambda: server.delivered)
+    assert server.delivered == ["b"]
+    assert server.passed_on == [("a", "b")]
+    assert not server.given_up
+
+
+def test_what_the_next_one_here_has_got_elsewhere_is_left_alone(server: Server, line: Line) -> None:
+    server.served_elsewhere = {"b"}
+    grant_too_late(server, line)
+    wait_until(lambda: server.passed_on)
+    line.leave("b")
+    wait_until(lambda: server.given_back)
+    line.end(60)
+    assert (server.delivered, server.given_up) == ([], [])
+
+
+def test_of_two_sessions_that_were_served_for_one_permit_only_the_first_one_has_it() -> None:
+    pool = LockPool("default")
+    first, second = (cast("LockSession", SimpleNamespace(held={}, ended="", kept=False)) for _ in range(2))
+    holdings = [Holding("a", lock_names("line"), "key", (slot,)) for slot in (1, 2)]
+    assert [pool.note(session, each) for session, each in zip((first, second), holdings, strict=True)] == [True, False]
+    pool.forget(second, holdings[1])
+    assert pool.holder("a") == (first, holdings[0])
+    assert not second.held
+
+
+@pytest.mark.parametrize("how", ["closed", "reset"])
+def test_a_connection_that_the_other_side_has_ended_is_known_by_its_socket(how: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
+        other, _ = listener.accept()
+        found = [(sock.fileno(), os.fstat(sock.fileno()).st_ino)]
+        assert not database_sockets.are_closed(found)
+        if how == "reset":
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        other.close()
+        wait_until(lambda: database_sockets.are_closed(found))
+        assert not database_sockets.are_closed([(sock.fileno(), 0)])
+    assert not database_sockets.are_closed(found)
+
+
+def test_a_line_whose_thread_could_not_start_starts_later(
+    server: Server, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    line.enrol(claim("a"), place())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_more)
+        with pytest.raises(RuntimeError):
+            line.start()
+    server.free.set()
+    line.start()
+    wait_until(lambda: server.delivered == ["a"])
+
+
+KILLED = [
+    ("08S01", "[08S01] [Microsoft]TCP Provider: Error code 0x2746 (10054) (SQLExecDirectW)"),
+    ("08S01", "[08S01] [FreeTDS][SQL Server]Read from the server failed (20004) (SQLExecDirectW)"),
+    ("Driver Error: Communication link failure; DDBC Error: [Microsoft]TCP Provider: Error code 0x2746",),
+]
+NEVER_THERE = [
+    ("08001", "[08001] [Microsoft]TCP Provider: Error code 0x2749 (10061) (SQLDriverConnect)"),
+    ("08001", "[08001] [FreeTDS][SQL Server]Unable to connect to data source (0) (SQLDriverConnect)"),
+    ("Driver Error: Client unable to establish connection; DDBC Error: [Microsoft]TCP Provider: Error code 0x2749",),
+    ("HYT00", "[HYT00] [Microsoft]Login timeout expired (0) (SQLDriverConnect)"),
+    ("28000", "[28000] [Microsoft]Login failed for user 'sa'. (18456) (SQLDriverConnect)"),
+]
+
+
+def failing_logins(server: Server, said: tuple[str, ...], count: int) -> list[int]:
+    """Have so many logins fail, and return a list that gets a number for each one that is tried."""
+    real, tried = server.pool.alone, []
+
+    def alone() -> Any:
+        tried.append(len(tried))
+        if len(tried) <= count:
+            raise BackendError("The database 'default' failed") from Exception(*said)
+        return real()
+
+    server.pool.alone = alone
+    return tried
+
+
+@pytest.mark.parametrize("said", KILLED)
+def test_who_waits_goes_on_when_a_session_is_killed_in_its_login(
+    server: Server, line: Line, said: tuple[str, ...]
+) -> None:
+    tried = failing_logins(server, said, 3)
+    server.free.set()
+    line.enrol(claim("a"), place())
+    line.start()
+    wait_until(lambda: server.delivered == ["a"])
+    assert len(tried) == 4
+    assert line.error is None
+
+
+@pytest.mark.parametrize(("said", "logins"), [(KILLED[0], queue.ENDS), *[(each, 1) for each in NEVER_THERE]])
+def test_who_waits_hears_of_a_server_that_is_not_there(
+    server: Server, line: Line, said: tuple[str, ...], logins: int
+) -> None:
+    tried = failing_logins(server, said, 1000)
+    line.enrol(claim("a"), place())
+    line.start()
+    wait_until(lambda: line.error is not None)
+    assert len(tried) == logins
+    line.leave("a")
+
+
+def test_a_socket_that_took_over_a_descriptor_is_not_cut() -> None:
+    ours, theirs = socket.socketpair()
+    sockets = [(ours.fileno(), os.fstat(ours.fileno()).st_ino)]
+    stranger, peer = socket.socketpair()
+    with theirs, peer:
+        number = ours.detach()
+        os.dup2(stranger.fileno(), number)  # as if the driver had closed it, and somebody had opened another
+        stranger.close()
+        database_sockets.cut(sockets)
+        peer.sendall(b"x")
+        assert os.read(number, 1) == b"x"
+        os.close(number)
+
+
+def test_a_fork_lets_go_of_sockets_from_the_connect_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_sockets, "_opened", [])
+    monkeypatch.setattr(database_sockets, "gate", threading.Lock())
+    listener = socket.create_server(("127.0.0.1", 0))
+    raw, sockets = database_sockets.opening(lambda: socket.create_connection(listener.getsockname()))
+    server_side, _ = listener.accept()
+    with listener, raw, server_side:
+        assert [descriptor for descriptor, _inode in sockets] == [raw.fileno()]
+        database_sockets.after_fork()
+        server_side.settimeout(5)
+        assert server_side.recv(1) == b""  # nobody has it open any more
+
+
+def test_a_login_that_hears_nothing_is_cut_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_sockets, "gate", threading.Lock())
+    silent, talking = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    port = silent.getsockname()[1]
+    others = []
+
+    def connect() -> socket.socket:
+        raw = socket.create_connection(("127.0.0.1", port))
+        others.extend(socket.create_connection(server.getsockname()) for server in (silent, talking))
+        _ours, theirs, elsewhere = silent.accept()[0], silent.accept()[0], talking.accept()[0]
+        with _ours, theirs, elsewhere:
+            talker = threading.Thread(target=talk, args=(theirs,))
+            talker.start()
+            raw.settimeout(30)
+            said = raw.recv(1)  # a driver that waits for ever
+            over.set()
+            talker.join()
+            for each in (theirs, elsewhere):
+                each.sendall(b"end")
+        raw.close()
+        raise ConnectionError(said)
+
+    def talk(sock: socket.socket) -> None:
+        while not over.wait(0.1):
+            sock.sendall(b"x")
+
+    over = threading.Event()
+    with silent, talking, contextlib.ExitStack() as stack:
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match="b''"):
+            database_sockets.opening(connect, port, limit=1)
+        assert time.monotonic() - began > 1
+        for each in others:
+            stack.enter_context(each)
+            each.settimeout(5)
+            assert b"".join(iter(lambda each=each: each.recv(1024), b"")).endswith(b"end")
+
+
+def test_who_has_stood_in_line_for_a_login_long_enough_goes_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Lock()
+    monkeypatch.setattr(database_sockets, "gate", gate)
+    with gate, socket.create_server(("127.0.0.1", 0)) as listener:
+        raw, known = database_sockets.opening(lambda: socket.create_connection(listener.getsockname()), patience=0.01)
+        raw.close()
+    assert known == []
+    assert not gate.locked()
+
+
+def test_a_connection_to_elsewhere_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that took its own from a pool opened none, and another thread did at that moment."""
+    monkeypatch.setattr(database_sockets, "gate", threading.Lock())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for wanted, count in ((port, 1), (port + 1, 0), (None, 1)):
+            raw, known = database_sockets.opening(lambda: socket.create_connection(("127.0.0.1", port)), wanted)
+            raw.close()
+            assert len(known) == count
+
+
+@pytest.mark.parametrize(
+    ("settings", "port"),
+    [
+        ({}, 1433),
+        ({"HOST": "db", "PORT": ""}, 1433),
+        ({"HOST": "db", "PORT": "14330"}, 14330),
+        ({"HOST": "db", "PORT": 14330}, 14330),
+        ({"HOST": "tcp:db,14331"}, 14331),
+        ({"HOST": "db, 14331"}, 14331),
+        ({"HOST": "db\\SQLEXPRESS"}, None),
+        ({"HOST": "db\\SQLEXPRESS", "PORT": "14330"}, 14330),
+        ({"HOST": "db", "PORT": "14330", "OPTIONS": {"dsn": "reports"}}, None),
+        ({"HOST": "db", "PORT": "14330", "OPTIONS": {"driver": "FreeTDS"}}, None),
+        ({"HOST": "db", "PORT": "14330", "OPTIONS": {"driver": "FreeTDS", "host_is_server": True}}, 14330),
+        ({"HOST": "db", "OPTIONS": {"driver": "ODBC Driver 17 for SQL Server"}}, 1433),
+        ({"HOST": "db", "OPTIONS": {"python_driver": "mssql-python"}}, 1433),
+    ],
+)
+def test_where_a_server_listens(settings: dict[str, Any], port: int | None) -> None:
+    assert database_sockets.port_in(settings) == port
+
+
+def test_a_server_that_sends_on_is_found_by_where_it_sends_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Azure SQL does within Azure: the gateway's connection has gone by then, and the database's is elsewhere."""
+    monkeypatch.setattr(database_sockets, "gate", threading.Lock())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = listener.getsockname()[1]
+        monkeypatch.setattr(database_sockets, "_REDIRECTED", (there,))
+        raw, known = database_sockets.opening(lambda: socket.create_connection(("127.0.0.1", there)), 1433)
+        assert [descriptor for descriptor, _inode in known] == [raw.fileno()]
+        raw.close()
+
+
+def test_sessions_that_somebody_waits_on_are_not_waited_for() -> None:
+    pool = LockPool("default")
+    waiting: Any = SimpleNamespace(ended="", unclear={"key": None}, waiting=True)
+    left: Any = SimpleNamespace(ended="", unclear={"key": None}, waiting=False)
+    pool._sessions = [waiting, left]
+    assert pool.unclear("key") == [left]
+
+
+def test_a_crowd_opens_few_sessions_however_slow_logins_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged_in, opened = threading.Event(), []
+
+    class Slow:
+        def __init__(self, alias: str, in_turn: Any) -> None:
+            opened.append(self)
+            assert logged_in.wait(30)
+            self.lock, self.held, self.unclear = Turn(lambda: None), dict[str, Holding](), dict[str, Any]()
+            self.ended, self.waiting, self.kept, self.last_used = "", False, False, 0.0
+
+    monkeypatch.setattr(applock_pool, "LockSession", Slow)
+    monkeypatch.setattr(applock_pool, "TURN", 0.05)
+    monkeypatch.setattr(applock_pool, "LOOK", 0.05)
+    pool = LockPool("default")
+    served: list[LockSession] = []
+
+    def claim_once() -> None:
+        with pool.shared("key") as session:
+            served.append(session)
+
+    crowd = [threading.Thread(target=claim_once, daemon=True) for _ in range(50)]
+    for each in crowd:
+        each.start()
+    wait_until(lambda: pool.attempts == len(crowd))
+    time.sleep(0.2)  # all of them have waited for longer than their turn takes
+    logged_in.set()
+    for each in crowd:
+        each.join(30)
+    assert len(served) == len(crowd)
+    assert len(opened) == applock_pool.ENOUGH
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            Exception("Driver Error: Timeout expired; DDBC Error: [Microsoft]Query timeout expired"),
+            Meaning.SILENT,
+        ),
+        (Exception("HYT00", "[HYT00] [Microsoft]Query timeout expired (0) (SQLExecDirectW)"), Meaning.SLOW),
+        (
+            Exception(
+                "Driver Error: Communication link failure; DDBC Error: [Microsoft]TCP Provider: Error code 0x2746"
+            ),
+            Meaning.OTHER,
+        ),
+        (
+            Exception("01000", "[01000] [FreeTDS][SQL Server]Unexpected EOF from the server (20017) (SQLExecDirectW)"),
+            Meaning.SESSION_ENDED,
+        ),
+        (Exception("22012", "[22012] Divide by zero error encountered. (8134)"), Meaning.OTHER),
+    ],
+)
+def test_what_an_error_means_whatever_the_driver(error: Exception, expected: Meaning) -> None:
+    assert meaning(error) is expected
+
+
+class Silent:
+    """A session whose server owes an answer."""
+
+    def __init__(self) -> None:
+        self.asked, self.limit = 0.0, 5
+        self.was_cut = threading.Event()
+
+    def cut(self) -> None:
+        self.was_cut.set()
+
+
+def test_a_statement_that_is_not_answered_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_sockets, "LOOK", 0.01)
+    watch, silent, at_rest = database_sockets.Watch(), Silent(), Silent()
+    for each in (silent, at_rest):
+        watch.add(each)
+    silent.asked = time.monotonic() - silent.limit - database_sockets.GRACE - 1
+    assert silent.was_cut.wait(10)
+    assert not at_rest.was_cut.is_set()
+    for each in (silent, at_rest):
+        watch.remove(each)
+    wait_until(lambda: watch._thread is None, what="no thread for nothing")
+
+
+def test_a_proof_has_a_mark_for_each_parameter_and_tells_of_wishes_only_where_rows_are() -> None:
+    for resources, permits in ((1, 0), (1, 1), (100, 37)):
+        batch = prove(resources, permits)
+        assert batch.text.count("?") == len(batch.parameters) == 1 + resources + 3 * permits
+        assert "{" not in batch.text
+        assert batch.text.count("stop_token = token") == permits
+    assert "LOCK_TIMEOUT" not in prove(3).text
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_locks_are_given_back_before_a_driver_closes_all_connections(tmp_path: Path, used: bool) -> None:
+    (tmp_path / "mssql_python.py").write_text("import atexit; atexit.register(lambda: print('the driver', flush=True))")
+    code = """
+import json, sys
+import django
+from django.conf import settings
+options = {"python_driver": "mssql_python"} if json.loads(sys.argv[1]) else {}
+other = {"ENGINE": "django.db.backends.dummy", "OPTIONS": options}
+default = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
+settings.configure(INSTALLED_APPS=["django_sqlsem"], DATABASES={"default": default, "other": other})
+django.setup()
+from django_sqlsem.runtime import keepers
+keepers.stop_all = lambda: print("the locks", flush=True)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-c", code, json.dumps(used)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["the locks", "the driver"][: 1 + used]
+
+
+@pytest.mark.parametrize("said", ["Unexpected EOF from the server (20017)", "Unknown error (0)"])
+def test_what_freetds_says_of_a_connection_that_is_gone(said: str) -> None:
+    pyodbc = pytest.importorskip("pyodbc")
+    text = f"[HY000] [FreeTDS][SQL Server]{said} (SQLExecDirectW)"
+    assert limits.is_disconnect(pyodbc.Error("HY000", text))
+    assert not limits.is_disconnect(pyodbc.Error("HY000", text.replace("(0", "(50").replace("(2", "(5")))
+
+
+@pytest.mark.parametrize(
+    ("driver", "arguments", "deadlock"),
+    [
+        ("pyodbc", ("40001", "[40001] [Microsoft][ODBC Driver 18 for SQL Server][SQL Server]Was victim (1205)"), True),
+        ("pyodbc", ("42000", "[42000] [FreeTDS][SQL Server]Transaction was the victim (1205) (SQLExecute)"), True),
+        (
+            "mssql_python",
+            ("Serialization failure", "Transaction (Process ID 52) was deadlocked on lock resources"),
+            True,
+        ),
+        ("pyodbc", ("42000", "[42000] [FreeTDS][SQL Server]Lock request time out period exceeded. (1222)"), False),
+        ("mssql_python", ("Syntax error or access violation", "Lock request time out period exceeded."), False),
+        ("pyodbc", ("42000", "[42000] [Microsoft]Update conflict (3960)"), False),
+    ],
+)
+def test_what_drivers_of_sql_server_say_of_what_passes(driver: str, arguments: tuple[str, ...], deadlock: bool) -> None:
+    """As captured from the drivers; an operational error is no dead connection for that."""
+    error = type("OperationalError", (Exception,), {"__module__": driver})(*arguments)
+    assert limits.is_transient(error)
+    assert limits.is_deadlock_of_sql_server(error) is deadlock
+    assert not limits.is_disconnect(error)
+    assert meaning(error) is Meaning.AGAIN
+    assert not limits.is_transient(type(error)("42000", "Incorrect syntax near 'x'. (102)"))

@@ -1,0 +1,203 @@
+"""What is refused leaves nothing to the garbage collector: errors keep their frames, and no frame keeps its error."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import gc
+import types
+
+import pytest
+from celery import Celery
+from celery._state import _task_stack
+from celery.exceptions import Reject, Retry
+from django.test import AsyncRequestFactory, RequestFactory
+
+from django_sqlsem import AcquireTimeoutError, semaphore
+from django_sqlsem.testing import held
+
+TIMES = 5
+TASKS = Celery("garbage", broker="memory://", set_as_current=False)
+UNREACHABLE = Celery("unreachable", broker="amqp://127.0.0.1:1//", set_as_current=False)
+UNREACHABLE.conf.update(task_publish_retry=False)
+
+
+def is_ours(thing):
+    if isinstance(thing, types.FrameType):
+        return thing.f_globals.get("__name__", "").startswith("django_sqlsem")
+    if isinstance(thing, types.TracebackType):
+        return is_ours(thing.tb_frame)
+    return type(thing).__module__.startswith("django_sqlsem")
+
+
+def named(thing):
+    if isinstance(thing, types.TracebackType):
+        thing = thing.tb_frame
+    return f"frame of {thing.f_code.co_qualname}" if isinstance(thing, types.FrameType) else type(thing).__qualname__
+
+
+def garbage(attempt):
+    """What several attempts leave of ours that only the garbage collector finds, with how much of it there is."""
+    attempt()  # what is made once is made
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for _ in range(TIMES):
+            attempt()
+        gc.collect()
+        return collections.Counter(named(thing) for thing in gc.garbage if is_ours(thing))
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def tried(call):
+    def attempt():
+        with contextlib.suppress(AcquireTimeoutError):
+            call()
+
+    return attempt
+
+
+def in_loop(make):
+    async def attempt():
+        with contextlib.suppress(AcquireTimeoutError):  # in here: what leaves it is kept by frames of asyncio's
+            await make()
+
+    return lambda: asyncio.run(attempt())
+
+
+def block(lock):
+    @tried
+    def attempt():
+        with lock:
+            raise AssertionError("not reached")
+
+    return attempt
+
+
+def async_block(lock):
+    async def attempt():
+        async with lock:
+            raise AssertionError("not reached")
+
+    return in_loop(attempt)
+
+
+def function(lock):
+    return tried(lock(lambda: None))
+
+
+def skipped(lock):
+    return tried(dataclasses.replace(lock, on_busy="skip")(lambda: None))
+
+
+def generator(lock):
+    @lock
+    def items():
+        yield 1
+
+    return tried(lambda: list(items()))
+
+
+def async_function(lock):
+    @lock
+    async def work():
+        raise AssertionError("not reached")
+
+    return in_loop(work)
+
+
+def async_generator(lock):
+    @lock
+    async def items():
+        yield 1
+
+    async def attempt():
+        async for _ in items():
+            raise AssertionError("not reached")
+
+    return in_loop(attempt)
+
+
+def view(lock, **options):
+    def work(request):
+        raise AssertionError("not reached")
+
+    decorated = dataclasses.replace(lock, **options)(work)
+    return tried(lambda: decorated(RequestFactory().get("/")))
+
+
+def raising_view(lock):
+    return view(lock, on_busy="raise")
+
+
+def async_view(lock):
+    @lock
+    async def work(request):
+        raise AssertionError("not reached")
+
+    return in_loop(lambda: work(AsyncRequestFactory().get("/")))
+
+
+def task(lock, app=TASKS, expected=Retry, **options):
+    """A task's body, run as a worker does."""
+
+    # A name is given once: an app that knows it returns the task that it knows.
+    @app.task(name=f"{lock.name}-{lock.using}", **options)
+    @lock
+    def work():
+        raise AssertionError("not reached")
+
+    def attempt():
+        work.push_request(id="1", retries=0, called_directly=False, args=(), kwargs={}, delivery_info={})
+        _task_stack.push(work)
+        try:
+            work.run()
+        except expected:
+            return
+        finally:
+            _task_stack.pop()
+            work.pop_request()
+        raise AssertionError("not refused")
+
+    return attempt
+
+
+def unsent_task(lock):
+    return task(lock, UNREACHABLE, AcquireTimeoutError)
+
+
+def unsent_late_task(lock):
+    return task(lock, UNREACHABLE, Reject, acks_late=True)
+
+
+MAKERS = [
+    block,
+    async_block,
+    function,
+    skipped,
+    generator,
+    async_function,
+    async_generator,
+    view,
+    raising_view,
+    async_view,
+    task,
+    pytest.param(unsent_task, marks=pytest.mark.soak),
+    pytest.param(unsent_late_task, marks=pytest.mark.soak),
+]
+
+
+@pytest.mark.rows_only("ranks")
+@pytest.mark.parametrize("timeout", [0, 0.02], ids=["at once", "after a wait"])
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_refusal_is_no_garbage(database, make, timeout, monkeypatch):
+    monkeypatch.setattr("django_sqlsem.contrib.celery.PAUSE_BEFORE_REJECT", 0)
+    lock = semaphore(f"garbage-{make.__name__}-{timeout}", 1, timeout=timeout, using=database)
+    with held(lock):
+        assert garbage(make(lock)) == {}

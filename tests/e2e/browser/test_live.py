@@ -1,0 +1,178 @@
+"""Pages that refresh themselves: what they show, when they ask, and what they say when there is no answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+from django.contrib.sessions.models import Session
+from playwright.sync_api import Page, Request, expect
+
+from tests.e2e.browser.site import PATIENCE, Server, Visitor
+from tests.support import databases
+from tests.support.operators import hold, make_semaphore
+from tests.support.processes import Child
+
+pytestmark = pytest.mark.leaves_held
+
+#: Longer than the longest pause after errors.
+RECOVERY = 1000 * (PATIENCE + 45)
+TABS = """
+(hidden) => {
+  Object.defineProperty(document, "hidden", { configurable: true, get: () => hidden });
+  document.dispatchEvent(new Event("visibilitychange"));
+}
+"""
+
+
+def stays(page: Page) -> None:
+    """Note that this very page is to stay."""
+    page.evaluate("window.stayed = true")
+
+
+def assert_stayed(page: Page) -> None:
+    assert page.evaluate("window.stayed === true"), "the page was loaded anew"
+
+
+def asked(page: Page) -> list[Request]:
+    """Return a list that grows with each request for a fragment."""
+    found: list[Request] = []
+    page.on("request", lambda request: found.append(request) if "x-sqlsem-fragment" in request.headers else None)
+    return found
+
+
+@pytest.mark.parametrize("alias", [alias for alias in databases.covered() if alias in ("default", "postgres")])
+def test_a_new_holder_appears_by_itself(
+    server_for: Callable[..., Server], visit: Callable[..., Visitor], alias: str
+) -> None:
+    make_semaphore(alias)
+    operator = visit(server_for(alias))
+    page = operator.lock()
+    stays(page)
+    overview = operator.context.new_page()
+    overview.goto("/admin/sqlsem/semaphorerow/")
+    stays(overview)
+    held = overview.locator("#sqlsem-live .sqlsem-cell.sqlsem-held")
+    expect(held).to_have_count(0)
+    with Child("hold", alias, "reports", 3) as child:
+        child.expect("held")
+        expect(page.locator("#sqlsem-live")).to_contain_text(str(child.pid))
+        expect(held).to_have_count(1)
+        child.send()
+        child.expect("released")
+        expect(held).to_have_count(0)
+    assert_stayed(page)
+    assert_stayed(overview)
+
+
+@pytest.fixture(params=["overview", "lock"])
+def page(request: pytest.FixtureRequest, operator: Visitor) -> Page:
+    """Each of the two pages, with a clock that goes on when a test says so."""
+    make_semaphore("default")
+    hold("default")
+    operator.page.clock.install()
+    return operator.overview() if request.param == "overview" else operator.lock()
+
+
+def test_a_hidden_tab_stops_asking(page: Page) -> None:
+    requests = asked(page)
+    with page.expect_response(lambda answer: "x-sqlsem-fragment" in answer.request.headers):
+        page.clock.run_for(3500)
+    page.evaluate(TABS, True)
+    before = len(requests)
+    for _ in range(6):
+        page.clock.run_for(10_000)
+    assert len(requests) == before
+    with page.expect_response(lambda answer: "x-sqlsem-fragment" in answer.request.headers):
+        page.evaluate(TABS, False)
+    assert len(requests) == before + 1
+
+
+def test_an_operator_can_stop_it_and_sees_how_old_the_view_is(page: Page) -> None:
+    expect(page.locator("[data-sqlsem-age]")).to_contain_text("s ago")
+    page.get_by_role("button", name="Pause refreshing").press("Enter")
+    requests = asked(page)
+    for _ in range(3):
+        page.clock.run_for(10_000)
+    assert not requests
+    expect(page.locator("[data-sqlsem-age]")).to_have_text(re.compile(r"paused: as of \d\d s ago"))
+    with page.expect_response(lambda answer: answer.status == 200):
+        page.get_by_role("button", name="Go on refreshing").press("Enter")
+    expect(page.locator("[data-sqlsem-age]")).to_have_text(re.compile(r"as of \d s ago"))
+
+
+@pytest.fixture
+def broken(server: Server) -> Iterator[Callable[[bool], None]]:
+    """A function that takes a table of the locks away from the server, or gives it back."""
+    away = False
+
+    def take(wanted: bool) -> None:
+        nonlocal away
+        if wanted != away:
+            tables = ("sqlsem_slot", "sqlsem_slot_away") if wanted else ("sqlsem_slot_away", "sqlsem_slot")
+            databases.query("default", "ALTER TABLE {} RENAME TO {}".format(*tables))
+            away = wanted
+
+    yield take
+    take(False)
+
+
+@pytest.mark.parametrize("which", ["overview", "lock"])
+def test_a_failing_database_is_said_and_the_view_stays(
+    operator: Visitor, broken: Callable[[bool], None], which: str
+) -> None:
+    make_semaphore("default")
+    hold("default")
+    page = operator.overview() if which == "overview" else operator.lock()
+    stays(page)
+    before = page.locator("#sqlsem-live").inner_text()
+    assert "reports" in before or "web1" in before
+    broken(True)
+    message = page.locator("[data-sqlsem-error]")
+    expect(message).to_contain_text("could not be read")
+    assert len(page.locator("#sqlsem-live").inner_text()) > len(before) // 2
+    expect(page.locator("[data-sqlsem-age]")).to_contain_text("stale")
+    broken(False)
+    expect(message).to_be_empty(timeout=RECOVERY)
+    assert_stayed(page)
+
+
+def test_a_page_that_is_opened_while_the_database_fails(operator: Visitor, broken: Callable[[bool], None]) -> None:
+    make_semaphore("default")
+    broken(True)
+    answer = operator.page.goto("/admin/sqlsem/semaphorerow/")
+    assert answer is not None
+    assert answer.status == 503
+    expect(operator.page.get_by_role("alert")).to_contain_text("could not be read")
+    broken(False)
+    expect(operator.page.locator("#sqlsem-live").get_by_role("link", name="reports", exact=True)).to_be_visible(
+        timeout=RECOVERY
+    )
+
+
+def test_a_server_that_is_gone_and_comes_back(visit: Callable[..., Visitor], server: Server) -> None:
+    make_semaphore("default")
+    hold("default")
+    own = Server("default")
+    try:
+        page = visit(own).lock()
+        stays(page)
+        own.stop()
+        expect(page.locator("[data-sqlsem-error]")).to_contain_text("cannot be reached")
+        expect(page.locator("#sqlsem-live")).to_contain_text("4711")
+        own.start()
+        expect(page.locator("[data-sqlsem-error]")).to_be_empty(timeout=RECOVERY)
+        assert_stayed(page)
+    finally:
+        own.close()
+
+
+def test_a_session_that_has_ended(operator: Visitor) -> None:
+    make_semaphore("default")
+    page = operator.overview()
+    Session.objects.all().delete()
+    message = page.locator("[data-sqlsem-error]")
+    expect(message).to_contain_text("session has ended")
+    message.get_by_role("link").click()
+    expect(page.locator("input[name=username]")).to_be_visible()

@@ -1,0 +1,128 @@
+"""Every page of the locks: what a strict policy, a screen reader, a narrow screen and another theme make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from django.urls import reverse
+from playwright.sync_api import Page, expect
+
+from django_sqlsem.models import SemaphoreRow
+from tests.e2e.browser.site import OVERVIEW, Server, Visitor, address
+from tests.support.operators import hold, make_semaphore, slot_row, wait
+from tests.unit.test_admin import key
+
+pytestmark = pytest.mark.leaves_held
+
+GRAVE = ("serious", "critical")
+
+
+@pytest.fixture
+def scene(server: Server) -> None:
+    """Locks in all states."""
+    make_semaphore("default")
+    hold("default", slot=1)
+    hold("default", slot=2, token=8, left=-5, label="<b>&quot;</b>", user="o'neill")
+    hold("default", slot=3, token=9, stop_token=9, stop_by="ann")
+    wait("default")
+    make_semaphore("default", "calm", slots=60, paused=True)
+    hold("default", "calm", slot=60, token=3)
+    make_semaphore("default", "one", slots=1, kind="mutex")
+
+
+#: What leads to each page from an operator's first.
+PAGES: dict[str, Callable[[Visitor], Any]] = {
+    "overview": lambda visitor: visitor.overview(),
+    "search": lambda visitor: visitor.overview("?q=rep&state=held"),
+    "nothing": lambda visitor: visitor.overview("?q=nothing-of-the-kind"),
+    "lock": lambda visitor: visitor.lock(),
+    "paused": lambda visitor: visitor.lock("calm"),
+    "idle": lambda visitor: visitor.lock("one"),
+    "revoke": lambda visitor: (visitor.lock(), visitor.press("revoke 1 7")),
+    "set slots": lambda visitor: (visitor.lock(), visitor.press("set_slots")),
+    "slots": lambda visitor: visitor.open(reverse("admin:sqlsem_slotrow_changelist")),
+    "history": lambda visitor: visitor.open(address(view="history")),
+}
+
+
+def findings(page: Page) -> list[str]:
+    """Return what axe-core finds that is serious, but for what Django's own frame around the page has."""
+    found = Axe().run(page, context={"include": [["#content"]]}).response["violations"]
+    return [
+        f"{each['id']} ({each['impact']}): {node['html'][:200]} {node['failureSummary'][:300]}"
+        for each in found
+        if each["impact"] in GRAVE
+        for node in each["nodes"]
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(server: Server, visit: Callable[..., Visitor], scene: None, scheme: str) -> None:
+    visitor = visit(server, color_scheme=scheme)
+    found = {}
+    for name, open_page in PAGES.items():
+        open_page(visitor)
+        found[name] = findings(visitor.page)
+    assert {name: each for name, each in found.items() if each} == {}
+
+
+def test_axe_would_find_something(operator: Visitor, scene: None) -> None:
+    page = operator.overview()
+    page.evaluate("document.querySelector('#content').append(document.createElement('button'))")
+    assert any("button-name" in finding for finding in findings(page))
+
+
+def test_the_policy_would_be_seen_to_refuse(operator: Visitor, scene: None) -> None:
+    page = operator.overview()
+    assert operator.refused == []
+    page.evaluate("document.body.append(Object.assign(document.createElement('style'), {textContent: 'p {}'}))")
+    page.wait_for_function("() => true")
+    assert operator.refused
+    operator.refused.clear()
+
+
+@pytest.mark.parametrize("which", ["overview", "lock", "revoke"])
+def test_a_narrow_screen_scrolls_no_page_sideways(
+    server: Server, visit: Callable[..., Visitor], scene: None, which: str
+) -> None:
+    visitor = visit(server, viewport={"width": 390, "height": 844})
+    PAGES[which](visitor)
+    width = visitor.page.evaluate("document.documentElement.scrollWidth")
+    assert width <= 390
+
+
+def test_json_for_scripts(server: Server, visit: Callable[..., Visitor], scene: None) -> None:
+    operator, nobody = visit(server), visit(server, "view_slotrow")
+    path = reverse(OVERVIEW) + "snapshot.json"
+    answer = operator.page.request.get(path)
+    assert answer.status == 200
+    shown = {each["name"]: each for each in answer.json()["semaphores"]}
+    assert set(shown) == {"reports", "calm", "one"}
+    assert {holder["pid"] for holder in shown["reports"]["holders"]} == {4711}
+    assert nobody.page.request.get(path).status == 403
+
+
+def test_under_unfold(unfold: Server, visit: Callable[..., Visitor], scene: None) -> None:
+    """Both pages are whole there, refresh themselves, and lead to acts."""
+    visitor = visit(unfold)
+    page = visitor.overview()
+    expect(page.locator("#sqlsem-live .sqlsem-cell").first).to_be_visible()
+    expect(page.get_by_role("columnheader", name="Utilisation")).to_be_visible()
+    expect(page.locator("[data-sqlsem-age]")).to_contain_text("s ago")
+    page.locator(f'input[name=_selected_action][value="{key("calm")}"]').check()
+    page.locator("select[name=action]").first.select_option("resume")
+    page.locator("button[name=index]").first.click()
+    visitor.confirm("Resumed.")
+    page.locator("#sqlsem-live").get_by_role("link", name="reports", exact=True).click()
+    expect(page.locator("#sqlsem-live")).to_contain_text("4711")
+    visitor.press("pause")
+    visitor.confirm("Paused.")
+    assert dict(SemaphoreRow.objects.values_list("name", "paused")) == {"reports": True, "calm": False, "one": False}
+    page = visitor.open(reverse("admin:sqlsem_slotrow_changelist"))
+    page.locator(f'input[name=_selected_action][value="{slot_row("default").pk}"]').check()
+    page.locator("select[name=action]").first.select_option("revoke")
+    page.locator("button[name=index]").first.click()
+    visitor.confirm("Revoked 1 permit.")

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import uuid
+
+import pytest
+from celery import Celery, shared_task, signals
+from celery.contrib.testing.worker import start_worker
+
+from django_sqlsem import (
+    AcquireTimeoutError,
+    AlreadyHeldError,
+    mutex,
+    semaphore,
+)
+from django_sqlsem.contrib.celery import MAX_COUNTDOWN
+from django_sqlsem.testing import busy, held
+from tests.programs import celery_app
+from tests.programs.celery_app import app, notes
+from tests.support.databases import assert_nothing_held, held_rows
+from tests.support.processes import Child
+from tests.support.threads import wait_until
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "notes")
+
+
+@pytest.fixture(scope="module")
+def worker_thread():
+    """A worker in a thread of this process."""
+    with start_worker(app, pool="solo", perform_ping_check=False, shutdown_timeout=20, loglevel="WARNING"):
+        yield
+
+
+@pytest.fixture
+def worker(worker_thread, database, settings):
+    """A worker whose tasks keep their locks in ``database``."""
+    settings.SQLSEM = {"DATABASE": database}
+
+
+@pytest.fixture
+def retries():
+    """The reasons of all retries, as Celery's signal tells them, with the request's number of retries."""
+    seen = []
+
+    def note(sender, request, reason, **kwargs):
+        seen.append((reason, request.retries))
+
+    signals.task_retry.connect(note)
+    yield seen
+    signals.task_retry.disconnect(note)
+
+
+def test_a_busy_task_comes_back_and_spends_no_retries(worker, database, path, retries, caplog):
+    with held("tasks", total=1), caplog.at_level(logging.INFO):
+        result = celery_app.plain.delay(path)
+        wait_until(lambda: len(retries) >= 2, what="two retries")
+        assert notes(path) == []
+    assert result.get(timeout=20) == "plain"
+    assert len(notes(path)) == 1
+    assert celery_app.plain.max_retries == 0
+    for reason, counted in retries:
+        assert counted == 0
+        assert 0.5 <= reason.when <= MAX_COUNTDOWN
+        assert isinstance(reason.exc, AcquireTimeoutError)
+    assert len({reason.when for reason, _ in retries}) > 1
+    warnings = [r for r in caplog.records if r.name == "django_sqlsem" and r.levelno == logging.WARNING]
+    assert len(warnings) == len(retries)
+    assert f"Busy: tests.plain[{result.id}] is sent again for later, because no slot of 'tasks'" in caplog.text
+
+
+def test_the_holder_is_labelled_with_the_task(worker, path):
+    result = celery_app.plain.delay(path)
+    result.get(timeout=20)
+    assert [line["label"] for line in notes(path)] == [f"tests.plain[{result.id}]"]
+
+
+def test_a_bound_task_with_a_template(worker, path, retries):
+    with held("tasks:word", total=1):
+        result = celery_app.bound.delay(path, word="word")
+        wait_until(lambda: retries, what="a retry")
+    assert result.get(timeout=20) == "word"
+    assert [(line["word"], line["retries"]) for line in notes(path)] == [("word", 0)]
+
+
+def test_the_task_s_own_retries_are_counted_as_ever(worker, path, retries):
+    with held("tasks", total=1):
+        result = celery_app.persistent.delay(path)
+        wait_until(lambda: len(retries) >= 2, what="two retries")
+    assert result.get(timeout=20) == 1
+    assert [line["retries"] for line in notes(path)] == [0, 1]
+
+
+def test_shared_tasks_and_tasks_that_are_classes(worker, path, retries):
+    with held("tasks", total=1):
+        results = [app.tasks["tests.shared"].delay(path), celery_app.class_based.delay(path)]
+        wait_until(lambda: len({reason.sig.task for reason, _ in retries}) == 2, what="a retry of each")
+    for result in results:
+        result.get(timeout=20)
+    assert sorted(line["word"] for line in notes(path)) == ["class", "shared"]
+
+
+def test_raise_fails_the_task(worker, path, retries):
+    with held("tasks", total=1):
+        result = celery_app.strict.delay(path)
+        with pytest.raises(AcquireTimeoutError):
+            result.get(timeout=20)
+    assert (notes(path), retries) == ([], [])
+
+
+def test_skip_ends_the_task_without_a_result(worker, path, retries):
+    with held("tasks", total=1):
+        assert celery_app.skipped.delay(path).get(timeout=20) is None
+    assert (notes(path), retries) == ([], [])
+    assert celery_app.skipped.delay(path).get(timeout=20) == "ran"
+
+
+def test_a_timeout_waits_in_the_worker(worker, path, retries):
+    with held("tasks", total=1) as [permit]:
+        result = celery_app.patient.delay(path)
+        time.sleep(0.3)
+        permit.release()
+        assert result.get(timeout=20) == "patient"
+    assert retries == []
+
+
+def test_a_task_that_another_calls_is_a_plain_call(worker, path, retries):
+    assert celery_app.calls.delay(path).get(timeout=20) == "called"
+    with busy("tasks"), pytest.raises(AcquireTimeoutError):
+        celery_app.calls.delay(path).get(timeout=20)
+    assert retries == []
+
+
+# Without a worker.
+
+
+@pytest.mark.django_db
+def test_eager_and_direct_calls_wait_and_then_raise(settings, path):
+    settings.SQLSEM = {"TIMEOUT": 0.3}
+    for call in (lambda: celery_app.plain(path), lambda: celery_app.plain.apply((path,), throw=True)):
+        with held("tasks", total=1):
+            start = time.monotonic()
+            with pytest.raises(AcquireTimeoutError):
+                call()
+            assert 0.3 <= time.monotonic() - start < 10  # a plain call would wait for 30 s, a task not at all
+        call()
+    assert len(notes(path)) == 2
+
+
+@pytest.mark.django_db
+def test_a_task_that_is_always_eager(path):
+    app.conf.task_always_eager = True
+    try:
+        assert celery_app.plain.delay(path).get() == "plain"
+        assert celery_app.bound.delay(path, word="x").get() == "x"
+    finally:
+        app.conf.task_always_eager = False
+
+
+@pytest.mark.django_db
+def test_a_body_that_calls_itself_does_not_deadlock(path):
+    local = Celery("local", set_as_current=False)
+
+    @local.task(name="recursive")
+    @semaphore("recursive")
+    def recursive(depth):
+        return recursive(depth - 1) if depth else 0
+
+    assert recursive(0) == 0
+    with pytest.raises(AlreadyHeldError):
+        recursive(1)
+
+
+def test_the_arguments_of_a_task_are_still_checked(path):
+    with pytest.raises(TypeError):
+        celery_app.plain.delay()
+    with pytest.raises(TypeError):
+        celery_app.bound.delay(path, word="x", other=1)
+
+
+def test_decorating_a_task_shows_the_right_order():
+    local = Celery("local", set_as_current=False)
+
+    def report(): ...
+
+    order = r"@app\.task\n    @semaphore\('r'\)\n    def report\(\.\.\.\):"
+    for task in (local.task(report), local.task(name="x.report")(report), local.tasks["x.report"]):
+        with pytest.raises(TypeError, match=order):
+            semaphore("r")(task)
+    with pytest.raises(TypeError, match=r"@app\.task\n    @semaphore\('r'\)\n    def "):
+        semaphore("r")(shared_task(report))
+    with pytest.raises(TypeError, match=r"@app\.task\n    @mutex\('r'\)"):
+        mutex("r")(local.tasks["x.report"])
+    with pytest.raises(TypeError, match=r"@semaphore\('r'\)\n    def run\(self"):
+        semaphore("r")(celery_app.Worker)
+
+
+def test_a_lazy_task_is_refused_without_being_made():
+    local = Celery("local", set_as_current=False, autofinalize=False)
+
+    with pytest.raises(TypeError, match="Put it below the task's decorator"):
+
+        @semaphore("r")
+        @local.task
+        def report(): ...
+
+    assert "report" not in str(local._tasks.keys())
+
+
+def test_the_countdown_is_never_longer_than_brokers_allow(worker, path, retries):
+    from django_sqlsem.snapshots import retry_after
+
+    with held("tasks", total=1):
+        assert retry_after(semaphore("tasks").status()) * 1.5 <= MAX_COUNTDOWN
+
+
+# Workers in processes of their own.
+
+
+@pytest.fixture(params=["filesystem", "redis"])
+def broker(request, tmp_path):
+    if request.param == "filesystem":
+        return str(tmp_path)
+    return f"{request.getfixturevalue('redis_url').rpartition('/')[0]}/5"
+
+
+@pytest.fixture
+def send(database, settings, broker):
+    """A function that sends a task to a worker with two processes."""
+    settings.SQLSEM = {"DATABASE": database, "LEASE": 10}
+    queue = f"sqlsem-tests-{uuid.uuid4().hex}"  # of our own: the server is shared
+    options = ["--concurrency=2", "--pool=prefork", f"--queues={queue}"]
+    with Child("tests.programs.celery_app:work", broker, *options) as child:
+        found = celery_app.broker_settings(broker)
+        options = found.get("broker_transport_options")
+        with app.connection_for_write(url=found["broker_url"], transport_options=options) as connection:
+            yield functools.partial(celery_app.slow.apply_async, queue=queue, connection=connection)
+        child.process.terminate()
+        child.process.wait(30)
+
+
+def test_a_prefork_worker_serves_one_at_a_time(send, database, path):
+    for _ in range(3):
+        send((path, 0.5))
+    wait_until(lambda: len(notes(path)) == 6, timeout=60, what="three tasks done")
+    assert [line["word"] for line in notes(path)] == ["slow begins", "slow ends"] * 3
+    assert_nothing_held(database)
+
+
+def test_a_soft_time_limit_gives_the_slot_back(send, database, path):
+    send((path, 30), soft_time_limit=1)
+    wait_until(lambda: notes(path), timeout=60, what="the task to begin")
+    wait_until(lambda: not held_rows(database), timeout=15, what="the slot to be free")
+    assert [line["word"] for line in notes(path)] == ["slow begins"]

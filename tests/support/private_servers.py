@@ -1,0 +1,301 @@
+"""Database servers of a test's own, which it may kill and start again: ``with private_server("postgres") as server``.
+
+A template with the tables is made once per test process, and copied for each server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from django.db import connections
+
+from tests.support import programs
+from tests.support.databases import ROOT, child_environment
+from tests.support.processes import is_alive
+from tests.support.servers import without_tls
+
+#: The alias under which a private server is known in the test's process and in those started with ``server.env()``.
+ALIAS = "private"
+#: What can be started, by the names that the covered databases have.
+KINDS = ("postgres", "mariadb")
+_DATABASE = "sqlsem"
+_PATIENCE = 30.0
+
+
+class PrivateServer:
+    """A server on a free port of this host, with its data in ``directory``."""
+
+    def __init__(self, kind: str, directory: Path, options: dict[str, str]) -> None:
+        self.kind = kind
+        self.directory = directory
+        self.options = options
+        self.port = free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log = directory / "log"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its entry of ``DATABASES``."""
+        return {
+            "ENGINE": f"django.db.backends.{'postgresql' if self.kind == 'postgres' else 'mysql'}",
+            "NAME": _DATABASE,
+            "USER": "postgres" if self.kind == "postgres" else "root",
+            "HOST": "127.0.0.1",
+            "PORT": str(self.port),
+            "OPTIONS": {} if self.kind == "postgres" else {"charset": "utf8mb4"} | without_tls("127.0.0.1"),
+            "TEST": {"NAME": _DATABASE},
+        }
+
+    def env(self, *, port: int | None = None) -> dict[str, str]:
+        """Return the environment for a child process that knows the server as ``ALIAS``, on another port if given."""
+        databases = json.loads(child_environment()["SQLSEM_TEST_DATABASES"])
+        databases[ALIAS] = self.settings | ({"PORT": str(port)} if port else {})
+        return {"SQLSEM_TEST_DATABASES": json.dumps(databases)}
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command(),
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | {"LC_ALL": "C"},
+                **user_of(self.kind),
+            )
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until it answers."""
+        assert self.process is not None
+        deadline = time.monotonic() + _PATIENCE
+        while not self.answers():
+            assert self.process.poll() is None, f"the server has ended:\n{self.log.read_text()}"
+            assert time.monotonic() < deadline, f"the server does not answer:\n{self.log.read_text()}"
+            time.sleep(0.02)
+
+    def answers(self) -> bool:
+        """Whether it answers a query."""
+        try:
+            self.query("SELECT 1", database="")
+        except Exception:
+            return False
+        return True
+
+    def query(self, sql: str, *, database: str = _DATABASE) -> list[tuple[Any, ...]]:
+        """Run one statement on a plain connection of its own, in autocommit, and return its rows."""
+        with contextlib.closing(self._connect(database)) as connection:
+            cursor = connection.cursor()
+            cursor.execute(sql)
+            return list(cursor.fetchall()) if cursor.description else []
+
+    def kill(self) -> None:
+        """End all of its processes by SIGKILL, as when the host loses its power but for what is in its caches."""
+        if self.process is None:
+            return
+        # Stopped first: it would start new processes, and those it has would tidy up once they noticed its end.
+        self.process.send_signal(signal.SIGSTOP)
+        children = children_of(self.process.pid)
+        for pid in [self.process.pid, *children]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+        self.process = None
+        deadline = time.monotonic() + 10
+        while any(map(is_alive, children)):
+            assert time.monotonic() < deadline, f"some of {children} are still there"
+            time.sleep(0.005)
+
+    def stop(self) -> None:
+        """End it in an orderly way, fast: sessions are ended, and no data is lost."""
+        if self.process is None:
+            return
+        self.process.send_signal(signal.SIGINT if self.kind == "postgres" else signal.SIGTERM)
+        try:
+            self.process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        self.process = None
+
+    def close(self) -> None:
+        """End it however it goes fastest, and remove its data."""
+        if self.process is not None and self.kind == "postgres":
+            self.process.send_signal(signal.SIGQUIT)  # at once, but it gives its shared memory back
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+                self.process = None
+        self.kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _command(self) -> list[str]:
+        data, port = self.directory / "data", str(self.port)
+        if self.kind == "postgres":
+            # What is written reaches the system's caches, which is enough for a kill.
+            fixed = {
+                "listen_addresses": "127.0.0.1",
+                "unix_socket_directories": "",
+                "fsync": "off",
+                "shared_buffers": "16MB",
+            }
+            given = [part for item in (fixed | self.options).items() for part in ("-c", "=".join(item))]
+            return [str(Path(programs.find("initdb")).parent / "postgres"), "-D", str(data), "-p", port, *given]
+        fixed = {
+            "datadir": str(data),
+            "port": port,
+            "bind-address": "127.0.0.1",
+            "socket": str(self.directory / "socket"),
+            "pid-file": str(self.directory / "pid"),
+            "innodb-buffer-pool-size": "16M",
+            "innodb-log-file-size": "8M",
+            "skip-name-resolve": "1",
+        }
+        given = [f"--{name}={value}" for name, value in (fixed | self.options).items()]
+        return [programs.find("mariadbd"), "--no-defaults", *given]
+
+    def _connect(self, database: str) -> Any:
+        if self.kind == "postgres":
+            import psycopg
+
+            return psycopg.connect(
+                host="127.0.0.1",
+                port=self.port,
+                user="postgres",
+                dbname=database or "postgres",
+                autocommit=True,
+                connect_timeout=5,
+            )
+        import MySQLdb
+
+        named = without_tls("127.0.0.1") | ({"database": database} if database else {})
+        connection = MySQLdb.connect(host="127.0.0.1", port=self.port, user="root", connect_timeout=5, **named)
+        connection.autocommit(True)
+        return connection
+
+
+@contextlib.contextmanager
+def private_server(kind: str, **options: str) -> Iterator[PrivateServer]:
+    """Run a server of one of ``KINDS`` with the tables in it, known to Django as ``ALIAS``. Skips without its programs.
+
+    ``options`` are settings of the server: ``wal_writer_delay="10s"``.
+    """
+    programs.need("initdb" if kind == "postgres" else "mariadbd")
+    template = _template(kind)
+    directory = Path(tempfile.mkdtemp(prefix=f"sqlsem-{kind}-"))
+    _give(directory, kind)
+    server = PrivateServer(kind, directory, options)
+    try:
+        subprocess.run(["cp", "-a", f"{template}/data", f"{directory}/data"], check=True)
+        server.start()
+        with known(ALIAS, server.settings):
+            yield server
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def known(alias: str, settings: dict[str, Any]) -> Iterator[None]:
+    """Let Django know one more alias, in this process."""
+    defaults = connections.configure_settings({"default": connections.databases["default"], alias: settings})
+    connections.databases[alias] = defaults[alias]
+    try:
+        yield
+    finally:
+        from django_sqlsem import lifecycle
+
+        lifecycle.stop_all()
+        connections[alias].close()
+        del connections[alias]
+        del connections.databases[alias]
+
+
+@functools.cache
+def _template(kind: str) -> Path:
+    """Make the data directory of a server with the tables in it, once."""
+    directory = Path(tempfile.mkdtemp(prefix=f"sqlsem-{kind}-template-"))
+    owner = os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(directory, ignore_errors=True))
+    _give(directory, kind)
+    data = str(directory / "data")
+    if kind == "postgres":
+        command = [programs.find("initdb"), "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-sync"]
+    else:
+        command = [str(_beside(programs.find("mariadbd"), "mariadb-install-db")), "--no-defaults", f"--datadir={data}"]
+        command += ["--auth-root-authentication-method=normal", "--skip-test-db", "--skip-name-resolve"]
+    environment = os.environ | {"LC_ALL": "C"}
+    made = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, check=False, **user_of(kind)
+    )
+    assert made.returncode == 0, f"{made.stdout}\n{made.stderr}"
+    server = PrivateServer(kind, directory, {})
+    server.start()
+    try:
+        server.query(f"CREATE DATABASE {_DATABASE}", database="")
+        migrate(server.settings)
+        server.stop()
+    finally:
+        server.kill()
+    return directory
+
+
+def migrate(settings: dict[str, Any]) -> None:
+    """Create the tables of the tests in a database."""
+    environment = child_environment(SQLSEM_TEST_DATABASES=json.dumps({"default": settings}))
+    command = [sys.executable, "-m", "django", "migrate", "--run-syncdb", "--verbosity", "0"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def user_of(kind: str) -> dict[str, Any]:
+    """Return what starts a process as the user of such a server, if we are root."""
+    return programs.other_user("postgres") if kind == "postgres" else programs.other_user("mysql")
+
+
+def free_port() -> int:
+    """Return a port that nobody uses at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def children_of(pid: int) -> list[int]:
+    """Return all processes that a process started, and those started by them."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+                parents.setdefault(parent, []).append(int(entry.name))
+    found, left = [], [pid]
+    while left:
+        new = parents.get(left.pop(), [])
+        found += new
+        left += new
+    return found
+
+
+def _give(directory: Path, kind: str) -> None:
+    if user := user_of(kind):
+        os.chown(directory, user["user"], user["group"])
+
+
+def _beside(program: str, name: str) -> Path:
+    if found := shutil.which(name):
+        return Path(found)
+    return Path(program).parent / name

@@ -1,0 +1,109 @@
+"""The rules of the house: what keeps the package easy to enter. A list of exceptions may only shrink."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import django_sqlsem
+
+PACKAGE = Path(django_sqlsem.__file__).parent
+MODULES = {
+    str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if "migrations" not in path.parts
+}
+LONGEST = 60
+#: Functions of more than LONGEST lines.
+LONG: set[str] = set()
+#: Modules besides ``__init__`` that one folder may have.
+MOST_MODULES = 15
+#: Classes that inherit from a class of ours that inherits from a class of ours.
+DEEP: set[str] = set()
+#: Class names that two modules use.
+SHARED_CLASSES: set[str] = set()
+#: Names of public constants that two modules use for different values.
+SHARED_CONSTANTS: set[str] = set()
+#: Places that catch what interrupts a thread, and the reason is in a test.
+INTERRUPTIONS = 10
+
+
+def classes() -> dict[str, list[tuple[str, ast.ClassDef]]]:
+    found = defaultdict(list)
+    for module, tree in MODULES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append((module, node))
+    return found
+
+
+def bases(node: ast.ClassDef) -> list[str]:
+    return [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+
+
+def test_no_function_is_long() -> None:
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = {
+        f"{module}:{node.name}"
+        for module, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, functions) and (node.end_lineno or 0) - node.lineno >= LONGEST
+    }
+    assert found == LONG
+
+
+def test_a_class_is_whole_and_inherits_once() -> None:
+    known = classes()
+    deep = set()
+    for name, places in known.items():
+        for _module, node in places:
+            parents = [parent for base in bases(node) for _, parent in known.get(base, [])]
+            if any(base in known and base != name for parent in parents for base in bases(parent)):
+                deep.add(name)
+    assert deep == DEEP
+
+
+def test_no_name_has_two_meanings() -> None:
+    assert {name for name, places in classes().items() if len(places) > 1} == SHARED_CLASSES
+    values = defaultdict(set)
+    for tree in MODULES.values():
+        for node in tree.body:
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name) or node.value is None:
+                continue
+            if node.target.id.isupper() and not node.target.id.startswith("_"):
+                values[node.target.id].add(ast.unparse(node.value))
+    assert {name for name, different in values.items() if len(different) > 1} == SHARED_CONSTANTS
+
+
+def test_a_folder_is_one_job() -> None:
+    folders = defaultdict(list)
+    for module in MODULES:
+        path = Path(module)
+        if path.name != "__init__.py":
+            folders[str(path.parent)].append(path.stem)
+    assert {folder: len(names) for folder, names in folders.items() if len(names) > MOST_MODULES} == {}
+    families = Counter((folder, name.split("_")[0]) for folder, names in folders.items() for name in names)
+    assert {family for family, count in families.items() if count > 2} == set(), "a prefix of three is a missing folder"
+
+
+def test_imports_stand_at_the_top() -> None:
+    inside = [
+        f"{module}:{node.lineno}"
+        for module, tree in MODULES.items()
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("django_sqlsem")
+    ]
+    assert inside == []
+
+
+def test_few_places_catch_interruptions() -> None:
+    caught = [
+        f"{module}:{node.lineno}"
+        for module, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler) and node.type is not None and "BaseException" in ast.unparse(node.type)
+    ]
+    assert len(caught) <= INTERRUPTIONS, caught

@@ -1,0 +1,162 @@
+"""What the server answers to pages that refresh themselves, and what it says when the database fails."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.contrib.staticfiles import finders
+from django.db import connections
+from django.test import Client, RequestFactory
+from django.urls import reverse
+
+import django_sqlsem
+from django_sqlsem.admin import live
+from tests.support.operators import hold, make_semaphore
+from tests.unit.test_admin import SEMAPHORES, key, login
+
+pytestmark = pytest.mark.leaves_held
+
+FRAGMENT = {live.HEADER: "1"}
+
+
+@pytest.fixture
+def alias(committed: None) -> str:
+    """Pages are pages, whatever the database."""
+    return "default"
+
+
+@pytest.fixture
+def operator(alias: str) -> Client:
+    return login("boss", is_superuser=True)
+
+
+@pytest.fixture
+def broken(alias: str) -> Iterator[None]:
+    """The locks cannot be read."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute("ALTER TABLE sqlsem_waiter RENAME TO sqlsem_waiter_away")
+    yield
+    with connections[alias].cursor() as cursor:
+        cursor.execute("ALTER TABLE sqlsem_waiter_away RENAME TO sqlsem_waiter")
+
+
+def address(name: str = "reports") -> str:
+    return reverse("admin:sqlsem_semaphorerow_change", args=[key(name)])
+
+
+def page_of(which: str) -> str:
+    return address() if which == "lock" else reverse(SEMAPHORES)
+
+
+@pytest.mark.parametrize("which", ["overview", "lock"])
+def test_the_script_gets_the_changing_part_alone(operator: Client, alias: str, which: str) -> None:
+    make_semaphore(alias)
+    hold(alias)
+    whole = operator.get(page_of(which))
+    html = whole.content.decode()
+    assert f'data-sqlsem-refresh="{live.REFRESH_SECONDS}"' in html
+    assert f'data-sqlsem-url="{page_of(which)}"' in html
+    assert "data-sqlsem-bar" in html
+    assert live.HEADER not in whole.headers
+    assert live.HEADER in whole.headers["Vary"]
+    part = operator.get(page_of(which), headers=FRAGMENT)
+    assert part.status_code == 200
+    assert part.headers[live.HEADER] == "1"
+    assert "no-store" in part.headers["Cache-Control"]
+    inside = part.content.decode()
+    assert "sqlsem-held" in inside
+    for outside in ("<html", "sqlsem-live", "data-sqlsem-bar", "csrfmiddlewaretoken"):
+        assert outside not in inside
+
+
+def test_queries_and_forms_are_no_fragments() -> None:
+    factory = RequestFactory()
+    assert live.is_fragment(factory.get("/", headers=FRAGMENT))
+    assert not live.is_fragment(factory.get("/"))
+    assert not live.is_fragment(factory.post("/", headers=FRAGMENT))
+    assert not live.is_light(factory.get("/", headers={live.LIGHT: "1"}))
+    assert live.is_light(factory.get("/", headers=FRAGMENT | {live.LIGHT: "1"}))
+
+
+def test_a_light_answer_leaves_the_last_hour_to_what_is_there(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    hold(alias)
+    full = operator.get(address(), headers=FRAGMENT).content.decode()
+    light = operator.get(address(), headers=FRAGMENT | {live.LIGHT: "1"}).content.decode()
+    assert '<div id="sqlsem-recent">' in full
+    assert "sqlsem-timeline" in full
+    assert '<div id="sqlsem-recent" data-sqlsem-keep></div>' in light
+    assert "sqlsem-timeline" not in light
+    assert "web1" in light
+
+
+@pytest.mark.parametrize("which", ["overview", "lock"])
+def test_a_failing_database_is_a_line_for_the_script_and_a_page_for_people(
+    operator: Client, alias: str, which: str, broken: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_semaphore(alias)
+    with caplog.at_level(logging.WARNING, "django_sqlsem"):
+        part = operator.get(page_of(which), headers=FRAGMENT)
+    assert part.status_code == 503
+    assert part.headers["Content-Type"].startswith("text/plain")
+    assert part.headers[live.HEADER] == "1"
+    assert "no-store" in part.headers["Cache-Control"]
+    said = part.content.decode()
+    assert said.startswith("The locks could not be read: ")
+    assert "\n" not in said
+    assert "could not be shown" in caplog.text
+    whole = operator.get(page_of(which))
+    assert whole.status_code == 503
+    html = whole.content.decode()
+    assert 'role="alert"' in html
+    assert "data-sqlsem-reload" in html  # the script goes on asking, and loads the page when there is an answer
+    assert "The locks cannot be shown" in html
+
+
+def test_a_lock_that_is_gone(operator: Client, alias: str) -> None:
+    part = operator.get(address("gone"), headers=FRAGMENT)
+    assert (part.status_code, part.content.decode()) == (404, "There is no such lock any more.")
+    assert part.headers[live.HEADER] == "1"
+    assert operator.get(address("gone")).status_code == 302
+
+
+def test_permissions_and_sessions_count_for_fragments(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    for which in ("overview", "lock"):
+        assert login(f"nobody {which}").get(page_of(which), headers=FRAGMENT).status_code == 403
+        ended = Client().get(page_of(which), headers=FRAGMENT)
+        assert ended.status_code == 302  # to the page where one logs in, which is no fragment
+        assert live.HEADER not in ended.headers
+        assert login(f"viewer {which}", "view_semaphorerow").get(page_of(which), headers=FRAGMENT).status_code == 200
+
+
+def test_a_strange_error_is_cut_to_a_line() -> None:
+    assert live.first_line(ValueError("\n one\ntwo")) == "one"
+    assert live.first_line(ValueError("x" * 1000)) == "x" * 300
+    assert live.first_line(ValueError()) == "ValueError"
+
+
+def test_the_script_and_the_styles_are_small_and_found() -> None:
+    script = Path(str(finders.find("sqlsem/locks.js"))).read_text(encoding="utf-8")
+    assert len(script.splitlines()) < 200
+    assert '"use strict"' in script
+    # What would need a weaker policy than 'self', or take users' text for HTML of the page.
+    assert not re.search(r"innerHTML|insertAdjacentHTML|\beval\b|new Function|\.style\b|document\.write", script)
+    for name in ("locks.css", "acts.css", "overview.css"):
+        assert "url(" not in Path(str(finders.find(f"sqlsem/{name}"))).read_text(encoding="utf-8")
+
+
+def test_every_text_of_the_script_is_in_the_bar() -> None:
+    """The script says nothing by itself: what it says is translated on the page."""
+    folder = Path(django_sqlsem.__file__).parent
+    script = (folder / "static/sqlsem/locks.js").read_text(encoding="utf-8")
+    bar = (folder / "templates/admin/sqlsem/_live_bar.html").read_text(encoding="utf-8")
+    wanted = {name.lower() for name in re.findall(r"text\.text([A-Z]\w+)", script)}
+    given: set[Any] = set(re.findall(r"data-text-(\w+)=\"{% translate '", bar))
+    assert wanted == given
+    assert len(wanted) > 5

@@ -1,0 +1,347 @@
+"""The list of all locks: what it shows, in which order, and that its cost does not grow with the names."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from typing import Any
+
+import pytest
+from django.db import connections, transaction
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from django_sqlsem import queries
+from django_sqlsem.admin import overview
+from django_sqlsem.admin.display import cells, drawn
+from django_sqlsem.admin.overview import RankedRows
+from django_sqlsem.backends import get_backend
+from django_sqlsem.backends.base import Surveying
+from django_sqlsem.core.names import resource_for
+from django_sqlsem.locks import transaction_lock
+from django_sqlsem.models import MinuteRow, SemaphoreRow, SlotRow
+from django_sqlsem.snapshots import SURVEY_STATES
+from tests.support.databases import without_tables
+from tests.support.operators import hold, make_semaphore, now_us, wait
+from tests.support.processes import Child
+from tests.unit.test_admin import SEMAPHORES, login, text
+
+pytestmark = pytest.mark.leaves_held
+
+LOCKS = "admin:sqlsem_transactionlockrow_changelist"
+FRAGMENT = {"X-Sqlsem-Fragment": "1"}
+
+
+@pytest.fixture
+def locks_alias(database: str, settings: Any) -> str:
+    settings.SQLSEM = {"DATABASE": database}
+    return database
+
+
+@pytest.fixture
+def operator(locks_alias: str) -> Client:
+    return login("boss", is_superuser=True)
+
+
+def names(response: Any) -> list[str]:
+    return [row.name for row in response.context["cl"].result_list]
+
+
+def listed(client: Client, **parameters: Any) -> list[str]:
+    return names(client.get(reverse(SEMAPHORES), parameters))
+
+
+def column(response: Any, title: str) -> int:
+    """Return the number by which the list is ordered by a column, as a click on its header would do."""
+    headers = re.findall(r"<th[^>]*column-(\w+)[^>]*>(.*?)</th>", response.content.decode(), re.DOTALL)
+    link = dict(headers)[title]
+    return int(re.findall(r"o=-?(\d+)", unescape(link))[0])
+
+
+def minute(alias: str, name: str, **counts: int) -> None:
+    """Write what a process counted a minute ago."""
+    with connections[alias].cursor():
+        clock = queries.history_clock(alias)
+    at = int(clock.timestamp() * 1e6) - 60_000_000
+    MinuteRow.objects.using(alias).create(
+        key=resource_for(name, "").key, minute_us=at, until_us=at + 10**12, **counts
+    )  # fmt: skip
+
+
+def fill(alias: str) -> None:
+    """Write one name of each state, in another order than they are shown."""
+    for name in ("calm", "paused", "waited", "gone", "drains", "held"):
+        make_semaphore(alias, name, slots=2, paused=name in ("paused", "drains"))
+    hold(alias, "held", left=600)
+    hold(alias, "waited", slot=1, left=600)
+    hold(alias, "waited", slot=2, left=600)
+    wait(alias, "waited", waiting=3, left=600)
+    hold(alias, "gone", left=-5)
+    hold(alias, "drains", left=600)
+
+
+def test_trouble_stands_first(operator: Client, locks_alias: str) -> None:
+    fill(locks_alias)
+    assert listed(operator) == ["gone", "waited", "drains", "paused", "calm", "held"]
+
+
+def test_columns_order_the_list(operator: Client, locks_alias: str) -> None:
+    fill(locks_alias)
+    page = operator.get(reverse(SEMAPHORES))
+    by = {title: column(page, title) for title in ("lock_name", "held", "waiting", "stale", "cells", "kind_word")}
+    assert listed(operator, o=by["lock_name"]) == ["calm", "drains", "gone", "held", "paused", "waited"]
+    assert listed(operator, o=-by["lock_name"]) == ["waited", "paused", "held", "gone", "drains", "calm"]
+    assert listed(operator, o=-by["held"]) == ["waited", "drains", "held", "calm", "gone", "paused"]
+    assert listed(operator, o=by["held"]) == ["calm", "gone", "paused", "drains", "held", "waited"]
+    assert listed(operator, o=-by["waiting"])[0] == listed(operator, o=by["waiting"])[-1] == "waited"
+    assert listed(operator, o=-by["stale"])[0] == listed(operator, o=by["stale"])[-1] == "gone"
+    SemaphoreRow.objects.using(locks_alias).filter(name="held").update(operator_slots=9, kind="mutex")
+    assert listed(operator, o=-by["cells"])[0] == "held"
+    assert listed(operator, o=by["kind_word"])[0] == "held"
+    assert sorted(listed(operator, o="77.-x")) == sorted(listed(operator))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "found"),
+    [
+        ({"state": "held"}, {"held", "waited", "drains"}),
+        ({"state": "stale"}, {"gone"}),
+        ({"state": "waiting"}, {"waited"}),
+        ({"state": "paused"}, {"paused", "drains"}),
+        ({"state": "draining"}, {"drains"}),
+        ({"state": "held", "q": "WAIT"}, {"waited"}),
+        ({"kind": "semaphore", "state": "paused"}, {"paused", "drains"}),
+        ({"kind": "mutex"}, set()),
+        ({"q": "a"}, {"calm", "paused", "waited", "drains"}),
+        ({"q": "no such"}, set()),
+        ({"q": "'AI' d"}, {"waited", "drains"}),
+        ({"q": "% \\"}, set()),
+        ({"state": "odd"}, {"calm", "paused", "waited", "gone", "drains", "held"}),
+    ],
+)
+def test_filters_and_search(operator: Client, locks_alias: str, parameters: dict[str, str], found: set[str]) -> None:
+    fill(locks_alias)
+    response = operator.get(reverse(SEMAPHORES), parameters)
+    assert set(names(response)) == found
+    assert response.context["cl"].result_count == len(found)
+
+
+def test_the_survey_is_what_all_snapshots_amount_to(locks_alias: str) -> None:
+    fill(locks_alias)
+    make_semaphore(locks_alias, "shared", slots=4, kind="rwlock")
+    hold(locks_alias, "shared", slot=1, left=600)
+    backend = get_backend(locks_alias)
+    seen, told = backend.survey(), Surveying.survey(backend)
+    assert (seen.held, seen.stale, seen.waiting, seen.paused, seen.draining) == (5, 1, 3, 2, 1)
+    assert (told.held, told.stale, told.waiting, told.paused, told.draining) == (5, 1, 3, 2, 1)
+    rows = SemaphoreRow.objects.using(locks_alias)
+    slots = SlotRow.objects.using(locks_alias)
+    for state in SURVEY_STATES:
+        assert seen.listed(state).counts == told.listed(state).counts, state
+        wanted = set(seen.listed(state).counts)
+        assert {row.pk for row in rows.filter(backend.in_state(state))} == wanted, state
+        assert {row.pk for row in rows.filter(Surveying.in_state(backend, state))} == wanted, state
+        mine, general = backend.slots_in_state(state), Surveying.slots_in_state(backend, state)
+        assert {row.pk for row in slots.filter(mine)} == {row.pk for row in slots.filter(general)}, state
+
+
+@pytest.mark.rows_only("lease")
+def test_a_holder_that_is_late_is_stale(locks_alias: str) -> None:
+    make_semaphore(locks_alias, slots=3)
+    hold(locks_alias, slot=1, age=70, left=20)
+    hold(locks_alias, slot=2, age=70, left=600)
+    hold(locks_alias, slot=3, age=10, left=50, suspect_us=now_us(locks_alias))
+    snapshot = queries.semaphore("reports", using=locks_alias)
+    survey = queries.survey(using=locks_alias)
+    assert snapshot is not None
+    assert (survey.held, survey.stale) == (snapshot.held, snapshot.stale) == (3, 2)
+
+
+def test_more_than_a_survey_lists(locks_alias: str, operator: Client, monkeypatch: Any) -> None:
+    fill(locks_alias)
+    for module in ("backends.rows.reading", "admin.overview", "snapshots"):
+        monkeypatch.setattr(f"django_sqlsem.{module}.MOST_NAMES", 1)
+    monkeypatch.setattr(overview, "FEW", 1)
+    monkeypatch.setattr(overview, "SEARCHED", 3)
+    survey = queries.survey(using=locks_alias)
+    assert (survey.held, survey.stale, survey.waiting) == (4, 1, 3)
+    assert set(listed(operator, state="held")) == {"held", "waited", "drains"}
+    assert set(listed(operator, state="stale")) == {"gone"}
+    assert set(listed(operator)) == {"calm", "paused", "waited", "gone", "drains", "held"}
+    response = operator.get(reverse(SEMAPHORES), {"q": "e"})
+    assert response.context["cl"].result_count == 3
+    assert "More names match" in text(response)
+    response = operator.get(reverse(SEMAPHORES), {"q": "s"})
+    assert set(names(response)) == {"paused", "drains"}
+    assert "More names match" not in text(response)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_pages_of_ranked_rows_fit_together(locks_alias: str, last: bool, known: bool) -> None:
+    for number in range(11):
+        make_semaphore(locks_alias, f"n{number:02}", slots=1)
+    rows = SemaphoreRow.objects.using(locks_alias).order_by("name")
+    key_of = {row.name: row.pk for row in rows}
+    ranks = {key_of["n07"]: 0, key_of["n03"]: 1, key_of["n05"]: 1, "purged meanwhile": 0}
+    all_names = {key: name for name, key in key_of.items()} if known else None
+    first = ["n07", "n03", "n05"]
+    others = [name for name in sorted(key_of) if name not in first]
+    wanted = [*others, "n03", "n05", "n07"] if last else [*first, *others]
+    for size in (1, 2, 3, 4, 11, 20):
+        ranked = RankedRows(rows, ranks, last=last, names=all_names)
+        assert ranked.count() == 11
+        pages = [ranked[start : start + size] for start in range(0, 11, size)]
+        assert [row.name for page in pages for row in page] == wanted, size
+
+
+def test_pages(operator: Client, locks_alias: str) -> None:
+    for number in range(120):
+        SemaphoreRow.objects.using(locks_alias).create(
+            key=resource_for(f"n{number:03}", "").key, name=f"n{number:03}", declared_slots=1, paused=number == 119
+        )
+    pages = [listed(operator, p=page) for page in (1, 2, 3)]
+    assert [len(page) for page in pages] == [50, 50, 20]
+    assert pages[0][0] == "n119"
+    assert len({name for page in pages for name in page}) == 120
+    assert operator.get(reverse(SEMAPHORES), {"p": 99}).status_code == 302
+    assert len(listed(operator, all="")) == 120
+
+
+@pytest.mark.parametrize("parameters", [{}, {"o": "1"}, {"state": "held"}, {"q": "name"}, {"kind": "semaphore"}])
+def test_the_number_of_queries_does_not_grow(operator: Client, locks_alias: str, parameters: dict[str, str]) -> None:
+    def count() -> int:
+        operator.get(reverse(SEMAPHORES), parameters)
+        with CaptureQueriesContext(connections[locks_alias]) as captured:
+            assert operator.get(reverse(SEMAPHORES), parameters).status_code == 200
+        return len(captured)
+
+    for number in range(2):
+        make_semaphore(locks_alias, f"name-{number}", paused=number == 0)
+        hold(locks_alias, f"name-{number}", left=600)
+        wait(locks_alias, f"name-{number}", age=number, left=600)
+    before = count()
+    for number in range(2, 22):
+        make_semaphore(locks_alias, f"name-{number}")
+        hold(locks_alias, f"name-{number}", left=600)
+        wait(locks_alias, f"name-{number}", age=number, left=600)
+    assert count() == before
+    assert before <= 20
+
+
+def test_figures_of_the_last_hour(operator: Client, locks_alias: str) -> None:
+    make_semaphore(locks_alias, slots=2)
+    hold(locks_alias, age=3600, left=600)
+    minute(locks_alias, "reports", granted=4, released=4, turned_away=17, held_us=1_800_000_000,
+           longest_hold_us=90_000_000, longest_wait_us=4_000_000)  # fmt: skip
+    shown = text(operator.get(reverse(SEMAPHORES)))
+    assert "reports 1 of 2 · · 75 % 1 h 00 min 4.0 s 17 semaphore 2" in shown.replace("\xa0", " ")
+
+
+def test_without_a_history(operator: Client, locks_alias: str, settings: Any) -> None:
+    settings.SQLSEM = {"DATABASE": locks_alias, "HISTORY": False}
+    make_semaphore(locks_alias, slots=2)
+    hold(locks_alias, age=12, left=600)
+    shown = text(operator.get(reverse(SEMAPHORES))).replace("\xa0", " ")
+    assert re.search(r"reports 1 of 2 · · · [1-3]\d s · · semaphore 2", shown)
+
+
+def test_all_kinds_have_a_word(operator: Client, locks_alias: str) -> None:
+    for kind, word in overview.KINDS.items():
+        make_semaphore(locks_alias, f"a {kind}", slots=1, kind=kind, tokens=7 if kind == "tokens" else None)
+        assert str(word) in text(operator.get(reverse(SEMAPHORES), {"kind": kind, "q": f"a {kind}"}))
+    assert "7 tokens" in text(operator.get(reverse(SEMAPHORES), {"kind": "tokens"}))
+
+
+def test_cells(locks_alias: str) -> None:
+    def states(name: str) -> list[tuple[int, str, int]]:
+        snapshot = queries.semaphore(name, using=locks_alias)
+        assert snapshot is not None
+        return [(cell.slot, cell.state, cell.count) for cell in cells(snapshot)]
+
+    fill(locks_alias)
+    make_semaphore(locks_alias, "many", slots=60)
+    hold(locks_alias, "many", slot=5, left=600)
+    hold(locks_alias, "many", slot=9, left=-5)
+    make_semaphore(locks_alias, "shrunk", slots=3, operator_slots=1)
+    hold(locks_alias, "shrunk", slot=3, left=600)
+    assert states("held") == [(1, "held", 1), (2, "free", 1)]
+    assert states("gone") == [(1, "stale", 1), (2, "free", 1)]
+    assert states("drains") == [(1, "draining", 1), (2, "paused", 1)]
+    assert states("many") == [(9, "stale", 1), (5, "held", 1), (1, "free", 58)]
+    assert states("shrunk") == [(1, "free", 1), (3, "held", 1)]
+    hold(locks_alias, "held", label="<script>\u202e", left=600)
+    snapshot = queries.semaphore("held", using=locks_alias)
+    assert snapshot is not None
+    html = drawn(snapshot)
+    assert 'role="img" aria-label="Slots: 1 held, 1 free"' in html
+    assert "&lt;script&gt;[U+202E]" in html
+    assert "<script" not in html
+
+
+def test_the_script_gets_the_changing_part_alone(operator: Client, locks_alias: str) -> None:
+    fill(locks_alias)
+    whole = operator.get(reverse(SEMAPHORES)).content.decode()
+    assert whole.count('id="sqlsem-live"') == 1
+    assert whole.count('name="action"') == 1
+    part = operator.get(reverse(SEMAPHORES), headers=FRAGMENT)
+    assert part.status_code == 200
+    assert part["X-Sqlsem-Fragment"] == "1"
+    html = part.content.decode()
+    assert "<html" not in html
+    assert 'id="sqlsem-live"' not in html
+    for kept in ('id="result_list"', 'id="sqlsem-states"', "data-sqlsem-keep", "waited"):
+        assert kept in html
+        assert kept in whole
+
+
+def test_totals_lead_to_the_names(operator: Client, locks_alias: str) -> None:
+    fill(locks_alias)
+    html = operator.get(reverse(SEMAPHORES), {"q": "a", "p": "1"}).content.decode()
+    for state, count in (("held", 4), ("stale", 1), ("waiting", 3), ("paused", 2), ("draining", 1)):
+        (link,) = re.findall(rf'href="([^"]*state={state}[^"]*)"><strong>{count}</strong>', html)
+        assert "q=a" in link
+        assert operator.get(reverse(SEMAPHORES) + unescape(link)).status_code == 200
+
+
+def test_a_database_that_fails_is_said(operator: Client, locks_alias: str) -> None:
+    make_semaphore(locks_alias)
+    with without_tables(locks_alias, "sqlsem_waiter"):
+        assert operator.get(reverse(SEMAPHORES)).status_code == 503
+        part = operator.get(reverse(SEMAPHORES), headers=FRAGMENT)
+        assert part.status_code == 503
+        assert part["Content-Type"].startswith("text/plain")
+
+
+HOLDER = """
+from django.db import transaction
+from django_sqlsem.locks import transaction_lock
+alias, name, shared = args
+with transaction.atomic(using=alias):
+    transaction_lock(name, shared=shared, using=alias)
+    say("has it")
+    listen()
+say("done")
+"""
+
+
+def test_transaction_locks_are_listed_with_who_is_in(operator: Client, locks_alias: str, committed: None) -> None:
+    if connections[locks_alias].vendor == "microsoft":
+        pytest.skip("application locks of a transaction have no rows to list")
+    with transaction.atomic(using=locks_alias):
+        transaction_lock("a free one", using=locks_alias)
+    if connections[locks_alias].vendor == "sqlite":
+        assert "a free one not known" in text(operator.get(reverse(LOCKS)))
+        return
+    with Child(HOLDER, locks_alias, "taken", False) as one, Child(HOLDER, locks_alias, "read", True) as two:
+        one.expect("has it", timeout=60)
+        two.expect("has it", timeout=60)
+        shown = text(operator.get(reverse(LOCKS)))
+        assert "a free one free read shared taken held" in shown
+        for child in (one, two):
+            child.send()
+            child.expect("done", timeout=60)
+            child.finish()
+    assert "a free one free read free taken free" in text(operator.get(reverse(LOCKS)))
+    assert login("nobody").get(reverse(LOCKS)).status_code == 403
