@@ -15,6 +15,8 @@ from tests.support import servers
 FOUND: dict[str, servers.Found] = {}
 MISSING: dict[str, servers.Missing] = {}
 
+servers.install_mysql_driver()  # also for servers that a test starts by itself
+
 if "SQLSEM_TEST_DATABASES" in os.environ:
     DATABASES = servers.given_databases()
 else:

@@ -46,6 +46,8 @@ def need(name: str) -> str:
 
     if name in settings.FOUND:
         return str(settings.FOUND[name].where)
+    if name in settings.MISSING:
+        pytest.skip(f"no {name}: {settings.MISSING[name].reason}")
     try:
         return find(name)
     except FileNotFoundError as error:

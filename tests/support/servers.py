@@ -110,10 +110,8 @@ def database_settings(name: str) -> dict[str, Any]:
 
 
 def given_databases() -> dict[str, Any]:
-    """Return ``DATABASES`` as a test has given them to its child, and make their drivers work."""
+    """Return ``DATABASES`` as a test has given them to its child."""
     databases: dict[str, Any] = json.loads(os.environ["SQLSEM_TEST_DATABASES"])
-    if any(database["ENGINE"].endswith(".mysql") for database in databases.values()):
-        install_mysql_driver()
     return databases
 
 
