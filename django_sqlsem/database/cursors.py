@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
+from django.db import Error
 from django.db.backends.utils import CursorWrapper
 
 if TYPE_CHECKING:
@@ -181,7 +182,8 @@ def cursor_of(connection: BaseDatabaseWrapper) -> Iterator[Cursor]:
         try:
             yield cursor
         except BaseException:
-            with contextlib.suppress(Exception):  # the connection may be gone, and that is not what it died of
+            # The connection may be gone, and that is not what it died of. What interrupts the thread here is not lost.
+            with contextlib.suppress(Error, connection.Database.Error, OSError):
                 cursor.close()
             raise
         cursor.close()

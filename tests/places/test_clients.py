@@ -90,6 +90,8 @@ def test_the_same_with_tls(
 
 
 def test_the_same_with_atomic_requests(site: Callable[..., Site], alias: str, calls: contextlib.ExitStack) -> None:
+    if alias == "default":
+        pytest.skip("SQLite has one writer: the counter would wait for the transaction of the view that counts")
     running = site("gthread", "-w", "1", atomic_requests=True)
     leave_in_turn(running, alias, calls, "atomic")
     assert int(running.marks.text("in-d-atomic").split()[1]) > 0  # the view ran inside its transactions
