@@ -177,13 +177,14 @@ def _sqlite_style(sql: str) -> str:
 @contextlib.contextmanager
 def cursor_of(connection: BaseDatabaseWrapper) -> Iterator[Cursor]:
     """Yield a cursor of an open connection. The driver's errors come out as Django's."""
+    driver: Any = connection.Database  # type: ignore[attr-defined]  # each wrapper class has its driver's module
     with connection.wrap_database_errors:
         cursor = _CURSORS.get(connection.vendor, _DjangoCursor)(connection)
         try:
             yield cursor
         except BaseException:
             # The connection may be gone, and that is not what it died of. What interrupts the thread here is not lost.
-            with contextlib.suppress(Error, connection.Database.Error, OSError):
+            with contextlib.suppress(Error, driver.Error, OSError):
                 cursor.close()
             raise
         cursor.close()
