@@ -122,9 +122,9 @@ def _lose_flushed(using: str, **kwargs: Any) -> None:
     if testmode.active() and "plan" not in kwargs:  # a migration has a plan, a flush has none
         for keeper in keepers.all_keepers():
             if keeper.alias == using:
-                for hold in list(keeper.holds.values()):
-                    if hold.grant is not None and not hold.releasing.locked():
-                        hold.lose(Loss(LossReason.SESSION_ENDED, "the test in which it was taken has ended"))
+                for acquisition in list(keeper.acquisitions.values()):
+                    if acquisition.grant is not None and not acquisition.releasing.locked():
+                        acquisition.lose(Loss(LossReason.SESSION_ENDED, "the test in which it was taken has ended"))
                 keeper.backend.emptied()
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         Span,
         Totals,
     )
-    from django_sqlsem.locks.transaction.base import Held
+    from django_sqlsem.locks.transaction.base import LockState
     from django_sqlsem.models import ClaimRow, RefreshRow
     from django_sqlsem.serialize import Lately
     from django_sqlsem.snapshots import (
@@ -193,7 +193,7 @@ def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) ->
     ]
 
 
-def transaction_locks_held(keys: Collection[str], *, using: str | None = None) -> Mapping[str, Held] | None:
+def transaction_locks_held(keys: Collection[str], *, using: str | None = None) -> Mapping[str, LockState] | None:
     """Return for each key of ``TransactionLockRow`` whether it is ``free``, ``shared`` or ``held`` right now.
 
     They are tried, and let go of at once. ``None`` where the database does not tell. Raises ``BackendError``.

@@ -63,7 +63,7 @@ UNREACHED: Final = Presence()
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class Request:
     """What one acquisition asks for. ``permit_id`` is random, and known before anything is sent."""
 
     resource: Resource
@@ -101,7 +101,7 @@ class Claim:
 class Fencing:
     """What a backend without rows that tell who holds what cannot do. A backend that can overrides all of it."""
 
-    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Held) -> bool:
+    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool:
         """Keep the slots from being taken until the caller's transaction ends. Return whether the permit is live.
 
         ``session`` is one of our own. Raises ``BackendError``, and ``SemaphoreError`` where there are no fences.
@@ -112,15 +112,15 @@ class Fencing:
         """Whether a fenced transaction keeps all others from writing, so that it must renew the permit itself."""
         return False
 
-    def extend(self, caller: BaseDatabaseWrapper, held: Held) -> bool:
+    def extend(self, caller: BaseDatabaseWrapper, held: Acquired) -> bool:
         """Renew the permit inside such a transaction, just before it commits. Return whether it was."""
         return False
 
-    def fate(self, session: Session, held: Held) -> Loss | None:
+    def fate(self, session: Session, held: Acquired) -> Loss | None:
         """Return how a grant was lost, by the database's word; ``None``: it was not, or nobody knows."""
         return None
 
-    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Held) -> tuple[str, list[Any]]:
+    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
         """Return a condition, for a statement on ``caller``, that the permit is live, and its parameters."""
         raise _no_fences(caller)
 
@@ -243,17 +243,23 @@ class Waited:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A grant to renew or to release."""
+class Acquired:
+    """A granted acquisition, as a backend knows it: what was asked for, and what it got."""
 
-    permit_id: str
-    resource: Resource
+    request: Request
     grant: Grant
-    presence: Presence = UNREACHED
-    durable: bool = True
-    mode: str = SHARED
     #: Whether its holder knows that it was asked to stop.
-    asked: bool = False
+    stop_told: bool = False
+
+    @property
+    def permit_id(self) -> str:
+        """The random id that the slots' rows carry."""
+        return self.request.permit_id
+
+    @property
+    def resource(self) -> Resource:
+        """The name."""
+        return self.request.resource
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +317,7 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
     # The holder's side.
 
     @abc.abstractmethod
-    def claim(self, session: Session, claim: Claim) -> Grant | None:
+    def claim(self, session: Session, request: Request) -> Grant | None:
         """Atomically take ``claim.take`` free slots, all or nothing, without waiting.
 
         A fair claim takes nothing while any live process waits. A name seen for the first time is created.
@@ -319,41 +325,41 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
         """
 
     @abc.abstractmethod
-    def enrol(self, session: Session, claim: Claim, place: Place, *, first: bool) -> Waited:
+    def enrol(self, session: Session, request: Request, place: Place, *, first: bool) -> Waited:
         """Take a place in the queue of the name, by ``place.arrived``; ``first``: only if a claim gets nothing.
 
         Raises what ``claim`` does.
         """
 
     @abc.abstractmethod
-    def wait(self, session: Session, claim: Claim, place: Place) -> Waited:
+    def wait(self, session: Session, request: Request, place: Place) -> Waited:
         """Say that the waiter lives, look around, and see that free slots go to the oldest waiters."""
 
     @abc.abstractmethod
-    def granted(self, session: Session, claim: Claim) -> Granted | None:
+    def granted(self, session: Session, request: Request) -> Granted | None:
         """Return what a waiter was handed, if it was. Changes nothing."""
 
     @abc.abstractmethod
-    def leave(self, session: Session, claim: Claim) -> None:
+    def leave(self, session: Session, request: Request) -> None:
         """Give up a place in the queue, or what was granted there. Idempotent."""
 
-    def step_aside(self, session: Session, claim: Claim, estimate: Callable[[int], float]) -> float:
+    def step_aside(self, session: Session, request: Request, estimate: Callable[[int], float]) -> float:
         """Keep the place of ``claim.rank`` while it is away, without ever granting it.
 
         Returns the seconds that ``estimate`` says when so many are before it; it lapses a while after that.
         """
         return estimate(0)
 
-    def keeps_place(self, session: Session, claim: Claim) -> bool:
+    def keeps_place(self, session: Session, request: Request) -> bool:
         """Return whether the place of ``claim.rank`` is kept, so that it has come back."""
         return False
 
-    def hand_rank_on(self, session: Session, claim: Claim, heir: str) -> None:
+    def hand_rank_on(self, session: Session, request: Request, heir: str) -> None:
         """Keep the place of ``claim.rank`` for the rank ``heir`` from now on, if it is still kept."""
         return
 
     @abc.abstractmethod
-    def release(self, session: Session, held: Held, *, wanted: bool = False, hand_on: bool = True) -> Released:
+    def release(self, session: Session, held: Acquired, *, wanted: bool = False, hand_on: bool = True) -> Released:
         """Atomically free the slots that still carry this very permit, and hand them to waiters. Idempotent.
 
         ``wanted``: it is likely that somebody waits. ``hand_on``: false inside a transaction that is not ours, since
@@ -369,7 +375,7 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
         """Free whatever a claim whose outcome is unknown may have got. Return whether it had got any. Idempotent."""
 
     @abc.abstractmethod
-    def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
+    def renew(self, session: Session, held: Sequence[Acquired]) -> Renewal:
         """Extend all these grants by their leases, in one statement."""
 
     @abc.abstractmethod
@@ -378,7 +384,7 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
 
     # What a backend tells by itself: without tables, or where the ends of sessions and grants are heard of.
 
-    def taken_away(self, held: Held) -> Loss | None:
+    def taken_away(self, held: Acquired) -> Loss | None:
         """Return how a grant that needs no renewal was taken away, or ``None`` if it still stands."""
         return None
 

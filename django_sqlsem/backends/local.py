@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from django_sqlsem.backends.base import (
     TOKENS,
+    Acquired,
     BaseSemaphoreBackend,
-    Claim,
     Counting,
     Grant,
     Granted,
-    Held,
     Place,
     Queue,
     Released,
     Renewal,
+    Request,
     Waited,
 )
 from django_sqlsem.core import testmode
@@ -52,7 +52,7 @@ class LocalName:
     operator_slots: int | None = None
     paused: bool = False
     #: Claim, token, the boot clock at the grant, and for how long this process had stood still at the last renewal.
-    held: dict[int, tuple[Claim, int, float, float]] = field(default_factory=dict)
+    held: dict[int, tuple[Request, int, float, float]] = field(default_factory=dict)
     #: Tokens of those whose leases ran out.
     expired: set[int] = field(default_factory=set)
     #: By whom permits were revoked, by token.
@@ -84,33 +84,33 @@ class LocalName:
 
     def expire(self) -> None:
         """Free what was not renewed for a lease, as a test had this process stand still."""
-        for slot, (claim, token, _since, renewed) in list(self.held.items()):
-            if stood_still() - renewed >= claim.lease:
+        for slot, (request, token, _since, renewed) in list(self.held.items()):
+            if stood_still() - renewed >= request.lease:
                 del self.held[slot]
                 self.expired.add(token)
 
     def renew(self, permit_ids: Collection[str]) -> None:
         """Let the leases of these permits begin anew."""
         self.expire()
-        for slot, (claim, token, since, _renewed) in self.held.items():
-            if claim.permit_id in permit_ids:
-                self.held[slot] = (claim, token, since, stood_still())
+        for slot, (request, token, since, _renewed) in self.held.items():
+            if request.permit_id in permit_ids:
+                self.held[slot] = (request, token, since, stood_still())
 
-    def wanted(self, claim: Claim) -> list[int]:
+    def wanted(self, request: Request) -> list[int]:
         """Return the slots that the claim would get now; none if it has to wait."""
-        others, whole = self.keeping_out - {claim.permit_id}, any(each[0].got == WHOLE for each in self.held.values())
+        others, whole = self.keeping_out - {request.permit_id}, any(each[0].got == WHOLE for each in self.held.values())
         if self.paused or whole:
             return []
-        if claim.mode in EXCLUSIVE:
-            slots = list(range(WRITER if self.kind == RWLOCK and claim.mode == WHOLE else 1, self.slots + 1))
-            return slots if self.held.keys() <= ({WRITER} if claim.mode == UPGRADE else set()) else []
+        if request.mode in EXCLUSIVE:
+            slots = list(range(WRITER if self.kind == RWLOCK and request.mode == WHOLE else 1, self.slots + 1))
+            return slots if self.held.keys() <= ({WRITER} if request.mode == UPGRADE else set()) else []
         if others:
             return []
-        if claim.mode == UPDATE:
+        if request.mode == UPDATE:
             return [] if WRITER in self.held else [WRITER]
         taken = self.held.keys() - {WRITER}
-        free = [slot for slot in range(1, self.slots + 1) if slot not in taken][: claim.take]
-        return free if len(free) == claim.take and len(taken) + claim.take <= self.slots else []
+        free = [slot for slot in range(1, self.slots + 1) if slot not in taken][: request.take]
+        return free if len(free) == request.take and len(taken) + request.take <= self.slots else []
 
 
 class LocalOperator(BaseSemaphoreBackend):
@@ -151,10 +151,10 @@ class LocalOperator(BaseSemaphoreBackend):
             ]
 
     def _holder(self, known: LocalName, slot: int) -> HolderSnapshot:
-        claim, token, since, renewed = known.held[slot]
-        age, left = boot_now() - since, claim.lease - (stood_still() - renewed)
+        request, token, since, renewed = known.held[slot]
+        age, left = boot_now() - since, request.lease - (stood_still() - renewed)
         now = datetime.datetime.now(datetime.UTC)
-        who = claim.holder
+        who = request.holder
         return HolderSnapshot(
             name=known.name,
             slot=slot,
@@ -169,7 +169,7 @@ class LocalOperator(BaseSemaphoreBackend):
             expires_at=now + datetime.timedelta(seconds=left),
             age=age,
             lease_left=left,
-            mode=claim.got,
+            mode=request.got,
             stop_by=known.asked.get(token, ""),
         )
 
@@ -183,7 +183,7 @@ class LocalOperator(BaseSemaphoreBackend):
             del known.held[slot]
             known.revoked[token] = by
             if snapshot.mode:  # a part of it is nothing
-                for each in [number for number, (claim, *_) in known.held.items() if claim.got]:
+                for each in [number for number, (request, *_) in known.held.items() if request.got]:
                     known.revoked[known.held.pop(each)[1]] = by
         self._changed()
         return snapshot
@@ -194,10 +194,10 @@ class LocalOperator(BaseSemaphoreBackend):
             known = self._world().get(name)
             if known is None or slot not in known.held or known.held[slot][1] != token:
                 return None
-            claim = known.held[slot][0]
+            request = known.held[slot][0]
             by = known.asked.get(token, by)
             for each, number, *_ in known.held.values():
-                if each.permit_id == claim.permit_id or (each.got and claim.got):  # all that it has
+                if each.permit_id == request.permit_id or (each.got and request.got):  # all that it has
                     known.asked.setdefault(number, by)
             snapshot = self._holder(known, slot)
         self._changed()
@@ -259,37 +259,37 @@ class LocalBackend(LocalOperator, Counting):
     reports_waiters = False
     modes = frozenset({WHOLE, UPDATE, UPGRADE})
 
-    def claim(self, session: Session, claim: Claim) -> Grant | None:
+    def claim(self, session: Session, request: Request) -> Grant | None:
         """Take the lowest free slots."""
-        name, kind = claim.resource.name, claim.resource.kind
+        name, kind = request.resource.name, request.resource.kind
         if kind == TOKENS:
-            return self._claim_tokens(claim)
+            return self._claim_tokens(request)
         with self._lock:
-            known = self._world().setdefault(name, LocalName(name, kind, claim.slots or 1))
+            known = self._world().setdefault(name, LocalName(name, kind, request.slots or 1))
             known.expire()
             if known.kind != kind:
                 raise wrong_kind(name, known.kind, kind)
-            if claim.slots is not None:
-                known.declared = claim.slots
-            if claim.take > known.slots:
-                raise never_met(name, known.slots, claim.take)
-            free = known.wanted(claim)
+            if request.slots is not None:
+                known.declared = request.slots
+            if request.take > known.slots:
+                raise never_met(name, known.slots, request.take)
+            free = known.wanted(request)
             if not free:
                 return None
-            known.keeping_out.discard(claim.permit_id)
-            tokens = (next(_tokens),) * len(free) if claim.mode else tuple(next(_tokens) for _ in free)
+            known.keeping_out.discard(request.permit_id)
+            tokens = (next(_tokens),) * len(free) if request.mode else tuple(next(_tokens) for _ in free)
             for slot, token in zip(free, tokens, strict=True):
-                known.held[slot] = (claim, token, boot_now(), stood_still())
+                known.held[slot] = (request, token, boot_now(), stood_still())
             return Grant(tuple(free), tokens, tuple(free))
 
-    def _claim_tokens(self, claim: Claim) -> Grant | None:
+    def _claim_tokens(self, request: Request) -> Grant | None:
         with self._lock:
-            known = self._count(claim.resource, claim.slots or 0)
-            if known.paused or claim.take > known.tokens:
+            known = self._count(request.resource, request.slots or 0)
+            if known.paused or request.take > known.tokens:
                 return None
-            known.tokens -= claim.take
-            known.handed[claim.permit_id] = claim.take
-            return Grant((claim.take,), (0,), (0,))
+            known.tokens -= request.take
+            known.handed[request.permit_id] = request.take
+            return Grant((request.take,), (0,), (0,))
 
     def _count(self, resource: Resource, initial: int) -> LocalName:
         name, kind = resource.name, resource.kind
@@ -318,34 +318,34 @@ class LocalBackend(LocalOperator, Counting):
         with self._lock:
             return any(known.handed.pop(permit_id, 0) for known in self._world().values())
 
-    def enrol(self, session: Session, claim: Claim, place: Place, *, first: bool) -> Waited:
+    def enrol(self, session: Session, request: Request, place: Place, *, first: bool) -> Waited:
         """Claim; the queue inside the process is the whole queue."""
-        grant = self.claim(session, claim)
-        if grant is None and claim.mode in EXCLUSIVE:
+        grant = self.claim(session, request)
+        if grant is None and request.mode in EXCLUSIVE:
             with self._lock:
-                self._world()[claim.resource.name].keeping_out.add(claim.permit_id)
-        granted = (Granted(claim.permit_id, grant, claim.lease),) if grant else ()
+                self._world()[request.resource.name].keeping_out.add(request.permit_id)
+        granted = (Granted(request.permit_id, grant, request.lease),) if grant else ()
         return Waited(granted, Queue(ahead=0), at_once=first and bool(granted))
 
-    def wait(self, session: Session, claim: Claim, place: Place) -> Waited:
+    def wait(self, session: Session, request: Request, place: Place) -> Waited:
         """Claim once more."""
-        return self.enrol(session, claim, place, first=False)
+        return self.enrol(session, request, place, first=False)
 
-    def granted(self, session: Session, claim: Claim) -> Granted | None:
+    def granted(self, session: Session, request: Request) -> Granted | None:
         """Nothing is ever handed to a waiter here: it claims."""
         return None
 
-    def leave(self, session: Session, claim: Claim) -> None:
+    def leave(self, session: Session, request: Request) -> None:
         """Let others in again."""
         with self._lock:
-            known = self._world().get(claim.resource.name)
-            waited = known is not None and claim.permit_id in known.keeping_out
+            known = self._world().get(request.resource.name)
+            waited = known is not None and request.permit_id in known.keeping_out
             if known is not None:
-                known.keeping_out.discard(claim.permit_id)
+                known.keeping_out.discard(request.permit_id)
         if waited:
             self._changed()
 
-    def release(self, session: Session, held: Held, *, wanted: bool = False, hand_on: bool = True) -> Released:
+    def release(self, session: Session, held: Acquired, *, wanted: bool = False, hand_on: bool = True) -> Released:
         """Free the permit's slots."""
         return Released(self.discard(session, held.resource, held.permit_id))
 
@@ -359,7 +359,9 @@ class LocalBackend(LocalOperator, Counting):
             if known is not None and permit_id in known.handed:
                 known.tokens += known.handed.pop(permit_id)
                 return True
-            mine = [slot for slot, (claim, *_) in known.held.items() if claim.permit_id == permit_id] if known else []
+            mine = (
+                [slot for slot, (request, *_) in known.held.items() if request.permit_id == permit_id] if known else []
+            )
             for slot in mine:
                 assert known is not None  # noqa: S101
                 del known.held[slot]
@@ -367,14 +369,14 @@ class LocalBackend(LocalOperator, Counting):
                 known.keeping_out.discard(permit_id)
             return bool(mine)
 
-    def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
+    def renew(self, session: Session, held: Sequence[Acquired]) -> Renewal:
         """Nothing runs out here, unless a test has the process stand still."""
         with self._lock:
             for known in self._world().values():
                 known.renew({each.permit_id for each in held})
         return Renewal(frozenset(each.permit_id for each in held), dict[str, Loss](), dict(self._asked(held)))
 
-    def _asked(self, held: Sequence[Held]) -> Iterator[tuple[str, str]]:
+    def _asked(self, held: Sequence[Acquired]) -> Iterator[tuple[str, str]]:
         with self._lock:
             for each in held:
                 known = self._world().get(each.resource.name)
@@ -382,13 +384,13 @@ class LocalBackend(LocalOperator, Counting):
                 if known is not None and token in known.asked:
                     yield each.permit_id, known.asked[token]
 
-    def taken_away(self, held: Held) -> Loss | None:
+    def taken_away(self, held: Acquired) -> Loss | None:
         """Look whether all the slots are still the permit's."""
         with self._lock:
             known = self._world().get(held.resource.name)
             if known is not None:
                 known.expire()
-            mine = [claim.permit_id for claim, *_ in known.held.values()] if known else []
+            mine = [request.permit_id for request, *_ in known.held.values()] if known else []
             if mine.count(held.permit_id) == len(held.grant.slots):
                 return None
             by = (
@@ -417,14 +419,14 @@ class LocalBackend(LocalOperator, Counting):
         found = self.inspect([resource.name])
         return found[0] if found else None
 
-    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Held) -> bool:
+    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool:
         """Look whether the permit still has its slots: there is no other process to keep out."""
         return self.taken_away(held) is None
 
-    def fate(self, session: Session, held: Held) -> Loss | None:
+    def fate(self, session: Session, held: Acquired) -> Loss | None:
         """Return how it was taken away."""
         return self.taken_away(held)
 
-    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Held) -> tuple[str, list[Any]]:
+    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
         """Return a condition that says what is so now."""
         return "1 = 1" if self.taken_away(held) is None else "1 = 0", []

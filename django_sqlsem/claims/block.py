@@ -144,9 +144,9 @@ class ClaimBlock(Generic[M]):
         permit = self.permit
         assert permit is not None  # noqa: S101
         permit.check()
-        keeper = permit._hold.keeper
+        keeper = permit._acquisition.keeper
         if (permit.slot, permit.token) not in standing(keeper.backend, keeper.session_here(), self._column.resource):
-            keeper.renew_now(permit._hold)  # it finds out why
+            keeper.renew_now(permit._acquisition)  # it finds out why
             raise PermitLostError(f"The permit of {permit.name!r} was lost: its slot was revoked or taken.")
 
     def _end(self, exc: BaseException | None) -> None:
@@ -312,7 +312,7 @@ class Claim(ClaimBlock[M]):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._state = OVER
-        if self.permit is None or self.permit._hold.foreign:  # in a forked child the rows are the parent's
+        if self.permit is None or self.permit._acquisition.foreign:  # in a forked child the rows are the parent's
             return
         try:
             try:
@@ -327,7 +327,7 @@ class Claim(ClaimBlock[M]):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._state = OVER
-        if self.permit is None or self.permit._hold.foreign:  # in a forked child the rows are the parent's
+        if self.permit is None or self.permit._acquisition.foreign:  # in a forked child the rows are the parent's
             return
         try:
             try:

@@ -15,10 +15,11 @@ from django.db import connections
 from django_sqlsem.database.opening import open_connection
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
-    from django_sqlsem.backends.base import Held
     from django_sqlsem.database.sessions import Session
 
 
@@ -109,7 +110,9 @@ _VENDORS: Final = ("postgresql", "mysql")
 _known: set[tuple[Any, ...]] = set()
 
 
-def leads_to_locks(alias: str, home: str, session: Session, held: Held, *, ask: bool) -> bool:
+def leads_to_locks(
+    alias: str, home: str, session: Session, permit_id: str, row_ids: Sequence[int], *, ask: bool
+) -> bool:
     """Whether the alias leads to the database that keeps a permit, whose own alias is ``home``.
 
     ``session`` is our own at home. Where the settings differ and ``ask`` is true, the servers are asked, once per
@@ -121,8 +124,8 @@ def leads_to_locks(alias: str, home: str, session: Session, held: Held, *, ask: 
     if not ask or connections[alias].vendor not in _VENDORS or connections[alias].vendor != connections[home].vendor:
         return False
     if (here, there) not in _known:
-        mine = session.run(lambda _: _identify(session.connection, held))
-        if mine is None or mine != _ask(alias, held):
+        mine = session.run(lambda _: _identify(session.connection, permit_id, row_ids))
+        if mine is None or mine != _ask(alias, permit_id, row_ids):
             return False
         _known.add((here, there))
     return True
@@ -135,18 +138,18 @@ def _address(alias: str) -> tuple[Any, ...]:
     return (*(str(settings.get(name)) for name in _WHERE), tuple(service))
 
 
-def _ask(alias: str, held: Held) -> object:
+def _ask(alias: str, permit_id: str, row_ids: Sequence[int]) -> object:
     """Ask on a connection that is not the caller's: a statement that fails would spoil the transaction there."""
     with contextlib.suppress(DatabaseError), contextlib.closing(open_connection(alias)) as connection:
-        return _identify(connection, held)
+        return _identify(connection, permit_id, row_ids)
     return None
 
 
-def _identify(connection: BaseDatabaseWrapper, held: Held) -> object:
+def _identify(connection: BaseDatabaseWrapper, permit_id: str, row_ids: Sequence[int]) -> object:
     """Return what no other database has: the life of its server (replicas have their own), and this very grant."""
-    rows = ",".join(map(str, held.grant.row_ids))
+    rows = ",".join(map(str, row_ids))
     with connection.cursor() as cursor:
         server = read(connection, cursor)
         cursor.execute(f"SELECT id, permit_id FROM sqlsem_slot WHERE id IN ({rows}) ORDER BY id")
         found = [tuple(row) for row in cursor.fetchall()]
-    return (server, found) if server is not None and any(row[1] == held.permit_id for row in found) else None
+    return (server, found) if server is not None and any(row[1] == permit_id for row in found) else None

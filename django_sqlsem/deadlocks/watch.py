@@ -32,12 +32,12 @@ from django_sqlsem.deadlocks import graph as deadlocks_graph
 from django_sqlsem.deadlocks.graph import Name, Slot, Wait, entangled
 from django_sqlsem.exceptions import BackendError, DeadlockError
 from django_sqlsem.runtime import callers
-from django_sqlsem.runtime.acquisition import Hold, State
+from django_sqlsem.runtime.acquisition import Acquisition, State
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from django_sqlsem.backends.base import Claim
+    from django_sqlsem.backends.base import Request
     from django_sqlsem.database.cursors import AnyCursor
     from django_sqlsem.database.dialects import Dialect
     from django_sqlsem.database.sessions import Session
@@ -155,17 +155,17 @@ def _limits(connection: Any, seconds: float) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def wait_values(claim: Claim, dialect: Dialect, permits: str, arrived: float, patience_us: int) -> dict[str, Any]:
+def wait_values(request: Request, dialect: Dialect, permits: str, arrived: float, patience_us: int) -> dict[str, Any]:
     """Return what the row of a wait says. ``arrived``: when it began, by the boot clock."""
-    holder = claim.holder
+    holder = request.holder
     return {
-        "wait_id": claim.permit_id,
-        "key": claim.resource.key,
-        "name": claim.resource.name,
-        "take": claim.take,
-        "slots": claim.slots,
-        "mode": claim.mode,
-        "fair": claim.fair,
+        "wait_id": request.permit_id,
+        "key": request.resource.key,
+        "name": request.resource.name,
+        "take": request.take,
+        "slots": request.slots,
+        "mode": request.mode,
+        "fair": request.fair,
         "permits": permits,
         "arrived_us": round(arrived * 1e6),
         "patience_us": patience_us,
@@ -326,23 +326,23 @@ def _numbered(values: Sequence[str]) -> dict[str, str]:
 logger = logging.getLogger("django_sqlsem")
 
 
-def error(hold: Hold, deadlock: DeadlockSnapshot) -> DeadlockError:
+def error(acquisition: Acquisition, deadlock: DeadlockSnapshot) -> DeadlockError:
     """Return the error that breaks a wait off."""
-    name = hold.claim.resource.name
+    name = acquisition.request.resource.name
     return DeadlockError(f"Waiting for {name!r} was broken off, as it could not have ended: {deadlock}.", deadlock)
 
 
-def tell(keeper: Keeper, deadlock: DeadlockSnapshot, youngest: Hold, *, broken: bool) -> None:
+def tell(keeper: Keeper, deadlock: DeadlockSnapshot, youngest: Acquisition, *, broken: bool) -> None:
     """Log a deadlock, and note it in the history of each name."""
-    claim = youngest.claim
-    name = claim.resource.name
+    request = youngest.request
+    name = request.resource.name
     end = f" The last wait, for {name!r}, was broken off." if broken else ""
     logger.error("Deadlock: %s.%s", deadlock, end, extra={"semaphores": deadlock.names, "broken": broken})
     if keeper.history is None:
         return
     for wait in {each.name: each for each in deadlock.waits}.values():
         who = HolderIdentity(wait.host, wait.pid, wait.thread, wait.label, wait.user, "")
-        theirs = dataclasses.replace(claim, resource=resource_for(wait.name, claim.resource.kind), holder=who)
+        theirs = dataclasses.replace(request, resource=resource_for(wait.name, request.resource.kind), holder=who)
         keeper.history.deadlock(theirs, wait.age, f"{deadlock}.{end}")
 
 
@@ -371,12 +371,12 @@ class _Plan:
     """What one step asks of the database: the rows to delete, to insert and to keep alive, by wait id."""
 
     gone: set[str] = field(default_factory=set)
-    new: dict[str, tuple[Hold, str]] = field(default_factory=dict)
-    kept: dict[str, tuple[Hold, str]] = field(default_factory=dict)
+    new: dict[str, tuple[Acquisition, str]] = field(default_factory=dict)
+    kept: dict[str, tuple[Acquisition, str]] = field(default_factory=dict)
     looks: bool = False
     #: When, on the boot clock, to leave the rest to the next step; and the rows that are there by then.
     until: float = math.inf
-    written: dict[str, tuple[Hold, str]] = field(default_factory=dict)
+    written: dict[str, tuple[Acquisition, str]] = field(default_factory=dict)
 
 
 class Watch:
@@ -385,16 +385,16 @@ class Watch:
     ``end`` breaks off a wait with an error, and returns whether it was still waiting.
     """
 
-    def __init__(self, keeper: Keeper, end: Callable[[Hold, Exception], bool]) -> None:
+    def __init__(self, keeper: Keeper, end: Callable[[Acquisition, Exception], bool]) -> None:
         self._keeper = keeper
         self._alias = keeper.alias
         self._end = end
         #: The keeper's own session; where that has no cursors, one that is opened for this alone.
         self._session = keeper.own if isinstance(keeper.own, OwnSession) else OwnSession(keeper.alias)
         #: The waits, and when each is to be written down, if it holds anything by then.
-        self._waits: dict[int, tuple[Hold, float]] = {}
+        self._waits: dict[int, tuple[Acquisition, float]] = {}
         #: The waits whose rows are there, and what these say is held meanwhile.
-        self._written: dict[str, tuple[Hold, str]] = {}
+        self._written: dict[str, tuple[Acquisition, str]] = {}
         self._look_at = 0.0
         self._rest_until = 0.0
         self._crowd = 1.0
@@ -406,12 +406,12 @@ class Watch:
 
     # What the keeper calls.
 
-    def add(self, hold: Hold) -> None:
+    def add(self, acquisition: Acquisition) -> None:
         """Watch a wait from now on."""
-        if hold.claim.resource.kind == TOKENS or config(self._alias).deadlocks == "ignore":
+        if acquisition.request.resource.kind == TOKENS or config(self._alias).deadlocks == "ignore":
             return  # anybody may add tokens
         if self._has_rows():
-            self._waits[id(hold)] = (hold, hold.arrived + LATE)
+            self._waits[id(acquisition)] = (acquisition, acquisition.arrived + LATE)
 
     @property
     def busy(self) -> bool:
@@ -422,10 +422,10 @@ class Watch:
     def next_at(self) -> float:
         """When there is something to do, on the boot clock."""
         at = self._look_at if self._written else math.inf
-        for hold, due in list(self._waits.values()):
-            if not _goes_on(hold):
+        for acquisition, due in list(self._waits.values()):
+            if not _goes_on(acquisition):
                 at = 0.0
-            elif hold.permit_id not in self._written:
+            elif acquisition.permit_id not in self._written:
                 at = min(at, due)
         return max(at, self._rest_until)
 
@@ -445,7 +445,7 @@ class Watch:
         if plan.gone or plan.looks:
             # The keeper's session is the keeper's to open, which takes a while when the database is away.
             closed = self._session is self._keeper.own and not self._session.is_open
-            if closed and not (self._keeper.holds or self._keeper.arbiters):
+            if closed and not (self._keeper.acquisitions or self._keeper.arbiters):
                 self.forget()  # nobody will open it again for them: the rows run out
                 return
             if closed or seconds < shortest(self._session.connection):
@@ -485,35 +485,35 @@ class Watch:
 
     def _plan(self, now: float) -> _Plan:
         plan = _Plan()
-        for key, (hold, due) in list(self._waits.items()):
-            if not _goes_on(hold):
+        for key, (acquisition, due) in list(self._waits.items()):
+            if not _goes_on(acquisition):
                 self._waits.pop(key, None)
                 continue
             if now < due:
                 continue
-            permits = self._permits(hold)
-            known = self._written.get(hold.permit_id)
-            if known is not None and known == (hold, permits):
-                plan.kept[hold.permit_id] = known
+            permits = self._permits(acquisition)
+            known = self._written.get(acquisition.permit_id)
+            if known is not None and known == (acquisition, permits):
+                plan.kept[acquisition.permit_id] = known
             elif permits and (known is not None or len(plan.new) + len(self._written) < MANY):
-                plan.new[hold.permit_id] = (hold, permits)
+                plan.new[acquisition.permit_id] = (acquisition, permits)
             else:
-                self._waits[key] = (hold, now + LOOK)  # it holds nothing now, or there are enough of them
+                self._waits[key] = (acquisition, now + LOOK)  # it holds nothing now, or there are enough of them
         plan.gone = self._written.keys() - plan.kept.keys()
         plan.looks = bool(plan.new) or (bool(plan.kept) and now >= self._look_at)
         return plan
 
-    def _permits(self, hold: Hold) -> str:
+    def _permits(self, acquisition: Acquisition) -> str:
         """Return what the thread or task holds at this moment, as the row says it."""
-        found: list[Hold] = []
-        for ref in hold.beside:
+        found: list[Acquisition] = []
+        for ref in acquisition.beside:
             other = ref()
             # What is kept by another database, was handed to somebody else or has been given back does not count.
             if other is None or other.keeper is not self._keeper or other.owner is None or not callers.is_held(other):
                 continue
             upgrade = getattr(other.permit(), "_upgrade", None)
-            found += [other] if upgrade is None else [other, upgrade._hold]
-        return " ".join(f"{each.claim.resource.key}/{each.permit_id}" for each in found if each.grant is not None)
+            found += [other] if upgrade is None else [other, upgrade._acquisition]
+        return " ".join(f"{each.request.resource.key}/{each.permit_id}" for each in found if each.grant is not None)
 
     def _ask(self, cursor: AnyCursor, plan: _Plan) -> Look | None:
         """Send what is planned. It may be sent again if it was not answered."""
@@ -524,12 +524,12 @@ class Watch:
         if plan.looks and not refresh(cursor, dialect, plan.kept, patience_us):
             delete(cursor, dialect, plan.kept)  # some were swept up while this process was stopped
             inserted, plan.written = plan.kept | inserted, {}
-        for wait_id, (hold, permits) in inserted.items():
+        for wait_id, (acquisition, permits) in inserted.items():
             if plan.written and boot_now() > plan.until:
                 break  # a row takes a round trip, and there may be a hundred
-            values = wait_values(hold.claim, dialect, permits, hold.arrived, patience_us)
+            values = wait_values(acquisition.request, dialect, permits, acquisition.arrived, patience_us)
             insert(cursor, dialect, values)
-            plan.written[wait_id] = (hold, permits)
+            plan.written[wait_id] = (acquisition, permits)
         if not plan.looks:
             return None
         look = read_waits(cursor, dialect, leases=self._keeper.backend.supports_renewal)
@@ -559,7 +559,7 @@ class Watch:
         self._told.intersection_update(seen)
         return suspected
 
-    def _meet(self, look: Look, knot: Knot, youngest: Hold) -> None:
+    def _meet(self, look: Look, knot: Knot, youngest: Acquisition) -> None:
         breaks = config(self._alias).deadlocks == "break" and knot.closed
         if knot.identity in self._told and not breaks:
             return
@@ -568,7 +568,7 @@ class Watch:
         dialect, leases = dialect_for(self._session.connection), self._keeper.backend.supports_renewal
         deadlock = Teller(look, dialect, leases=leases).deadlock(knot)
         mine = [self._written[wait.id][0] for wait in knot.waits if wait.id in self._written]
-        if not all(_goes_on(hold) for hold in mine):
+        if not all(_goes_on(acquisition) for acquisition in mine):
             return  # what was read is over by now
         broken = breaks and self._end(youngest, error(youngest, deadlock))
         if breaks and not broken:
@@ -604,5 +604,5 @@ class Watch:
             logger.warning("Deadlocks over the locks of %r are looked for again.", self._alias)
 
 
-def _goes_on(hold: Hold) -> bool:
-    return hold.state is State.QUEUED and not hold.abandoned and not hold.told
+def _goes_on(acquisition: Acquisition) -> bool:
+    return acquisition.state is State.QUEUED and not acquisition.abandoned and not acquisition.told

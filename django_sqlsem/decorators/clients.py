@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from django_sqlsem.decorators.calls import Call
     from django_sqlsem.locks.acquire import Client as Client
-    from django_sqlsem.runtime.acquisition import Hold
+    from django_sqlsem.runtime.acquisition import Acquisition
 
 
 logger = logging.getLogger("django_sqlsem")
@@ -55,12 +55,12 @@ class WatchedClient:
         self._is_gone = is_gone
         self._gone = False
 
-    def wait(self, hold: Hold, timeout: float | None) -> bool:
+    def wait(self, acquisition: Acquisition, timeout: float | None) -> bool:
         """Block until there is an answer, and look after the client meanwhile: first of all before that."""
         until = None if timeout is None else boot_now() + timeout
         while not self._left():
             remaining = LOOK_EVERY if until is None else until - boot_now()
-            if hold.wait_here(max(0.0, min(LOOK_EVERY, remaining))):
+            if acquisition.wait_here(max(0.0, min(LOOK_EVERY, remaining))):
                 return True
             if remaining <= 0:
                 return False
@@ -84,11 +84,11 @@ class CancelledClient:
         self._label = call.label
         self._cancelled: asyncio.CancelledError | None = None
 
-    def wait(self, hold: Hold, timeout: float | None) -> bool:
+    def wait(self, acquisition: Acquisition, timeout: float | None) -> bool:
         """Block until there is an answer, or the request is cancelled."""
         if self._cancelled is None:
             try:
-                return bool(async_to_sync(_answered)(hold, timeout))
+                return bool(async_to_sync(_answered)(acquisition, timeout))
             except asyncio.CancelledError as error:
                 self._cancelled = error
         return False
@@ -179,8 +179,8 @@ def _select() -> Any:
     return select
 
 
-async def _answered(hold: Hold, timeout: float | None) -> bool:
-    return await hold.wait_on_loop(timeout)
+async def _answered(acquisition: Acquisition, timeout: float | None) -> bool:
+    return await acquisition.wait_on_loop(timeout)
 
 
 def _log(label: str, name: str, why: str) -> None:

@@ -17,7 +17,7 @@ from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.history.events import DEADLOCK, GRANTED, LOST, PASSING, RELEASED, TIMED_OUT, Percentiles, several
 
 if TYPE_CHECKING:
-    from django_sqlsem.backends.base import Claim, Grant
+    from django_sqlsem.backends.base import Grant, Request
     from django_sqlsem.core.names import Resource
     from django_sqlsem.snapshots import Loss
 
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 
     what: str
     at: float
-    claim: Claim
+    request: Request
     grant: Grant | None
     waited: float | None
     held: float | None
@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 
 
 #: The same as it is noted: plain, as a busy process makes thousands in a second.
-Note: TypeAlias = "tuple[str, float, Claim, Grant | None, float | None, float | None, str, str]"
+Note: TypeAlias = "tuple[str, float, Request, Grant | None, float | None, float | None, str, str]"
 
 
 class Recorder:
@@ -57,25 +57,25 @@ class Recorder:
         #: How many could not be kept since it was last asked.
         self.dropped = 0
 
-    def granted(self, claim: Claim, grant: Grant, at: float, waited: float) -> None:
+    def granted(self, request: Request, grant: Grant, at: float, waited: float) -> None:
         """Note that a permit was granted, and how long it was waited for."""
-        self.put((GRANTED, at, claim, grant, waited, None, "", ""))
+        self.put((GRANTED, at, request, grant, waited, None, "", ""))
 
-    def released(self, claim: Claim, grant: Grant, at: float, held: float, detail: str = "") -> None:
+    def released(self, request: Request, grant: Grant, at: float, held: float, detail: str = "") -> None:
         """Note that a permit was given back."""
-        self.put((RELEASED, at, claim, grant, None, held, "", detail))
+        self.put((RELEASED, at, request, grant, None, held, "", detail))
 
-    def lost(self, claim: Claim, grant: Grant, held: float, loss: Loss) -> None:
+    def lost(self, request: Request, grant: Grant, held: float, loss: Loss) -> None:
         """Note that a permit was lost."""
-        self.put((LOST, boot_now(), claim, grant, None, held, loss.by, f"{loss.reason}: {loss.detail}"))
+        self.put((LOST, boot_now(), request, grant, None, held, loss.by, f"{loss.reason}: {loss.detail}"))
 
-    def turned_away(self, claim: Claim, waited: float | None) -> None:
+    def turned_away(self, request: Request, waited: float | None) -> None:
         """Note that an acquire ended without a slot; ``None``: it did not want to wait."""
-        self.put((TIMED_OUT, boot_now(), claim, None, waited, None, "", ""))
+        self.put((TIMED_OUT, boot_now(), request, None, waited, None, "", ""))
 
-    def deadlock(self, claim: Claim, waited: float, detail: str) -> None:
+    def deadlock(self, request: Request, waited: float, detail: str) -> None:
         """Note that a wait is part of a deadlock, in a sentence."""
-        self.put((DEADLOCK, boot_now(), claim, None, waited, None, "", detail))
+        self.put((DEADLOCK, boot_now(), request, None, waited, None, "", detail))
 
     def put(self, note: Note) -> None:
         """Keep a note, unless none is wanted by the settings, or there are too many."""
@@ -246,9 +246,9 @@ class Tallies:
         notes = recorder.notes
         for _ in range(min(TURN, len(notes))):
             note = notes.popleft()
-            what, at, claim, grant, waited, held, _by, _detail = note
+            what, at, request, grant, waited, held, _by, _detail = note
             at_us = int(at * 1e6) + offset_us
-            tally = self._tally(claim.resource, max(self._closed_us, at_us - at_us % MINUTE_US))
+            tally = self._tally(request.resource, max(self._closed_us, at_us - at_us % MINUTE_US))
             if tally is None:
                 self.dropped += 1
             else:
@@ -268,7 +268,7 @@ class Tallies:
             if int(at) > self._second:
                 self._second, self._of_second = int(at), 0
                 self._names.clear()
-            if what not in PASSING or (self._of_second < LISTED_AT_MOST and self._may_list(claim.resource.key)):
+            if what not in PASSING or (self._of_second < LISTED_AT_MOST and self._may_list(request.resource.key)):
                 self._list(at_us, Entry(*note))
         return bool(notes)
 

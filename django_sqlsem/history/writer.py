@@ -365,10 +365,10 @@ def event_row(at_us: int, entry: Entry, settings: Config) -> list[Any] | None:
     kept = settings.history_grants if entry.what in PASSING else settings.history_acts
     if not kept:
         return None
-    claim, grant, who = entry.claim, entry.grant, entry.claim.holder
+    request, grant, who = entry.request, entry.grant, entry.request.holder
     return [
-        claim.resource.key,
-        claim.resource.name,
+        request.resource.key,
+        request.resource.name,
         at_us,
         at_us + round(kept * 1e6),
         entry.what,

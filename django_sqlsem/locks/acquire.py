@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from django_sqlsem.backends.base import BaseSemaphoreBackend
     from django_sqlsem.core.names import Resource
-    from django_sqlsem.runtime.acquisition import Hold
+    from django_sqlsem.runtime.acquisition import Acquisition
     from django_sqlsem.runtime.keeper import Keeper
     from django_sqlsem.snapshots import SemaphoreSnapshot
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 class Client(Protocol):
     """Whom a view would answer that waits: once they have gone, it need not wait any longer."""
 
-    def wait(self, hold: Hold, timeout: float | None) -> bool:
+    def wait(self, acquisition: Acquisition, timeout: float | None) -> bool:
         """Block until the hold has its answer. Return whether it has; ``False`` too if the client has gone."""
 
     def check(self, name: str) -> None:
@@ -43,7 +43,7 @@ class Forcing(Protocol):
     def refuses(self, name: str) -> bool:
         """Whether every acquire of this name is to be refused."""
 
-    def granted(self, hold: Hold) -> None:
+    def granted(self, acquisition: Acquisition) -> None:
         """Have a new grant suffer what the test wants."""
 
 
@@ -56,10 +56,10 @@ def is_refused_by_test(name: str) -> bool:
     return forcing is not None and forcing.refuses(name)
 
 
-def force(hold: Hold) -> None:
+def force(acquisition: Acquisition) -> None:
     """Have a new grant suffer what a test wants."""
     if forcing is not None:
-        forcing.granted(hold)
+        forcing.granted(acquisition)
 
 
 def keeper_of(backend: BaseSemaphoreBackend) -> Keeper:
@@ -91,7 +91,10 @@ async def aread_status(keeper: Keeper, resource: Resource) -> SemaphoreSnapshot 
 
 
 def obtain(
-    hold: Hold, take: Callable[[], T | None], timeout: float | None, give_up: Callable[[], object] | None = None
+    acquisition: Acquisition,
+    take: Callable[[], T | None],
+    timeout: float | None,
+    give_up: Callable[[], object] | None = None,
 ) -> T | None:
     """Wait for a grant, and return what ``take()`` makes of it; ``None`` if there was none in time.
 
@@ -100,13 +103,13 @@ def obtain(
     exception that interrupts them keeps their frames.
     """
     try:
-        while hold.keeper.acquire(hold, timeout):
+        while acquisition.keeper.acquire(acquisition, timeout):
             if (taken := take()) is not None:
                 return taken
-            hold.rearm()
-        hold.keeper.drop(hold)
+            acquisition.rearm()
+        acquisition.keeper.drop(acquisition)
     except BaseException:
-        hold.keeper.abandon(hold)
+        acquisition.keeper.abandon(acquisition)
         if give_up is not None:
             give_up()
         raise
@@ -114,20 +117,20 @@ def obtain(
 
 
 async def aobtain(
-    hold: Hold,
+    acquisition: Acquisition,
     take: Callable[[], Awaitable[T | None]],
     timeout: float | None,
     give_up: Callable[[], object] | None = None,
 ) -> T | None:
     """Do what ``obtain()`` does, from a coroutine."""
     try:
-        while await hold.keeper.aacquire(hold, timeout):
+        while await acquisition.keeper.aacquire(acquisition, timeout):
             if (taken := await take()) is not None:
                 return taken
-            hold.rearm()
-        hold.keeper.drop(hold)
+            acquisition.rearm()
+        acquisition.keeper.drop(acquisition)
     except BaseException:
-        hold.keeper.abandon(hold)
+        acquisition.keeper.abandon(acquisition)
         if give_up is not None:
             give_up()
         raise

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models.sql.compiler import SQLCompiler
 
-    from django_sqlsem.backends.base import Held
-    from django_sqlsem.runtime.acquisition import Hold
+    from django_sqlsem.backends.base import Acquired
+    from django_sqlsem.runtime.acquisition import Acquisition
     from django_sqlsem.snapshots import Loss
 
 
 class _Holder(Protocol):
     """What is asked of a permit, which imports this module."""
 
-    _hold: Hold
+    _acquisition: Acquisition
 
     @property
     def name(self) -> str: ...
@@ -64,8 +64,8 @@ class Fence:
 
 def fence(permit: _Holder, using: str | None) -> None:
     """Fence the calling thread's transaction: see ``Permit.fence``."""
-    hold = permit._hold
-    connection = _connection(hold, using)
+    acquisition = permit._acquisition
+    connection = _connection(acquisition, using)
     if not transactions.in_transaction(connection):
         raise _outside(connection, permit)
     with _transaction_fails(connection):
@@ -73,7 +73,7 @@ def fence(permit: _Holder, using: str | None) -> None:
         new, found = _begin(permit, connection)
         live = False
         try:
-            live = hold.keeper.backend.fence(connection, hold.keeper.session_here(), hold.held)
+            live = acquisition.keeper.backend.fence(connection, acquisition.keeper.session_here(), acquisition.acquired)
         finally:
             if live:
                 _stands(permit, found)
@@ -90,7 +90,7 @@ def fenced(permit: _Holder) -> _Fenced:
     The queryset must be of the database that keeps the locks: else ``ValueError`` when it is run. Raises ``TypeError``
     for anything but a permit.
     """
-    if not hasattr(permit, "_hold"):
+    if not hasattr(permit, "_acquisition"):
         raise TypeError(f"fenced() takes a permit, not {shown(permit)}.")
     return _Fenced(permit)
 
@@ -106,11 +106,11 @@ class _Fenced(Expression):
 
     def as_sql(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper) -> tuple[str, tuple[Any, ...]]:
         """Return the condition as of now: false for a permit that is known to be lost or was given back."""
-        permit, hold = self.permit, self.permit._hold
-        _refuse_elsewhere(connection, hold)
+        permit, acquisition = self.permit, self.permit._acquisition
+        _refuse_elsewhere(connection, acquisition)
         sql, parameters = "1 = 0", list[Any]()
         if permit.lost is None and not permit.released:
-            sql, parameters = hold.keeper.backend.fenced_sql(connection, hold.held)
+            sql, parameters = acquisition.keeper.backend.fenced_sql(connection, acquisition.acquired)
             if transactions.in_transaction(connection):
                 _begin(permit, connection)  # what the statement locks is not given back before its transaction ends
         if not connection.ops.conditional_expression_supported_in_where_clause(self):  # then it is compared with 1
@@ -121,23 +121,24 @@ class _Fenced(Expression):
         return f"fenced({self.permit!r})"
 
 
-def _connection(hold: Hold, using: str | None) -> BaseDatabaseWrapper:
+def _connection(acquisition: Acquisition, using: str | None) -> BaseDatabaseWrapper:
     if using is None:
-        return connections[hold.keeper.alias]
+        return connections[acquisition.keeper.alias]
     if using not in connections.settings:
         aliases = ", ".join(sorted(connections.settings))
         raise ValueError(f"using is {shown(using)}, which is not in DATABASES: {aliases}.")
-    _refuse_elsewhere(connections[using], hold)
+    _refuse_elsewhere(connections[using], acquisition)
     return connections[using]
 
 
-def _refuse_elsewhere(connection: BaseDatabaseWrapper, hold: Hold) -> None:
-    home = hold.keeper.alias
+def _refuse_elsewhere(connection: BaseDatabaseWrapper, acquisition: Acquisition) -> None:
+    home = acquisition.keeper.alias
     if connection.alias == home:
         return
-    backend = hold.keeper.backend
+    backend = acquisition.keeper.backend
     ask = not backend.process_local and backend.supports_renewal
-    if not leads_to_locks(connection.alias, home, hold.keeper.work, hold.held, ask=ask):
+    rows = acquisition.grant.row_ids if acquisition.grant is not None else ()
+    if not leads_to_locks(connection.alias, home, acquisition.keeper.work, acquisition.permit_id, rows, ask=ask):
         raise ValueError(
             f"The locks are on {home!r}, another database than {connection.alias!r}, whose transactions cannot be"
             " fenced with them: compare permit.token there, or keep the locks in that database."
@@ -168,13 +169,13 @@ def _transaction_fails(connection: BaseDatabaseWrapper) -> Any:
 
 def _begin(permit: _Holder, connection: BaseDatabaseWrapper) -> tuple[bool, Fence]:
     """Note that the transaction is fenced, which puts the permit's release off. Return whether this is new, and it."""
-    hold = permit._hold
-    for found in hold.fences:
+    acquisition = permit._acquisition
+    for found in acquisition.fences:
         if found.stands and found.connection is connection:
             return False, found
     found = Fence(connection)
-    hold.fences = (*hold.fences, found)
-    transactions.before_transaction_ends(connection.alias, partial(_ending, hold, found, hold.held))
+    acquisition.fences = (*acquisition.fences, found)
+    transactions.before_transaction_ends(connection.alias, partial(_ending, acquisition, found, acquisition.acquired))
     transactions.at_transaction_end(connection.alias, partial(_over, permit, found))
     return True, found
 
@@ -182,7 +183,7 @@ def _begin(permit: _Holder, connection: BaseDatabaseWrapper) -> tuple[bool, Fenc
 def _stands(permit: _Holder, found: Fence) -> None:
     """Note what the fence does to the permit, and see that it outlives savepoints: row locks go with them."""
     connection = found.connection
-    found.exclusive = permit._hold.keeper.backend.keeps_renewals_out(connection)
+    found.exclusive = permit._acquisition.keeper.backend.keeps_renewals_out(connection)
     if not found.locked:
         found.locked = True
         found.savepoint = transactions.savepoints_so_far(connection)
@@ -191,12 +192,12 @@ def _stands(permit: _Holder, found: Fence) -> None:
 
 def _undone(permit: _Holder, found: Fence, savepoint: int) -> None:
     """A rollback to a savepoint before the fence has taken it away: set it up again, or have the transaction fail."""
-    hold, connection = permit._hold, found.connection
+    acquisition, connection = permit._acquisition, found.connection
     if found.over or savepoint > found.savepoint:
         return
     live = False
     with contextlib.suppress(BackendError):
-        live = hold.keeper.backend.fence(connection, hold.keeper.session_here(), hold.held)
+        live = acquisition.keeper.backend.fence(connection, acquisition.keeper.session_here(), acquisition.acquired)
     found.savepoint = transactions.savepoints_so_far(connection)
     if not live:
         connection.needs_rollback = connection.in_atomic_block
@@ -204,36 +205,36 @@ def _undone(permit: _Holder, found: Fence, savepoint: int) -> None:
             raise _lost(permit)
 
 
-def _ending(hold: Hold, found: Fence, held: Held, committing: bool) -> None:
+def _ending(acquisition: Acquisition, found: Fence, held: Acquired, committing: bool) -> None:
     """Renew a lease that ran out in an exclusive transaction, just before its end: until then no other can take it."""
     if not found.exclusive:
         return
     found.renewed_at, now = None, boot_now()
     if not committing:
         found.exclusive = False  # from here on its deadline counts again
-    elif hold.loss is None and hold.keeper.backend.extend(found.connection, held):
+    elif acquisition.loss is None and acquisition.keeper.backend.extend(found.connection, held):
         found.renewed_at = now
 
 
 def _over(permit: _Holder, found: Fence) -> None:
-    hold = permit._hold
+    acquisition = permit._acquisition
     if found.renewed_at is not None:
-        hold.renewed(found.renewed_at)
+        acquisition.renewed(found.renewed_at)
     if found.exclusive:
-        hold.keeper.renew_now(hold)
+        acquisition.keeper.renew_now(acquisition)
     found.over = True
-    hold.fences = tuple(each for each in hold.fences if each.stands)
-    if hold.release_wanted and not hold.fenced:
-        hold.release_wanted = False
+    acquisition.fences = tuple(each for each in acquisition.fences if each.stands)
+    if acquisition.release_wanted and not acquisition.fenced:
+        acquisition.release_wanted = False
         permit._close()
 
 
 def _lost(permit: _Holder) -> PermitLostError:
-    hold = permit._hold
+    acquisition = permit._acquisition
     with contextlib.suppress(BackendError):
-        loss = hold.keeper.backend.fate(hold.keeper.session_here(), hold.held)
+        loss = acquisition.keeper.backend.fate(acquisition.keeper.session_here(), acquisition.acquired)
         if loss is not None:
-            hold.lose(loss)
-    loss = hold.current_loss()
+            acquisition.lose(loss)
+    loss = acquisition.current_loss()
     why = str(loss) if loss is not None else "its lease has run out by the database's clock"
     return PermitLostError(f"The permit of {permit.name!r} was lost: {why}.", loss=loss)

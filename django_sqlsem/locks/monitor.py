@@ -25,7 +25,7 @@ from django_sqlsem.runtime.acquisition import State
 
 if TYPE_CHECKING:
     from django_sqlsem.locks.acquire import Client
-    from django_sqlsem.runtime.acquisition import Hold
+    from django_sqlsem.runtime.acquisition import Acquisition
 
 
 logger = logging.getLogger("django_sqlsem")
@@ -66,21 +66,21 @@ class Stay:
             self._inside.pop(permit._number, None)
             outermost = self.outermost()
         if outermost is not None:
-            self.untie(permit._hold)
+            self.untie(permit._acquisition)
         return outermost is None
 
-    def untie(self, hold: Hold) -> None:
+    def untie(self, acquisition: Acquisition) -> None:
         """Count the thread or task as outside once it has handed all its permits over."""
         if all(permit._detached for permit in self.inside()):
-            callers.leave(hold)
+            callers.leave(acquisition)
 
-    def enter(self, monitor: Monitor, hold: Hold, owner: object) -> MonitorPermit | None:
+    def enter(self, monitor: Monitor, acquisition: Acquisition, owner: object) -> MonitorPermit | None:
         """Enter once more; ``None`` if all have left meanwhile."""
         with self.lock:
             inside = self.inside()
             if not inside:
                 return None
-            if (loss := hold.current_loss()) is not None:
+            if (loss := acquisition.current_loss()) is not None:
                 raise PermitLostError(
                     f"The permit of {monitor.name!r} was lost: {loss}. Leave it before entering again.", loss=loss
                 )
@@ -89,9 +89,9 @@ class Stay:
                 raise AlreadyHeldError(
                     f"{monitor.name!r} was entered by something else that works for this task side by side with this."
                 )
-            permit = MonitorPermit(monitor, hold, self)
+            permit = MonitorPermit(monitor, acquisition, self)
             try:
-                if monitor.on_lost is not None and monitor.on_lost not in hold.callbacks:
+                if monitor.on_lost is not None and monitor.on_lost not in acquisition.callbacks:
                     permit.on_lost(monitor.on_lost)
                 self.admit(permit)
                 return permit
@@ -99,15 +99,15 @@ class Stay:
                 self._inside.pop(permit._number, None)
                 raise
 
-    def forget(self, hold: Hold) -> None:
+    def forget(self, acquisition: Acquisition) -> None:
         """A permit was garbage-collected: give the monitor back if it was the last one."""
         for number, ref in list(self._inside.items()):
             if ref() is None:
                 self._inside.pop(number, None)
         if self.outermost() is None:
-            hold.keeper.forget(hold, "it was garbage-collected")
+            acquisition.keeper.forget(acquisition, "it was garbage-collected")
         else:
-            name = hold.claim.resource.name
+            name = acquisition.request.resource.name
             extra = {"semaphore": name, "what": "forgotten"}
             logger.error("An inner permit of %r was forgotten; use a with block.", name, extra=extra)
 
@@ -117,7 +117,7 @@ class MonitorPermit(Permit):
 
     semaphore: Monitor
 
-    def __init__(self, monitor: Monitor, hold: Hold, stay: Stay) -> None:
+    def __init__(self, monitor: Monitor, acquisition: Acquisition, stay: Stay) -> None:
         # Without Permit's, which would make this one the hold's only permit.
         self._number = 0
         self._depth = 0
@@ -125,7 +125,7 @@ class MonitorPermit(Permit):
         self._detached = False
         self._stay = stay
         self.semaphore = monitor
-        self._hold = hold
+        self._acquisition = acquisition
 
     @property
     def depth(self) -> int:
@@ -135,12 +135,12 @@ class MonitorPermit(Permit):
     @property
     def waited(self) -> float:
         """Seconds that the acquire waited for it; exactly 0 for an inner entry."""
-        return self._hold.waited if self._number == 1 else 0.0
+        return self._acquisition.waited if self._number == 1 else 0.0
 
     @property
     def released(self) -> bool:
         """Whether this entry was left, or the monitor given back."""
-        return self._left or self._hold.releasing.locked()
+        return self._left or self._acquisition.releasing.locked()
 
     def release(self) -> None:
         """Leave. The last to leave gives the monitor back: see ``Permit.release``. Idempotent.
@@ -170,7 +170,7 @@ class MonitorPermit(Permit):
     def detach(self) -> None:
         """Untie this entry from its thread or task: its new holder must release it."""
         self._detached = True
-        self._stay.untie(self._hold)
+        self._stay.untie(self._acquisition)
 
     def __enter__(self) -> MonitorPermit:
         self._refuse_strangers()
@@ -181,15 +181,15 @@ class MonitorPermit(Permit):
         return self
 
     def _refuse_strangers(self) -> None:
-        owner = self._hold.owner() if self._hold.owner is not None else None
-        if owner is None or self._detached or self.released or callers.owner_is_gone(self._hold):
+        owner = self._acquisition.owner() if self._acquisition.owner is not None else None
+        if owner is None or self._detached or self.released or callers.owner_is_gone(self._acquisition):
             return
         if owner is not callers.current_owner():
             raise NotEnteredError(f"Only the thread or task that entered {self.name!r} may leave it.")
 
     def _leave(self) -> bool:
         self._left = True
-        return self._stay.leave(self) and not self._hold.releasing.locked()
+        return self._stay.leave(self) and not self._acquisition.releasing.locked()
 
     def _abandon(self) -> None:
         self._left = True
@@ -210,15 +210,21 @@ class MonitorPermit(Permit):
             self._log_failed_release(error)
 
     def __del__(self) -> None:
-        hold = getattr(self, "_hold", None)
-        if hold is None or self._left or hold.foreign or hold.abandoned or hold.releasing.locked():
+        acquisition = getattr(self, "_acquisition", None)
+        if (
+            acquisition is None
+            or self._left
+            or acquisition.foreign
+            or acquisition.abandoned
+            or acquisition.releasing.locked()
+        ):
             return
         # Only a note for the keeper, as a finaliser may run at any point.
-        if hold.state is State.HELD:
+        if acquisition.state is State.HELD:
             stay = self._stay
-            hold.keeper.inbox_put(lambda: stay.forget(hold))
-        elif hold.state is not State.OVER:
-            hold.keeper.abandon(hold)
+            acquisition.keeper.inbox_put(lambda: stay.forget(acquisition))
+        elif acquisition.state is not State.OVER:
+            acquisition.keeper.abandon(acquisition)
 
 
 @dataclass(frozen=True)
@@ -288,23 +294,28 @@ class Monitor(Semaphore):
     def _enter_again(self) -> MonitorPermit | None:
         owner = callers.current_owner()
         outermost = None if self.key is not None else self._inside(owner)
-        return None if outermost is None else outermost._stay.enter(self, outermost._hold, owner)
+        return None if outermost is None else outermost._stay.enter(self, outermost._acquisition, owner)
 
     def _inside(self, owner: object) -> MonitorPermit | None:
         """Return the permit by which ``owner`` is inside, the outermost one; a lost one too."""
         key = key_of(self.name)
-        for hold in callers.taken_by(owner, database_for(self.using), key):
-            permit = hold.permit()
-            gone = hold.grant is None or hold.foreign or hold.abandoned or hold.releasing.locked()
+        for acquisition in callers.taken_by(owner, database_for(self.using), key):
+            permit = acquisition.permit()
+            gone = (
+                acquisition.grant is None
+                or acquisition.foreign
+                or acquisition.abandoned
+                or acquisition.releasing.locked()
+            )
             if isinstance(permit, MonitorPermit) and not gone:
                 return permit
         return None
 
-    def _permit(self, hold: Hold) -> Permit:
+    def _permit(self, acquisition: Acquisition) -> Permit:
         stay = Stay()
-        permit = MonitorPermit(self, hold, stay)
+        permit = MonitorPermit(self, acquisition, stay)
         stay.admit(permit)
-        hold.permit = stay.outermost
+        acquisition.permit = stay.outermost
         return permit
 
 

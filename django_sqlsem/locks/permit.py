@@ -27,7 +27,7 @@ from django_sqlsem.exceptions import AlreadyHeldError, BackendError, NotEnteredE
 from django_sqlsem.locks import fences
 from django_sqlsem.locks.acquire import refusal, seconds_to_wait
 from django_sqlsem.runtime import callers, events
-from django_sqlsem.runtime.acquisition import Hold, State
+from django_sqlsem.runtime.acquisition import Acquisition, State
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
@@ -44,16 +44,16 @@ class Permit:
     given back, and logged as an ERROR.
     """
 
-    def __init__(self, semaphore: Any, hold: Hold) -> None:
+    def __init__(self, semaphore: Any, acquisition: Acquisition) -> None:
         #: The ``Semaphore`` that it was acquired by.
         self.semaphore: Any = semaphore
-        self._hold = hold
-        hold.permit = weakref.ref(self)
+        self._acquisition = acquisition
+        acquisition.permit = weakref.ref(self)
 
     @property
     def name(self) -> str:
         """The semaphore's name."""
-        return self._hold.claim.resource.name
+        return self._acquisition.request.resource.name
 
     @property
     def slot(self) -> int:
@@ -85,23 +85,23 @@ class Permit:
         Exactly 0 if its own claim was granted at once; more if it had to wait for another holder, or behind another
         waiter.
         """
-        return self._hold.waited
+        return self._acquisition.waited
 
     @property
     def expires_at(self) -> datetime.datetime:
         """When it will be lost unless it is renewed before: an aware instant on this host's clock, for display."""
-        left = self._hold.deadline - boot_now()
+        left = self._acquisition.deadline - boot_now()
         return datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=left)
 
     @property
     def lost(self) -> Loss | None:
         """How the permit was lost, or ``None`` while it is ours. Decided when read, and for good."""
-        return self._hold.current_loss()
+        return self._acquisition.current_loss()
 
     @property
     def released(self) -> bool:
         """Whether it has been given back, or will be when the transaction that is fenced with it ends."""
-        return self._hold.releasing.locked() or self._hold.release_wanted
+        return self._acquisition.releasing.locked() or self._acquisition.release_wanted
 
     def check(self) -> None:
         """Raise ``PermitLostError`` if the permit is no longer ours: lost, or released already. No database access."""
@@ -126,19 +126,19 @@ class Permit:
         """Have ``callback(permit)`` called, on a thread of its own, if the permit is lost; at once if it already is."""
         if not callable(callback):
             raise TypeError(f"on_lost takes a callable, not {shown(callback)}.")
-        self._hold.callbacks.append(callback)
-        if self._hold.loss is not None:
+        self._acquisition.callbacks.append(callback)
+        if self._acquisition.loss is not None:
             events.call_back_soon(callback, self)
 
     @property
     def stop_requested(self) -> bool:
         """Whether an operator asks its holder to stop. The permit is its own all the same. No database access."""
-        return bool(self._hold.stop_by)
+        return bool(self._acquisition.stop_by)
 
     @property
     def stop_requested_by(self) -> str:
         """By whom its holder was asked to stop first; empty if it was not."""
-        return self._hold.stop_by
+        return self._acquisition.stop_by
 
     def on_stop_requested(self, callback: Callable[[Permit], object]) -> None:
         """Have ``callback(permit)`` called once, on a thread of its own, if an operator asks its holder to stop.
@@ -147,7 +147,7 @@ class Permit:
         """
         if not callable(callback):
             raise TypeError(f"on_stop_requested takes a callable, not {shown(callback)}.")
-        events.call_back_stop(self._hold, callback)
+        events.call_back_stop(self._acquisition, callback)
 
     def release(self) -> None:
         """Give the slots back. Idempotent; removes only what this very permit holds.
@@ -157,11 +157,11 @@ class Permit:
         returns at once: ``arelease()`` waits for it. While a transaction that is fenced with it is open, it is only
         given back when that ends.
         """
-        if self._hold.fenced:
-            self._hold.release_wanted = True
+        if self._acquisition.fenced:
+            self._acquisition.release_wanted = True
             return
         try:
-            if self._leave() and self._hold.keeper.release(self._hold):
+            if self._leave() and self._acquisition.keeper.release(self._acquisition):
                 events.released(self)
         except BackendError:
             raise
@@ -171,11 +171,11 @@ class Permit:
 
     async def arelease(self) -> None:
         """Give the slots back from a coroutine. Raises ``BackendError`` like ``release()``."""
-        if self._hold.fenced:
-            self._hold.release_wanted = True
+        if self._acquisition.fenced:
+            self._acquisition.release_wanted = True
             return
         try:
-            if self._leave() and await self._hold.keeper.arelease(self._hold):
+            if self._leave() and await self._acquisition.keeper.arelease(self._acquisition):
                 await events.areleased(self)
         except BackendError:
             raise
@@ -188,11 +188,11 @@ class Permit:
 
         The thread or task may then take the semaphore again, and may end without the permit being given back.
         """
-        callers.leave(self._hold)
+        callers.leave(self._acquisition)
 
     @property
     def _grant(self) -> Grant:
-        grant = self._hold.grant
+        grant = self._acquisition.grant
         if grant is None:
             raise PermitLostError(f"The permit of {self.name!r} was never granted.")
         return grant
@@ -203,8 +203,8 @@ class Permit:
 
     def _abandon(self) -> None:
         """Leave the giving back to the keeper: an exception has interrupted it."""
-        if not self._hold.foreign:
-            self._hold.keeper.abandon(self._hold)
+        if not self._acquisition.foreign:
+            self._acquisition.keeper.abandon(self._acquisition)
 
     def _finish(self) -> None:
         """End a block: release now, or at the end of the caller's transaction if the semaphore says so."""
@@ -249,22 +249,27 @@ class Permit:
         await self._afinish()
 
     def __repr__(self) -> str:
-        hold = self._hold
-        state = "released" if self.released else "lost" if hold.loss else hold.state.value
-        slots = numbers(hold.grant.slots) if hold.grant else "-"
+        acquisition = self._acquisition
+        state = "released" if self.released else "lost" if acquisition.loss else acquisition.state.value
+        slots = numbers(acquisition.grant.slots) if acquisition.grant else "-"
         return f"<Permit of {self.name!r}: slot {slots}, {state}>"
 
     def __del__(self) -> None:
-        hold = getattr(self, "_hold", None)
-        if hold is None:  # interrupted while it was made
+        acquisition = getattr(self, "_acquisition", None)
+        if acquisition is None:  # interrupted while it was made
             return
         # Only a note for the keeper: a finaliser may run at any point, in the keeper's own critical sections too.
-        if hold.foreign or hold.abandoned or hold.releasing.locked() or hold.state is State.OVER:
+        if (
+            acquisition.foreign
+            or acquisition.abandoned
+            or acquisition.releasing.locked()
+            or acquisition.state is State.OVER
+        ):
             return
-        if hold.state is State.HELD:
-            hold.keeper.inbox_put(lambda: hold.keeper.forget(hold, "it was garbage-collected"))
+        if acquisition.state is State.HELD:
+            acquisition.keeper.inbox_put(lambda: acquisition.keeper.forget(acquisition, "it was garbage-collected"))
         else:
-            hold.keeper.abandon(hold)
+            acquisition.keeper.abandon(acquisition)
 
 
 def current_permit(name: Name, *, using: str | None = None) -> Permit | None:
@@ -275,9 +280,9 @@ def current_permit(name: Name, *, using: str | None = None) -> Permit | None:
     for a bad name.
     """
     key = key_of(validate_name(name))
-    for hold in callers.taken_by(callers.current_owner(), database_for(using), key):
-        permit = hold.permit()
-        if permit is not None and hold.grant is not None and not permit.released:
+    for acquisition in callers.taken_by(callers.current_owner(), database_for(using), key):
+        permit = acquisition.permit()
+        if permit is not None and acquisition.grant is not None and not permit.released:
             return permit
     return None
 
@@ -338,7 +343,9 @@ def give_up(semaphore: Any, permit: Permit | None) -> None:
 
 def _mine(blocks: list[tuple[weakref.ref[Any], Permit]]) -> list[Permit]:
     # Threads that work for one task share its name; what they took themselves they know best.
-    flow = [permit for hold in callers.taken_here() for _, permit in blocks if permit._hold is hold]
+    flow = [
+        permit for acquisition in callers.taken_here() for _, permit in blocks if permit._acquisition is acquisition
+    ]
     current = callers.current_owner()
     return flow or [permit for owner, permit in blocks if owner() is current]
 
@@ -358,20 +365,20 @@ class UpgradablePermit(Permit):
 
     _upgrade: Permit | None = None
     #: The grants of its upgrades, and those that are waited for, which end with it.
-    _parts: tuple[Hold, ...] = ()
+    _parts: tuple[Acquisition, ...] = ()
 
     @property
     def upgraded(self) -> bool:
         """Whether it is the writer now."""
         upgrade = self._upgrade
-        return upgrade is not None and upgrade._hold.grant is not None and not upgrade.released
+        return upgrade is not None and upgrade._acquisition.grant is not None and not upgrade.released
 
     @property
     def lost(self) -> Loss | None:
         """How the permit was lost, or ``None`` while it is ours. Decided when read, and for good."""
-        upgrade, loss = self._upgrade, self._hold.current_loss()
+        upgrade, loss = self._upgrade, self._acquisition.current_loss()
         if loss is None and upgrade is not None and not upgrade.released and (gone := upgrade.lost) is not None:
-            self._hold.lose(gone)
+            self._acquisition.lose(gone)
             return gone
         return loss
 
@@ -384,14 +391,14 @@ class UpgradablePermit(Permit):
         callers.refuse_event_loop("A permit can't be upgraded synchronously here: use `await aupgrade()`.")
         seconds = seconds_to_wait(timeout, self.semaphore.timeout, self.semaphore.using)
         permit = self._prepare()
-        hold = permit._hold
+        acquisition = permit._acquisition
         try:
             self._begin(permit)
-            granted = hold.keeper.acquire(hold, seconds)
+            granted = acquisition.keeper.acquire(acquisition, seconds)
             if granted:
                 self.check()
                 return self
-            hold.keeper.drop(hold)
+            acquisition.keeper.drop(acquisition)
             self._upgrade = None
         except BaseException:
             self._give_up(permit)
@@ -402,14 +409,14 @@ class UpgradablePermit(Permit):
         """Become the writer, from a coroutine: see ``upgrade()``."""
         seconds = seconds_to_wait(timeout, self.semaphore.timeout, self.semaphore.using)
         permit = self._prepare()
-        hold = permit._hold
+        acquisition = permit._acquisition
         try:
             self._begin(permit)
-            granted = await hold.keeper.aacquire(hold, seconds)
+            granted = await acquisition.keeper.aacquire(acquisition, seconds)
             if granted:
                 self.check()
                 return self
-            hold.keeper.drop(hold)
+            acquisition.keeper.drop(acquisition)
             self._upgrade = None
         except BaseException:
             self._give_up(permit)
@@ -471,49 +478,49 @@ class UpgradablePermit(Permit):
     def _prepare(self) -> Permit:
         """Return a permit for an upgrade, which no keeper knows yet."""
         self.check()
-        mine = self._hold
-        claim = dataclasses.replace(
-            mine.claim, permit_id=uuid.uuid4().hex, mode=UPGRADE, take=0, rank="", presence=mine.keeper.presence
+        mine = self._acquisition
+        request = dataclasses.replace(
+            mine.request, permit_id=uuid.uuid4().hex, mode=UPGRADE, take=0, rank="", presence=mine.keeper.presence
         )
-        hold = Hold(mine.keeper, claim, max_hold=None)
-        hold.part_of = mine  # who is asked to stop, is asked once
+        acquisition = Acquisition(mine.keeper, request, max_hold=None)
+        acquisition.part_of = mine  # who is asked to stop, is asked once
         flow = {id(each): each for each in (*callers.taken_here(), mine)}
-        hold.beside = callers.beside(callers.current_owner(), flow.values())
+        acquisition.beside = callers.beside(callers.current_owner(), flow.values())
 
         def lost_without_it(_permit: Permit) -> None:
-            if hold.loss is not None:
-                mine.lose(hold.loss)
+            if acquisition.loss is not None:
+                mine.lose(acquisition.loss)
 
-        hold.callbacks.append(lost_without_it)
-        return Permit(self.semaphore, hold)
+        acquisition.callbacks.append(lost_without_it)
+        return Permit(self.semaphore, acquisition)
 
     def _begin(self, permit: Permit) -> None:
         """Make it the permit of the upgrade, unless there is one; nothing has been asked for it yet."""
-        mine = self._hold
+        mine = self._acquisition
         with _lock:
             if self._upgrade is not None:
                 raise AlreadyHeldError(f"The permit of {self.name!r} has been upgraded already, or is about to be.")
             self._upgrade = permit
             if _lose_parts not in mine.callbacks:
                 mine.callbacks.append(_lose_parts)
-            going = [part for part in self._parts if id(part) in part.keeper.holds]
-            self._parts = (*going, permit._hold)
+            going = [part for part in self._parts if id(part) in part.keeper.acquisitions]
+            self._parts = (*going, permit._acquisition)
 
     def _give_up(self, permit: Permit) -> None:
-        permit._hold.keeper.abandon(permit._hold)
+        permit._acquisition.keeper.abandon(permit._acquisition)
         if self._upgrade is permit:
             self._upgrade = None
 
 
 def _lose_parts(permit: Permit) -> None:
     """A permit was lost: so are its upgrades."""
-    loss = permit._hold.loss
-    for hold in permit._parts if isinstance(permit, UpgradablePermit) else ():
-        if loss is None or hold.releasing.locked() or hold.abandoned:
+    loss = permit._acquisition.loss
+    for acquisition in permit._parts if isinstance(permit, UpgradablePermit) else ():
+        if loss is None or acquisition.releasing.locked() or acquisition.abandoned:
             continue
-        if hold.grant is None:  # it waits in vain
-            hold.answer(PermitLostError(f"The permit of {permit.name!r} was lost: {loss}.", loss=loss))
+        if acquisition.grant is None:  # it waits in vain
+            acquisition.answer(PermitLostError(f"The permit of {permit.name!r} was lost: {loss}.", loss=loss))
             continue
-        hold.lose(loss)
+        acquisition.lose(loss)
         if loss.reason is LossReason.FORGOTTEN:  # else it would stay
-            hold.keeper.inbox_put(partial(hold.keeper.give_back, hold, hold.keeper.own))
+            acquisition.keeper.inbox_put(partial(acquisition.keeper.give_back, acquisition, acquisition.keeper.own))

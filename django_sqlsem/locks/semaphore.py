@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from django_sqlsem.backends import database_for, get_backend
-from django_sqlsem.backends.base import Claim
+from django_sqlsem.backends.base import Request
 from django_sqlsem.busy import validate_on_busy
 from django_sqlsem.conf import MIN_LEASE, config
 from django_sqlsem.core import hooks, identity
@@ -37,7 +37,7 @@ from django_sqlsem.locks.acquire import (
 )
 from django_sqlsem.locks.permit import Permit, UpgradablePermit
 from django_sqlsem.runtime import callers, events
-from django_sqlsem.runtime.acquisition import Hold
+from django_sqlsem.runtime.acquisition import Acquisition
 from django_sqlsem.snapshots import SemaphoreSnapshot
 
 if TYPE_CHECKING:
@@ -222,34 +222,34 @@ class Semaphore:
 
     def _prepare(
         self, granted: Callable[[Permit], T], rank: str, client: Client | None = None
-    ) -> tuple[Hold, Callable[[], T]]:
+    ) -> tuple[Acquisition, Callable[[], T]]:
         """Return the record of an acquire, and what is done with its permit once that is granted."""
         if self.key is not None:
             raise TypeError(
                 f"key= gets a decorated function's arguments, and here is none: put the key into {self.name!r}."
             )
         keeper = self._keeper()
-        hold = Hold(keeper, self._claim(keeper, rank), max_hold=self.max_hold)
-        hold.client = client
+        acquisition = Acquisition(keeper, self._request(keeper, rank), max_hold=self.max_hold)
+        acquisition.client = client
         if self.on_lost is not None:
-            hold.callbacks.append(self.on_lost)
-        callers.enter(callers.current_owner(), keeper.alias, hold)
-        return hold, partial(granted, self._permit(hold))
+            acquisition.callbacks.append(self.on_lost)
+        callers.enter(callers.current_owner(), keeper.alias, acquisition)
+        return acquisition, partial(granted, self._permit(acquisition))
 
-    def _permit(self, hold: Hold) -> Permit:
-        return (UpgradablePermit if self.mode == UPDATE else Permit)(self, hold)
+    def _permit(self, acquisition: Acquisition) -> Permit:
+        return (UpgradablePermit if self.mode == UPDATE else Permit)(self, acquisition)
 
     def _keeper(self) -> Keeper:
         return keeper_of(get_backend(database_for(self.using)))
 
-    def _claim(self, keeper: Keeper, rank: str) -> Claim:
+    def _request(self, keeper: Keeper, rank: str) -> Request:
         alias = keeper.alias
         mode, take = self.mode, 0 if self.mode in EXCLUSIVE else self.take
         if mode and mode not in keeper.backend.modes:
             if mode != WHOLE:
                 raise SemaphoreError(f"The locks of {alias!r} have no readers that may become the writer.")
             mode, take = SHARED, self.slots or 1
-        return Claim(
+        return Request(
             resource=resource_for(self.name, self.kind),
             permit_id=uuid.uuid4().hex,
             slots=self.slots,
@@ -264,12 +264,12 @@ class Semaphore:
         )
 
     def _granted(self, permit: Permit) -> Permit:
-        force(permit._hold)
+        force(permit._acquisition)
         events.granted(permit)
         return permit
 
     async def _agranted(self, permit: Permit) -> Permit:
-        force(permit._hold)
+        force(permit._acquisition)
         await events.agranted(permit)
         return permit
 
@@ -294,12 +294,12 @@ class Semaphore:
     def _step_aside(self, rank: str, estimate: Callable[[int], float]) -> float:
         """Keep a rank while its task is away; ``estimate`` says when to come back if so many are before it."""
         keeper = self._keeper()
-        return keeper.backend.step_aside(keeper.session_here(), self._claim(keeper, rank), estimate)
+        return keeper.backend.step_aside(keeper.session_here(), self._request(keeper, rank), estimate)
 
     def _hand_rank_on(self, rank: str, next_rank: str) -> None:
         """Let ``next_rank`` have the place that was kept for ``rank``."""
         keeper = self._keeper()
-        keeper.backend.hand_rank_on(keeper.session_here(), self._claim(keeper, rank), next_rank)
+        keeper.backend.hand_rank_on(keeper.session_here(), self._request(keeper, rank), next_rank)
 
 
 def semaphore(

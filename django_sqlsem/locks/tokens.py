@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from django_sqlsem.backends import database_for, get_counting_backend
-from django_sqlsem.backends.base import LAPSE_US, TOKENS, Claim, Counting
+from django_sqlsem.backends.base import LAPSE_US, TOKENS, Counting, Request
 from django_sqlsem.core import identity
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
@@ -35,7 +35,7 @@ from django_sqlsem.locks.acquire import (
     seconds_to_wait,
 )
 from django_sqlsem.runtime import callers
-from django_sqlsem.runtime.acquisition import Hold
+from django_sqlsem.runtime.acquisition import Acquisition
 from django_sqlsem.snapshots import SemaphoreSnapshot
 
 if TYPE_CHECKING:
@@ -198,23 +198,28 @@ class Tokens:
             return None
         keeper = self._keeper()
         _get_ready(keeper)
-        hold = self._hold(keeper, take)
-        return obtain(hold, lambda: self._taken(hold, _take_here(hold)), timeout, lambda: self._put_back(hold))
+        acquisition = self._acquisition(keeper, take)
+        return obtain(
+            acquisition,
+            lambda: self._taken(acquisition, _take_here(acquisition)),
+            timeout,
+            lambda: self._put_back(acquisition),
+        )
 
     async def _aacquire(self, take: int, timeout: float | None) -> TakenTokens | None:
         if is_refused_by_test(self.name):
             return None
         keeper = self._keeper()
         await keeper.call(lambda: _open(keeper.own))
-        hold = self._hold(keeper, take)
+        acquisition = self._acquisition(keeper, take)
 
         async def taken() -> TakenTokens | None:
-            return self._taken(hold, await keeper.call(lambda: _take(hold, keeper.own)))
+            return self._taken(acquisition, await keeper.call(lambda: _take(acquisition, keeper.own)))
 
-        return await aobtain(hold, taken, timeout, lambda: self._put_back(hold))
+        return await aobtain(acquisition, taken, timeout, lambda: self._put_back(acquisition))
 
-    def _hold(self, keeper: Keeper, take: int) -> Hold:
-        claim = Claim(
+    def _acquisition(self, keeper: Keeper, take: int) -> Acquisition:
+        request = Request(
             resource=self._resource(),
             permit_id=uuid.uuid4().hex,
             slots=self.initial,
@@ -224,22 +229,27 @@ class Tokens:
             holder=identity.current(),
             presence=keeper.presence,
         )
-        return Hold(keeper, claim, max_hold=None, kept=False)
+        return Acquisition(keeper, request, max_hold=None, kept=False)
 
-    def _taken(self, hold: Hold, taken: bool) -> TakenTokens | None:
+    def _taken(self, acquisition: Acquisition, taken: bool) -> TakenTokens | None:
         """Return the tokens; ``None`` if they were taken too late: the caller goes on where it stood in the queue."""
         if not taken:
             return None
-        told = {"semaphore": self.name, "what": "tokens_taken", "count": hold.claim.take, "waited": hold.waited}
+        told = {
+            "semaphore": self.name,
+            "what": "tokens_taken",
+            "count": acquisition.request.take,
+            "waited": acquisition.waited,
+        }
         logger.debug("Took %(count)d of the tokens %(semaphore)r, after %(waited).3f s.", told, extra=told)
-        return TakenTokens(self, hold.claim.take, hold.waited)
+        return TakenTokens(self, acquisition.request.take, acquisition.waited)
 
-    def _put_back(self, hold: Hold) -> None:
+    def _put_back(self, acquisition: Acquisition) -> None:
         """Add the tokens again that were taken for a caller whom an exception interrupted."""
-        keeper, count = hold.keeper, hold.claim.take
+        keeper, count = acquisition.keeper, acquisition.request.take
 
         def put_back() -> None:
-            if not (hold.released and hold.releasing.acquire(blocking=False)):
+            if not (acquisition.released and acquisition.releasing.acquire(blocking=False)):
                 return  # they were not taken, or have gone back already
             try:
                 self._add(keeper, keeper.own, count)
@@ -320,20 +330,20 @@ def _try_to_open(session: Session) -> None:
         _open(session)
 
 
-def _take_here(hold: Hold) -> bool:
+def _take_here(acquisition: Acquisition) -> bool:
     """Do what ``_take()`` does, blocking this thread."""
-    keeper = hold.keeper
+    keeper = acquisition.keeper
     session = keeper.session_here()
     if isinstance(session, CallerSession):  # whose transaction keeps all others from writing
-        taken = _take(hold, session)
+        taken = _take(acquisition, session)
         if taken:
-            hold.releasing.acquire(blocking=False)  # if that is undone, then by the end of the transaction
+            acquisition.releasing.acquire(blocking=False)  # if that is undone, then by the end of the transaction
         return taken
     done: concurrent.futures.Future[bool] = concurrent.futures.Future()
 
     def step() -> None:
         try:
-            taken = _take(hold, keeper.own)
+            taken = _take(acquisition, keeper.own)
         except BaseException as error:  # noqa: BLE001 - it belongs to the thread that waits
             done.set_exception(error)
         else:
@@ -343,17 +353,17 @@ def _take_here(hold: Hold) -> bool:
     return done.result()
 
 
-def _take(hold: Hold, session: Session) -> bool:
+def _take(acquisition: Acquisition, session: Session) -> bool:
     """Take a grant for good. Return whether it still was there. Raises ``BackendError``."""
-    if hold.abandoned:  # its caller has gone meanwhile: what it was granted goes back
+    if acquisition.abandoned:  # its caller has gone meanwhile: what it was granted goes back
         return False
-    keeper = hold.keeper
-    taken = cast("Counting", keeper.backend).take(session, hold.permit_id)
+    keeper = acquisition.keeper
+    taken = cast("Counting", keeper.backend).take(session, acquisition.permit_id)
     if taken:
-        hold.released = True  # nothing is held from here on
-        keeper.holds.pop(id(hold), None)
-        if keeper.history is not None and hold.grant is not None:
-            keeper.history.granted(hold.claim, hold.grant, hold.granted_at, hold.waited)
+        acquisition.released = True  # nothing is held from here on
+        keeper.acquisitions.pop(id(acquisition), None)
+        if keeper.history is not None and acquisition.grant is not None:
+            keeper.history.granted(acquisition.request, acquisition.grant, acquisition.granted_at, acquisition.waited)
     return taken
 
 

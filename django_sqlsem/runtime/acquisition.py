@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from django_sqlsem.backends.base import Claim, Grant, Held
+from django_sqlsem.backends.base import Acquired, Grant, Request
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.snapshots import Loss, LossReason
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 class Jumper(Protocol):
     """What tests do instead of waiting: see ``testing.clock()``."""
 
-    def jump(self, hold: Hold) -> None:
+    def jump(self, acquisition: Acquisition) -> None:
         """Let time pass until the wait is over, if this one is not to be waited for."""
 
-    async def ajump(self, hold: Hold, future: asyncio.Future[None]) -> None:
+    async def ajump(self, acquisition: Acquisition, future: asyncio.Future[None]) -> None:
         """Do the same for a task."""
 
 
@@ -106,8 +106,8 @@ class Awaited:
     def wait(self, timeout: float | None) -> bool:
         """Block this thread until there is an answer. Return whether there is one; not if its client has gone."""
         if jumper is not None:
-            jumper.jump(cast("Hold", self))
-        return self.wait_here(timeout) if self.client is None else self.client.wait(cast("Hold", self), timeout)
+            jumper.jump(cast("Acquisition", self))
+        return self.wait_here(timeout) if self.client is None else self.client.wait(cast("Acquisition", self), timeout)
 
     async def wait_on_loop(self, timeout: float | None) -> bool:
         """Wait for the answer on the running event loop, in place of a thread that has asked."""
@@ -126,7 +126,7 @@ class Awaited:
     async def answered(self, future: asyncio.Future[None], timeout: float | None) -> None:
         """Wait for the future of an answer, or until the timeout."""
         if jumper is not None:
-            await jumper.ajump(cast("Hold", self), future)
+            await jumper.ajump(cast("Acquisition", self), future)
         await asyncio.wait({future}, timeout=timeout)
 
     def answer(self, error: BaseException | None = None) -> None:
@@ -148,7 +148,7 @@ class Awaited:
         try:
             future.get_loop().call_soon_threadsafe(resolve)
         except RuntimeError:  # the loop was closed under its waiters: nobody will take the permit
-            self.keeper.abandon(cast("Hold", self))
+            self.keeper.abandon(cast("Acquisition", self))
 
 
 class State(enum.Enum):
@@ -175,16 +175,16 @@ def margin(lease: float) -> float:
     return min(1.0, lease / 20)
 
 
-class Hold(Awaited):
+class Acquisition(Awaited):
     """One acquisition. The keeper and the arbiter know it by this record; the program has the ``Permit``.
 
     Fields are written by one side at a time: by the caller until it is queued, by the keeper until it is granted,
     and then each on its own (``loss`` is latched, ``releasing`` is a test-and-set).
     """
 
-    def __init__(self, keeper: Keeper, claim: Claim, *, max_hold: float | None, kept: bool = True) -> None:
+    def __init__(self, keeper: Keeper, request: Request, *, max_hold: float | None, kept: bool = True) -> None:
         super().__init__(keeper)
-        self.claim = claim
+        self.request = request
         self.max_hold = max_hold
         #: Whether a grant is kept until it is released; else the caller takes it for good in a moment.
         self.kept = kept
@@ -219,7 +219,7 @@ class Hold(Awaited):
         self.stop_callbacks: collections.deque[Callable[[Permit], object]] = collections.deque()
         self.stop_told = threading.Lock()
         #: The grant that it belongs to, if it is only a part of what its holder has.
-        self.part_of: Hold | None = None
+        self.part_of: Acquisition | None = None
         self.permit: Callable[[], Permit | None] = lambda: None
         self.owner: weakref.ref[Any] | None = None
         self.worker: weakref.ref[threading.Thread] | None = None
@@ -227,14 +227,14 @@ class Hold(Awaited):
         self.thread: weakref.ref[threading.Thread] | None = None
         self.scope: tuple[int, str, str] | None = None
         #: What its thread or task had taken when it asked.
-        self.beside: tuple[weakref.ref[Hold], ...] = ()
+        self.beside: tuple[weakref.ref[Acquisition], ...] = ()
         self._generation = _generation
         self._notified = threading.Lock()
 
     @property
     def permit_id(self) -> str:
         """The random id that the claim carries."""
-        return self.claim.permit_id
+        return self.request.permit_id
 
     @property
     def fenced(self) -> bool:
@@ -247,12 +247,10 @@ class Hold(Awaited):
         return self._generation != _generation
 
     @property
-    def held(self) -> Held:
+    def acquired(self) -> Acquired:
         """What to tell the backend of it."""
         assert self.grant is not None  # noqa: S101
-        claim = self.claim
-        asked = bool(self.stop_by)
-        return Held(claim.permit_id, claim.resource, self.grant, self.keeper.presence, claim.durable, claim.mode, asked)
+        return Acquired(self.keeper.present(self.request), self.grant, bool(self.stop_by))
 
     @property
     def overdue(self) -> str:
@@ -268,16 +266,16 @@ class Hold(Awaited):
     @property
     def renewal_interval(self) -> float:
         """How often it is renewed, in seconds."""
-        return min(self.claim.lease / 4, self.keeper.backend.heartbeat)
+        return min(self.request.lease / 4, self.keeper.backend.heartbeat)
 
     def fresh_claim(self) -> None:
         """Ask under a new permit id: what became of the old one is unknown."""
-        self.claim = dataclasses.replace(self.claim, permit_id=uuid.uuid4().hex, presence=self.keeper.presence)
+        self.request = dataclasses.replace(self.request, permit_id=uuid.uuid4().hex, presence=self.keeper.presence)
         self.asked = False
 
     def stand_apart(self) -> None:
         """Wait in a place of its own: a task that has come back is before those of its process who came later."""
-        self.claim = dataclasses.replace(self.claim, apart=True)
+        self.request = dataclasses.replace(self.request, apart=True)
 
     def granted(self, grant: Grant, sent: float, lasts: float, *, at_once: bool) -> None:
         """Note the grant; ``sent`` is the boot clock from which its ``lasts`` seconds count here.
@@ -293,10 +291,10 @@ class Hold(Awaited):
 
     def renewed(self, sent: float, lasts: float | None = None) -> None:
         """Note a proof of possession that was asked for at ``sent`` on the boot clock, good for ``lasts`` seconds."""
-        lease = self.claim.lease if lasts is None else lasts
+        lease = self.request.lease if lasts is None else lasts
         self.deadline = sent + lease - margin(lease)
         # One that was handed over must be confirmed soon, unless it is given back sooner still.
-        self.renew_at = sent + self.renewal_interval if lease >= self.claim.lease else self.granted_at + lease / 8
+        self.renew_at = sent + self.renewal_interval if lease >= self.request.lease else self.granted_at + lease / 8
         self.renewal_error = ""
 
     def darkened(self, until: float) -> None:
@@ -315,7 +313,7 @@ class Hold(Awaited):
 
     def _judge(self) -> Loss | None:
         if not self.keeper.backend.supports_renewal:
-            loss = self.keeper.backend.taken_away(self.held)
+            loss = self.keeper.backend.taken_away(self.acquired)
             return None if self.releasing.locked() else loss  # it is just being given back
         if boot_now() < self.deadline or any(fence.exclusive and fence.stands for fence in self.fences):
             return None

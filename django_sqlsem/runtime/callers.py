@@ -18,7 +18,7 @@ from django_sqlsem.exceptions import AlreadyHeldError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from django_sqlsem.runtime.acquisition import Hold
+    from django_sqlsem.runtime.acquisition import Acquisition
 
 
 #: The task that last took a permit in this context: ``sync_to_async`` carries it into its worker thread.
@@ -28,7 +28,9 @@ _task: contextvars.ContextVar[weakref.ref[asyncio.Task[Any]] | None] = contextva
 #: Whom tests let hold something, instead of themselves.
 _stranger: contextvars.ContextVar[Stranger | None] = contextvars.ContextVar("sqlsem_stranger", default=None)
 #: What this flow of control took: a task, and what it calls in threads. Of a parent task's, a child knows but the past.
-_taken: contextvars.ContextVar[tuple[weakref.ref[Hold], ...]] = contextvars.ContextVar("sqlsem_taken", default=())
+_taken: contextvars.ContextVar[tuple[weakref.ref[Acquisition], ...]] = contextvars.ContextVar(
+    "sqlsem_taken", default=()
+)
 _followed: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
 
 
@@ -66,85 +68,94 @@ def current_owner() -> Any:
     return thread
 
 
-def enter(owner: Any, alias: str, hold: Hold) -> None:
+def enter(owner: Any, alias: str, acquisition: Acquisition) -> None:
     """Note that ``owner`` asks for a semaphore.
 
     Raises ``AlreadyHeldError`` if it has a live permit of the same one: waiting for itself would never end.
     """
-    scope = (id(owner), alias, hold.claim.resource.key)
+    scope = (id(owner), alias, acquisition.request.resource.key)
     flow = taken_here()
-    for other in taken_by(owner, alias, hold.claim.resource.key):
+    for other in taken_by(owner, alias, acquisition.request.resource.key):
         if is_held(other):
             slots = other.grant.slots if other.grant else ()
             raise AlreadyHeldError(
-                f"You have acquired {hold.claim.resource.name!r} already, in this very "
+                f"You have acquired {acquisition.request.resource.name!r} already, in this very "
                 f"{'task' if isinstance(owner, asyncio.Task) else 'thread'} (slot {numbers(slots)})."
             )
     if isinstance(owner, asyncio.Task):
         task, thread = _running()
         if task is not owner:
-            hold.worker = weakref.ref(thread)
+            acquisition.worker = weakref.ref(thread)
         elif owner not in _followed:
             _followed.add(owner)
             owner.add_done_callback(_hand_over)
     if not in_event_loop():
-        hold.thread = weakref.ref(threading.current_thread())
-    hold.owner = weakref.ref(owner)
-    hold.scope = scope
+        acquisition.thread = weakref.ref(threading.current_thread())
+    acquisition.owner = weakref.ref(owner)
+    acquisition.scope = scope
     if flow:
-        hold.beside = beside(owner, flow)
-    _taken.set((*(weakref.ref(taken) for taken in flow), weakref.ref(hold)))
+        acquisition.beside = beside(owner, flow)
+    _taken.set((*(weakref.ref(taken) for taken in flow), weakref.ref(acquisition)))
 
 
-def taken_by(owner: Any, alias: str, key: str) -> list[Hold]:
+def taken_by(owner: Any, alias: str, key: str) -> list[Acquisition]:
     """Return what ``owner`` has taken of one name, and this flow of control knows of."""
     scope = (id(owner), alias, key)
     # Threads that work for one task side by side share its name, but are not inside one another; nor are the tasks
     # for which one thread works in turn, if one of them still has what the thread took for it.
     found = [taken for taken in taken_here() if taken.scope == scope]
-    return [hold for hold in found if hold.owner is not None and hold.owner() is owner]
+    return [acquisition for acquisition in found if acquisition.owner is not None and acquisition.owner() is owner]
 
 
-def taken_here() -> list[Hold]:
+def taken_here() -> list[Acquisition]:
     """Return what this flow of control has taken and not given back, oldest first."""
-    holds = [ref() for ref in _taken.get()]
-    return [hold for hold in holds if hold is not None and not _is_over(hold)]
+    acquisitions = [ref() for ref in _taken.get()]
+    return [acquisition for acquisition in acquisitions if acquisition is not None and not _is_over(acquisition)]
 
 
-def beside(owner: Any, flow: Iterable[Hold]) -> tuple[weakref.ref[Hold], ...]:
+def beside(owner: Any, flow: Iterable[Acquisition]) -> tuple[weakref.ref[Acquisition], ...]:
     """Return what of ``flow`` is the owner's own: of its parent's, a child task gives nothing back."""
-    return tuple(weakref.ref(hold) for hold in flow if hold.owner is not None and hold.owner() is owner)
+    return tuple(
+        weakref.ref(acquisition)
+        for acquisition in flow
+        if acquisition.owner is not None and acquisition.owner() is owner
+    )
 
 
-def _is_over(hold: Hold) -> bool:
-    return hold.foreign or hold.releasing.locked() or hold.abandoned
+def _is_over(acquisition: Acquisition) -> bool:
+    return acquisition.foreign or acquisition.releasing.locked() or acquisition.abandoned
 
 
-def is_held(hold: Hold) -> bool:
+def is_held(acquisition: Acquisition) -> bool:
     """Whether the program still has the permit."""
     # One that was abandoned or garbage-collected is on its way back, though the keeper may not have got to it.
-    if hold.grant is None or hold.abandoned or hold.releasing.locked() or hold.permit() is None:
+    if (
+        acquisition.grant is None
+        or acquisition.abandoned
+        or acquisition.releasing.locked()
+        or acquisition.permit() is None
+    ):
         return False
-    return hold.current_loss() is None
+    return acquisition.current_loss() is None
 
 
-def leave(hold: Hold) -> None:
+def leave(acquisition: Acquisition) -> None:
     """The hold no longer belongs to anyone's thread or task."""
-    hold.scope = hold.owner = None
+    acquisition.scope = acquisition.owner = None
 
 
-def owner_is_gone(hold: Hold) -> bool:
+def owner_is_gone(acquisition: Acquisition) -> bool:
     """Whether the thread or task that holds the permit has ended."""
-    if hold.owner is None:
+    if acquisition.owner is None:
         return False
-    owner = hold.owner()
-    worker = hold.worker() if hold.worker is not None else None
+    owner = acquisition.owner()
+    worker = acquisition.worker() if acquisition.worker is not None else None
     if worker is not None and worker.is_alive():
         return False  # the task may have ended without the thread that it called
     if owner is None:
         return True
     if isinstance(owner, asyncio.Task):
-        return owner.done() and _result_hold(owner) is not hold
+        return owner.done() and _returned_acquisition(owner) is not acquisition
     return isinstance(owner, threading.Thread) and not owner.is_alive()
 
 
@@ -195,14 +206,14 @@ def _running() -> tuple[asyncio.Task[Any] | None, threading.Thread]:
 
 def _hand_over(task: asyncio.Task[Any]) -> None:
     # What a task returns has not ended with it: wait_for() and gather() make tasks that only acquire.
-    hold = _result_hold(task)
-    if hold is not None:
-        leave(hold)
+    acquisition = _returned_acquisition(task)
+    if acquisition is not None:
+        leave(acquisition)
 
 
-def _result_hold(task: asyncio.Task[Any]) -> Hold | None:
+def _returned_acquisition(task: asyncio.Task[Any]) -> Acquisition | None:
     # Not by exception(), which would count as somebody having looked at it.
     if task.cancelled() or getattr(task, "_exception", None) is not None:
         return None
-    hold: Hold | None = getattr(task.result(), "_hold", None)
-    return hold
+    acquisition: Acquisition | None = getattr(task.result(), "_acquisition", None)
+    return acquisition

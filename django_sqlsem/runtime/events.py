@@ -30,15 +30,19 @@ if TYPE_CHECKING:
     from django_sqlsem.exceptions import AcquireTimeoutError
     from django_sqlsem.locks.permit import Permit
     from django_sqlsem.locks.semaphore import Semaphore
-    from django_sqlsem.runtime.acquisition import Hold
+    from django_sqlsem.runtime.acquisition import Acquisition
 
 
 logger = logging.getLogger("django_sqlsem")
 
 
-def held(hold: Hold) -> float:
+def held(acquisition: Acquisition) -> float:
     """Return for how many seconds a permit was held, until its release began; 0 if it never was."""
-    return max(0.0, (hold.releasing_since or boot_now()) - hold.granted_at) if hold.granted_at else 0.0
+    return (
+        max(0.0, (acquisition.releasing_since or boot_now()) - acquisition.granted_at)
+        if acquisition.granted_at
+        else 0.0
+    )
 
 
 def granted(permit: Permit) -> None:
@@ -78,14 +82,16 @@ def released(permit: Permit) -> None:
     """A permit was given back by its holder."""
     if permit_released.heard:
         semaphore = permit.semaphore
-        permit_released.send_robust(type(semaphore), semaphore=semaphore, permit=permit, held=held(permit._hold))
+        permit_released.send_robust(type(semaphore), semaphore=semaphore, permit=permit, held=held(permit._acquisition))
 
 
 async def areleased(permit: Permit) -> None:
     """A permit was given back by a coroutine."""
     if permit_released.heard:
         semaphore = permit.semaphore
-        await permit_released.asend_robust(type(semaphore), semaphore=semaphore, permit=permit, held=held(permit._hold))
+        await permit_released.asend_robust(
+            type(semaphore), semaphore=semaphore, permit=permit, held=held(permit._acquisition)
+        )
 
 
 def refused(semaphore: Semaphore, error: AcquireTimeoutError, waited: float) -> AcquireTimeoutError:
@@ -102,13 +108,13 @@ async def arefused(semaphore: Semaphore, error: AcquireTimeoutError, waited: flo
     return error
 
 
-def tell(hold: Hold) -> None:
+def tell(acquisition: Acquisition) -> None:
     """Log the loss of a hold, then run its callbacks and the signal's receivers: never on the calling thread."""
-    loss = hold.loss
-    if loss is None or hold.foreign:
+    loss = acquisition.loss
+    if loss is None or acquisition.foreign:
         return
-    name = hold.claim.resource.name
-    forgotten, lasted = loss.reason is LossReason.FORGOTTEN, held(hold)
+    name = acquisition.request.resource.name
+    forgotten, lasted = loss.reason is LossReason.FORGOTTEN, held(acquisition)
     if not forgotten:
         logger.error(
             "A permit of %r was lost: %s.",
@@ -116,28 +122,28 @@ def tell(hold: Hold) -> None:
             loss,
             extra={"semaphore": name, "what": "lost", "reason": loss.reason, "by": loss.by, "held": lasted},
         )
-    permit: Any = hold.permit()
-    wanted = permit is not None and (hold.callbacks or permit_lost.heard)
+    permit: Any = acquisition.permit()
+    wanted = permit is not None and (acquisition.callbacks or permit_lost.heard)
     if not wanted and not (forgotten and permit_forgotten.heard):
         return
 
     def run() -> None:
         if permit is not None:
-            for callback in list(hold.callbacks):
+            for callback in list(acquisition.callbacks):
                 call_back(callback, permit)
             semaphore = permit.semaphore
             permit_lost.send_robust(type(semaphore), semaphore=semaphore, permit=permit, loss=loss, held=lasted)
         if forgotten:
-            permit_forgotten.send_robust(None, name=name, using=hold.keeper.alias, loss=loss, held=lasted)
+            permit_forgotten.send_robust(None, name=name, using=acquisition.keeper.alias, loss=loss, held=lasted)
 
     threading.Thread(target=run, name="sqlsem-on-lost", daemon=True).start()
 
 
-def log_forgotten(hold: Hold, why: str) -> None:
+def log_forgotten(acquisition: Acquisition, why: str) -> None:
     """Log that the program forgot a permit, which is given back."""
-    name = hold.claim.resource.name
-    who = f"{name!r} slot {numbers(hold.grant.slots) if hold.grant else '-'}"
-    extra = {"semaphore": name, "what": "forgotten", "reason": LossReason.FORGOTTEN, "held": held(hold)}
+    name = acquisition.request.resource.name
+    who = f"{name!r} slot {numbers(acquisition.grant.slots) if acquisition.grant else '-'}"
+    extra = {"semaphore": name, "what": "forgotten", "reason": LossReason.FORGOTTEN, "held": held(acquisition)}
     logger.error("A permit of %s was forgotten (%s) and is given back; use a with block.", who, why, extra=extra)
 
 
@@ -155,34 +161,34 @@ def call_back(callback: Callable[[Any], object], permit: object) -> None:
         logger.exception("An on_lost callback failed.", extra={"semaphore": name, "what": "callback_failed"})
 
 
-def ask(hold: Hold, by: str) -> None:
+def ask(acquisition: Acquisition, by: str) -> None:
     """Note, once and for all, that ``by`` asks the holder to stop, and tell the program."""
-    whole = hold.part_of or hold
-    hold.stop_by = hold.stop_by or by or SOMEBODY
+    whole = acquisition.part_of or acquisition
+    acquisition.stop_by = acquisition.stop_by or by or SOMEBODY
     if whole.foreign or whole.releasing.locked() or not whole.stop_told.acquire(blocking=False):
         return
-    whole.stop_by = hold.stop_by
-    name = whole.claim.resource.name
+    whole.stop_by = acquisition.stop_by
+    name = whole.request.resource.name
     extra = {"semaphore": name, "what": "stop_asked", "by": whole.stop_by}
     logger.warning("The holder of %r is asked to stop by %s.", name, whole.stop_by, extra=extra)
     if whole.stop_callbacks or permit_stop_requested.heard:
         threading.Thread(target=_tell, args=(whole, True), name="sqlsem-on-stop", daemon=True).start()
 
 
-def call_back_stop(hold: Hold, callback: Callable[[Any], object]) -> None:
+def call_back_stop(acquisition: Acquisition, callback: Callable[[Any], object]) -> None:
     """Have ``callback(permit)`` called on a thread of its own when the holder is asked to stop, or now if it was."""
-    hold.stop_callbacks.append(callback)
-    if hold.stop_by:  # then whichever thread takes it out of the list calls it
-        threading.Thread(target=_tell, args=(hold, False), name="sqlsem-on-stop", daemon=True).start()
+    acquisition.stop_callbacks.append(callback)
+    if acquisition.stop_by:  # then whichever thread takes it out of the list calls it
+        threading.Thread(target=_tell, args=(acquisition, False), name="sqlsem-on-stop", daemon=True).start()
 
 
-def _tell(hold: Hold, signal: bool) -> None:
-    permit: Any = hold.permit()
+def _tell(acquisition: Acquisition, signal: bool) -> None:
+    permit: Any = acquisition.permit()
     if permit is None:
         return
-    while hold.stop_callbacks:
+    while acquisition.stop_callbacks:
         try:
-            callback = hold.stop_callbacks.popleft()
+            callback = acquisition.stop_callbacks.popleft()
         except IndexError:  # the other thread was faster
             break
         try:
@@ -192,4 +198,4 @@ def _tell(hold: Hold, signal: bool) -> None:
             logger.exception("An on_stop_requested callback failed.", extra=extra)
     if signal:
         lock = permit.semaphore
-        permit_stop_requested.send_robust(type(lock), semaphore=lock, permit=permit, by=hold.stop_by)
+        permit_stop_requested.send_robust(type(lock), semaphore=lock, permit=permit, by=acquisition.stop_by)

@@ -14,7 +14,7 @@ from django_sqlsem.runtime.keeper import Keeper
 if TYPE_CHECKING:
     from django_sqlsem.backends.base import BaseSemaphoreBackend
     from django_sqlsem.core.names import Resource
-    from django_sqlsem.runtime.acquisition import Hold
+    from django_sqlsem.runtime.acquisition import Acquisition
     from django_sqlsem.runtime.queue import Arbiter
 
 
@@ -26,9 +26,9 @@ class InlineKeeper(Keeper):
         self._stepping = threading.RLock()
         backend.listen(self._look_again)
 
-    def register(self, hold: Hold) -> None:
+    def register(self, acquisition: Acquisition) -> None:
         """Know of a hold; and do what finalisers left to do."""
-        super().register(hold)
+        super().register(acquisition)
         self._drain()
 
     def post(self, step: Callable[[], object]) -> None:
@@ -45,10 +45,10 @@ class InlineKeeper(Keeper):
     def reconsider(self, arbiter: Arbiter) -> None:
         """What is known here is always up to date."""
 
-    def released(self, hold: Hold, freed: bool) -> None:
+    def released(self, acquisition: Acquisition, freed: bool) -> None:
         """Note that the slots are back, and let whoever waits look: an upgrade first."""
-        super().released(hold, freed)
-        key = hold.claim.resource.key
+        super().released(acquisition, freed)
+        key = acquisition.request.resource.key
         for line in sorted((line for line in list(self.arbiters) if line.startswith(key)), reverse=True):
             if (arbiter := self.arbiters.get(line)) is not None:
                 self.poke(arbiter)
@@ -60,13 +60,17 @@ class InlineKeeper(Keeper):
     def _look_again(self) -> None:
         for arbiter in list(self.arbiters.values()):
             self.poke(arbiter)
-        holds = [hold for hold in list(self.holds.values()) if hold.grant is not None and hold.kept]
-        asked = self.backend.renew(self.own, [hold.held for hold in holds]).asked
-        for hold in holds:
-            if hold.permit_id in asked:
-                events.ask(hold, asked[hold.permit_id])
+        acquisitions = [
+            acquisition
+            for acquisition in list(self.acquisitions.values())
+            if acquisition.grant is not None and acquisition.kept
+        ]
+        asked = self.backend.renew(self.own, [acquisition.acquired for acquisition in acquisitions]).asked
+        for acquisition in acquisitions:
+            if acquisition.permit_id in asked:
+                events.ask(acquisition, asked[acquisition.permit_id])
 
-    def renew_now(self, hold: Hold) -> None:
+    def renew_now(self, acquisition: Acquisition) -> None:
         """Nothing to prove: what is held here never runs out."""
 
     def _drain(self) -> None:

@@ -34,7 +34,7 @@ from django_sqlsem.exceptions import AcquireTimeoutError, BackendError
 from django_sqlsem.history.recorder import Recorder
 from django_sqlsem.history.writer import LONGEST, Writer
 from django_sqlsem.runtime import callers, events
-from django_sqlsem.runtime.acquisition import Hold, State
+from django_sqlsem.runtime.acquisition import Acquisition, State
 from django_sqlsem.runtime.lent_threads import LentThreads
 from django_sqlsem.runtime.presence import Reach
 from django_sqlsem.runtime.queue import Arbiter
@@ -43,7 +43,7 @@ from django_sqlsem.snapshots import Loss, LossReason
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from django_sqlsem.backends.base import BaseSemaphoreBackend, Claim, Grant, Granted, Queue
+    from django_sqlsem.backends.base import BaseSemaphoreBackend, Grant, Granted, Queue, Request
     from django_sqlsem.core.names import Resource
 
 
@@ -66,10 +66,10 @@ class KeeperBase(abc.ABC):
             if isinstance(session, OwnSession):
                 session.opened = backend.opened
         backend.announce(self.deliver)
-        self.holds: dict[int, Hold] = {}
+        self.acquisitions: dict[int, Acquisition] = {}
         self.arbiters: dict[str, Arbiter] = {}
         #: Who waits in the database, by permit id.
-        self.waiting: dict[str, Hold] = {}
+        self.waiting: dict[str, Acquisition] = {}
         self.queue_lock = threading.Lock()
         # Its put() may be called at any moment, from a finaliser too.
         self.inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -92,16 +92,16 @@ class KeeperBase(abc.ABC):
         self.poke(arbiter)
 
     @abc.abstractmethod
-    def doubt(self, claim: Claim) -> None:
+    def doubt(self, request: Request) -> None:
         """Free what this claim may have got, now and again until its statement must have ended."""
 
     @abc.abstractmethod
-    def renew_now(self, hold: Hold) -> None:
+    def renew_now(self, acquisition: Acquisition) -> None:
         """Have a grant proved without waiting for its next renewal."""
 
-    def register(self, hold: Hold) -> None:
+    def register(self, acquisition: Acquisition) -> None:
         """Know of a hold, before anything is sent for it."""
-        self.holds[id(hold)] = hold
+        self.acquisitions[id(acquisition)] = acquisition
 
     def session_here(self) -> Session:
         """Return where the calling thread's statements go: on SQLite, inside ``atomic()``, its own connection."""
@@ -112,36 +112,36 @@ class KeeperBase(abc.ABC):
                 return CallerSession(connection)
         return self.work
 
-    def withdraw(self, hold: Hold) -> None:
+    def withdraw(self, acquisition: Acquisition) -> None:
         """Leave the queue, unless it was granted at this very moment."""
         with self.queue_lock:
-            if hold.state is not State.HELD:
-                hold.state = State.OVER
-            known = self.waiting.pop(hold.permit_id, None) is not None and hold.state is not State.HELD
-            arbiter = self.arbiters.get(hold.claim.line)
-            if arbiter is not None and hold in arbiter.queue:
-                if arbiter.enrolled is hold:
-                    arbiter.unwanted.append(hold.claim)
+            if acquisition.state is not State.HELD:
+                acquisition.state = State.OVER
+            known = self.waiting.pop(acquisition.permit_id, None) is not None and acquisition.state is not State.HELD
+            arbiter = self.arbiters.get(acquisition.request.line)
+            if arbiter is not None and acquisition in arbiter.queue:
+                if arbiter.enrolled is acquisition:
+                    arbiter.unwanted.append(acquisition.request)
                     known = False
-                arbiter.remove(hold)
+                arbiter.remove(acquisition)
         if arbiter is not None and (not arbiter.known or arbiter.unwanted):
             self.poke(arbiter)
         if known:  # it was struck between the statement that took its place and the answer
-            self.doubt(hold.claim)
+            self.doubt(acquisition.request)
 
-    def ask_anew(self, hold: Hold) -> None:
+    def ask_anew(self, acquisition: Acquisition) -> None:
         """Go on under a new permit id: what became of the old one is unknown."""
         with self.queue_lock:
-            self.renew_claim(hold)
+            self.renew_claim(acquisition)
 
-    def renew_claim(self, hold: Hold) -> None:
+    def renew_claim(self, acquisition: Acquisition) -> None:
         """Give the hold another permit id; the lock is held."""
-        self.waiting.pop(hold.permit_id, None)
-        hold.fresh_claim()
+        self.waiting.pop(acquisition.permit_id, None)
+        acquisition.fresh_claim()
 
-    def present(self, claim: Claim) -> Claim:
+    def present(self, request: Request) -> Request:
         """Return the claim with the way to reach this process as it is now."""
-        return claim if claim.presence == self.presence else dataclasses.replace(claim, presence=self.presence)
+        return request if request.presence == self.presence else dataclasses.replace(request, presence=self.presence)
 
     def forget_arbiter(self, arbiter: Arbiter) -> bool:
         """Drop an arbiter nobody waits in. Return whether it was dropped."""
@@ -154,27 +154,27 @@ class KeeperBase(abc.ABC):
 
     # Giving back.
 
-    def release(self, hold: Hold) -> bool:
+    def release(self, acquisition: Acquisition) -> bool:
         """Give a permit back; idempotent. Return whether this call did. A thread with an event loop is not blocked.
 
         Raises ``BackendError``: then the keeper goes on trying by itself.
         """
-        if hold.foreign or hold.grant is None or not hold.releasing.acquire(blocking=False):
+        if acquisition.foreign or acquisition.grant is None or not acquisition.releasing.acquire(blocking=False):
             return False
         if callers.in_event_loop():
-            hold.releasing_since = boot_now()
-            callers.leave(hold)
-            self.post(lambda: self.release_again(hold))
+            acquisition.releasing_since = boot_now()
+            callers.leave(acquisition)
+            self.post(lambda: self.release_again(acquisition))
         else:
-            self._release(hold, self.session_here())
+            self._release(acquisition, self.session_here())
         return True
 
-    async def arelease(self, hold: Hold) -> bool:
+    async def arelease(self, acquisition: Acquisition) -> bool:
         """Give a permit back from a coroutine, on the keeper's side; see ``release()``."""
-        if hold.foreign or hold.grant is None or not hold.releasing.acquire(blocking=False):
+        if acquisition.foreign or acquisition.grant is None or not acquisition.releasing.acquire(blocking=False):
             return False
-        hold.releasing_since = boot_now()
-        await self.call(lambda: self._release(hold, self.own))
+        acquisition.releasing_since = boot_now()
+        await self.call(lambda: self._release(acquisition, self.own))
         return True
 
     async def call(self, work: Callable[[], T]) -> T:
@@ -193,27 +193,27 @@ class KeeperBase(abc.ABC):
         self.post(step)
         return await asyncio.shield(asyncio.wrap_future(future))
 
-    def give_back(self, hold: Hold, session: Session) -> None:
+    def give_back(self, acquisition: Acquisition, session: Session) -> None:
         """Give back what nobody will use, without a word to the caller."""
-        if hold.grant is not None and hold.releasing.acquire(blocking=False):
+        if acquisition.grant is not None and acquisition.releasing.acquire(blocking=False):
             with contextlib.suppress(BackendError):
-                self._release(hold, session)
+                self._release(acquisition, session)
 
-    def _release(self, hold: Hold, session: Session) -> None:
-        hold.releasing_since = boot_now()
-        callers.leave(hold)
+    def _release(self, acquisition: Acquisition, session: Session) -> None:
+        acquisition.releasing_since = boot_now()
+        callers.leave(acquisition)
         try:
             # Who had to wait is likely to leave others waiting.
             mine = not isinstance(session, CallerSession)
-            released = self.backend.release(session, hold.held, wanted=hold.waited > 0, hand_on=mine)
+            released = self.backend.release(session, acquisition.acquired, wanted=acquisition.waited > 0, hand_on=mine)
         except BaseException:
-            if (gone := self.backend.taken_away(hold.held)) is not None:
-                hold.lose(gone)  # perhaps long before
-            self.post(lambda: self.release_again(hold))
+            if (gone := self.backend.taken_away(acquisition.acquired)) is not None:
+                acquisition.lose(gone)  # perhaps long before
+            self.post(lambda: self.release_again(acquisition))
             raise
         if isinstance(session, CallerSession):
             # If that transaction is rolled back, so is this release.
-            resource, permit_id = hold.claim.resource, hold.permit_id
+            resource, permit_id = acquisition.request.resource, acquisition.permit_id
 
             def again() -> None:
                 if not self.backend.discard(self.own, resource, permit_id):
@@ -221,8 +221,8 @@ class KeeperBase(abc.ABC):
 
             transactions.at_transaction_end(self.alias, lambda: self.post(again))
         for granted in released.granted:
-            self.deliver(granted, hold.releasing_since, hold.claim.resource)
-        self.released(hold, released.freed)
+            self.deliver(granted, acquisition.releasing_since, acquisition.request.resource)
+        self.released(acquisition, released.freed)
 
     @abc.abstractmethod
     def deliver(
@@ -230,70 +230,78 @@ class KeeperBase(abc.ABC):
     ) -> None:
         """Give what was handed over to the hold that waits for it."""
 
-    def released(self, hold: Hold, freed: bool) -> None:
+    def released(self, acquisition: Acquisition, freed: bool) -> None:
         """Note that the database has the slots back, or had given them to somebody else already."""
-        hold.released = True
-        self.holds.pop(id(hold), None)
-        if not freed and hold.loss is None and not hold.release_retried:
-            hold.lose(self.backend.taken_away(hold.held) or NO_LONGER_ITS_OWN)
+        acquisition.released = True
+        self.acquisitions.pop(id(acquisition), None)
+        if not freed and acquisition.loss is None and not acquisition.release_retried:
+            acquisition.lose(self.backend.taken_away(acquisition.acquired) or NO_LONGER_ITS_OWN)
 
-    def release_again(self, hold: Hold) -> None:
+    def release_again(self, acquisition: Acquisition) -> None:
         """Try a release that failed once more, on the keeper's side."""
-        if hold.released:
-            self.holds.pop(id(hold), None)  # the release was interrupted after its end
-        if hold.released or hold.grant is None or id(hold) not in self.holds:
+        if acquisition.released:
+            self.acquisitions.pop(id(acquisition), None)  # the release was interrupted after its end
+        if acquisition.released or acquisition.grant is None or id(acquisition) not in self.acquisitions:
             return
-        hold.releasing_since = boot_now()
-        hold.release_retried = True  # the caller may only stand in line for its session: who comes second frees nothing
+        acquisition.releasing_since = boot_now()
+        acquisition.release_retried = (
+            True  # the caller may only stand in line for its session: who comes second frees nothing
+        )
         try:
-            released = self.backend.release(self.own, hold.held)
+            released = self.backend.release(self.own, acquisition.acquired)
             for granted in released.granted:
-                self.deliver(granted, hold.releasing_since, hold.claim.resource)
-            self.released(hold, True)  # else the try that failed may have freed them all the same
+                self.deliver(granted, acquisition.releasing_since, acquisition.request.resource)
+            self.released(acquisition, True)  # else the try that failed may have freed them all the same
         except BackendError as error:
-            extra = {"semaphore": hold.claim.resource.name, "what": "release_failed"}
-            logger.warning("%s could not be given back yet: %s", hold.claim.resource.name, error, extra=extra)
+            extra = {"semaphore": acquisition.request.resource.name, "what": "release_failed"}
+            logger.warning("%s could not be given back yet: %s", acquisition.request.resource.name, error, extra=extra)
 
-    def abandon(self, hold: Hold) -> None:
+    def abandon(self, acquisition: Acquisition) -> None:
         """The caller has gone in the middle of an acquire: nothing that was or will be granted may stay."""
-        hold.abandoned = True  # seen by the arbiter before it hands anything over
-        self.inbox_put(lambda: self._clear(hold))
+        acquisition.abandoned = True  # seen by the arbiter before it hands anything over
+        self.inbox_put(lambda: self._clear(acquisition))
 
     def inbox_put(self, step: Callable[[], object]) -> None:
         """Leave a step for the keeper; safe in finalisers and signal handlers."""
         self.inbox.put(step)
 
-    def _clear(self, hold: Hold) -> None:
-        if id(hold) not in self.holds:
+    def _clear(self, acquisition: Acquisition) -> None:
+        if id(acquisition) not in self.acquisitions:
             return
-        callers.leave(hold)
-        self.withdraw(hold)
-        if hold.grant is not None:
-            if not hold.released:
-                hold.releasing.acquire(blocking=False)
-                self.release_again(hold)
+        callers.leave(acquisition)
+        self.withdraw(acquisition)
+        if acquisition.grant is not None:
+            if not acquisition.released:
+                acquisition.releasing.acquire(blocking=False)
+                self.release_again(acquisition)
         else:
-            if hold.asked:
-                self.doubt(hold.claim)
-            self.holds.pop(id(hold), None)
+            if acquisition.asked:
+                self.doubt(acquisition.request)
+            self.acquisitions.pop(id(acquisition), None)
 
-    def drop(self, hold: Hold) -> None:
+    def drop(self, acquisition: Acquisition) -> None:
         """The acquire ended without a grant, and nothing is in doubt."""
-        callers.leave(hold)
-        self.withdraw(hold)
-        self.holds.pop(id(hold), None)
+        callers.leave(acquisition)
+        self.withdraw(acquisition)
+        self.acquisitions.pop(id(acquisition), None)
 
-    def forget(self, hold: Hold, why: str) -> None:
+    def forget(self, acquisition: Acquisition, why: str) -> None:
         """The program forgot a permit: say so, and give it back."""
-        if hold.foreign or hold.abandoned or hold.released or hold.grant is None or hold.releasing.locked():
+        if (
+            acquisition.foreign
+            or acquisition.abandoned
+            or acquisition.released
+            or acquisition.grant is None
+            or acquisition.releasing.locked()
+        ):
             return
-        events.log_forgotten(hold, why)
-        hold.lose(Loss(LossReason.FORGOTTEN, f"it was forgotten: {why}"))
-        self.give_back(hold, self.own)
+        events.log_forgotten(acquisition, why)
+        acquisition.lose(Loss(LossReason.FORGOTTEN, f"it was forgotten: {why}"))
+        self.give_back(acquisition, self.own)
 
-    def tell_lost(self, hold: Hold) -> None:
+    def tell_lost(self, acquisition: Acquisition) -> None:
         """Log a loss, and run the callbacks on a thread of their own."""
-        events.tell(hold)
+        events.tell(acquisition)
 
     def after_fork(self) -> None:  # noqa: B027 - only some have something to let go of
         """In a forked child: let go of what is the parent's."""
@@ -301,13 +309,13 @@ class KeeperBase(abc.ABC):
     def stop(self) -> None:
         """Give everything back and close the connections: the process ends, or a test does."""
         started = time.monotonic()
-        for hold in list(self.holds.values()):
-            if hold.grant is not None and not hold.released and not hold.fenced:
-                hold.loss = hold.loss or Loss(LossReason.STOPPED, "the process is ending")
-                callers.leave(hold)
-                hold.releasing.acquire(blocking=False)  # one whose release failed before is tried again too
+        for acquisition in list(self.acquisitions.values()):
+            if acquisition.grant is not None and not acquisition.released and not acquisition.fenced:
+                acquisition.loss = acquisition.loss or Loss(LossReason.STOPPED, "the process is ending")
+                callers.leave(acquisition)
+                acquisition.releasing.acquire(blocking=False)  # one whose release failed before is tried again too
                 if not self.own.unreachable(started):  # else the leases run out: nobody waits for every one of them
-                    self.release_again(hold)
+                    self.release_again(acquisition)
         self.last_words(started)
         self.work.close()
         self.own.close()
@@ -332,147 +340,164 @@ class Keeper(KeeperBase):
 
     # Acquiring, in the caller's thread or from its event loop.
 
-    def acquire(self, hold: Hold, timeout: float | None) -> bool:
+    def acquire(self, acquisition: Acquisition, timeout: float | None) -> bool:
         """Get the hold granted within ``timeout`` seconds, blocking this thread. Return whether it was."""
-        hold.patient_until = None if timeout is None else hold.arrived + timeout
-        self.register(hold)
+        acquisition.patient_until = None if timeout is None else acquisition.arrived + timeout
+        self.register(acquisition)
         session = self.session_here()
         mine = not isinstance(session, CallerSession)
         if timeout != 0 and mine:
-            self._stand_apart(hold, session)
-        if timeout == 0 and mine and (line := self._left(hold)) is not None:
+            self._stand_apart(acquisition, session)
+        if timeout == 0 and mine and (line := self._left(acquisition)) is not None:
             cleared = threading.Event()
             self.post(partial(line.step, self.own))
             self.post(cleared.set)
             cleared.wait(CLEARED)
-        while self.may_go_first(hold) and self.try_now(hold, session, enrol=mine and self._may_wait(hold, timeout)):
+        while self.may_go_first(acquisition) and self.try_now(
+            acquisition, session, enrol=mine and self._may_wait(acquisition, timeout)
+        ):
             if isinstance(session, CallerSession):
                 # If that transaction is rolled back, so is this grant: have the keeper look at once.
-                transactions.at_transaction_end(self.alias, lambda: self.renew_now(hold))
-            if self.settled(hold, True):
+                transactions.at_transaction_end(self.alias, lambda: self.renew_now(acquisition))
+            if self.settled(acquisition, True):
                 return True
         if timeout == 0:
             return False
         if isinstance(session, CallerSession):
             raise AcquireTimeoutError(
-                f"No slot of {hold.claim.resource.name!r} is free, and waiting inside atomic() on SQLite could never "
-                "end: its one writer is this transaction. Acquire outside atomic(), use timeout=0, or keep the locks "
-                "in a second file named by SQLSEM['DATABASE'].",
-                name=hold.claim.resource.name,
+                f"No slot of {acquisition.request.resource.name!r} is free, and waiting inside atomic() on SQLite "
+                "could never end: its one writer is this transaction. Acquire outside atomic(), use timeout=0, or keep "
+                "the locks in a second file named by SQLSEM['DATABASE'].",
+                name=acquisition.request.resource.name,
                 timeout=timeout,
             )
-        deadline = None if timeout is None else hold.arrived + timeout
+        deadline = None if timeout is None else acquisition.arrived + timeout
         while True:
-            self.enqueue(hold)
-            answered = hold.wait(None if deadline is None else max(0.0, deadline - boot_now()))
-            if self.settled(hold, answered):
-                return hold.state is State.HELD
+            self.enqueue(acquisition)
+            answered = acquisition.wait(None if deadline is None else max(0.0, deadline - boot_now()))
+            if self.settled(acquisition, answered):
+                return acquisition.state is State.HELD
 
-    async def aacquire(self, hold: Hold, timeout: float | None) -> bool:
+    async def aacquire(self, acquisition: Acquisition, timeout: float | None) -> bool:
         """Get the hold granted within ``timeout`` seconds, holding no thread meanwhile. Return whether it was."""
-        hold.patient_until = None if timeout is None else hold.arrived + timeout
-        self.register(hold)
-        future = hold.prepare_future()
-        self.post(lambda: self._first_try(hold, once=timeout == 0))
+        acquisition.patient_until = None if timeout is None else acquisition.arrived + timeout
+        self.register(acquisition)
+        future = acquisition.prepare_future()
+        self.post(lambda: self._first_try(acquisition, once=timeout == 0))
         remaining = None if timeout in (None, 0) else timeout
         while True:
-            await hold.answered(future, remaining)
-            if self.settled(hold, future.done()):
-                return hold.state is State.HELD
-            future = hold.prepare_future()
-            remaining = None if timeout is None else max(0.0, hold.arrived + timeout - boot_now())
-            self.enqueue(hold)
+            await acquisition.answered(future, remaining)
+            if self.settled(acquisition, future.done()):
+                return acquisition.state is State.HELD
+            future = acquisition.prepare_future()
+            remaining = None if timeout is None else max(0.0, acquisition.arrived + timeout - boot_now())
+            self.enqueue(acquisition)
 
-    def _left(self, hold: Hold) -> Arbiter | None:
+    def _left(self, acquisition: Acquisition) -> Arbiter | None:
         """Return the queue of the name if nobody of this process waits in it, and its place is just being given up."""
-        arbiter = self.arbiters.get(hold.claim.resource.key)
+        arbiter = self.arbiters.get(acquisition.request.resource.key)
         return arbiter if arbiter is not None and not arbiter.queue else None
 
-    def _stand_apart(self, hold: Hold, session: Session) -> None:
+    def _stand_apart(self, acquisition: Acquisition, session: Session) -> None:
         """A task that has come back does not stand behind those of this process who came after its first try."""
-        if hold.claim.rank and hold.claim.line in self.arbiters and self.backend.keeps_place(session, hold.claim):
-            hold.stand_apart()
+        if (
+            acquisition.request.rank
+            and acquisition.request.line in self.arbiters
+            and self.backend.keeps_place(session, acquisition.request)
+        ):
+            acquisition.stand_apart()
 
-    def may_go_first(self, hold: Hold) -> bool:
+    def may_go_first(self, acquisition: Acquisition) -> bool:
         """Whether nobody waits for this name in this process, or the claim barges, or has a place of its own."""
-        claim = hold.claim
-        return not claim.fair or bool(claim.rank) or claim.line not in self.arbiters
+        request = acquisition.request
+        return not request.fair or bool(request.rank) or request.line not in self.arbiters
 
-    def _may_wait(self, hold: Hold, timeout: float | None) -> bool:
+    def _may_wait(self, acquisition: Acquisition, timeout: float | None) -> bool:
         # Where others of this process wait already, one that barges joins them after its try.
-        return timeout != 0 and hold.claim.line not in self.arbiters
+        return timeout != 0 and acquisition.request.line not in self.arbiters
 
-    def try_now(self, hold: Hold, session: Session, *, enrol: bool) -> bool:
+    def try_now(self, acquisition: Acquisition, session: Session, *, enrol: bool) -> bool:
         """Claim once, without waiting; ``enrol``: or else take a place in the queue. Return whether it is granted."""
         while True:
-            sent = hold.proved = boot_now()
-            hold.asked = True
+            sent = acquisition.proved = boot_now()
+            acquisition.asked = True
             attempts = session.attempts
             try:
                 if not enrol:
-                    grant = self.backend.claim(session, hold.claim)
+                    grant = self.backend.claim(session, acquisition.request)
                     if grant is None:
                         return False
-                    return self.accept(hold, hold.permit_id, grant, sent, hold.claim.lease, at_once=True)
-                self.waiting[hold.permit_id] = hold
-                place = Place(hold.arrived, waiting=1, patience=hold.patience(sent))
-                waited = self.backend.enrol(session, hold.claim, place, first=True)
+                    return self.accept(
+                        acquisition, acquisition.permit_id, grant, sent, acquisition.request.lease, at_once=True
+                    )
+                self.waiting[acquisition.permit_id] = acquisition
+                place = Place(acquisition.arrived, waiting=1, patience=acquisition.patience(sent))
+                waited = self.backend.enrol(session, acquisition.request, place, first=True)
             except BackendError as error:
                 if session.attempts != attempts:  # else nothing was asked of the database
-                    self.doubt(hold.claim)
-                self.ask_anew(hold)
+                    self.doubt(acquisition.request)
+                self.ask_anew(acquisition)
                 if error.stale_connection:
                     continue
                 raise
             for granted in waited.granted:
-                self.deliver(granted, sent, hold.claim.resource, at_once=waited.at_once)
+                self.deliver(granted, sent, acquisition.request.resource, at_once=waited.at_once)
             if waited.queue is not None:
-                self._join(hold, waited.queue, sent, session)
-            return hold.state is State.HELD
+                self._join(acquisition, waited.queue, sent, session)
+            return acquisition.state is State.HELD
 
-    def _join(self, hold: Hold, queue: Queue, sent: float, session: Session) -> None:
+    def _join(self, acquisition: Acquisition, queue: Queue, sent: float, session: Session) -> None:
         """The database knows of the hold: let the process know too, unless it has been granted by now."""
         with self.queue_lock:
-            if hold.state is State.HELD and not hold.abandoned:
+            if acquisition.state is State.HELD and not acquisition.abandoned:
                 return
-            wanted = hold.state is State.NEW and not hold.abandoned
+            wanted = acquisition.state is State.NEW and not acquisition.abandoned
             if wanted:
-                if hold.claim.rank and hold.claim.line in self.arbiters:  # the place may be older than theirs
-                    hold.stand_apart()
-                arbiter = self._arbiter(hold)
+                if (
+                    acquisition.request.rank and acquisition.request.line in self.arbiters
+                ):  # the place may be older than theirs
+                    acquisition.stand_apart()
+                arbiter = self._arbiter(acquisition)
                 # Who stands in this queue comes last: if this thread is struck before, no place is taken twice.
                 if first := not arbiter.queue:
-                    arbiter.enrolled_by(hold, queue, sent)
+                    arbiter.enrolled_by(acquisition, queue, sent)
                 else:  # two threads asked at the same time: one place is enough
-                    arbiter.unwanted.append(hold.claim)
-                    self.renew_claim(hold)
-                self._queue(arbiter, hold)
+                    arbiter.unwanted.append(acquisition.request)
+                    self.renew_claim(acquisition)
+                self._queue(arbiter, acquisition)
             else:
-                self.waiting.pop(hold.permit_id, None)
+                self.waiting.pop(acquisition.permit_id, None)
         if not wanted:
             try:
-                self.backend.leave(session, hold.claim)
+                self.backend.leave(session, acquisition.request)
             except BackendError:  # it is over
-                self.doubt(hold.claim)
+                self.doubt(acquisition.request)
         elif first:
             self.reconsider(arbiter)
         else:
             self.poke(arbiter)
 
     def accept(
-        self, hold: Hold, permit_id: str, grant: Grant, sent: float, lasts: float, *, at_once: bool = False
+        self,
+        acquisition: Acquisition,
+        permit_id: str,
+        grant: Grant,
+        sent: float,
+        lasts: float,
+        *,
+        at_once: bool = False,
     ) -> bool:
         """Give a grant to its hold, unless that has given up meanwhile: then the slots go back."""
         with self.queue_lock:
-            if hold.permit_id != permit_id:
+            if acquisition.permit_id != permit_id:
                 return False  # it asks anew by now, and the old claim is in doubt already
-            again = hold.state is State.HELD and not hold.abandoned  # the same news by two ways
-            wanted = not hold.abandoned and hold.state in (State.NEW, State.QUEUED)
+            again = acquisition.state is State.HELD and not acquisition.abandoned  # the same news by two ways
+            wanted = not acquisition.abandoned and acquisition.state in (State.NEW, State.QUEUED)
             if wanted:
-                hold.granted(grant, sent, min(lasts, hold.claim.lease), at_once=at_once)
-            arbiter = self._unqueue(hold)  # again too: who told of it first may have been struck before that
+                acquisition.granted(grant, sent, min(lasts, acquisition.request.lease), at_once=at_once)
+            arbiter = self._unqueue(acquisition)  # again too: who told of it first may have been struck before that
         if not wanted and not again:
-            self.doubt(hold.claim)
+            self.doubt(acquisition.request)
         elif arbiter is not None and not arbiter.known:
             self.reconsider(arbiter)
         return wanted
@@ -491,10 +516,10 @@ class Keeper(KeeperBase):
         after the last one that found the hold waiting. ``resource``: the name, where it is known. ``at_once``: its
         first claim was granted.
         """
-        hold = self.waiting.get(granted.permit_id)
-        if hold is None:
+        acquisition = self.waiting.get(granted.permit_id)
+        if acquisition is None:
             # It gave up, and whoever took it out of the queue gives back what it got; or nobody here knows of it.
-            same = [each for each in list(self.holds.values()) if each.permit_id == granted.permit_id]
+            same = [each for each in list(self.acquisitions.values()) if each.permit_id == granted.permit_id]
             known = any(self.backend.supports_renewal or not each.releasing.locked() for each in same)
             if not known:  # one that is just being given back was served on another session: this is one grant more
                 for each in same:
@@ -503,90 +528,90 @@ class Keeper(KeeperBase):
                 self.doubt_permit(resource, granted.permit_id)
             return
         try:
-            proved = hold.proved if sent is None else sent
-            wanted = self.accept(hold, granted.permit_id, granted.grant, proved, granted.lasts, at_once=at_once)
-            if wanted and hold.queued:
-                hold.answer()
+            proved = acquisition.proved if sent is None else sent
+            wanted = self.accept(acquisition, granted.permit_id, granted.grant, proved, granted.lasts, at_once=at_once)
+            if wanted and acquisition.queued:
+                acquisition.answer()
         finally:  # if this thread is struck, the one that waits is told all the same
-            if hold.state is State.HELD and hold.queued and not hold.woken:
-                self.answer_again(hold)
+            if acquisition.state is State.HELD and acquisition.queued and not acquisition.woken:
+                self.answer_again(acquisition)
 
-    def doubt(self, claim: Claim) -> None:
+    def doubt(self, request: Request) -> None:
         """Free what this claim may have got, now and again until its statement must have ended."""
-        self.doubt_permit(claim.resource, claim.permit_id)
+        self.doubt_permit(request.resource, request.permit_id)
 
     @abc.abstractmethod
     def doubt_permit(self, resource: Resource, permit_id: str) -> None:
         """Free what the claim with this id may have got."""
 
-    def answer_again(self, hold: Hold) -> None:
+    def answer_again(self, acquisition: Acquisition) -> None:
         """Tell a waiter of its grant, whose messenger was struck on the way."""
         with self.queue_lock:
-            arbiter = self._unqueue(hold)
-        hold.answer()
+            arbiter = self._unqueue(acquisition)
+        acquisition.answer()
         if arbiter is not None and not arbiter.known:
             self.reconsider(arbiter)
 
-    def _unqueue(self, hold: Hold) -> Arbiter | None:
+    def _unqueue(self, acquisition: Acquisition) -> Arbiter | None:
         """Have a hold wait no longer; the lock is held. Return the queue of its name, if there still is one."""
-        self.waiting.pop(hold.permit_id, None)
-        arbiter = self.arbiters.get(hold.claim.line)
-        if arbiter is not None and hold in arbiter.queue:
-            arbiter.remove(hold)
+        self.waiting.pop(acquisition.permit_id, None)
+        arbiter = self.arbiters.get(acquisition.request.line)
+        if arbiter is not None and acquisition in arbiter.queue:
+            arbiter.remove(acquisition)
             if arbiter.idle:
                 del self.arbiters[arbiter.key]
                 return None
         return arbiter
 
-    def _queue(self, arbiter: Arbiter, hold: Hold) -> None:
-        hold.state, hold.queued = State.QUEUED, True
-        arbiter.queue.append(hold)
+    def _queue(self, arbiter: Arbiter, acquisition: Acquisition) -> None:
+        acquisition.state, acquisition.queued = State.QUEUED, True
+        arbiter.queue.append(acquisition)
 
-    def _first_try(self, hold: Hold, *, once: bool) -> None:
-        if hold.abandoned or hold.state is not State.NEW:
+    def _first_try(self, acquisition: Acquisition, *, once: bool) -> None:
+        if acquisition.abandoned or acquisition.state is not State.NEW:
             return
         try:
-            if once and (line := self._left(hold)) is not None:
+            if once and (line := self._left(acquisition)) is not None:
                 line.step(self.own)
             if not once:
-                self._stand_apart(hold, self.own)
-            enrol = self._may_wait(hold, 0 if once else None)
-            granted = self.may_go_first(hold) and self.try_now(hold, self.own, enrol=enrol)
+                self._stand_apart(acquisition, self.own)
+            enrol = self._may_wait(acquisition, 0 if once else None)
+            granted = self.may_go_first(acquisition) and self.try_now(acquisition, self.own, enrol=enrol)
             if granted or once:
-                hold.answer()
+                acquisition.answer()
             else:
-                self.enqueue(hold)
+                self.enqueue(acquisition)
         except Exception as error:  # noqa: BLE001 - it belongs to the waiting task, not to this thread
-            hold.answer(error)
+            acquisition.answer(error)
 
-    def enqueue(self, hold: Hold) -> None:
+    def enqueue(self, acquisition: Acquisition) -> None:
         """Put the hold at the end of its name's queue, unless it is there."""
         with self.queue_lock:
-            if hold.abandoned or hold.state is not State.NEW:
+            if acquisition.abandoned or acquisition.state is not State.NEW:
                 return
-            arbiter = self._arbiter(hold)
-            self._queue(arbiter, hold)
+            arbiter = self._arbiter(acquisition)
+            self._queue(arbiter, acquisition)
             known = arbiter.known
         if not known:
             self.poke(arbiter)
 
-    def _arbiter(self, hold: Hold) -> Arbiter:
-        key = hold.claim.line
+    def _arbiter(self, acquisition: Acquisition) -> Arbiter:
+        key = acquisition.request.line
         if (arbiter := self.arbiters.get(key)) is None:
             arbiter = self.arbiters[key] = Arbiter(self, key)
         return arbiter
 
-    def settled(self, hold: Hold, answered: bool) -> bool:
+    def settled(self, acquisition: Acquisition, answered: bool) -> bool:
         """After a wait: whether it is over. Raises what the keeper met. A grant that was slept through is not one."""
         if not answered:
-            self.withdraw(hold)
-        if hold.error is not None:
-            raise hold.take_error()
-        if hold.slept_through():
-            self.doubt(hold.claim)
-            hold.rearm()
+            self.withdraw(acquisition)
+        if acquisition.error is not None:
+            raise acquisition.take_error()
+        if acquisition.slept_through():
+            self.doubt(acquisition.request)
+            acquisition.rearm()
             return False
-        hold.settled = True
+        acquisition.settled = True
         return True
 
 
@@ -622,15 +647,15 @@ class CaringKeeper(Keeper):
         """How others reach this process now."""
         return self._reach.presence
 
-    def renew_now(self, hold: Hold) -> None:
+    def renew_now(self, acquisition: Acquisition) -> None:
         """Have a grant proved at once."""
 
         def renew() -> None:
-            hold.renew_at = self._scan_at = 0.0
+            acquisition.renew_at = self._scan_at = 0.0
 
         self.post(renew)
 
-    def try_now(self, hold: Hold, session: Session, *, enrol: bool) -> bool:
+    def try_now(self, acquisition: Acquisition, session: Session, *, enrol: bool) -> bool:
         """Claim once, without waiting; if this process is killed right after it, others will see that."""
         # The keeper's thread may be about to open it: whoever comes meanwhile would claim as one whom nobody reaches.
         ready = self.own.is_open and (self._reach.known or not isinstance(self.own, OwnSession))
@@ -639,13 +664,13 @@ class CaringKeeper(Keeper):
             if isinstance(self.own, OwnSession) and config(self.alias).beacons:
                 with contextlib.suppress(BackendError):  # the keeper tries on
                     self.own.run(lambda cursor: None)
-        hold.claim = self.present(hold.claim)
-        return super().try_now(hold, session, enrol=enrol)
+        acquisition.request = self.present(acquisition.request)
+        return super().try_now(acquisition, session, enrol=enrol)
 
-    def _queue(self, arbiter: Arbiter, hold: Hold) -> None:
-        super()._queue(arbiter, hold)
-        if hold.beside:  # who holds nothing keeps nobody waiting
-            self._watch.add(hold)
+    def _queue(self, arbiter: Arbiter, acquisition: Acquisition) -> None:
+        super()._queue(arbiter, acquisition)
+        if acquisition.beside:  # who holds nothing keeps nobody waiting
+            self._watch.add(acquisition)
 
     def empty_inbox(self) -> None:
         """Before the end: take all steps that are left, whatever becomes of one of them."""
@@ -661,32 +686,36 @@ class CaringKeeper(Keeper):
         """Before the end: whoever has asked the database, and does not know what came of it, gets nothing."""
         started = time.monotonic()
         with self.queue_lock:
-            known = [hold for hold in self.holds.values() if not (hold.told or hold.abandoned)]
-            left = [hold for hold in known if hold.asked and hold.grant is None]
-            for hold in left:
-                hold.abandoned = True  # if its thread goes on after all
-                self.waiting.pop(hold.permit_id, None)
-        for hold in left:
-            hold.answer(BackendError("The process is ending."))
+            known = [
+                acquisition
+                for acquisition in self.acquisitions.values()
+                if not (acquisition.told or acquisition.abandoned)
+            ]
+            left = [acquisition for acquisition in known if acquisition.asked and acquisition.grant is None]
+            for acquisition in left:
+                acquisition.abandoned = True  # if its thread goes on after all
+                self.waiting.pop(acquisition.permit_id, None)
+        for acquisition in left:
+            acquisition.answer(BackendError("The process is ending."))
         if left:
             self.work.close()  # when the statement under way has ended
-        for hold in left:
+        for acquisition in left:
             if not self.own.unreachable(started):
                 with contextlib.suppress(BackendError):
-                    self.backend.discard(self.own, hold.claim.resource, hold.permit_id)
+                    self.backend.discard(self.own, acquisition.request.resource, acquisition.permit_id)
 
-    def break_off(self, hold: Hold, error: Exception) -> bool:
+    def break_off(self, acquisition: Acquisition, error: Exception) -> bool:
         """Have a wait end with an error. Return whether it was still waiting."""
         with self.queue_lock:
-            arbiter = self.arbiters.get(hold.claim.line)
-            if arbiter is None or hold not in arbiter.queue or hold.state is not State.QUEUED:
+            arbiter = self.arbiters.get(acquisition.request.line)
+            if arbiter is None or acquisition not in arbiter.queue or acquisition.state is not State.QUEUED:
                 return False
-            if arbiter.enrolled is hold:
-                arbiter.unwanted.append(hold.claim)
-            arbiter.remove(hold)
-            self.waiting.pop(hold.permit_id, None)
-            hold.state = State.OVER
-        hold.answer(error)
+            if arbiter.enrolled is acquisition:
+                arbiter.unwanted.append(acquisition.request)
+            arbiter.remove(acquisition)
+            self.waiting.pop(acquisition.permit_id, None)
+            acquisition.state = State.OVER
+        acquisition.answer(error)
         self.poke(arbiter)
         return True
 
@@ -707,75 +736,83 @@ class CaringKeeper(Keeper):
         """Look at everything that is held: what is lost, forgotten, stuck or to be renewed."""
         started = time.monotonic()
         self._scan_at = next_at = now + LOOK_AROUND
-        renew: list[Hold] = []
-        for hold in list(self.holds.values()):
-            if hold.state is State.HELD and hold.queued and not hold.woken:
-                self.answer_again(hold)  # whoever brought its grant was struck
-            if hold.releasing.locked():
-                if now - hold.releasing_since > LOOK_AROUND and not self.own.unreachable(started):
-                    self.release_again(hold)
-            elif hold.abandoned:
+        renew: list[Acquisition] = []
+        for acquisition in list(self.acquisitions.values()):
+            if acquisition.state is State.HELD and acquisition.queued and not acquisition.woken:
+                self.answer_again(acquisition)  # whoever brought its grant was struck
+            if acquisition.releasing.locked():
+                if now - acquisition.releasing_since > LOOK_AROUND and not self.own.unreachable(started):
+                    self.release_again(acquisition)
+            elif acquisition.abandoned:
                 if not self.own.unreachable(started):  # its caller may have been struck before it could say so
-                    self._clear(hold)
-            elif hold.state is not State.HELD or not hold.kept or (not hold.settled and boot_now() >= hold.deadline):
+                    self._clear(acquisition)
+            elif (
+                acquisition.state is not State.HELD
+                or not acquisition.kept
+                or (not acquisition.settled and boot_now() >= acquisition.deadline)
+            ):
                 continue  # its caller will find out that it slept through the grant, and try again
-            elif hold.current_loss() is not None:
+            elif acquisition.current_loss() is not None:
                 # Nothing to renew; the holder will release it, or forget it.
-                if self._forgotten(hold):
-                    self.give_back(hold, self.own)
-            elif why := self._forgotten(hold):
-                self.forget(hold, why)
+                if self._forgotten(acquisition):
+                    self.give_back(acquisition, self.own)
+            elif why := self._forgotten(acquisition):
+                self.forget(acquisition, why)
             else:
-                if hold.renew_at - 0.1 * hold.renewal_interval <= now:
-                    renew.append(hold)
-                next_at = min(next_at, hold.renew_at, hold.deadline)
+                if acquisition.renew_at - 0.1 * acquisition.renewal_interval <= now:
+                    renew.append(acquisition)
+                next_at = min(next_at, acquisition.renew_at, acquisition.deadline)
         self._lent_threads.look()
         if renew:
             self._renew(renew)
-            next_at = min([next_at, *(hold.renew_at for hold in renew)])
+            next_at = min([next_at, *(acquisition.renew_at for acquisition in renew)])
         self._scan_at = max(next_at, now + 0.02)
 
-    def _forgotten(self, hold: Hold) -> str:
-        if hold.fenced:
+    def _forgotten(self, acquisition: Acquisition) -> str:
+        if acquisition.fenced:
             return ""  # somebody's transaction still counts on it
-        if hold.overdue:
-            return hold.overdue
-        if callers.owner_is_gone(hold):
+        if acquisition.overdue:
+            return acquisition.overdue
+        if callers.owner_is_gone(acquisition):
             return "the thread or task that took it has ended"
-        if hold.permit() is None:  # a signal that raised in its finaliser has cut that short
+        if acquisition.permit() is None:  # a signal that raised in its finaliser has cut that short
             return "it was garbage-collected"
         return ""
 
-    def _renew(self, holds: list[Hold]) -> None:
+    def _renew(self, acquisitions: list[Acquisition]) -> None:
         sent = boot_now()
-        for hold in holds:
-            hold.renewal_error = hold.renewal_error or "the database has not answered yet"
+        for acquisition in acquisitions:
+            acquisition.renewal_error = acquisition.renewal_error or "the database has not answered yet"
         try:
-            renewal = self.backend.renew(self.own, [hold.held for hold in holds if hold.grant is not None])
+            renewal = self.backend.renew(
+                self.own, [acquisition.acquired for acquisition in acquisitions if acquisition.grant is not None]
+            )
         except BackendError as error:
             if not self._renewals_fail:
                 logger.warning("Permits could not be renewed, trying on until their leases run out: %s", error)
             self._renewals_fail = True
-            for hold in holds:
-                hold.renewal_error = str(error.__cause__ or error).strip()
-                hold.renew_at = boot_now() + min(1.0, hold.claim.lease / 16)
+            for acquisition in acquisitions:
+                acquisition.renewal_error = str(error.__cause__ or error).strip()
+                acquisition.renew_at = boot_now() + min(1.0, acquisition.request.lease / 16)
             return
         if self._renewals_fail:
             logger.warning("Permits are renewed again.")
             self._renewals_fail = False
-        for hold in holds:
-            if hold.permit_id in renewal.renewed:
-                hold.renewed(sent)
-            elif hold.releasing.locked() or not hold.settled:
+        for acquisition in acquisitions:
+            if acquisition.permit_id in renewal.renewed:
+                acquisition.renewed(sent)
+            elif acquisition.releasing.locked() or not acquisition.settled:
                 continue
-            elif hold.permit_id in renewal.lost:
-                hold.lose(renewal.lost[hold.permit_id])
+            elif acquisition.permit_id in renewal.lost:
+                acquisition.lose(renewal.lost[acquisition.permit_id])
             else:
-                hold.renewal_error = "somebody's transaction keeps its row locked"
-                hold.renew_at = boot_now() + min(1.0, hold.claim.lease / 16)
-        for hold in holds:  # all renewals are noted by now: what the program makes of a wish may take its time
-            if hold.permit_id in renewal.asked:
-                events.ask(hold, renewal.asked[hold.permit_id])
+                acquisition.renewal_error = "somebody's transaction keeps its row locked"
+                acquisition.renew_at = boot_now() + min(1.0, acquisition.request.lease / 16)
+        for (
+            acquisition
+        ) in acquisitions:  # all renewals are noted by now: what the program makes of a wish may take its time
+            if acquisition.permit_id in renewal.asked:
+                events.ask(acquisition, renewal.asked[acquisition.permit_id])
 
     def _clear_doubts(self, now: float) -> None:
         started = time.monotonic()
@@ -812,18 +849,18 @@ class CaringKeeper(Keeper):
             if self.presence.beacon and self._dark_since is None and self._reach.tied:
                 self._dark_since, self._open_at = now, now
                 self._reach.darken()
-                for hold in list(self.holds.values()):
-                    if hold.state is State.HELD:
-                        hold.darkened(now + DARK)
-            if self.holds and now >= self._open_at:
+                for acquisition in list(self.acquisitions.values()):
+                    if acquisition.state is State.HELD:
+                        acquisition.darkened(now + DARK)
+            if self.acquisitions and now >= self._open_at:
                 self._open()
         if self._reach.reopened and self.own.is_open:
             self._reach.reopened = False
             if self.presence.beacon or self._dark_since is not None:
                 # The rows must say whether the beacon is lit, and are proved anew.
-                for hold in list(self.holds.values()):
-                    if hold.state is State.HELD:
-                        hold.renew_at = 0.0
+                for acquisition in list(self.acquisitions.values()):
+                    if acquisition.state is State.HELD:
+                        acquisition.renew_at = 0.0
                 self._scan_at = 0.0
             self._dark_since = None
             with self.queue_lock:
@@ -841,54 +878,56 @@ class RecordingKeeper(CaringKeeper):
 
     # What is told.
 
-    def acquire(self, hold: Hold, timeout: float | None) -> bool:
+    def acquire(self, acquisition: Acquisition, timeout: float | None) -> bool:
         """Get the hold granted within ``timeout`` seconds; see ``Keeper.acquire()``."""
         try:
-            return super().acquire(hold, timeout)
+            return super().acquire(acquisition, timeout)
         except AcquireTimeoutError:
-            self._turned_away(hold)
+            self._turned_away(acquisition)
             raise
 
-    def settled(self, hold: Hold, answered: bool) -> bool:
+    def settled(self, acquisition: Acquisition, answered: bool) -> bool:
         """After a wait: whether it is over; see ``Keeper.settled()``."""
-        over = super().settled(hold, answered)
-        if over and hold.kept and hold.state is State.HELD and hold.grant is not None:
-            self.history.granted(hold.claim, hold.grant, hold.granted_at, hold.waited)
+        over = super().settled(acquisition, answered)
+        if over and acquisition.kept and acquisition.state is State.HELD and acquisition.grant is not None:
+            self.history.granted(acquisition.request, acquisition.grant, acquisition.granted_at, acquisition.waited)
         return over
 
-    def drop(self, hold: Hold) -> None:
+    def drop(self, acquisition: Acquisition) -> None:
         """The acquire ended without a grant."""
-        super().drop(hold)
-        self._turned_away(hold)
+        super().drop(acquisition)
+        self._turned_away(acquisition)
 
-    def _turned_away(self, hold: Hold) -> None:
-        tried_once = hold.patient_until is not None and hold.patient_until <= hold.arrived
-        self.history.turned_away(hold.claim, None if tried_once else boot_now() - hold.arrived)
+    def _turned_away(self, acquisition: Acquisition) -> None:
+        tried_once = acquisition.patient_until is not None and acquisition.patient_until <= acquisition.arrived
+        self.history.turned_away(acquisition.request, None if tried_once else boot_now() - acquisition.arrived)
 
-    def released(self, hold: Hold, freed: bool) -> None:
+    def released(self, acquisition: Acquisition, freed: bool) -> None:
         """Note that the database has the slots back, or had given them to somebody else already."""
-        super().released(hold, freed)
-        loss = hold.loss
+        super().released(acquisition, freed)
+        loss = acquisition.loss
         if loss is not None and loss.reason is not LossReason.STOPPED:
-            self._lost(hold, loss)  # another thread has found it, and may be about to tell of it
-        elif self._ends(hold) and hold.grant is not None:
+            self._lost(acquisition, loss)  # another thread has found it, and may be about to tell of it
+        elif self._ends(acquisition) and acquisition.grant is not None:
             detail = str(loss) if loss is not None else ""
-            held = hold.releasing_since - hold.granted_at
-            self.history.released(hold.claim, hold.grant, hold.releasing_since, max(0.0, held), detail)
+            held = acquisition.releasing_since - acquisition.granted_at
+            self.history.released(
+                acquisition.request, acquisition.grant, acquisition.releasing_since, max(0.0, held), detail
+            )
 
-    def tell_lost(self, hold: Hold) -> None:
+    def tell_lost(self, acquisition: Acquisition) -> None:
         """Log a loss, and tell the program and the history."""
-        super().tell_lost(hold)
-        if hold.loss is not None:
-            self._lost(hold, hold.loss)
+        super().tell_lost(acquisition)
+        if acquisition.loss is not None:
+            self._lost(acquisition, acquisition.loss)
 
-    def _lost(self, hold: Hold, loss: Loss) -> None:
-        if loss.reason is not LossReason.FORKED and self._ends(hold) and hold.grant is not None:
-            self.history.lost(hold.claim, hold.grant, boot_now() - hold.granted_at, loss)
+    def _lost(self, acquisition: Acquisition, loss: Loss) -> None:
+        if loss.reason is not LossReason.FORKED and self._ends(acquisition) and acquisition.grant is not None:
+            self.history.lost(acquisition.request, acquisition.grant, boot_now() - acquisition.granted_at, loss)
 
-    def _ends(self, hold: Hold) -> bool:
+    def _ends(self, acquisition: Acquisition) -> bool:
         """Whether a grant that was told of ends now: it does so once."""
-        return hold.settled and hold.kept and hold.recorded.acquire(blocking=False)
+        return acquisition.settled and acquisition.kept and acquisition.recorded.acquire(blocking=False)
 
     # When it is written.
 
@@ -896,7 +935,7 @@ class RecordingKeeper(CaringKeeper):
         """Write some of it if it is time for that, and time is left."""
         if not self._writer.due(now):
             return
-        if self._writer.shares and self.holds and not self.own.is_open:
+        if self._writer.shares and self.acquisitions and not self.own.is_open:
             return  # to open it is no small matter while something is held
         self._writer.write(self._leisure(now))
 
@@ -904,7 +943,7 @@ class RecordingKeeper(CaringKeeper):
         """Write what there is: the thread ends, or the process, since an instant of ``time.monotonic()``."""
         if self._writer.unfinished:
             began, ends = time.monotonic() if since is None else since, since is not None
-            self._writer.finish(began, lambda: not ends and bool(self.holds or self.arbiters))
+            self._writer.finish(began, lambda: not ends and bool(self.acquisitions or self.arbiters))
         elif since is not None:
             self._writer.begin_anew()
         self._writer.leave()
@@ -918,7 +957,11 @@ class RecordingKeeper(CaringKeeper):
         """How long a statement may take, in seconds: there are a few, and the nearest lease is to outlast them."""
         if not self.backend.supports_renewal:
             return LONGEST
-        deadlines = [hold.deadline for hold in list(self.holds.values()) if hold.grant is not None and not hold.loss]
+        deadlines = [
+            acquisition.deadline
+            for acquisition in list(self.acquisitions.values())
+            if acquisition.grant is not None and not acquisition.loss
+        ]
         left = [deadline - now for deadline in deadlines if deadline > now]
         statements = 3 if self._writer.shares else 8
         return min([LONGEST, *(each / statements for each in left)])

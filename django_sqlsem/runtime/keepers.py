@@ -14,7 +14,7 @@ from django_sqlsem.runtime.loop import ThreadKeeper
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.base import BaseSemaphoreBackend
-    from django_sqlsem.runtime.acquisition import Hold
+    from django_sqlsem.runtime.acquisition import Acquisition
     from django_sqlsem.runtime.keeper import Keeper
 
 
@@ -44,9 +44,9 @@ def all_keepers() -> list[Keeper]:
     return list(_keepers.values())
 
 
-def all_holds() -> list[Hold]:
+def all_acquisitions() -> list[Acquisition]:
     """Return every acquisition that this process knows of."""
-    return [hold for keeper in all_keepers() for hold in list(keeper.holds.values())]
+    return [acquisition for keeper in all_keepers() for acquisition in list(keeper.acquisitions.values())]
 
 
 def stop_all() -> None:

@@ -18,7 +18,7 @@ from django.db import connections
 from django_sqlsem.backends.base import TOKENS
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.exceptions import DeadlockError
-from django_sqlsem.runtime.acquisition import Hold, State
+from django_sqlsem.runtime.acquisition import Acquisition, State
 
 if TYPE_CHECKING:
     from django_sqlsem.runtime.keeper import Keeper
@@ -33,9 +33,9 @@ ASK_AGAIN: Final = 10.0
 class Knot:
     """A wait in a thread, and the local holders of the same name that need this very thread."""
 
-    hold: Hold
+    acquisition: Acquisition
     thread: threading.Thread
-    stuck: tuple[tuple[Hold, asyncio.Task[object]], ...]
+    stuck: tuple[tuple[Acquisition, asyncio.Task[object]], ...]
 
 
 class LentThreads:
@@ -45,19 +45,19 @@ class LentThreads:
     have a turn, to hear of what has been done; then the database is asked who else holds, and how many may.
     """
 
-    def __init__(self, keeper: Keeper, end: Callable[[Hold, Exception], bool]) -> None:
+    def __init__(self, keeper: Keeper, end: Callable[[Acquisition, Exception], bool]) -> None:
         self._keeper = keeper
         self._end = end
         self._asked_at = -math.inf
 
     def look(self) -> None:
         """Begin to find out about what looks stuck; on the keeper's thread."""
-        found = _knots(list(self._keeper.holds.values()))
+        found = _knots(list(self._keeper.acquisitions.values()))
         if not found or boot_now() - self._asked_at < ASK_AGAIN:
             return
         self._asked_at = boot_now()
         tasks = {task for knot in found for _, task in knot.stuck}
-        names = {knot.hold.claim.resource.name for knot in found}
+        names = {knot.acquisition.request.resource.name for knot in found}
         self._hear(list({task.get_loop() for task in tasks}), tasks, names)
 
     def _hear(self, loops: list[asyncio.AbstractEventLoop], tasks: set[asyncio.Task[object]], names: set[str]) -> None:
@@ -78,33 +78,37 @@ class LentThreads:
 
     def _judge(self, tasks: set[asyncio.Task[object]], snapshots: dict[str, SemaphoreSnapshot]) -> None:
         self._asked_at = -math.inf
-        for knot in _knots(list(self._keeper.holds.values())):
-            snapshot = snapshots.get(knot.hold.claim.resource.name)
+        for knot in _knots(list(self._keeper.acquisitions.values())):
+            snapshot = snapshots.get(knot.acquisition.request.resource.name)
             heard = all(task in tasks for _, task in knot.stuck)
             if heard and snapshot is not None and _gets_nothing(knot, snapshot):
-                self._end(knot.hold, _error(knot))
+                self._end(knot.acquisition, _error(knot))
 
 
-def _knots(holds: Iterable[Hold]) -> list[Knot]:
-    waiting: list[tuple[Hold, threading.Thread]] = []
-    held: list[tuple[Hold, asyncio.Task[object]]] = []
-    for hold in holds:
-        if hold.state is State.QUEUED and hold.claim.resource.kind != TOKENS:  # anybody may add tokens
-            thread = hold.thread() if hold.thread is not None else None
+def _knots(acquisitions: Iterable[Acquisition]) -> list[Knot]:
+    waiting: list[tuple[Acquisition, threading.Thread]] = []
+    held: list[tuple[Acquisition, asyncio.Task[object]]] = []
+    for acquisition in acquisitions:
+        if acquisition.state is State.QUEUED and acquisition.request.resource.kind != TOKENS:  # anybody may add tokens
+            thread = acquisition.thread() if acquisition.thread is not None else None
             if thread is not None:
-                waiting.append((hold, thread))
+                waiting.append((acquisition, thread))
         # What has a time limit of its own is waited for.
-        elif hold.state is State.HELD and hold.max_hold is None and not hold.releasing.locked():
-            owner = hold.owner() if hold.owner is not None else None
+        elif acquisition.state is State.HELD and acquisition.max_hold is None and not acquisition.releasing.locked():
+            owner = acquisition.owner() if acquisition.owner is not None else None
             if isinstance(owner, asyncio.Task):
-                held.append((hold, owner))
-    stuck: dict[tuple[str, threading.Thread], list[tuple[Hold, asyncio.Task[object]]]] = defaultdict(list)
+                held.append((acquisition, owner))
+    stuck: dict[tuple[str, threading.Thread], list[tuple[Acquisition, asyncio.Task[object]]]] = defaultdict(list)
     if waiting:
-        for hold, task in held:
+        for acquisition, task in held:
             if (thread := needed(task)) is not None:
-                stuck[hold.claim.resource.key, thread].append((hold, task))
-    found = [(hold, thread, stuck.get((hold.claim.resource.key, thread))) for hold, thread in waiting if stuck]
-    return [Knot(hold, thread, tuple(theirs)) for hold, thread, theirs in found if theirs]
+                stuck[acquisition.request.resource.key, thread].append((acquisition, task))
+    found = [
+        (acquisition, thread, stuck.get((acquisition.request.resource.key, thread)))
+        for acquisition, thread in waiting
+        if stuck
+    ]
+    return [Knot(acquisition, thread, tuple(theirs)) for acquisition, thread, theirs in found if theirs]
 
 
 def needed(task: asyncio.Task[object]) -> threading.Thread | None:
@@ -126,19 +130,21 @@ def needed(task: asyncio.Task[object]) -> threading.Thread | None:
 
 def _gets_nothing(knot: Knot, snapshot: SemaphoreSnapshot) -> bool:
     """Whether nobody but those who are stuck has what the wait could get."""
-    claim = knot.hold.claim
+    request = knot.acquisition.request
     numbers = [number for holder in snapshot.holders if not holder.expired for number in holder.numbers]
     bound = snapshot.operator_slots
     if bound is None:
-        bound = claim.slots or snapshot.slots
+        bound = request.slots or snapshot.slots
         numbers = [number for number in numbers if number <= bound]
-    theirs = {slot for hold, _ in knot.stuck if hold.grant is not None for slot in hold.grant.slots}
-    return theirs.issuperset(numbers) and (bool(claim.mode) or bound - len(numbers) < claim.take)
+    theirs = {
+        slot for acquisition, _ in knot.stuck if acquisition.grant is not None for slot in acquisition.grant.slots
+    }
+    return theirs.issuperset(numbers) and (bool(request.mode) or bound - len(numbers) < request.take)
 
 
 def _error(knot: Knot) -> DeadlockError:
     return DeadlockError(
-        f"Waiting for {knot.hold.claim.resource.name!r} was broken off, as it could not have ended: its holder, the "
-        f"task {knot.stuck[0][1].get_name()!r}, needs the thread {knot.thread.name!r} by sync_to_async, in which this "
-        "code waits. Wait by `async with` in a coroutine, or do not wait (try_acquire)."
+        f"Waiting for {knot.acquisition.request.resource.name!r} was broken off, as it could not have ended: its "
+        f"holder, the task {knot.stuck[0][1].get_name()!r}, needs the thread {knot.thread.name!r} by sync_to_async, in "
+        "which this code waits. Wait by `async with` in a coroutine, or do not wait (try_acquire)."
     )

@@ -23,7 +23,7 @@ from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.database.sessions import OwnSession
 from django_sqlsem.decorators import busy_log
 from django_sqlsem.exceptions import BackendError
-from django_sqlsem.runtime.acquisition import Hold
+from django_sqlsem.runtime.acquisition import Acquisition
 from django_sqlsem.runtime.keeper import DARK, DOUBTS, LOOK_AROUND, RecordingKeeper
 from django_sqlsem.runtime.queue import HEARTBEAT, Arbiter
 
@@ -103,9 +103,9 @@ class ThreadKeeper(RecordingKeeper):
 
     # What other threads call.
 
-    def register(self, hold: Hold) -> None:
+    def register(self, acquisition: Acquisition) -> None:
         """Know of a hold, and see that somebody looks after it."""
-        super().register(hold)
+        super().register(acquisition)
         if not self._runs():
             self._start()
 
@@ -123,17 +123,24 @@ class ThreadKeeper(RecordingKeeper):
             alarm.ring()
 
     def accept(
-        self, hold: Hold, permit_id: str, grant: Grant, sent: float, lasts: float, *, at_once: bool = False
+        self,
+        acquisition: Acquisition,
+        permit_id: str,
+        grant: Grant,
+        sent: float,
+        lasts: float,
+        *,
+        at_once: bool = False,
     ) -> bool:
         """Give a grant to its hold; one that ends soon is looked after sooner than at the next look around."""
-        accepted = super().accept(hold, permit_id, grant, sent, lasts, at_once=at_once)
-        if accepted and self._dark_since is not None and hold.claim.presence.beacon:
-            hold.darkened(self._dark_since + DARK)
-        if accepted and self.presence.beacon and not hold.claim.presence.beacon:
-            hold.renew_at = 0.0  # its row was written before the beacon was lit, and must say that it is
-        if accepted and hold.renew_at < min(self._scan_at, boot_now() + LOOK_AROUND):
-            self._scan_at = hold.renew_at
-            self._due(hold.renew_at)
+        accepted = super().accept(acquisition, permit_id, grant, sent, lasts, at_once=at_once)
+        if accepted and self._dark_since is not None and acquisition.request.presence.beacon:
+            acquisition.darkened(self._dark_since + DARK)
+        if accepted and self.presence.beacon and not acquisition.request.presence.beacon:
+            acquisition.renew_at = 0.0  # its row was written before the beacon was lit, and must say that it is
+        if accepted and acquisition.renew_at < min(self._scan_at, boot_now() + LOOK_AROUND):
+            self._scan_at = acquisition.renew_at
+            self._due(acquisition.renew_at)
         return accepted
 
     def poke(self, arbiter: Arbiter) -> None:
@@ -158,7 +165,7 @@ class ThreadKeeper(RecordingKeeper):
             self._end(time.monotonic())
         finally:
             self._stopping = False
-        if self.holds or not self.inbox.empty():
+        if self.acquisitions or not self.inbox.empty():
             with contextlib.suppress(RuntimeError):  # at the interpreter's end no thread can start
                 self._start()
 
@@ -172,12 +179,12 @@ class ThreadKeeper(RecordingKeeper):
         with self.queue_lock:
             arbiters = list(self.arbiters.values())
             for arbiter in arbiters:
-                for hold in list(arbiter.queue):
-                    hold.answer(BackendError("The process is ending."))
-                    self.waiting.pop(hold.permit_id, None)
-                    if arbiter.enrolled is hold:
-                        arbiter.unwanted.append(hold.claim)
-                    arbiter.remove(hold)
+                for acquisition in list(arbiter.queue):
+                    acquisition.answer(BackendError("The process is ending."))
+                    self.waiting.pop(acquisition.permit_id, None)
+                    if arbiter.enrolled is acquisition:
+                        arbiter.unwanted.append(acquisition.request)
+                    arbiter.remove(acquisition)
         for arbiter in arbiters:
             if not self.own.unreachable(started):
                 arbiter.step(self.own)
@@ -256,10 +263,10 @@ class ThreadKeeper(RecordingKeeper):
         for each in heard:
             if isinstance(each, Granted):
                 self.deliver(each)
-            elif (hold := self.waiting.get(each)) is not None:
+            elif (acquisition := self.waiting.get(each)) is not None:
                 sent = boot_now()
                 with contextlib.suppress(BackendError):  # it looks again at its next heartbeat
-                    granted = self.backend.granted(self.own, hold.claim)
+                    granted = self.backend.granted(self.own, acquisition.request)
                     if granted is not None:
                         self.deliver(granted, sent)
             else:
@@ -267,9 +274,9 @@ class ThreadKeeper(RecordingKeeper):
 
     def _renew_soon(self, permit_id: str) -> None:
         """An operator has something to say to a holder: its renewal brings it."""
-        for hold in list(self.holds.values()):
-            if hold.permit_id == permit_id:
-                hold.renew_at = self._scan_at = 0.0
+        for acquisition in list(self.acquisitions.values()):
+            if acquisition.permit_id == permit_id:
+                acquisition.renew_at = self._scan_at = 0.0
 
     def _probe(self) -> None:
         """Something is to be read where nothing should be: the server has most likely ended the session."""
@@ -287,10 +294,10 @@ class ThreadKeeper(RecordingKeeper):
         now = boot_now()
         if self._reach.reopened:
             return 0.0
-        if not (self.holds or self.arbiters or self._doubts or self._watch.busy):
+        if not (self.acquisitions or self.arbiters or self._doubts or self._watch.busy):
             return min(LOOK_AROUND, max(self._idle() - self._unused(), 0.0))
         due = [now + NAP, self._watch.next_at]
-        if self.holds:
+        if self.acquisitions:
             due.append(self._scan_at)
             if not self.own.is_open and self._open_at:
                 due.append(self._open_at)
@@ -307,7 +314,7 @@ class ThreadKeeper(RecordingKeeper):
         return 0.0 if testmode.active() else config(self.alias).idle
 
     def _may_end(self) -> bool:
-        if self.holds or self.arbiters or self._doubts or self._watch.busy or not self.inbox.empty():
+        if self.acquisitions or self.arbiters or self._doubts or self._watch.busy or not self.inbox.empty():
             return False
         if self._unused() < self._idle():
             return False
@@ -315,7 +322,7 @@ class ThreadKeeper(RecordingKeeper):
         with self._life:
             self._thread = None
             # Whoever registered before it could see that no thread runs is seen here, and the other way round.
-            if self.holds or self.arbiters or not self.inbox.empty():
+            if self.acquisitions or self.arbiters or not self.inbox.empty():
                 self._thread = threading.current_thread()
                 return False
             self._watch.forget()
@@ -328,7 +335,7 @@ class ThreadKeeper(RecordingKeeper):
     def _tick(self) -> None:
         now = boot_now()
         self._shine(now)
-        if self.holds and now >= self._scan_at:
+        if self.acquisitions and now >= self._scan_at:
             self._scan(now)
         if self._doubts:
             self._clear_doubts(now)
@@ -339,10 +346,10 @@ class ThreadKeeper(RecordingKeeper):
         for arbiter in due:
             arbiter.step(self.own)
             # A thousand names take a while.
-            if self.holds and (now := boot_now()) >= self._scan_at:
+            if self.acquisitions and (now := boot_now()) >= self._scan_at:
                 self._scan(now)
         # Renewals and waiters come first.
-        if self._watch.next_at <= now and not (self.holds and boot_now() >= self._scan_at):
+        if self._watch.next_at <= now and not (self.acquisitions and boot_now() >= self._scan_at):
             self._watch.step(self._leisure(now))
         self.write_history(boot_now())
         busy_log.log_rest()

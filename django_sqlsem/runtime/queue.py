@@ -8,10 +8,10 @@ import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from django_sqlsem.backends.base import Claim, Place, Queue, Waited
+from django_sqlsem.backends.base import Place, Queue, Request, Waited
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.exceptions import BackendError
-from django_sqlsem.runtime.acquisition import Hold, State
+from django_sqlsem.runtime.acquisition import Acquisition, State
 
 if TYPE_CHECKING:
     from django_sqlsem.database.sessions import Session
@@ -38,27 +38,27 @@ class Arbiter:
     def __init__(self, keeper: Keeper, key: str) -> None:
         self.keeper = keeper
         self.key = key
-        self.queue: deque[Hold] = deque()
-        self.enrolled: Hold | None = None
+        self.queue: deque[Acquisition] = deque()
+        self.enrolled: Acquisition | None = None
         #: Places in the queue, or grants, that nobody wants any more.
-        self.unwanted: list[Claim] = []
+        self.unwanted: list[Request] = []
         self.next_at = 0.0
         self._refresh_at = 0.0
         self._pause = FIRST_POLL
         self._polls = False
         self._second_look = False
 
-    def enrolled_by(self, hold: Hold, queue: Queue, sent: float) -> None:
+    def enrolled_by(self, acquisition: Acquisition, queue: Queue, sent: float) -> None:
         """Note that the database knows the first in line; the lock is held."""
-        self.enrolled = hold
+        self.enrolled = acquisition
         self._pause = FIRST_POLL
         self._plan(queue, sent, new=True)
 
-    def remove(self, hold: Hold) -> None:
+    def remove(self, acquisition: Acquisition) -> None:
         """Take a hold out of the queue; the lock is held. The next one is enrolled at the next step."""
-        if hold in self.queue:
-            self.queue.remove(hold)
-        if self.enrolled is hold:
+        if acquisition in self.queue:
+            self.queue.remove(acquisition)
+        if self.enrolled is acquisition:
             self.enrolled = None
         self.next_at = 0.0
 
@@ -80,8 +80,8 @@ class Arbiter:
                 head = self.queue[0] if self.queue else None
                 served = head is not None and _served(head)
                 waiting = len(self.queue)
-            for claim in unwanted:
-                self._leave(session, claim)
+            for request in unwanted:
+                self._leave(session, request)
             if head is None:
                 if self.keeper.forget_arbiter(self):
                     return
@@ -91,14 +91,14 @@ class Arbiter:
             elif self._look(session, head, waiting):
                 return
 
-    def _look(self, session: Session, head: Hold, waiting: int) -> bool:
+    def _look(self, session: Session, head: Acquisition, waiting: int) -> bool:
         """Take one step of waiting for the first in line. Return whether all is done for now."""
         now = boot_now()
         with self.keeper.queue_lock:
             if not self.queue or self.queue[0] is not head or _served(head):
                 return False  # it gave up, or was served, while others were let go
             new = self.enrolled is not head
-            head.claim = self.keeper.present(head.claim)
+            head.request = self.keeper.present(head.request)
             patience = self._patience(now)
             if new:
                 self.keeper.waiting[head.permit_id] = head
@@ -108,9 +108,9 @@ class Arbiter:
         try:
             if new:
                 head.proved = now
-                waited = self.keeper.backend.enrol(session, head.claim, place, first=False)
+                waited = self.keeper.backend.enrol(session, head.request, place, first=False)
             elif now >= self._refresh_at:
-                waited = self.keeper.backend.wait(session, head.claim, place)
+                waited = self.keeper.backend.wait(session, head.request, place)
             else:
                 waited = self._glance(session, head)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with this one, its waiter must hear it
@@ -125,16 +125,16 @@ class Arbiter:
             self._fail(error)
             return True
         for granted in waited.granted:
-            self.keeper.deliver(granted, now, head.claim.resource)
+            self.keeper.deliver(granted, now, head.request.resource)
         with self.keeper.queue_lock:
             if _served(head) or head not in self.queue:
                 if new and not _served(head) and waited.queue is not None:
-                    self.unwanted.append(head.claim)  # it gave up meanwhile
+                    self.unwanted.append(head.request)  # it gave up meanwhile
                 return False
             if waited.queue is None:
                 # It was away for too long: once more, under a new id, as word of the old one may be on its way. What
                 # that got, if it got anything, nobody has accepted.
-                self.keeper.doubt(head.claim)
+                self.keeper.doubt(head.request)
                 self.enrolled = None
                 self.keeper.renew_claim(head)
                 return False
@@ -149,32 +149,32 @@ class Arbiter:
                 self.next_at = 0.0
             return True
 
-    def _in_doubt(self, head: Hold, *, nothing_asked: bool) -> bool:
+    def _in_doubt(self, head: Acquisition, *, nothing_asked: bool) -> bool:
         """Have the head ask anew, as the outcome of its claim is unknown, unless it has been served: return whether."""
         with self.keeper.queue_lock:
-            claim, served = head.claim, head.state is State.HELD and not head.abandoned
+            request, served = head.request, head.state is State.HELD and not head.abandoned
             if not served:
                 self.keeper.renew_claim(head)
         if not nothing_asked:
             # What was served is not to be freed; but the statement may have left something on its session.
-            self.keeper.doubt_permit(claim.resource, uuid.uuid4().hex if served else claim.permit_id)
+            self.keeper.doubt_permit(request.resource, uuid.uuid4().hex if served else request.permit_id)
         return served
 
     def _patience(self, now: float) -> float | None:
         """For how many more seconds the most patient of the waiters waits; ``None``: for ever."""
         latest = 0.0
-        for hold in self.queue:
-            if hold.patient_until is None:
+        for acquisition in self.queue:
+            if acquisition.patient_until is None:
                 return None
-            latest = max(latest, hold.patient_until)
+            latest = max(latest, acquisition.patient_until)
         return max(0.0, latest - now)
 
-    def _glance(self, session: Session, head: Hold) -> Waited:
+    def _glance(self, session: Session, head: Acquisition) -> Waited:
         """Between heartbeats: has it been granted?"""
         if self._second_look:
             self._second_look = False
-            return self.keeper.backend.wait(session, head.claim, Place(head.arrived, len(self.queue)))
-        granted = self.keeper.backend.granted(session, head.claim)
+            return self.keeper.backend.wait(session, head.request, Place(head.arrived, len(self.queue)))
+        granted = self.keeper.backend.granted(session, head.request)
         return Waited((granted,) if granted else (), Queue(ahead=0))
 
     def _plan(self, queue: Queue, now: float, *, new: bool = False) -> None:
@@ -202,28 +202,28 @@ class Arbiter:
         """Look around at the next step: something has changed."""
         self._refresh_at = self.next_at = 0.0
 
-    def _fail(self, error: Exception, only: Hold | None = None) -> None:
+    def _fail(self, error: Exception, only: Acquisition | None = None) -> None:
         with self.keeper.queue_lock:
-            failed = [hold for hold in self.queue if only is None or hold is only]
-            for hold in failed:
-                self.remove(hold)
-                self.keeper.waiting.pop(hold.permit_id, None)
-                hold.state = State.OVER
-        for hold in failed:
+            failed = [acquisition for acquisition in self.queue if only is None or acquisition is only]
+            for acquisition in failed:
+                self.remove(acquisition)
+                self.keeper.waiting.pop(acquisition.permit_id, None)
+                acquisition.state = State.OVER
+        for acquisition in failed:
             # Each raises one of its own: a traceback grows with every raise, and keeps the frames it passed.
-            hold.answer(error if only is not None else _same(error))
+            acquisition.answer(error if only is not None else _same(error))
         if only is None:
             self.keeper.forget_arbiter(self)
 
-    def _leave(self, session: Session, claim: Claim) -> None:
+    def _leave(self, session: Session, request: Request) -> None:
         try:
-            self.keeper.backend.leave(session, claim)
+            self.keeper.backend.leave(session, request)
         except BackendError:
-            self.keeper.doubt(claim)
+            self.keeper.doubt(request)
 
 
-def _served(hold: Hold) -> bool:
-    return hold.state is State.HELD
+def _served(acquisition: Acquisition) -> bool:
+    return acquisition.state is State.HELD
 
 
 def _same(error: Exception) -> Exception:

@@ -5,18 +5,22 @@ from __future__ import annotations
 from django_sqlsem.testing.clock import Clock, clock
 from django_sqlsem.testing.forcing import busy, held, lost, stop_requested
 from django_sqlsem.testing.recording import (
-    Acquisition,
     Recorded,
+    RecordedAcquisition,
     assert_nothing_held,
     make_busy,
     nothing_held,
     recorded,
 )
 
+#: The name by which tests may know it.
+Acquisition = RecordedAcquisition
+
 __all__ = [
     "Acquisition",
     "Clock",
     "Recorded",
+    "RecordedAcquisition",
     "assert_nothing_held",
     "busy",
     "clock",

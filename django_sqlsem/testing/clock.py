@@ -27,10 +27,11 @@ from django.db.models import F
 from django_sqlsem.core import clocks
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.durations import Seconds, to_seconds
-from django_sqlsem.runtime import acquisition, callers
-from django_sqlsem.runtime.acquisition import Hold, State
+from django_sqlsem.runtime import acquisition as waiting
+from django_sqlsem.runtime import callers
+from django_sqlsem.runtime.acquisition import Acquisition, State
 from django_sqlsem.runtime.inline import InlineKeeper
-from django_sqlsem.runtime.keepers import all_holds, all_keepers
+from django_sqlsem.runtime.keepers import all_acquisitions, all_keepers
 from django_sqlsem.runtime.loop import ThreadKeeper
 from django_sqlsem.testing.forcing import elsewhere
 
@@ -96,22 +97,22 @@ class Clock:
 
     # Waits.
 
-    def jumps(self, hold: Hold) -> bool:
+    def jumps(self, acquisition: Acquisition) -> bool:
         """Whether the wait that begins is one to jump over."""
         if self.autojump is not None:
             return self.autojump
-        waiter = hold.owner() if hold.owner is not None else None
+        waiter = acquisition.owner() if acquisition.owner is not None else None
         if waiter is self._opener:
             return True
         # What a thread runs in an event loop keeps it from moving the clock.
         mine = threading.current_thread() is self._opener or _opened_here.get() is self
         return mine and isinstance(self._opener, threading.Thread) and isinstance(waiter, asyncio.Task)
 
-    def jump_over(self, hold: Hold) -> None:
+    def jump_over(self, acquisition: Acquisition) -> None:
         """Let time pass, as if this process ran on, until a wait has been answered or is over."""
         with _moving:
-            while not hold.told:
-                now, until = boot_now(), hold.patient_until
+            while not acquisition.told:
+                now, until = boot_now(), acquisition.patient_until
                 ends = [at for at in [*_ahead(), until] if at is not None and at > now]
                 if until is not None and until <= now:
                     ends.append(now)
@@ -133,7 +134,7 @@ def clock(*, autojump: bool | None = None) -> Iterator[Clock]:
     reset = _opened_here.set(mine)
     with _moving:
         _open.append(mine)
-        acquisition.jumper = _JUMPER
+        waiting.jumper = _JUMPER
     try:
         yield mine
     finally:
@@ -141,7 +142,7 @@ def clock(*, autojump: bool | None = None) -> Iterator[Clock]:
         with _moving:
             _open.remove(mine)
             if not _open:
-                acquisition.jumper = None
+                waiting.jumper = None
         with contextlib.suppress(ValueError):  # a fixture may end in another context than it began in
             _opened_here.reset(reset)
 
@@ -149,24 +150,24 @@ def clock(*, autojump: bool | None = None) -> Iterator[Clock]:
 class _Jumper:
     """Asks the open clocks about waits."""
 
-    def jump(self, hold: Hold) -> None:
+    def jump(self, acquisition: Acquisition) -> None:
         """Jump over a thread's wait."""
-        if (found := self._clock_for(hold)) is not None:
-            found.jump_over(hold)
+        if (found := self._clock_for(acquisition)) is not None:
+            found.jump_over(acquisition)
 
-    async def ajump(self, hold: Hold, future: asyncio.Future[None]) -> None:
+    async def ajump(self, acquisition: Acquisition, future: asyncio.Future[None]) -> None:
         """Jump over a task's wait, once its first try has failed and the other tasks had their turn."""
-        while self._clock_for(hold) is not None and not future.done() and hold.state is State.NEW:  # noqa: ASYNC110
+        while self._clock_for(acquisition) is not None and not future.done() and acquisition.state is State.NEW:  # noqa: ASYNC110
             await asyncio.sleep(0.001)  # - a keeper's thread asks the database, and sets no event
         for _ in range(PASSES):
             if future.done():
                 return
             await asyncio.sleep(0)
-        if (found := self._clock_for(hold)) is not None:
-            found.jump_over(hold)
+        if (found := self._clock_for(acquisition)) is not None:
+            found.jump_over(acquisition)
 
-    def _clock_for(self, hold: Hold) -> Clock | None:
-        return next((each for each in reversed(list(_open)) if each.jumps(hold)), None)
+    def _clock_for(self, acquisition: Acquisition) -> Clock | None:
+        return next((each for each in reversed(list(_open)) if each.jumps(acquisition)), None)
 
 
 _JUMPER: Final = _Jumper()
@@ -183,7 +184,7 @@ def _at_rest(keepers: list[Keeper]) -> Iterator[None]:
 
     try:
         for keeper in keepers:
-            if isinstance(keeper, ThreadKeeper) and keeper.holds:
+            if isinstance(keeper, ThreadKeeper) and keeper.acquisitions:
                 _await(keeper, rest)
         yield
     finally:
@@ -201,34 +202,47 @@ def _await(keeper: ThreadKeeper, step: Callable[[threading.Event], None]) -> Non
 def _ahead() -> list[float]:
     """Return the instants to come at which something ends by itself: long holds, and waits."""
     now, found = boot_now(), []
-    for hold in all_holds():
-        if hold.state is State.HELD and hold.max_hold is not None and not hold.releasing.locked():
-            found.append(hold.granted_at + hold.max_hold)
-        elif hold.state is State.QUEUED and hold.patient_until is not None:
-            found.append(hold.patient_until)
+    for acquisition in all_acquisitions():
+        if acquisition.state is State.HELD and acquisition.max_hold is not None and not acquisition.releasing.locked():
+            found.append(acquisition.granted_at + acquisition.max_hold)
+        elif acquisition.state is State.QUEUED and acquisition.patient_until is not None:
+            found.append(acquisition.patient_until)
     return [at for at in found if at > now]
 
 
-def _live(keeper: Keeper) -> list[Hold]:
-    found = [hold for hold in list(keeper.holds.values()) if hold.state is State.HELD and hold.grant is not None]
-    return [hold for hold in found if hold.kept and not hold.releasing.locked() and hold.loss is None]
+def _live(keeper: Keeper) -> list[Acquisition]:
+    found = [
+        acquisition
+        for acquisition in list(keeper.acquisitions.values())
+        if acquisition.state is State.HELD and acquisition.grant is not None
+    ]
+    return [
+        acquisition
+        for acquisition in found
+        if acquisition.kept and not acquisition.releasing.locked() and acquisition.loss is None
+    ]
 
 
 def _renew(keeper: Keeper, seconds: float) -> None:
     """Do what renewals would do for so many seconds."""
     if isinstance(keeper, InlineKeeper):
-        keeper.backend.renew(keeper.own, [hold.held for hold in _live(keeper)])
-    for hold in _live(keeper):
-        hold.deadline += seconds
-        hold.renew_at += seconds
+        keeper.backend.renew(keeper.own, [acquisition.acquired for acquisition in _live(keeper)])
+    for acquisition in _live(keeper):
+        acquisition.deadline += seconds
+        acquisition.renew_at += seconds
 
 
 def _move_rows(keeper: Keeper, seconds: float, *, still: bool) -> None:
     """Have what this process holds be taken earlier in the database, and run out earlier unless it was renewed."""
-    ids = [row for hold in list(keeper.holds.values()) if hold.grant is not None for row in hold.grant.row_ids]
+    ids = [
+        row
+        for acquisition in list(keeper.acquisitions.values())
+        if acquisition.grant is not None
+        for row in acquisition.grant.row_ids
+    ]
     if keeper.backend.process_local or keeper.backend.released_on_disconnect or not ids:
         return
-    permits = [hold.permit_id for hold in list(keeper.holds.values())]
+    permits = [acquisition.permit_id for acquisition in list(keeper.acquisitions.values())]
     by = round(seconds * 1e6)
     changes: dict[str, Any] = {"acquired_us": F("acquired_us") - by}
     if still:
@@ -251,30 +265,34 @@ def _move_rows(keeper: Keeper, seconds: float, *, still: bool) -> None:
 
 def _look_around(keeper: Keeper) -> None:
     """Have a keeper see what the new time means: what is lost, what is overdue, who gets what became free."""
-    for hold in _live(keeper):
-        hold.current_loss()
+    for acquisition in _live(keeper):
+        acquisition.current_loss()
     if isinstance(keeper, InlineKeeper):
-        for hold in _live(keeper):
-            if hold.overdue and not hold.fenced:
-                keeper.forget(hold, hold.overdue)
+        for acquisition in _live(keeper):
+            if acquisition.overdue and not acquisition.fenced:
+                keeper.forget(acquisition, acquisition.overdue)
         for arbiter in list(keeper.arbiters.values()):
             keeper.poke(arbiter)
     elif isinstance(keeper, ThreadKeeper):
         _wake(keeper)
-    over = [hold for hold in list(keeper.holds.values()) if hold.state is State.QUEUED and _is_over(hold)]
-    for hold in over:
-        keeper.withdraw(hold)  # unless it was granted at this very moment
-        if hold.state is State.OVER:
-            hold.answer()
+    over = [
+        acquisition
+        for acquisition in list(keeper.acquisitions.values())
+        if acquisition.state is State.QUEUED and _is_over(acquisition)
+    ]
+    for acquisition in over:
+        keeper.withdraw(acquisition)  # unless it was granted at this very moment
+        if acquisition.state is State.OVER:
+            acquisition.answer()
 
 
-def _is_over(hold: Hold) -> bool:
-    return hold.patient_until is not None and hold.patient_until <= boot_now()
+def _is_over(acquisition: Acquisition) -> bool:
+    return acquisition.patient_until is not None and acquisition.patient_until <= boot_now()
 
 
 def _wake(keeper: ThreadKeeper) -> None:
     """Have the keeper's thread take a look at everything, and wait until it has."""
-    if not keeper.holds:
+    if not keeper.acquisitions:
         return
 
     def look(done: threading.Event) -> None:

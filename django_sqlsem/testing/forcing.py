@@ -17,11 +17,11 @@ from django_sqlsem.locks import acquire
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore, semaphore
 from django_sqlsem.runtime import callers, events
-from django_sqlsem.runtime.keepers import all_holds
+from django_sqlsem.runtime.keepers import all_acquisitions
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
-    from django_sqlsem.runtime.acquisition import Hold
+    from django_sqlsem.runtime.acquisition import Acquisition
 
 T = TypeVar("T")
 
@@ -47,14 +47,14 @@ class _OpenBlocks(list[_Block]):
         """Whether every acquire of this name is to be refused."""
         return any(block.busy and block.name == name for block in self)
 
-    def granted(self, hold: Hold) -> None:
+    def granted(self, acquisition: Acquisition) -> None:
         """Have a new grant suffer what the blocks of its name want, the innermost first."""
         for block in reversed(self):
-            if block.name == hold.claim.resource.name:
+            if block.name == acquisition.request.resource.name:
                 if block.loss is not None:
-                    hold.lose(block.loss)
+                    acquisition.lose(block.loss)
                 if block.stop_by:
-                    events.ask(hold, block.stop_by)
+                    events.ask(acquisition, block.stop_by)
 
 
 _blocks = _OpenBlocks()
@@ -116,13 +116,13 @@ def lost(target: Name | Semaphore | Permit) -> Iterator[None]:
     """
     loss = Loss(LossReason.EXPIRED, "django_sqlsem.testing.lost() says so")
     if isinstance(target, Permit):
-        target._hold.lose(loss)
+        target._acquisition.lose(loss)
         yield
         return
     name = _name(target)
-    for hold in all_holds():
-        if hold.claim.resource.name == name and hold.grant is not None:
-            hold.lose(loss)
+    for acquisition in all_acquisitions():
+        if acquisition.request.resource.name == name and acquisition.grant is not None:
+            acquisition.lose(loss)
     with _open(_Block(name, loss=loss)):
         yield
 
@@ -135,13 +135,13 @@ def stop_requested(target: Name | Semaphore | Permit, by: str = "a test") -> Ite
     is written, and nothing is taken from them.
     """
     if isinstance(target, Permit):
-        events.ask(target._hold, by)
+        events.ask(target._acquisition, by)
         yield
         return
     name = _name(target)
-    for hold in all_holds():
-        if hold.claim.resource.name == name and hold.grant is not None:
-            events.ask(hold, by)
+    for acquisition in all_acquisitions():
+        if acquisition.request.resource.name == name and acquisition.grant is not None:
+            events.ask(acquisition, by)
     with _open(_Block(name, stop_by=by)):
         yield
 

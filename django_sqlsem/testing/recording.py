@@ -17,9 +17,9 @@ from django_sqlsem.core import identity
 from django_sqlsem.core.names import Name, validate_name
 from django_sqlsem.core.text import numbers
 from django_sqlsem.locks.semaphore import Semaphore
-from django_sqlsem.runtime.acquisition import Hold, State
+from django_sqlsem.runtime.acquisition import Acquisition, State
 from django_sqlsem.runtime.events import held
-from django_sqlsem.runtime.keepers import all_holds, all_keepers
+from django_sqlsem.runtime.keepers import all_acquisitions, all_keepers
 from django_sqlsem.signals import acquire_timed_out, permit_acquired, permit_forgotten, permit_released
 from django_sqlsem.snapshots import HolderSnapshot, SlotState
 
@@ -32,7 +32,7 @@ _OURS: Final = str(Path(__file__).parent.parent)
 
 
 @dataclass(slots=True)
-class Acquisition:
+class RecordedAcquisition:
     """One permit that was granted inside the block."""
 
     name: str
@@ -49,7 +49,7 @@ class Acquisition:
         return self.held is not None
 
 
-class Recorded(list[Acquisition]):
+class Recorded(list[RecordedAcquisition]):
     """The permits that were granted, in their order, and the names of which no slot was free in time."""
 
     def __init__(self) -> None:
@@ -66,20 +66,20 @@ class Recorded(list[Acquisition]):
 def recorded(*targets: Name | Semaphore) -> Iterator[Recorded]:
     """Record what any thread or task of this process acquires inside the block; given names: of these only.
 
-    Yields a list of ``Acquisition``, which grows while the block runs. Names are those of calls: filled in, where a
-    decorator has a template. Raises ``TypeError`` or ``ValueError`` for a bad name.
+    Yields a list of ``RecordedAcquisition``, which grows while the block runs. Names are those of calls:
+    filled in, where a decorator has a template. Raises ``TypeError`` or ``ValueError`` for a bad name.
     """
     wanted = {target.name if isinstance(target, Semaphore) else validate_name(target) for target in targets}
-    found, by_permit = Recorded(), dict[int, tuple[Any, Acquisition]]()
+    found, by_permit = Recorded(), dict[int, tuple[Any, RecordedAcquisition]]()
 
     def acquired(permit: Any, waited: float, **kwargs: Any) -> None:
         if not wanted or permit.name in wanted:
-            found.append(Acquisition(permit.name, permit.slots, waited))
-            by_permit[id(permit._hold)] = (permit._hold, found[-1])
+            found.append(RecordedAcquisition(permit.name, permit.slots, waited))
+            by_permit[id(permit._acquisition)] = (permit._acquisition, found[-1])
 
     def released(permit: Any, held: float, **kwargs: Any) -> None:
-        if id(permit._hold) in by_permit:
-            by_permit[id(permit._hold)][1].held = held
+        if id(permit._acquisition) in by_permit:
+            by_permit[id(permit._acquisition)][1].held = held
 
     def refused(error: Any, **kwargs: Any) -> None:
         if not wanted or error.name in wanted:
@@ -149,12 +149,12 @@ def nothing_held() -> Iterator[None]:
     message tells the lines that took each. A block that raises is not looked at.
     """
     __tracebackhide__ = True
-    before = {id(hold) for hold in all_holds()}
+    before = {id(acquisition) for acquisition in all_acquisitions()}
     places: dict[int, list[str]] = {}
     forgotten: list[str] = []
 
     def took(permit: Any, **kwargs: Any) -> None:
-        places[id(permit._hold)] = _place()
+        places[id(permit._acquisition)] = _place()
 
     def forgot(name: str, loss: Any, held: float, **kwargs: Any) -> None:
         forgotten.append(f"{name!r}, which was held for {held:.3g} s: {loss}")
@@ -171,24 +171,32 @@ def nothing_held() -> Iterator[None]:
     _refuse(left, places, forgotten)
 
 
-def _left(before: set[int]) -> list[Hold]:
+def _left(before: set[int]) -> list[Acquisition]:
     """Return what is still there after what is on its way back has come back."""
     give_up = time.monotonic() + COMING_BACK
     while True:
         for keeper in all_keepers():
             keeper.post(lambda: None)  # what finalisers have left to do
-        found = [hold for hold in all_holds() if id(hold) not in before and not hold.foreign]
-        left = [hold for hold in found if _is_left(hold)]
-        ending = [hold for hold in found if hold.abandoned or (hold.grant is not None and hold.permit() is None)]
+        found = [
+            acquisition
+            for acquisition in all_acquisitions()
+            if id(acquisition) not in before and not acquisition.foreign
+        ]
+        left = [acquisition for acquisition in found if _is_left(acquisition)]
+        ending = [
+            acquisition
+            for acquisition in found
+            if acquisition.abandoned or (acquisition.grant is not None and acquisition.permit() is None)
+        ]
         if not ending or time.monotonic() > give_up:
             return left
         time.sleep(0.01)
 
 
-def _is_left(hold: Hold) -> bool:
-    if hold.grant is None:
-        return hold.state is State.QUEUED and not hold.abandoned
-    return hold.kept and not hold.releasing.locked() and not hold.released
+def _is_left(acquisition: Acquisition) -> bool:
+    if acquisition.grant is None:
+        return acquisition.state is State.QUEUED and not acquisition.abandoned
+    return acquisition.kept and not acquisition.releasing.locked() and not acquisition.released
 
 
 def _told() -> None:
@@ -211,12 +219,12 @@ def _place() -> list[str]:
     return [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line or ''}" for frame in frames[-LINES:]]
 
 
-def _refuse(left: list[Hold], places: dict[int, list[str]], forgotten: list[str]) -> None:
+def _refuse(left: list[Acquisition], places: dict[int, list[str]], forgotten: list[str]) -> None:
     __tracebackhide__ = True
     lines: list[str] = []
-    for hold in left:
-        lines.append(f"  {_described(hold)}")
-        lines += [f"    {place}" for place in places.get(id(hold), [])]
+    for acquisition in left:
+        lines.append(f"  {_described(acquisition)}")
+        lines += [f"    {place}" for place in places.get(id(acquisition), [])]
     lines += [f"  forgotten: {each}" for each in forgotten]
     if not lines:
         return
@@ -226,11 +234,12 @@ def _refuse(left: list[Hold], places: dict[int, list[str]], forgotten: list[str]
     raise AssertionError("\n".join(["Semaphores are not free as they should be:", *lines]))
 
 
-def _described(hold: Hold) -> str:
-    claim = hold.claim
-    who = f"thread {claim.holder.thread}" + (f", {claim.holder.label}" if claim.holder.label else "")
-    if hold.grant is None:
-        return f"waiting: {claim.resource.name!r} on {hold.keeper.alias!r} by {who}"
-    lost = f", lost ({hold.loss})" if hold.loss else ""
-    slots = f"slot {numbers(hold.grant.slots)}"
-    return f"held: {claim.resource.name!r} on {hold.keeper.alias!r}, {slots}, for {held(hold):.3g} s by {who}{lost}"
+def _described(acquisition: Acquisition) -> str:
+    request = acquisition.request
+    who = f"thread {request.holder.thread}" + (f", {request.holder.label}" if request.holder.label else "")
+    if acquisition.grant is None:
+        return f"waiting: {request.resource.name!r} on {acquisition.keeper.alias!r} by {who}"
+    lost = f", lost ({acquisition.loss})" if acquisition.loss else ""
+    slots = f"slot {numbers(acquisition.grant.slots)}"
+    where = f"{request.resource.name!r} on {acquisition.keeper.alias!r}"
+    return f"held: {where}, {slots}, for {held(acquisition):.3g} s by {who}{lost}"

@@ -323,11 +323,11 @@ def test_a_slot_freed_between_two_takes_is_counted_once(database):
 
     with installed(vendor, Interleaved):
         first = _take(semaphore("gpu", slots=4, timeout=0, using=database))
-        lowest.append(first._hold.grant.row_ids[0])
+        lowest.append(first._acquisition.grant.row_ids[0])
         permit = _take(semaphore("gpu", slots=4, take=2, timeout=0, using=database))
         assert between
         assert permit.slots == (1, 2)
-        assert len(set(permit._hold.grant.row_ids)) == 2
+        assert len(set(permit._acquisition.grant.row_ids)) == 2
         assert sorted(row.slot for row in held_rows(database)) == [1, 2]
         permit.release()
         assert held_rows(database) == []
@@ -377,13 +377,13 @@ def test_a_holder_is_asked_to_stop_and_its_renewals_tell_of_it(plain):
     """Where a renewal only tells how many rows it extended, and no locking select goes before it."""
     with semaphore("asked", slots=3, take=2, using=plain).acquire() as pair, mutex("other", using=plain).acquire():
         control.request_stop("asked", by="ann", using=plain)
-        keeper = pair._hold.keeper
-        keeper.renew_now(pair._hold)
+        keeper = pair._acquisition.keeper
+        keeper.renew_now(pair._acquisition)
         wait_until(lambda: pair.stop_requested, timeout=20)
         assert pair.stop_requested_by == "ann"
-        renewed = pair._hold.deadline
-        keeper.renew_now(pair._hold)
-        wait_until(lambda: pair._hold.deadline > renewed, timeout=20)
+        renewed = pair._acquisition.deadline
+        keeper.renew_now(pair._acquisition)
+        wait_until(lambda: pair._acquisition.deadline > renewed, timeout=20)
         assert pair.lost is None
 
 
@@ -391,21 +391,23 @@ def test_no_locking_select_tells_of_wishes_either(plain, monkeypatch):
     """Databases that cannot pass over locked rows: the count of rows that a renewal extended has to do."""
     monkeypatch.setattr(type(dialect_for(connections[plain])), "for_update", "")
     with mutex("asked", using=plain).acquire() as permit, mutex("other", using=plain).acquire() as other:
-        backend, session = permit._hold.keeper.backend, CountedSession(plain)
-        unaware, usual = permit._hold.held, 1
+        backend, session = permit._acquisition.keeper.backend, CountedSession(plain)
+        unaware, usual = permit._acquisition.acquired, 1
 
         def renewal(*held):
             found = backend.renew(session, held)
             return dict(found.asked), session.sent()
 
         try:
-            wait_until(lambda: renewal(unaware, other._hold.held)[1] == usual, timeout=20)
+            wait_until(lambda: renewal(unaware, other._acquisition.acquired)[1] == usual, timeout=20)
             control.request_stop("asked", by="ann", using=plain)
-            asked, more = renewal(unaware, other._hold.held)
-            assert asked == {permit._hold.permit_id: "ann"}
+            asked, more = renewal(unaware, other._acquisition.acquired)
+            assert asked == {permit._acquisition.permit_id: "ann"}
             assert more > usual
             wait_until(lambda: permit.stop_requested, timeout=20)
             # Once its holder knows, it costs nothing any more; but while its keeper is busy with the row it may.
-            wait_until(lambda: renewal(permit._hold.held, other._hold.held) == ({}, usual), timeout=20)
+            wait_until(
+                lambda: renewal(permit._acquisition.acquired, other._acquisition.acquired) == ({}, usual), timeout=20
+            )
         finally:
             session.close()

@@ -20,7 +20,7 @@ from django.db import connections
 
 from django_sqlsem import AcquireTimeoutError, Semaphore, semaphore
 from django_sqlsem.database.dialects import dialect_for
-from django_sqlsem.runtime.acquisition import Hold
+from django_sqlsem.runtime.acquisition import Acquisition
 from django_sqlsem.runtime.keeper import CaringKeeper
 from django_sqlsem.runtime.queue import Arbiter
 from tests.support.databases import held_rows
@@ -215,14 +215,14 @@ def release_to_another(lock: Semaphore, striking: Callable[[], Striking]) -> Non
 
 def _hold_and_look(lock: Semaphore) -> None:
     with lock.acquire() as permit:
-        keeper: Any = permit._hold.keeper
+        keeper: Any = permit._acquisition.keeper
         for _ in range(3):  # whoever seems to wait is looked after
             time.sleep(SHORT)
             keeper.post(keeper.look_at_all)
         time.sleep(SHORT)
         permit.check()
         rows = [row for row in held_rows(lock.using or "default") if row.semaphore.name == lock.name]
-        assert {row.permit_id for row in rows} == {permit._hold.permit_id}
+        assert {row.permit_id for row in rows} == {permit._acquisition.permit_id}
 
 
 def with_block(lock: Semaphore, striking: Callable[[], Striking]) -> None:
@@ -449,10 +449,10 @@ def test_task_cancelled_after_so_many_steps(database, scenario):
 def test_task_cancelled_at_the_moment_of_the_grant(database, monkeypatch, first, busy):
     answered = []
     targets: dict[str, asyncio.Task[None]] = {}
-    answer = Hold.answer
+    answer = Acquisition.answer
 
-    def answer_and_cancel(hold: Hold, error: BaseException | None = None) -> None:
-        task = targets.get(hold.claim.resource.name)
+    def answer_and_cancel(hold: Acquisition, error: BaseException | None = None) -> None:
+        task = targets.get(hold.request.resource.name)
         if task is not None and hold.grant is not None:
             answered.append(hold)
             if first == "cancel":
@@ -463,7 +463,7 @@ def test_task_cancelled_at_the_moment_of_the_grant(database, monkeypatch, first,
         else:
             answer(hold, error)
 
-    monkeypatch.setattr(Hold, "answer", answer_and_cancel)
+    monkeypatch.setattr(Acquisition, "answer", answer_and_cancel)
 
     async def main() -> None:
         for index in range(20):
@@ -511,7 +511,7 @@ def test_struck_as_it_steps_into_the_queue(database, monkeypatch):
 
     def abandon_late(keeper, hold):
         behind.start()
-        arbiter = keeper.arbiters[hold.claim.line]
+        arbiter = keeper.arbiters[hold.request.line]
         wait_until(lambda: len(arbiter.queue) == 2, timeout=60)
         keeper.poke(arbiter)
         assert stepped.wait(60)

@@ -135,7 +135,7 @@ def test_what_nobody_waits_for_any_more_does_not_keep_the_thread(database, monke
         wait_until(lambda: keeper._watch.busy, timeout=SOON)
         monkeypatch.setattr(keeper._watch, "_rest_until", float("inf"))  # it was refused, and rests
         assert keeper.break_off(crossed.hold, DeadlockError("enough"))
-    wait_until(lambda: not (keeper.holds or keeper.arbiters or keeper._doubts), timeout=SOON)
+    wait_until(lambda: not (keeper.acquisitions or keeper.arbiters or keeper._doubts), timeout=SOON)
     keeper._watch._session.close()  # as a fork does with SQLite's
     keeper.own.close()
     keeper._watch._rest_until = 0.0

@@ -240,7 +240,7 @@ def another_gets(lock):
 @pytest.mark.rows_only("lease")
 def test_renewals_go_on_while_a_fenced_transaction_is_open(server):
     with mutex("renewed", using=server) as permit:
-        hold = permit._hold
+        hold = permit._acquisition
         with transaction.atomic(using=server):
             permit.fence()
             for _ in range(3):
@@ -351,7 +351,7 @@ def test_a_snapshot_older_than_the_renewals_is_told_the_truth(server, level, imp
         before = row_of(server, name)[2]
         if level != "SERIALIZABLE" or connections[server].vendor == "postgresql":
             # MariaDB locks all that a serializable transaction reads.
-            permit._hold.keeper.renew_now(permit._hold)
+            permit._acquisition.keeper.renew_now(permit._acquisition)
             wait_until(lambda: row_of(server, name)[2] > before, timeout=SOON, what="a renewal")
         permit.fence()
         with other_thread() as run, pytest.raises(FencedError):

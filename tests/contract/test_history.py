@@ -179,7 +179,7 @@ def test_a_loss_is_told_once_with_its_reason(database: str) -> None:
 def test_a_loss_is_one_also_if_the_permit_is_given_back_before_it_is_told(database: str) -> None:
     lock = semaphore("reports", slots=2, using=database)
     permit = lock.acquire()
-    hold = permit._hold
+    hold = permit._acquisition
     assert hold is not None
     hold.loss = Loss(LossReason.REVOKED, "by ann", "ann")  # as the keeper notes it; and is passed by another thread
     permit.release()
@@ -545,7 +545,7 @@ def test_the_queue_is_bounded_and_counts_what_it_drops(
 
 
 def test_a_busy_name_does_not_drown_a_quiet_one() -> None:
-    from django_sqlsem.backends.base import Claim, Grant
+    from django_sqlsem.backends.base import Grant, Request
     from django_sqlsem.core.identity import current
     from django_sqlsem.core.names import resource_for
 
@@ -554,7 +554,7 @@ def test_a_busy_name_does_not_drown_a_quiet_one() -> None:
 
     def note(name: str) -> None:
         resource = resource_for(name, "semaphore")
-        claim = Claim(resource, "0" * 32, 1, 1, 60.0, True, current())
+        claim = Request(resource, "0" * 32, 1, 1, 60.0, True, current())
         noted.granted(claim, Grant((1,), (5,), (1,)), now, 0.0)
 
     for _ in range(1000):

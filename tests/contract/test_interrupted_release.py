@@ -9,7 +9,7 @@ import pytest
 
 from django_sqlsem import semaphore
 from django_sqlsem.runtime import keepers
-from django_sqlsem.runtime.acquisition import Hold
+from django_sqlsem.runtime.acquisition import Acquisition
 from django_sqlsem.runtime.keeper import CaringKeeper
 from django_sqlsem.runtime.loop import ThreadKeeper
 from tests.support.databases import held_rows
@@ -40,17 +40,17 @@ class Messenger:
 
 
 def as_it_is_granted(monkeypatch, messenger):
-    granted = Hold.granted
+    granted = Acquisition.granted
 
     def granted_and_struck(hold, *args, **options):
         granted(hold, *args, **options)
         messenger.strikes()
 
-    monkeypatch.setattr(Hold, "granted", granted_and_struck)
+    monkeypatch.setattr(Acquisition, "granted", granted_and_struck)
 
 
 def as_it_is_answered(monkeypatch, messenger):
-    answer = Hold.answer
+    answer = Acquisition.answer
 
     def answer_struck(hold, error=None):
         real = hold._unanswered.release
@@ -62,7 +62,7 @@ def as_it_is_answered(monkeypatch, messenger):
         hold._unanswered.release = release
         answer(hold, error)
 
-    monkeypatch.setattr(Hold, "answer", answer_struck)
+    monkeypatch.setattr(Acquisition, "answer", answer_struck)
 
 
 def strike_before(monkeypatch, messenger, owner, name):
@@ -128,12 +128,12 @@ def hand_on(lock, database, messenger, strikes):
                 seen.extend(row.permit_id for row in held_rows(database))
                 time.sleep(0.05)
             permit.check()
-            assert set(seen) == {permit._hold.permit_id}
+            assert set(seen) == {permit._acquisition.permit_id}
 
     run_in_threads(3, act, timeout=120)
     assert not struck or told[0] - struck[0] < SOON
-    keeper = before._hold.keeper
-    wait_until(lambda: not keeper.waiting and not keeper.holds and not keeper.arbiters, timeout=SOON)
+    keeper = before._acquisition.keeper
+    wait_until(lambda: not keeper.waiting and not keeper.acquisitions and not keeper.arbiters, timeout=SOON)
     return bool(struck)
 
 
@@ -146,7 +146,7 @@ def test_struck_again_as_it_tells_the_keeper_that_it_was_struck(database, monkey
 
     def act(_number):
         permit = None if waits else lock.acquire()
-        what = (Hold, "wait") if permit is None else (ThreadKeeper, "release")
+        what = (Acquisition, "wait") if permit is None else (ThreadKeeper, "release")
         with monkeypatch.context() as patched:
             patched.setattr(*what, strike_now)
             with pytest.raises(KeyboardInterrupt):
@@ -171,7 +171,7 @@ def test_an_end_goes_on_after_errors(committed, monkeypatch, caplog):
     lock = semaphore("ends")
     permit = lock.acquire()
     permit.detach()
-    keeper = permit._hold.keeper
+    keeper = permit._acquisition.keeper
 
     class Broken:
         alias = "broken"

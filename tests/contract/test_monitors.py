@@ -86,7 +86,7 @@ def test_all_entries_share_one_grant_and_the_last_one_out_gives_it_back(database
     with other(database, "m") as stranger:
         stranger.expect("ready", timeout=PATIENT)
         outer = lock.acquire()
-        work = outer._hold.keeper.work
+        work = outer._acquisition.keeper.work
         before = work.attempts
         inner = monitor("m", using=database).try_acquire()  # any object of this name
         with lock as third:
@@ -264,7 +264,7 @@ def test_losing_it_in_the_middle(database):
     lock = monitor("m", timeout=0, on_lost=lost.append, using=database)
     with lock as outer, lock as inner:
         control.revoke("m", by="ann", kill=applocks.are_at(database), using=database)
-        outer._hold.keeper.renew_now(outer._hold)
+        outer._acquisition.keeper.renew_now(outer._acquisition)
         wait_until(lambda: outer.lost, timeout=PATIENT, what="the news of the revocation")
         for permit in (outer, inner):
             with pytest.raises(PermitLostError, match=why):

@@ -287,7 +287,7 @@ def test_own_connections_have_read_committed_whatever_the_projects(database):
 def test_a_hold_that_was_abandoned_is_not_reported_as_forgotten(database, caplog):
     """Its acquire was interrupted after the grant: a step that gives it back is on its way, and nobody forgot it."""
     permit = semaphore("abandoned", using=database).acquire()
-    hold = permit._hold
+    hold = permit._acquisition
     hold.abandoned = True
     hold.keeper.forget(hold, "it was garbage-collected")
     assert hold.loss is None

@@ -245,7 +245,7 @@ def test_a_row_that_someone_keeps_locked_costs_no_other_permit_its_lease(databas
     with contextlib.closing(raw_connection(database)) as connection:
         cursor = connection.cursor()
         cursor.execute("BEGIN")
-        cursor.execute(f"SELECT id FROM sqlsem_slot WHERE id = {locked._hold.grant.row_ids[0]} FOR UPDATE")
+        cursor.execute(f"SELECT id FROM sqlsem_slot WHERE id = {locked._acquisition.grant.row_ids[0]} FOR UPDATE")
         wait_until(lambda: locked.lost, timeout=10)
         other.check()
         assert "keeps its row locked" in str(locked.lost)

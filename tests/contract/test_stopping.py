@@ -341,15 +341,15 @@ def test_a_renewal_takes_no_statement_more_for_it(database):
         backend, session = get_backend(database), CountedSession(database)
 
         def renewal():
-            found = backend.renew(session, [permit._hold.held])
+            found = backend.renew(session, [permit._acquisition.acquired])
             return found.renewed, dict(found.asked), session.sent()
 
-        mine, usual = frozenset({permit._hold.permit_id}), 2 if connections[database].vendor == "mysql" else 1
+        mine, usual = frozenset({permit._acquisition.permit_id}), 2 if connections[database].vendor == "mysql" else 1
         try:
             # Again while the keeper is busy with the very rows.
             wait_until(lambda: renewal() == (mine, {}, usual), timeout=SOON)
             control.request_stop("counted", by="ann", using=database)
-            wait_until(lambda: renewal() == (mine, {permit._hold.permit_id: "ann"}, usual), timeout=SOON)
+            wait_until(lambda: renewal() == (mine, {permit._acquisition.permit_id: "ann"}, usual), timeout=SOON)
         finally:
             session.close()
 
@@ -364,8 +364,8 @@ def test_the_next_holder_of_a_slot_may_be_of_the_same_process(database):
     with lock.acquire() as second:
         control.request_stop("twice", 1, second.token, by="bob", using=database)
         keeper = keeper_for(get_backend(database))
-        keeper.renew_now(first._hold)
-        keeper.renew_now(second._hold)
+        keeper.renew_now(first._acquisition)
+        keeper.renew_now(second._acquisition)
         wait_until(lambda: first.lost and second.stop_requested, timeout=SOON)
         assert (first.lost.by, first.stop_requested_by, second.stop_requested_by) == ("ann", "", "bob")
         assert second.lost is None

@@ -51,7 +51,7 @@ def obey(alias: str, name: str, archive: str, options: dict[str, Any]) -> None:
             continue
         assert permit is not None
         if verb == "believe":  # as if it had no clock to tell it
-            permit._hold.current_loss = lambda: None  # type: ignore[method-assign]
+            permit._acquisition.current_loss = lambda: None  # type: ignore[method-assign]
             say("believes")
         elif verb == "begin":
             block.__enter__()

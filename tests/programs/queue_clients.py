@@ -180,7 +180,7 @@ class Queue:
 
     def order(self) -> list[str]:
         """The threads that wait, in order."""
-        return [hold.claim.holder.thread for each in self.queues() for hold in each.queue]
+        return [hold.request.holder.thread for each in self.queues() for hold in each.queue]
 
     def queues(self) -> list[Any]:
         """The queues of all names."""

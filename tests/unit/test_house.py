@@ -51,7 +51,6 @@ DEEP = {
 }
 #: Class names that two modules use.
 SHARED_CLASSES = {
-    "Claim",
     "Knot",
     "Mark",
     "Outcome",

@@ -140,9 +140,9 @@ def test_what_is_revoked_in_part_is_lost(world):
             permit.upgrade(timeout=20)
         control.revoke("x", 2, by="me", using=world)
         elsewhere(lambda: lock.write().acquire().release())
-        permit._hold.keeper.renew_now(permit._hold)
+        permit._acquisition.keeper.renew_now(permit._acquisition)
         if upgrade:
-            permit._hold.keeper.renew_now(permit._upgrade._hold)
+            permit._acquisition.keeper.renew_now(permit._upgrade._acquisition)
         wait_until(lambda permit=permit: permit.lost is not None, timeout=30)
         with pytest.raises(PermitLostError, match="revoked by me"):
             permit.check()
@@ -220,8 +220,8 @@ def test_upgrades_that_are_over_are_forgotten(world):
             permit.upgrade(timeout=20)
             permit.downgrade()
         permit.upgrade(timeout=20)
-        assert len(permit._hold.callbacks) == 1
-        assert permit._parts[-1] is permit._upgrade._hold
+        assert len(permit._acquisition.callbacks) == 1
+        assert permit._parts[-1] is permit._upgrade._acquisition
         assert len(permit._parts) <= 2  # the keeper may not have forgotten the last one yet
         with pytest.raises(AlreadyHeldError):
             permit.upgrade(timeout=20)

@@ -166,9 +166,9 @@ def test_another_threads_wait_ends_when_the_clock_is_moved(world, quick):
 
 def waiting():
     from django_sqlsem.runtime.acquisition import State
-    from django_sqlsem.runtime.keepers import all_holds
+    from django_sqlsem.runtime.keepers import all_acquisitions
 
-    return sum(hold.state is State.QUEUED for hold in all_holds())
+    return sum(hold.state is State.QUEUED for hold in all_acquisitions())
 
 
 def test_all_waits_may_jump_and_none(world, quick):

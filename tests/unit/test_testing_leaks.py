@@ -86,9 +86,9 @@ def test_a_waiter_that_is_left_is_told_of(world):
 
 def _waiting():
     from django_sqlsem.runtime.acquisition import State
-    from django_sqlsem.runtime.keepers import all_holds
+    from django_sqlsem.runtime.keepers import all_acquisitions
 
-    return any(hold.state is State.QUEUED for hold in all_holds())
+    return any(hold.state is State.QUEUED for hold in all_acquisitions())
 
 
 def test_a_block_that_raises_is_not_looked_at(world):

@@ -18,7 +18,7 @@ from django_sqlsem.backends.applock.held import Holding
 from django_sqlsem.backends.applock.sessions import LockSession
 from django_sqlsem.backends.applock.tsql import acquire, parts, plain, quick
 from django_sqlsem.backends.applock.tsql import line as tsql_line
-from django_sqlsem.backends.base import Claim, Grant, Granted
+from django_sqlsem.backends.base import Grant, Granted, Request
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.modes import RWLOCK, SHARED, UPDATE, UPGRADE, WHOLE
 from django_sqlsem.core.names import MAX_SLOTS
@@ -148,23 +148,23 @@ class ApplockClaims(ApplockFencing):
         self._crowded: dict[str, float] = {}
         self._heads = Heads()
 
-    def claim(self, session: Session, claim: Claim) -> Grant | None:
+    def claim(self, session: Session, request: Request) -> Grant | None:
         """Take slots on a session that has none of this name, in one batch that does not wait."""
-        granted = self.try_claim(claim).granted
+        granted = self.try_claim(request).granted
         return None if granted is None else granted.grant
 
-    def try_claim(self, claim: Claim, stand: Stand = NO_STAND) -> Answer:
+    def try_claim(self, request: Request, stand: Stand = NO_STAND) -> Answer:
         """Claim without waiting, on a session that has none of this name."""
-        key = claim.resource.key
+        key = request.resource.key
         again = True
         while True:
-            with self.pool.shared(key, empty=claim.mode == UPDATE) as session:
-                if stand.joins and claim.fair and self.is_crowded(claim.line):
+            with self.pool.shared(key, empty=request.mode == UPDATE) as session:
+                if stand.joins and request.fair and self.is_crowded(request.line):
                     return Answer(None, parts.BUSY)
                 try:
-                    answer = self.attempt(session, claim, stand, fair=claim.fair)
-                    if answer.status == parts.GATED and self._heads.is_stuck(claim.line, STUCK_LOOKS[self.record]):
-                        answer = self.attempt(session, claim, stand, fair=parts.PAST)
+                    answer = self.attempt(session, request, stand, fair=request.fair)
+                    if answer.status == parts.GATED and self._heads.is_stuck(request.line, STUCK_LOOKS[self.record]):
+                        answer = self.attempt(session, request, stand, fair=parts.PAST)
                     return answer
                 except BackendError as error:
                     if meaning(error) is Meaning.NO_TABLES and not session.held:
@@ -178,20 +178,20 @@ class ApplockClaims(ApplockFencing):
                         raise
                     again = False
 
-    def attempt(self, session: LockSession, claim: Claim, stand: Stand, *, fair: int) -> Answer:
+    def attempt(self, session: LockSession, request: Request, stand: Stand, *, fair: int) -> Answer:
         """Claim on this session. ``fair``: whether it yields to those who wait, or ``sql.PAST``."""
-        names, record, key = lock_names(claim.resource.name).line(claim.mode), self.record, claim.resource.key
-        in_line, place = stand.patience is not None, place_of(claim.resource.kind, claim.mode)
+        names, record, key = lock_names(request.resource.name).line(request.mode), self.record, request.resource.key
+        in_line, place = stand.patience is not None, place_of(request.resource.kind, request.mode)
         values: dict[str, Any] = {
             "stamp": session.stamp,
             "base": names.base,
             "gate": names.gate,
             "fence": names.fence,
             "told": names.told,
-            "mode": mode_of(claim.resource.kind, claim.mode),
+            "mode": mode_of(request.resource.kind, request.mode),
             "place": -1 if place is None else place,
-            "slots": claim.slots or 0,
-            "take": claim.take if place is None else 1,
+            "slots": request.slots or 0,
+            "take": request.take if place is None else 1,
             "fair": int(fair),
             "start": random.randrange(MAX_SLOTS),  # noqa: S311
             "budget": stand.budget,
@@ -202,21 +202,21 @@ class ApplockClaims(ApplockFencing):
             "age": max(0, int((boot_now() - stand.arrived) * 1e6)),
             "session_id": session.session_id,
             "session_us": session.session_us,
-        } | holder_values(claim)
-        if fair and claim.take == 1 and claim.mode == SHARED and not in_line and not stand.ticket:
-            granted = self._attempt_quickly(session, claim, values)
+        } | holder_values(request)
+        if fair and request.take == 1 and request.mode == SHARED and not in_line and not stand.ticket:
+            granted = self._attempt_quickly(session, request, values)
             if granted is not None:
                 return Answer(granted, parts.DONE)
-        simple = values["mode"] == OF_SLOTS and claim.take == 1
+        simple = values["mode"] == OF_SLOTS and request.take == 1
         batch = (plain if simple else acquire).acquire(record=record, in_line=in_line)
         give_up = time.monotonic() + PATIENCE
         while True:
             try:
                 if key in session.unclear:
                     session.clean(key)
-                row, granted = self._ask(session, claim, batch, values, waits=in_line and not stand.heads)
+                row, granted = self._ask(session, request, batch, values, waits=in_line and not stand.heads)
                 if row["status"] == parts.NEW:
-                    self._create(session, claim, row)
+                    self._create(session, request, row)
             except BackendError as error:
                 # A row that another transaction keeps locked: what the batch had taken by then is freed first.
                 if session.ended or meaning(error) is not Meaning.AGAIN or time.monotonic() >= give_up:
@@ -224,7 +224,7 @@ class ApplockClaims(ApplockFencing):
                 continue
             status = int(row["status"])
             if status != parts.GATED:
-                self._heads.moved(claim.line)
+                self._heads.moved(request.line)
             if status == parts.ODD:
                 batch = acquire.acquire(record=record, in_line=in_line)
             elif status not in (parts.NEW, parts.ROW_FAILED):
@@ -234,29 +234,29 @@ class ApplockClaims(ApplockFencing):
             ):
                 raise BackendError(f"The database {self.alias!r} failed: {row['message']} ({row['error']})")
         if status == parts.KIND:
-            raise wrong_kind(claim.resource.name, str(row["message"]), claim.resource.kind)
+            raise wrong_kind(request.resource.name, str(row["message"]), request.resource.kind)
         if status == parts.NEVER:
-            raise never_met(claim.resource.name, int(row["bound"]), claim.take)
+            raise never_met(request.resource.name, int(row["bound"]), request.take)
         if status < 0 or status == OWN:
-            session.unclear[key] = (names, self._most(claim))
+            session.unclear[key] = (names, self._most(request))
             session.clean(key)
             raise failure(self.alias, status)
         if status == parts.GATED:
-            self._heads.note(claim.line, int(row["mark"] or 0))
+            self._heads.note(request.line, int(row["mark"] or 0))
         if status in (parts.GATED, parts.BUSY):
-            remember(self._crowded, claim.line, CROWDED_FOR)
+            remember(self._crowded, request.line, CROWDED_FOR)
         elif granted is None and status == parts.DONE:
             status = parts.BUSY  # the claim has been served elsewhere
         return Answer(granted, status, bool(row["head"]), not row["waited"])
 
-    def _attempt_quickly(self, session: LockSession, claim: Claim, values: dict[str, Any]) -> Granted | None:
+    def _attempt_quickly(self, session: LockSession, request: Request, values: dict[str, Any]) -> Granted | None:
         """Take the lowest slot that this process has not, if all is plain: then the batch is a short one."""
-        key, names = claim.resource.key, lock_names(claim.resource.name)
-        slot, bound = self.pool.lowest_slot(key), claim.slots or (MAX_SLOTS if self.record else 1)
+        key, names = request.resource.key, lock_names(request.resource.name)
+        slot, bound = self.pool.lowest_slot(key), request.slots or (MAX_SLOTS if self.record else 1)
         if is_remembered(self._not_plain, key) or slot > bound:
             return None
-        batch = quick.acquire(record=self.record, reads=claim.resource.kind == RWLOCK)
-        _row, granted = self._ask(session, claim, batch, values | {"slot": slot, "resource": names.slot(slot)})
+        batch = quick.acquire(record=self.record, reads=request.resource.kind == RWLOCK)
+        _row, granted = self._ask(session, request, batch, values | {"slot": slot, "resource": names.slot(slot)})
         if granted is None:
             remember(self._not_plain, key, NOT_PLAIN_FOR)
         else:
@@ -264,39 +264,39 @@ class ApplockClaims(ApplockFencing):
         return granted
 
     def _ask(
-        self, session: LockSession, claim: Claim, batch: parts.Batch, values: dict[str, Any], *, waits: bool = False
+        self, session: LockSession, request: Request, batch: parts.Batch, values: dict[str, Any], *, waits: bool = False
     ) -> tuple[dict[str, Any], Granted | None]:
         """Run a batch that may take slots, and note what it took."""
-        names, key = lock_names(claim.resource.name), claim.resource.key
-        waits_as = names.line(claim.mode)
+        names, key = lock_names(request.resource.name), request.resource.key
+        waits_as = names.line(request.mode)
         # If this is cut short, what it may have got is freed before anything else of the name is done here.
-        session.unclear[key] = (waits_as, self._most(claim))
+        session.unclear[key] = (waits_as, self._most(request))
         row = session.run(batch, values, waits=waits)
         if "status" not in row:
             row = quick.answer(row, values)
         granted = None
         if row["status"] == parts.DONE:
             slots = numbers(row["slots"])
-            whole = tuple(range(slots[0], int(row["bound"]) + 1)) if claim.mode == WHOLE else ()
-            holding = Holding(claim.permit_id, names, key, slots, numbers(row["tokens"]), whole, claim.mode)
+            whole = tuple(range(slots[0], int(row["bound"]) + 1)) if request.mode == WHOLE else ()
+            holding = Holding(request.permit_id, names, key, slots, numbers(row["tokens"]), whole, request.mode)
             if self.pool.note(session, holding):
-                granted = Granted(claim.permit_id, holding.grant(), claim.lease)
+                granted = Granted(request.permit_id, holding.grant(), request.lease)
             else:  # another session was served for it at the same moment
                 self.let_go(session, holding)
         session.unclear.pop(key, None)
         if granted is not None:
-            self._declare(session, claim, int(row["declared"] or 0))
+            self._declare(session, request, int(row["declared"] or 0))
         return row, granted
 
-    def pass_on(self, session: LockSession, claim: Claim, successor: Claim) -> Granted | None:
+    def pass_on(self, session: LockSession, request: Request, successor: Request) -> Granted | None:
         """Make what this session has got for a claim that was given up another one's, of the same process and name.
 
         ``None``: that one has been served on another session meanwhile, so this one has been let go.
         """
-        holding = session.held[claim.line]
+        holding = session.held[request.line]
         with self.or_end(session):
-            if self.record and claim.mode != UPGRADE:
-                session.run(tsql_line.RENAME, holder_values(successor) | {"before": claim.permit_id})
+            if self.record and request.mode != UPGRADE:
+                session.run(tsql_line.RENAME, holder_values(successor) | {"before": request.permit_id})
             renamed = replace(holding, permit_id=successor.permit_id)
             self.pool.forget(session, holding)
             if not self.pool.note(session, renamed):
@@ -304,39 +304,44 @@ class ApplockClaims(ApplockFencing):
                 return None
         return Granted(successor.permit_id, renamed.grant(), successor.lease)
 
-    def _create(self, session: LockSession, claim: Claim, row: dict[str, Any]) -> None:
+    def _create(self, session: LockSession, request: Request, row: dict[str, Any]) -> None:
         """Make the rows of a name that has none, or too few."""
-        slots = max(int(row["bound"] or 0), claim.slots or 1)
-        kind = {"key": claim.resource.key, "name": claim.resource.name, "kind": claim.resource.kind, "slots": slots}
+        slots = max(int(row["bound"] or 0), request.slots or 1)
+        kind = {
+            "key": request.resource.key,
+            "name": request.resource.name,
+            "kind": request.resource.kind,
+            "slots": slots,
+        }
         session.run(parts.CREATE, kind, waits=True)  # thousands of rows take a while
 
-    def _most(self, claim: Claim) -> int:
+    def _most(self, request: Request) -> int:
         """Return the highest slot that a claim may get; 0 if that is for the rows to say, as an operator may know."""
-        return 0 if self.record else claim.slots or 1
+        return 0 if self.record else request.slots or 1
 
-    def _declare(self, session: LockSession, claim: Claim, declared: int) -> None:
+    def _declare(self, session: LockSession, request: Request, declared: int) -> None:
         """Say if this process's number of slots differs; two processes that disagree say so once a minute."""
-        key = claim.resource.key
-        if claim.slots in (None, declared) or not self.record or is_remembered(self._declared, key):
+        key = request.resource.key
+        if request.slots in (None, declared) or not self.record or is_remembered(self._declared, key):
             return
         remember(self._declared, key, DECLARE_EVERY)
         with contextlib.suppress(BackendError):
-            session.run(parts.DECLARE, {"key": key, "slots": claim.slots})
+            session.run(parts.DECLARE, {"key": key, "slots": request.slots})
 
     def is_crowded(self, line: str) -> bool:
         """Whether a claim found others waiting a moment ago."""
         return is_remembered(self._crowded, line)
 
 
-def holder_values(claim: Claim) -> dict[str, Any]:
+def holder_values(request: Request) -> dict[str, Any]:
     """Return what a batch writes of who asks."""
-    who = claim.holder
+    who = request.holder
     return {
-        "key": claim.resource.key,
-        "kind": claim.resource.kind,
-        "lock_mode": claim.mode,
-        "permit": claim.permit_id,
-        "lease": round(claim.lease * 1e6),
+        "key": request.resource.key,
+        "kind": request.resource.kind,
+        "lock_mode": request.mode,
+        "permit": request.permit_id,
+        "lease": round(request.lease * 1e6),
         "host": who.host,
         "pid": who.pid,
         "thread": who.thread,

@@ -13,7 +13,7 @@ from django_sqlsem.backends.applock.sessions import LockSession
 from django_sqlsem.backends.applock.tsql import line as tsql_line
 from django_sqlsem.backends.applock.tsql import parts
 from django_sqlsem.backends.applock.upgrades import ApplockUpgrades, UpgradeLine
-from django_sqlsem.backends.base import Claim, Granted, Place, Queue, Waited
+from django_sqlsem.backends.base import Granted, Place, Queue, Request, Waited
 from django_sqlsem.core.modes import SHARED, UPDATE, UPGRADE, WHOLE, line_of
 from django_sqlsem.database.sqlserver import LockNames, lock_names
 from django_sqlsem.exceptions import BackendError
@@ -62,19 +62,19 @@ class ApplockBackend(ApplockUpgrades):
 
     # Waiting.
 
-    def enrol(self, session: Session, claim: Claim, place: Place, *, first: bool) -> Waited:
+    def enrol(self, session: Session, request: Request, place: Place, *, first: bool) -> Waited:
         """Claim if need be; else have the name's own thread stand in line in the server."""
-        if first and not (claim.fair and self.is_crowded(claim.line)):
-            granted = self.try_claim(claim, FIRST_TRY).granted
+        if first and not (request.fair and self.is_crowded(request.line)):
+            granted = self.try_claim(request, FIRST_TRY).granted
             if granted is not None:
                 return Waited((granted,), at_once=True)
-        names = lock_names(claim.resource.name).line(claim.mode)
-        kind: Callable[..., Line] = UpgradeLine if claim.mode == UPGRADE else Line
+        names = lock_names(request.resource.name).line(request.mode)
+        kind: Callable[..., Line] = UpgradeLine if request.mode == UPGRADE else Line
         with self._lines_lock:
-            line = self._lines.get(claim.line)
+            line = self._lines.get(request.line)
             if line is None:
-                line = self._lines[claim.line] = kind(self, names, self._line_ended)
-            line.enrol(claim, place, first=first)
+                line = self._lines[request.line] = kind(self, names, self._line_ended)
+            line.enrol(request, place, first=first)
             line.start()
         return Waited((), Queue(ahead=0, told=True))
 
@@ -91,39 +91,39 @@ class ApplockBackend(ApplockUpgrades):
         for line in lines:
             line.end(LEAVING)
 
-    def wait(self, session: Session, claim: Claim, place: Place) -> Waited:
+    def wait(self, session: Session, request: Request, place: Place) -> Waited:
         """See that the waiting goes on, and whether the first in line has stopped while a slot is free."""
-        line = self._lines.get(claim.line)
+        line = self._lines.get(request.line)
         if line is None:
             return Waited()
         if (error := line.error) is not None:
-            line.leave(claim.permit_id)
+            line.leave(request.permit_id)
             raise error
-        line.enrol_again(claim, place)
-        if line.is_head or not line.waits_for(claim.permit_id):
+        line.enrol_again(request, place)
+        if line.is_head or not line.waits_for(request.permit_id):
             # Its grant is on the way, or it is not known there.
-            there = line.is_head or self.pool.holder(claim.permit_id) is not None
+            there = line.is_head or self.pool.holder(request.permit_id) is not None
             return Waited((), Queue(ahead=0, told=True) if there else None)
         try:
-            granted, status, *_ = self.try_claim(claim, Stand(line.ticket, place.waiting))
+            granted, status, *_ = self.try_claim(request, Stand(line.ticket, place.waiting))
         except BaseException:
-            line.leave(claim.permit_id)
+            line.leave(request.permit_id)
             raise
         if granted is not None:
-            line.leave(claim.permit_id)
+            line.leave(request.permit_id)
             return Waited((granted,))
         return Waited((), Queue(ahead=1, suspects=int(status == parts.GATED), told=True))
 
-    def granted(self, session: Session, claim: Claim) -> Granted | None:
+    def granted(self, session: Session, request: Request) -> Granted | None:
         """Return what the pool knows: grants are delivered without being asked for."""
-        found = self.pool.holder(claim.permit_id)
+        found = self.pool.holder(request.permit_id)
         if found is None:
             return None
-        return Granted(claim.permit_id, found[1].grant(), claim.lease)
+        return Granted(request.permit_id, found[1].grant(), request.lease)
 
-    def leave(self, session: Session, claim: Claim) -> None:
+    def leave(self, session: Session, request: Request) -> None:
         """Have the thread wait for this claim no longer."""
-        self.discard(session, claim.resource, claim.permit_id)
+        self.discard(session, request.resource, request.permit_id)
 
     def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
         """Free what a claim may have got, and wait for it no longer."""

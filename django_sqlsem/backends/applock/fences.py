@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from django_sqlsem.backends.applock.held import Holding
     from django_sqlsem.backends.applock.sessions import LockSession
-    from django_sqlsem.backends.base import Held
+    from django_sqlsem.backends.base import Acquired
     from django_sqlsem.database.sessions import Session
     from django_sqlsem.snapshots import Loss
 
@@ -42,7 +42,7 @@ _ROW: Final = (
 class ApplockFencing(ApplockHolding):
     """Fences the caller's transactions and statements."""
 
-    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Held) -> bool:
+    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool:
         """Fence the caller's transaction. Return whether the permit is live, and stays untaken until that ends."""
         self._need_rows()
         found = self.pool.holder(held.permit_id)
@@ -60,11 +60,11 @@ class ApplockFencing(ApplockHolding):
             raise BackendError(f"The database {self.alias!r} failed: {held.resource.name!r} could not be fenced")
         return live
 
-    def fate(self, session: Session, held: Held) -> Loss | None:
+    def fate(self, session: Session, held: Acquired) -> Loss | None:
         """Return how a grant was lost."""
         return self.taken_away(held)
 
-    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Held) -> tuple[str, list[Any]]:
+    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
         """Return a condition that the slots' rows are the permit's, and that their locks are taken.
 
         In a transaction it fences that first: else somebody might get the slot while the statement runs.

@@ -12,7 +12,7 @@ from django_sqlsem.backends.applock.held import Holding
 from django_sqlsem.backends.applock.operator import ApplockOperator
 from django_sqlsem.backends.applock.sessions import LockSession
 from django_sqlsem.backends.applock.tsql import parts, quick, upgrades
-from django_sqlsem.backends.base import Claim, Held, Released, Renewal
+from django_sqlsem.backends.base import Acquired, Released, Renewal, Request
 from django_sqlsem.conf import config
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.modes import UPDATE, UPGRADE, WRITER, line_of
@@ -53,7 +53,7 @@ class ApplockHolding(ApplockOperator):
         """Whether a row is kept beside each lock."""
         return config(self.alias).record
 
-    def release(self, session: Session, held: Held, *, wanted: bool = False, hand_on: bool = True) -> Released:
+    def release(self, session: Session, held: Acquired, *, wanted: bool = False, hand_on: bool = True) -> Released:
         """Free the permit's locks on the session that has them, the rows first."""
         return Released(self._free(held.permit_id))
 
@@ -97,16 +97,16 @@ class ApplockHolding(ApplockOperator):
                 self._unrecord(holding)
         return int(row["freed"])
 
-    def give_up(self, session: LockSession | None, claim: Claim) -> None:
+    def give_up(self, session: LockSession | None, request: Request) -> None:
         """Free what a claim has got that nobody wants any more: on its own session, or (``None``) on that of a reader.
 
         Raises ``BackendError``; then the session has ended, unless it is the reader's.
         """
         if session is None:
-            self._free(claim.permit_id)
+            self._free(request.permit_id)
             return
         with self.or_end(session):
-            self.let_go(session, session.held[claim.line])
+            self.let_go(session, session.held[request.line])
 
     @contextlib.contextmanager
     def or_end(self, session: LockSession) -> Iterator[None]:
@@ -184,7 +184,7 @@ class ApplockHolding(ApplockOperator):
 
     # Holding.
 
-    def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
+    def renew(self, session: Session, held: Sequence[Acquired]) -> Renewal:
         """Have each session prove that it stands and has its locks."""
         wanted = {each.permit_id for each in held}
         asked = {}
@@ -198,7 +198,7 @@ class ApplockHolding(ApplockOperator):
         lost = {each.permit_id: loss for each in held if (loss := self.taken_away(each)) is not None}
         return Renewal(frozenset(renewed), lost, wishes)
 
-    def taken_away(self, held: Held) -> Loss | None:
+    def taken_away(self, held: Acquired) -> Loss | None:
         """Return how a permit's session ended, if it did."""
         found = self.pool.holder(held.permit_id)
         if found is not None and not found[0].ended and boot_now() - found[0].proved_at > STALE_PROOF:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from django_sqlsem.backends.applock.acquire import Answer
     from django_sqlsem.backends.applock.pool import LockPool
     from django_sqlsem.backends.applock.sessions import LockSession
-    from django_sqlsem.backends.base import Claim, Granted, Place
+    from django_sqlsem.backends.base import Granted, Place, Request
     from django_sqlsem.database.sqlserver import LockNames
 
 
@@ -46,13 +46,13 @@ class Claimant(Protocol):
     #: To be called with what was granted, when it was asked for, its name, and ``at_once``.
     deliver: Callable[..., object]
 
-    def attempt(self, session: LockSession, claim: Claim, stand: Stand, *, fair: int) -> Answer:
+    def attempt(self, session: LockSession, request: Request, stand: Stand, *, fair: int) -> Answer:
         """Claim on this session, after standing in line if need be."""
 
-    def pass_on(self, session: LockSession, claim: Claim, successor: Claim) -> Granted | None:
+    def pass_on(self, session: LockSession, request: Request, successor: Request) -> Granted | None:
         """Make what this session has got for a claim another one's, or let it go if that has been served elsewhere."""
 
-    def give_up(self, session: LockSession | None, claim: Claim) -> None:
+    def give_up(self, session: LockSession | None, request: Request) -> None:
         """Free what a claim has got that nobody wants any more."""
 
     def step_out(self, session: LockSession, names: LockNames, ticket: str) -> None:
@@ -77,7 +77,7 @@ class Line:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         #: Who waits, by permit id: one, unless two threads asked at the same moment.
-        self._claims: dict[str, tuple[Claim, Place]] = {}
+        self._claims: dict[str, tuple[Request, Place]] = {}
         self._thread: threading.Thread | None = None
         self._blocked: LockSession | None = None
         self._cut = False
@@ -90,19 +90,19 @@ class Line:
 
     # What the keeper's thread calls.
 
-    def enrol(self, claim: Claim, place: Place, *, first: bool = False) -> None:
+    def enrol(self, request: Request, place: Place, *, first: bool = False) -> None:
         """Wait for this claim from now on. ``first``: it has asked for nothing before."""
         with self._lock:
-            self._unhindered = claim.permit_id if first and not self._claims else ""
-            self._claims[claim.permit_id] = (claim, place)
+            self._unhindered = request.permit_id if first and not self._claims else ""
+            self._claims[request.permit_id] = (request, place)
             self.error = None
             self._changed.notify()
 
-    def enrol_again(self, claim: Claim, place: Place) -> None:
+    def enrol_again(self, request: Request, place: Place) -> None:
         """Note how things are with a claim that it waits for already."""
         with self._lock:
-            if claim.permit_id in self._claims:
-                self._claims[claim.permit_id] = (claim, place)
+            if request.permit_id in self._claims:
+                self._claims[request.permit_id] = (request, place)
 
     @property
     def wanted(self) -> bool:
@@ -200,8 +200,8 @@ class Line:
     def _wait_on(self, session: LockSession) -> None:
         """Stand in line, then be the head, until there is a grant or nobody wants one."""
         try:
-            while (claim := self._wanted()) is not None:
-                if self._ask(session, claim):
+            while (request := self._wanted()) is not None:
+                if self._ask(session, request):
                     return
         finally:
             if self._in_line:
@@ -209,33 +209,33 @@ class Line:
                 self.claimant.step_out(session, self.names, self.ticket)
                 self._cut_short = session if session.ended else self._cut_short
 
-    def _wanted(self) -> Claim | None:
+    def _wanted(self) -> Request | None:
         with self._lock:
             if not self._claims and not self._ending:
                 self._changed.wait(SUCCESSION)
-            return next((claim for claim, _place in self._claims.values()), None)
+            return next((request for request, _place in self._claims.values()), None)
 
-    def _ask(self, session: LockSession, claim: Claim) -> bool:
+    def _ask(self, session: LockSession, request: Request) -> bool:
         """Wait in one batch: for the gate, then for slots. Return whether there was a grant."""
         with self._lock:
-            if claim.permit_id not in self._claims:
+            if request.permit_id not in self._claims:
                 return False
-            _claim, place = self._claims[claim.permit_id]
+            _request, place = self._claims[request.permit_id]
             self._blocked, self._cut = session, False
-            unhindered, self._unhindered = self._unhindered == claim.permit_id, ""
+            unhindered, self._unhindered = self._unhindered == request.permit_id, ""
         longest = LONGEST if session.can_be_cut else LONGEST_UNCUT
         patience = longest if place.patience is None else min(place.patience + SUCCESSION, longest)
         stand = Stand(self.ticket, place.waiting, patience, place.arrived, BUDGET_MS, heads=self.is_head)
         began = boot_now()
         self._in_line = True
         try:
-            granted, status, self.is_head, at_once = self.claimant.attempt(session, claim, stand, fair=False)
+            granted, status, self.is_head, at_once = self.claimant.attempt(session, request, stand, fair=False)
         finally:
             with self._lock:
                 self._blocked = None
         if granted is not None:
             self._in_line = False  # the batch has opened the gate
-            self._hand_over(session, claim, granted, at_once=unhindered and at_once)
+            self._hand_over(session, request, granted, at_once=unhindered and at_once)
             return True
         if status not in (parts.BUSY, parts.PAUSED):
             raise failure(self.claimant.pool.alias, status)
@@ -247,25 +247,27 @@ class Line:
                 self._changed.wait(SUCCESSION)
         return False
 
-    def _hand_over(self, session: LockSession | None, claim: Claim, granted: Granted, *, at_once: bool = False) -> None:
+    def _hand_over(
+        self, session: LockSession | None, request: Request, granted: Granted, *, at_once: bool = False
+    ) -> None:
         with self._lock:
-            wanted = self._claims.pop(claim.permit_id, None) is not None
+            wanted = self._claims.pop(request.permit_id, None) is not None
         if not wanted:  # who left has looked already for what it might have got
             successor = None if self._cut else self._wanted()  # nothing stands on a session that was cut
-            if successor is None or session is None or _wants(successor) != _wants(claim):
-                self.claimant.give_up(session, claim)
+            if successor is None or session is None or _wants(successor) != _wants(request):
+                self.claimant.give_up(session, request)
                 return
-            passed = self.claimant.pass_on(session, claim, successor)
+            passed = self.claimant.pass_on(session, request, successor)
             if passed is None:
                 return
-            granted, claim, at_once = passed, successor, False
+            granted, request, at_once = passed, successor, False
             with self._lock:
-                wanted = self._claims.pop(claim.permit_id, None) is not None
+                wanted = self._claims.pop(request.permit_id, None) is not None
         if wanted:
-            self.claimant.deliver(granted, boot_now(), claim.resource, at_once=at_once)
+            self.claimant.deliver(granted, boot_now(), request.resource, at_once=at_once)
         else:
-            self.claimant.give_up(session, claim)
+            self.claimant.give_up(session, request)
 
 
-def _wants(claim: Claim) -> tuple[int, int | None, str]:
-    return claim.take, claim.slots, claim.mode
+def _wants(request: Request) -> tuple[int, int | None, str]:
+    return request.take, request.slots, request.mode

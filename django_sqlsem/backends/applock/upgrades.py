@@ -23,7 +23,7 @@ from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.applock.sessions import LockSession
-    from django_sqlsem.backends.base import Claim
+    from django_sqlsem.backends.base import Request
     from django_sqlsem.database.sqlserver import LockNames
 
 
@@ -38,30 +38,30 @@ TURN: Final = 5.0
 class ApplockUpgrades(ApplockClaims):
     """Makes upgradable readers writers."""
 
-    def try_claim(self, claim: Claim, stand: Stand = NO_STAND) -> Answer:
+    def try_claim(self, request: Request, stand: Stand = NO_STAND) -> Answer:
         """Claim without waiting."""
-        return self.try_upgrade(claim, stand) if claim.mode == UPGRADE else super().try_claim(claim, stand)
+        return self.try_upgrade(request, stand) if request.mode == UPGRADE else super().try_claim(request, stand)
 
-    def try_upgrade(self, claim: Claim, stand: Stand) -> Answer:
+    def try_upgrade(self, request: Request, stand: Stand) -> Answer:
         """Ask once for the upgrade, for ``stand.budget`` milliseconds.
 
         With a ticket, newcomers are kept out until there is a grant, or ``stop_upgrading`` is called. Raises
         ``PermitLostError`` if there is no upgradable reader.
         """
-        found = self.pool.upgradable(claim.resource.key)
+        found = self.pool.upgradable(request.resource.key)
         if found is None:
             loss = Loss(LossReason.SESSION_ENDED, "its database session has ended")
-            raise PermitLostError(f"The permit of {claim.resource.name!r} was lost: {loss}.", loss=loss)
+            raise PermitLostError(f"The permit of {request.resource.name!r} was lost: {loss}.", loss=loss)
         session, reader = found
         with self.pool.own(session, timeout=TURN) as had:
             if not had or session.ended:
                 return Answer(None, parts.BUSY)
             if session.held.get(reader.line) is reader:
-                return self._upgrade(session, reader, claim, stand)
-        return self.try_upgrade(claim, stand)  # that one was just released
+                return self._upgrade(session, reader, request, stand)
+        return self.try_upgrade(request, stand)  # that one was just released
 
-    def _upgrade(self, session: LockSession, reader: Holding, claim: Claim, stand: Stand) -> Answer:
-        key, line, in_line = claim.resource.key, claim.line, bool(stand.ticket)
+    def _upgrade(self, session: LockSession, reader: Holding, request: Request, stand: Stand) -> Answer:
+        key, line, in_line = request.resource.key, request.line, bool(stand.ticket)
         if line_of(key, UPGRADE) in session.held:  # the keeper and the line have asked at the same moment
             return Answer(None, parts.BUSY)
         if line in session.unclear:
@@ -70,7 +70,7 @@ class ApplockUpgrades(ApplockClaims):
         session.unclear[line] = (reader.names, 0)
         try:
             batch = upgrades.upgrade(record=self.record, in_line=in_line)
-            row = session.run(batch, _values(session, reader, claim, stand))
+            row = session.run(batch, _values(session, reader, request, stand))
         except BackendError:
             if session.ended:
                 self.bury(session)
@@ -80,10 +80,10 @@ class ApplockUpgrades(ApplockClaims):
         status = int(row["status"])
         if status == parts.DONE:
             whole = tuple(range(WRITER + 1, int(row["bound"]) + 1))
-            holding = Holding(claim.permit_id, reader.names, key, (WRITER,), reader.tokens, whole, UPGRADE)
+            holding = Holding(request.permit_id, reader.names, key, (WRITER,), reader.tokens, whole, UPGRADE)
             self.pool.note(session, holding)
             session.unclear.pop(line, None)
-            return Answer(Granted(claim.permit_id, holding.grant(), claim.lease), status)
+            return Answer(Granted(request.permit_id, holding.grant(), request.lease), status)
         if row["mode"] != "Update" and not (in_line and status in (parts.BUSY, parts.PAUSED)):
             self.settle(session, key, keep=True, ticket=stand.ticket)
         session.unclear.pop(line, None)
@@ -103,7 +103,7 @@ class ApplockUpgrades(ApplockClaims):
 class Upgrader(Claimant, Protocol):
     """What such a line needs of the backend."""
 
-    def try_upgrade(self, claim: Claim, stand: Stand) -> Answer:
+    def try_upgrade(self, request: Request, stand: Stand) -> Answer:
         """Ask once for the upgrade."""
 
     def stop_upgrading(self, key: str, ticket: str) -> None:
@@ -121,10 +121,10 @@ class UpgradeLine(Line):
         """Ask again and again, until there is a grant or nobody wants one."""
         key = ""
         try:
-            while (claim := self._wanted()) is not None:
-                key = claim.resource.key
+            while (request := self._wanted()) is not None:
+                key = request.resource.key
                 self.is_head = True
-                if self._step(claim):
+                if self._step(request):
                     self._in_line = False
                     return
                 threading.Event().wait(BETWEEN)
@@ -134,30 +134,30 @@ class UpgradeLine(Line):
                 self._in_line = False
                 self.upgrader.stop_upgrading(key, self.ticket)
 
-    def _step(self, claim: Claim) -> bool:
+    def _step(self, request: Request) -> bool:
         with self._lock:
-            if claim.permit_id not in self._claims:
+            if request.permit_id not in self._claims:
                 return False
-            _claim, place = self._claims[claim.permit_id]
+            _request, place = self._claims[request.permit_id]
         left = STEP_MS if place.patience is None else min(STEP_MS, 1 + int(place.patience * 1000))
         self._in_line = True
-        answer = self.upgrader.try_upgrade(claim, Stand(self.ticket, place.waiting, None, place.arrived, left))
+        answer = self.upgrader.try_upgrade(request, Stand(self.ticket, place.waiting, None, place.arrived, left))
         if answer.granted is None:
             if answer.status == parts.PAUSED:
                 threading.Event().wait(STEP_MS / 1000)
             return False
-        self._hand_over(None, claim, answer.granted)
+        self._hand_over(None, request, answer.granted)
         return True
 
 
-def _values(session: LockSession, reader: Holding, claim: Claim, stand: Stand) -> dict[str, Any]:
-    return holder_values(claim) | {
+def _values(session: LockSession, reader: Holding, request: Request, stand: Stand) -> dict[str, Any]:
+    return holder_values(request) | {
         "stamp": session.stamp,
         "base": reader.names.base,
         "gate": reader.names.gate,
         "slot": WRITER,
-        "slots": claim.slots or 0,
-        "take": claim.take,
+        "slots": request.slots or 0,
+        "take": request.take,
         "budget": stand.budget,
         "permit": reader.permit_id,
         "ticket": stand.ticket,

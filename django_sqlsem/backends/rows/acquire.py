@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.db import IntegrityError
 
-from django_sqlsem.backends.base import Claim, Grant
+from django_sqlsem.backends.base import Grant, Request
 from django_sqlsem.backends.rows import exclusive, queue, statements
 from django_sqlsem.backends.rows.beacons import take_from_the_dead
 from django_sqlsem.backends.rows.fences import reap
@@ -33,28 +33,30 @@ class RowsClaims(RowsOperator):
         super().__init__(alias)
         self._declared: dict[str, float] = {}
 
-    def claim(self, session: Session, claim: Claim) -> Grant | None:
+    def claim(self, session: Session, request: Request) -> Grant | None:
         """Take slots by one statement, or create what is missing and try again."""
         dialect = dialect_for(session.connection)
-        parameters = claim_parameters(claim)
-        quick = claim.take == 1 and not claim.mode
-        grant = self._take_one(session, dialect, claim, parameters) if quick else None
-        grant = grant or self._look_and_claim(session, dialect, claim, parameters)
-        if grant and claim.rank:
+        parameters = claim_parameters(request)
+        quick = request.take == 1 and not request.mode
+        grant = self._take_one(session, dialect, request, parameters) if quick else None
+        grant = grant or self._look_and_claim(session, dialect, request, parameters)
+        if grant and request.rank:
             session.run(lambda cursor: dialect.execute(cursor, queue.BACK, parameters))
         return grant
 
-    def _take_one(self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any]) -> Grant | None:
-        text = statements.claim(dialect, _queue(claim), False, claim.durable)
+    def _take_one(
+        self, session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any]
+    ) -> Grant | None:
+        text = statements.claim(dialect, _queue(request), False, request.durable)
         # Once sent, a claim may have been granted although the answer got lost: it is not repeated as it is.
         row = session.run(lambda cursor: take(cursor, dialect, text, parameters), again=False)
         if row is None:
             return None
-        self._declare(session, dialect, claim, parameters, row[3])
+        self._declare(session, dialect, request, parameters, row[3])
         return Grant((row[1],), (row[2],), (row[0],))
 
     def _take_locked(
-        self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any]
+        self, session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any]
     ) -> Grant | None:
         """Take several slots, or one of a semaphore that shrinks, under the lock of the semaphore's row."""
 
@@ -69,19 +71,19 @@ class RowsClaims(RowsOperator):
                 above, whole = exclusive.settle(dialect, cursor, parameters, operator_slots)
             if whole:
                 return None
-            bound = statements.bound(operator_slots, claim.slots, declared_slots)
+            bound = statements.bound(operator_slots, request.slots, declared_slots)
             live = 0
-            if above or claim.take > 1:
+            if above or request.take > 1:
                 dialect.execute(cursor, statements.count(dialect), parameters | {"bound": bound})
                 live = cursor.fetchone()[0]
             rows: list[tuple[Any, ...]] = []
-            if live + claim.take <= bound:
-                text = statements.claim(dialect, _queue(claim), True, claim.durable)
-                for _nth in range(claim.take):
+            if live + request.take <= bound:
+                text = statements.claim(dialect, _queue(request), True, request.durable)
+                for _nth in range(request.take):
                     row = take(cursor, dialect, text, parameters, {row[0] for row in rows})
                     if row is not None:
                         rows.append(row)
-            if len(rows) == claim.take:
+            if len(rows) == request.take:
                 ids, slots, tokens, _ = zip(*(row[:4] for row in sorted(rows, key=lambda row: row[1])), strict=True)
                 return [Grant(slots, tokens, ids)]
             return None if rows or above else []
@@ -89,31 +91,31 @@ class RowsClaims(RowsOperator):
         grants = session.transaction(work, again=False)
         return grants[0] if grants else None
 
-    def _take_from_the_dead(self, session: Session, dialect: Dialect, claim: Claim, suspects: int | None) -> bool:
-        reaped = bool(suspects) and dialect.fence == "sibling" and reap(session, dialect, claim.resource.key)
-        if not claim.presence.beacon or suspects == 0:
+    def _take_from_the_dead(self, session: Session, dialect: Dialect, request: Request, suspects: int | None) -> bool:
+        reaped = bool(suspects) and dialect.fence == "sibling" and reap(session, dialect, request.resource.key)
+        if not request.presence.beacon or suspects == 0:
             return reaped
         if suspects is None and session.connection.vendor != "sqlite":
             return False
-        parameters = {"key": claim.resource.key, "process_id": claim.holder.process}
+        parameters = {"key": request.resource.key, "process_id": request.holder.process}
         return take_from_the_dead(session, dialect, parameters) or reaped
 
     def _look_and_claim(
-        self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any], *, unseen: bool = False
+        self, session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any], *, unseen: bool = False
     ) -> Grant | None:
         """``unseen``: when it claimed, the name was not there, and by now may be, with slots that are free."""
-        looked = self._look(session, dialect, claim, parameters)
+        looked = self._look(session, dialect, request, parameters)
         if isinstance(looked, Grant):
             return looked
         created, shrinking = looked
-        if claim.mode:
-            return exclusive.claim(session, dialect, claim, parameters)
-        if claim.take > 1 or shrinking:
-            return self._take_locked(session, dialect, claim, parameters)
-        return self._take_one(session, dialect, claim, parameters) if created or unseen else None
+        if request.mode:
+            return exclusive.claim(session, dialect, request, parameters)
+        if request.take > 1 or shrinking:
+            return self._take_locked(session, dialect, request, parameters)
+        return self._take_one(session, dialect, request, parameters) if created or unseen else None
 
     def _look(
-        self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any]
+        self, session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any]
     ) -> Grant | tuple[bool, bool]:
         """Check the name and create what is missing.
 
@@ -124,27 +126,27 @@ class RowsClaims(RowsOperator):
         while found is None:
             found = session.run(lambda cursor: fetch(cursor, dialect, statements.look(dialect), parameters))
             if found is None:
-                grant = self._create(session, dialect, claim, parameters, claim.slots or 1)
+                grant = self._create(session, dialect, request, parameters, request.slots or 1)
                 if grant is not None:
                     return grant
                 created = True
         kind, declared_slots, operator_slots, shrinking, rows, suspects, young = found
-        if kind != claim.resource.kind:
-            raise wrong_kind(claim.resource.name, kind, claim.resource.kind)
-        bound = statements.bound(operator_slots, claim.slots, declared_slots)
-        if claim.take > bound:
-            raise never_met(claim.resource.name, bound, claim.take)
+        if kind != request.resource.kind:
+            raise wrong_kind(request.resource.name, kind, request.resource.kind)
+        bound = statements.bound(operator_slots, request.slots, declared_slots)
+        if request.take > bound:
+            raise never_met(request.resource.name, bound, request.take)
         if rows < bound:
-            self._create(session, dialect, claim, parameters, bound)
+            self._create(session, dialect, request, parameters, bound)
             created = True
-        self._declare(session, dialect, claim, parameters, declared_slots)
+        self._declare(session, dialect, request, parameters, declared_slots)
         created = created or bool(young)
         if not created:
-            created = self._take_from_the_dead(session, dialect, claim, suspects)
+            created = self._take_from_the_dead(session, dialect, request, suspects)
         return created, bool(shrinking)
 
     def _create(
-        self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any], slots: int
+        self, session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any], slots: int
     ) -> Grant | None:
         """Create what is missing. A new name is born with what is claimed taken: others never see it all free."""
         begin, end = dialect.insert_ignore or ("INSERT INTO", "")
@@ -163,18 +165,18 @@ class RowsClaims(RowsOperator):
 
         def create(cursor: AnyCursor) -> list[Grant]:
             new = insert(
-                cursor, statements.INSERT_SEMAPHORE, parameters | {"name": claim.resource.name, "slots": slots}
+                cursor, statements.INSERT_SEMAPHORE, parameters | {"name": request.resource.name, "slots": slots}
             )
             # Locked: while somebody has all slots, no more of them may be open.
             found = fetch(cursor, dialect, statements.lock(dialect), parameters)
             shrinking = found is not None and bool(found[3])
             there = {row[0] for row in fetch_all(cursor, dialect, statements.SLOTS, parameters)}
-            for slot in range(WRITER if claim.resource.kind == RWLOCK else 1, slots + 1):
+            for slot in range(WRITER if request.resource.kind == RWLOCK else 1, slots + 1):
                 if slot not in there:
                     insert(
-                        cursor, statements.INSERT_SLOT, (claim.resource.key, slot, shrinking or slot == WRITER, False)
+                        cursor, statements.INSERT_SLOT, (request.resource.key, slot, shrinking or slot == WRITER, False)
                     )
-            if not new or there or claim.mode or claim.take > slots:
+            if not new or there or request.mode or request.take > slots:
                 return []
             dialect.execute(cursor, statements.take_new(dialect), parameters)
             ids, numbers, tokens, _ = zip(*fetch_all(cursor, dialect, statements.GRANTED, parameters), strict=True)
@@ -185,12 +187,12 @@ class RowsClaims(RowsOperator):
         return grants[0] if grants else None
 
     def _declare(
-        self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any], declared_slots: int
+        self, session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any], declared_slots: int
     ) -> None:
         """Say if this process's number of slots differs; two processes that disagree say so once a minute."""
-        if claim.slots in (None, declared_slots):
+        if request.slots in (None, declared_slots):
             return
-        key = claim.resource.key
+        key = request.resource.key
         if time.monotonic() < self._declared.get(key, 0.0):
             return
         if len(self._declared) > 10_000:
@@ -234,36 +236,36 @@ def take(
     return next((row for row in found if row[0] not in before), None)
 
 
-def _queue(claim: Claim) -> str:
-    if not claim.fair:
+def _queue(request: Request) -> str:
+    if not request.fair:
         return "barge"
-    return "ranked" if claim.rank else "newcomer"
+    return "ranked" if request.rank else "newcomer"
 
 
-def claim_parameters(claim: Claim) -> dict[str, Any]:
-    holder = claim.holder
+def claim_parameters(request: Request) -> dict[str, Any]:
+    holder = request.holder
     return {
-        "key": claim.resource.key,
-        "kind": claim.resource.kind,
-        "permit_id": claim.permit_id,
-        "slots": claim.slots,
-        "take": claim.take,
-        "lease_us": round(claim.lease * 1e6),
+        "key": request.resource.key,
+        "kind": request.resource.kind,
+        "permit_id": request.permit_id,
+        "slots": request.slots,
+        "take": request.take,
+        "lease_us": round(request.lease * 1e6),
         "host": holder.host,
         "pid": holder.pid,
         "thread": holder.thread,
         "label": holder.label,
         "user": holder.user,
         "process_id": holder.process,
-        "channel": claim.presence.channel,
-        "near": claim.presence.near,
-        "bells": claim.presence.bells,
-        "beacon": claim.presence.beacon,
-        "witness": claim.presence.beacon,
-        "durable": claim.durable,
-        "rank": claim.rank,
-        "mode": claim.mode,
-        "by_steps": claim.resource.kind == RWLOCK,
+        "channel": request.presence.channel,
+        "near": request.presence.near,
+        "bells": request.presence.bells,
+        "beacon": request.presence.beacon,
+        "witness": request.presence.beacon,
+        "durable": request.durable,
+        "rank": request.rank,
+        "mode": request.mode,
+        "by_steps": request.resource.kind == RWLOCK,
     }
 
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from django_sqlsem.backends.base import (
     TOKENS,
-    Claim,
+    Acquired,
     Counting,
     Grant,
     Granted,
-    Held,
     Place,
     Queue,
     Released,
     Renewal,
+    Request,
     Waited,
 )
 from django_sqlsem.backends.rows import fences, handoff, statements, tokens
@@ -47,56 +47,56 @@ class RowsBackend(RowsClaims, Counting):
         """Note which life of the server this is."""
         note_server(connection)
 
-    def claim(self, session: Session, claim: Claim) -> Grant | None:
+    def claim(self, session: Session, request: Request) -> Grant | None:
         """Take slots, or have tokens handed out."""
-        if claim.resource.kind == TOKENS:
-            return tokens.claim(session, claim)
-        return super().claim(session, claim)
+        if request.resource.kind == TOKENS:
+            return tokens.claim(session, request)
+        return super().claim(session, request)
 
-    def enrol(self, session: Session, claim: Claim, place: Place, *, first: bool) -> Waited:
+    def enrol(self, session: Session, request: Request, place: Place, *, first: bool) -> Waited:
         """Claim if need be, and insert the waiter's row; on PostgreSQL in one statement."""
-        if claim.resource.kind == TOKENS:
-            return tokens.enrol(session, claim, place)
+        if request.resource.kind == TOKENS:
+            return tokens.enrol(session, request, place)
         dialect = dialect_for(session.connection)
-        parameters = claim_parameters(claim) | _place(place)
+        parameters = claim_parameters(request) | _place(place)
         grant = None
-        if first and claim.take == 1 and not claim.rank and not claim.mode:
+        if first and request.take == 1 and not request.rank and not request.mode:
             # The place is only taken if the name is in order, so that no look is needed first.
-            if dialect.writing_ctes and claim.fair:
-                waited = self._claim_or_enrol(session, dialect, claim, parameters)
+            if dialect.writing_ctes and request.fair:
+                waited = self._claim_or_enrol(session, dialect, request, parameters)
                 if waited is not None:
                     return waited
-                grant = self._look_and_claim(session, dialect, claim, parameters, unseen=True)
+                grant = self._look_and_claim(session, dialect, request, parameters, unseen=True)
             else:
-                grant = self._take_one(session, dialect, claim, parameters)
+                grant = self._take_one(session, dialect, request, parameters)
         elif first:
-            grant = self.claim(session, claim)
+            grant = self.claim(session, request)
         if grant is not None:
-            return Waited((Granted(claim.permit_id, grant, claim.lease),), at_once=True)
-        text = rows_queue.enrol(dialect, bool(claim.rank))
+            return Waited((Granted(request.permit_id, grant, request.lease),), at_once=True)
+        text = rows_queue.enrol(dialect, bool(request.rank))
 
         def enrol(cursor: AnyCursor) -> int:
             dialect.execute(cursor, text, parameters)
             return cursor.rowcount
 
         while session.run(enrol, again=False) <= 0:  # the name is new, or has fewer slots than it should
-            grant = self._look_and_claim(session, dialect, claim, parameters, unseen=True)
+            grant = self._look_and_claim(session, dialect, request, parameters, unseen=True)
             if grant is not None:
-                return Waited((Granted(claim.permit_id, grant, claim.lease),), at_once=first)
-        if claim.rank:  # on its own: what is repeated because the database was locked must not take the place twice
+                return Waited((Granted(request.permit_id, grant, request.lease),), at_once=first)
+        if request.rank:  # on its own: what is repeated because the database was locked must not take the place twice
             session.run(lambda cursor: dialect.execute(cursor, rows_queue.BACK, parameters))
         # A slot may have been freed between the claim and this, by someone who saw nobody waiting.
-        return self._look_around(session, dialect, claim, parameters, new=True)
+        return self._look_around(session, dialect, request, parameters, new=True)
 
-    def wait(self, session: Session, claim: Claim, place: Place) -> Waited:
+    def wait(self, session: Session, request: Request, place: Place) -> Waited:
         """Refresh the waiter's row, and hand out what is free."""
-        if claim.resource.kind == TOKENS:
-            return tokens.wait(session, claim, place)
+        if request.resource.kind == TOKENS:
+            return tokens.wait(session, request, place)
         dialect = dialect_for(session.connection)
-        return self._look_around(session, dialect, claim, claim_parameters(claim) | _place(place), new=False)
+        return self._look_around(session, dialect, request, claim_parameters(request) | _place(place), new=False)
 
     def _look_around(
-        self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any], *, new: bool
+        self, session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any], *, new: bool
     ) -> Waited:
         queue = session.run(lambda cursor: rows_queue.view(dialect, cursor, parameters, keep=not new))
         granted: tuple[Granted, ...] = ()
@@ -105,66 +105,66 @@ class RowsBackend(RowsClaims, Counting):
             queue = None
         if queue is not None:
             # What a mode waits for is not told by how many slots are free.
-            enough = not claim.mode and queue.free >= claim.take
-            taken = not enough and self._take_from_the_dead(session, dialect, claim, queue.suspects)
-            if queue.free or taken or claim.mode:
+            enough = not request.mode and queue.free >= request.take
+            taken = not enough and self._take_from_the_dead(session, dialect, request, queue.suspects)
+            if queue.free or taken or request.mode:
                 granted = handoff.grant(session, dialect, parameters)
         if queue is None:
-            mine = self.granted(session, claim)
+            mine = self.granted(session, request)
             granted = (mine,) if mine else ()
             if mine is None:
                 session.run(lambda cursor: rows_queue.sweep(dialect, cursor, parameters))
         return Waited(granted, queue)
 
-    def granted(self, session: Session, claim: Claim) -> Granted | None:
+    def granted(self, session: Session, request: Request) -> Granted | None:
         """Read the slots that carry the waiter's permit id."""
-        if claim.resource.kind == TOKENS:
-            return tokens.granted(session, claim)
+        if request.resource.kind == TOKENS:
+            return tokens.granted(session, request)
         dialect = dialect_for(session.connection)
-        parameters = {"key": claim.resource.key, "permit_id": claim.permit_id}
+        parameters = {"key": request.resource.key, "permit_id": request.permit_id}
         return session.run(lambda cursor: rows_queue.mine(dialect, cursor, parameters))
 
-    def leave(self, session: Session, claim: Claim) -> None:
+    def leave(self, session: Session, request: Request) -> None:
         """Delete the waiter's row. If it is not there any more, it was granted: then hand that on."""
-        if claim.resource.kind == TOKENS:
-            tokens.discard(session, claim.resource, claim.permit_id)
+        if request.resource.kind == TOKENS:
+            tokens.discard(session, request.resource, request.permit_id)
             return
         dialect = dialect_for(session.connection)
-        parameters = {"permit_id": claim.permit_id}
+        parameters = {"permit_id": request.permit_id}
 
         def leave(cursor: AnyCursor) -> int:
             dialect.execute(cursor, rows_queue.LEAVE, parameters)
             return cursor.rowcount
 
         if session.run(leave) > 0:
-            if claim.take != 1:  # those behind it may be content with less
-                self.hand_out(session, claim.resource)
+            if request.take != 1:  # those behind it may be content with less
+                self.hand_out(session, request.resource)
         else:
-            self.discard(session, claim.resource, claim.permit_id)
+            self.discard(session, request.resource, request.permit_id)
 
-    def step_aside(self, session: Session, claim: Claim, estimate: Callable[[int], float]) -> float:
+    def step_aside(self, session: Session, request: Request, estimate: Callable[[int], float]) -> float:
         """Write the task's row, which is away."""
         dialect = dialect_for(session.connection)
-        parameters = claim_parameters(claim)
+        parameters = claim_parameters(request)
         return session.run(lambda cursor: rows_queue.step_aside(dialect, cursor, parameters, estimate))
 
-    def keeps_place(self, session: Session, claim: Claim) -> bool:
+    def keeps_place(self, session: Session, request: Request) -> bool:
         """Look for the task's row."""
         dialect = dialect_for(session.connection)
 
         def look(cursor: AnyCursor) -> bool:
-            dialect.execute(cursor, rows_queue.KEPT, {"rank": claim.rank})
+            dialect.execute(cursor, rows_queue.KEPT, {"rank": request.rank})
             return cursor.fetchone() is not None
 
         return session.run(look)
 
-    def hand_rank_on(self, session: Session, claim: Claim, heir: str) -> None:
+    def hand_rank_on(self, session: Session, request: Request, heir: str) -> None:
         """Write the other rank into the task's row."""
         dialect = dialect_for(session.connection)
-        parameters = {"rank": claim.rank, "heir": heir}
+        parameters = {"rank": request.rank, "heir": heir}
         session.run(lambda cursor: dialect.execute(cursor, rows_queue.HAND_ON, parameters))
 
-    def release(self, session: Session, held: Held, *, wanted: bool = False, hand_on: bool = True) -> Released:
+    def release(self, session: Session, held: Acquired, *, wanted: bool = False, hand_on: bool = True) -> Released:
         """Free the rows that still carry the permit's id, and hand them on."""
         if held.resource.kind == TOKENS:  # they were handed over, and nobody took them
             return Released(tokens.discard(session, held.resource, held.permit_id))
@@ -173,19 +173,19 @@ class RowsBackend(RowsClaims, Counting):
             "key": held.resource.key,
             "permit_id": held.permit_id,
             "process_id": process_id(),
-            "durable": held.durable,
-            "witness": held.presence.beacon,
-            "bells": held.presence.bells,
+            "durable": held.request.durable,
+            "witness": held.request.presence.beacon,
+            "bells": held.request.presence.bells,
         }
-        if not held.mode:  # else they may be thousands, and are known by the permit's id
+        if not held.request.mode:  # else they may be thousands, and are known by the permit's id
             parameters |= {f"row{number}": row_id for number, row_id in enumerate(held.grant.row_ids)}
         parameters |= {"slot0": held.grant.slots[0], "token0": held.grant.tokens[0]}
         rows = len(held.grant.row_ids)
-        if held.mode and not hand_on:
+        if held.request.mode and not hand_on:
             return Released(session.run(lambda cursor: _free_all(dialect, cursor, parameters)))
-        if (held.mode or held.resource.kind == RWLOCK) and hand_on:
+        if (held.request.mode or held.resource.kind == RWLOCK) and hand_on:
             released = handoff.release_by_steps(
-                session, dialect, parameters, alone=bool(held.mode) or rows > 1, wanted=wanted
+                session, dialect, parameters, alone=bool(held.request.mode) or rows > 1, wanted=wanted
             )
             return Released(*released)
         if not hand_on:
@@ -234,7 +234,7 @@ class RowsBackend(RowsClaims, Counting):
         """Delete the waiter's row that the tokens were handed to."""
         return tokens.take(session, permit_id)
 
-    def renew(self, session: Session, held: Sequence[Held]) -> Renewal:
+    def renew(self, session: Session, held: Sequence[Acquired]) -> Renewal:
         """Extend all these grants, some hundred to a statement."""
         return renew(session, dialect_for(session.connection), held)
 
@@ -242,7 +242,7 @@ class RowsBackend(RowsClaims, Counting):
         """Read one name in three statements on our own connection, whatever the caller's transaction is up to."""
         return read_snapshot(session, dialect_for(session.connection), resource)
 
-    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Held) -> bool:
+    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool:
         """Lock, in the caller's transaction, what whoever takes the slots has to lock."""
         return fences.fence(caller, session, held)
 
@@ -250,29 +250,29 @@ class RowsBackend(RowsClaims, Counting):
         """Whether there is one writer."""
         return dialect_for(caller).fence == "writer"
 
-    def extend(self, caller: BaseDatabaseWrapper, held: Held) -> bool:
+    def extend(self, caller: BaseDatabaseWrapper, held: Acquired) -> bool:
         """Renew the rows as part of the caller's transaction."""
         return fences.extend(caller, held)
 
-    def fate(self, session: Session, held: Held) -> Loss | None:
+    def fate(self, session: Session, held: Acquired) -> Loss | None:
         """Read whose the rows are."""
         return fate(session, dialect_for(session.connection), held)
 
-    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Held) -> tuple[str, list[Any]]:
+    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
         """Return that the rows are the permit's and have not run out."""
         return fences.fenced_sql(caller, held)
 
     def _claim_or_enrol(
-        self, session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any]
+        self, session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any]
     ) -> Waited | None:
-        text = rows_queue.claim_or_enrol(dialect, claim.durable)
+        text = rows_queue.claim_or_enrol(dialect, request.durable)
         row = session.run(lambda cursor: fetch(cursor, dialect, text, parameters), again=False)
         if row is None:
             return None
         if row[0] is None:
             return Waited((), Queue(ahead=int(row[4])))
-        self._declare(session, dialect, claim, parameters, row[3])
-        granted = Granted(claim.permit_id, Grant((row[1],), (row[2],), (row[0],)), claim.lease)
+        self._declare(session, dialect, request, parameters, row[3])
+        granted = Granted(request.permit_id, Grant((row[1],), (row[2],), (row[0],)), request.lease)
         return Waited((granted,), at_once=True)
 
 

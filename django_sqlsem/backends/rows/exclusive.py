@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Final
 
-from django_sqlsem.backends.base import Claim, Grant
+from django_sqlsem.backends.base import Grant, Request
 from django_sqlsem.backends.rows import statements
 from django_sqlsem.core.modes import EXCLUSIVE, UPDATE, UPGRADE, WHOLE
 from django_sqlsem.database.dialects import Dialect
@@ -96,7 +96,7 @@ def take(
     return Grant(slots, (token,) * len(slots), ids)
 
 
-def claim(session: Session, dialect: Dialect, claim: Claim, parameters: dict[str, Any]) -> Grant | None:
+def claim(session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any]) -> Grant | None:
     """Take all slots, or the writer's place, unless somebody is in the way or waits."""
 
     def work(cursor: AnyCursor) -> Grant | None:
@@ -104,13 +104,13 @@ def claim(session: Session, dialect: Dialect, claim: Claim, parameters: dict[str
         found = cursor.fetchone()
         if found is None or found[2]:  # paused
             return None
-        if claim.mode != UPGRADE:
-            dialect.execute(cursor, _waited_for(dialect, claim.mode, bool(claim.rank)), parameters)
+        if request.mode != UPGRADE:
+            dialect.execute(cursor, _waited_for(dialect, request.mode, bool(request.rank)), parameters)
             if cursor.fetchone()[0]:
                 return None
-        who = parameters | {"ticket": claim.permit_id, "user_name": claim.holder.user, "boot_id": dialect.boot_id}
+        who = parameters | {"ticket": request.permit_id, "user_name": request.holder.user, "boot_id": dialect.boot_id}
         lease_us = parameters["lease_us"]
-        return take(dialect, cursor, claim.resource.key, claim.mode, who, int(found[4]), lease_us)
+        return take(dialect, cursor, request.resource.key, request.mode, who, int(found[4]), lease_us)
 
     return session.transaction(work, again=False)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models import QuerySet
 
-    from django_sqlsem.backends.base import Held
+    from django_sqlsem.backends.base import Acquired
     from django_sqlsem.database.cursors import AnyCursor
     from django_sqlsem.database.sessions import Session
     from django_sqlsem.models import SlotRow
@@ -50,12 +50,12 @@ _EXISTS: Final = "SELECT slot_id FROM sqlsem_fence WHERE slot_id = %(id)s"
 _UNMARK: Final = "UPDATE sqlsem_slot SET fenced = NULL WHERE id = %(id)s AND token = %(token)s AND expires_us <= {now}"
 
 
-def _text(dialect: Dialect, held: Held, text: str) -> str:
+def _text(dialect: Dialect, held: Acquired, text: str) -> str:
     live = dialect.live_sql().replace("{now}", dialect.moment_sql)
     return text.replace("{ids}", ",".join(map(str, held.grant.row_ids))).replace("{live}", live)
 
 
-def fence(caller: BaseDatabaseWrapper, session: Session, held: Held) -> bool:
+def fence(caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool:
     """Fence the caller's transaction. Return whether the permit is live, and stays untaken until that ends.
 
     ``session`` is our own. Raises ``BackendError``; ``SemaphoreError`` for a database that cannot do it.
@@ -84,13 +84,13 @@ def fence(caller: BaseDatabaseWrapper, session: Session, held: Held) -> bool:
     raise BackendError(f"{held.resource.name!r} could not be fenced: its rows change all the time.")
 
 
-def _mark(dialect: Dialect, cursor: AnyCursor, held: Held) -> None:
+def _mark(dialect: Dialect, cursor: AnyCursor, held: Acquired) -> None:
     for row_id in held.grant.row_ids:
         cursor.execute(f"INSERT IGNORE INTO sqlsem_fence (slot_id) VALUES ({row_id})")
     dialect.execute(cursor, _text(dialect, held, _MARK), {"permit_id": held.permit_id})
 
 
-def _lock(dialect: Dialect, cursor: AnyCursor, held: Held) -> bool | None:
+def _lock(dialect: Dialect, cursor: AnyCursor, held: Acquired) -> bool | None:
     """Lock in the caller's transaction. Return whether the permit is live; ``None``: to be asked outside of it."""
     wanted = len(held.grant.row_ids)
     if dialect.fence == "sibling":
@@ -110,12 +110,12 @@ def _lock(dialect: Dialect, cursor: AnyCursor, held: Held) -> bool | None:
     return all(_is_ours(held, row) and row[3] for row in rows)
 
 
-def _is_ours(held: Held, row: tuple[Any, ...]) -> bool:
+def _is_ours(held: Acquired, row: tuple[Any, ...]) -> bool:
     tokens = dict(zip(held.grant.row_ids, held.grant.tokens, strict=True))
     return bool(row[2] == held.permit_id and row[1] == tokens.get(row[0]))
 
 
-def _look(dialect: Dialect, session: Session, held: Held) -> tuple[bool, bool, bool]:
+def _look(dialect: Dialect, session: Session, held: Acquired) -> tuple[bool, bool, bool]:
     """Return whether the rows are the permit's, live, and marked as fenced."""
 
     def look(cursor: AnyCursor) -> list[tuple[Any, ...]]:
@@ -127,7 +127,7 @@ def _look(dialect: Dialect, session: Session, held: Held) -> tuple[bool, bool, b
     return ours, all(row[3] for row in rows), all(row[4] for row in rows)
 
 
-def _become_writer(dialect: Dialect, caller: BaseDatabaseWrapper, held: Held) -> bool:
+def _become_writer(dialect: Dialect, caller: BaseDatabaseWrapper, held: Acquired) -> bool:
     session = CallerSession(caller)
     parameters = {"permit_id": held.permit_id}
     try:
@@ -140,7 +140,7 @@ def _become_writer(dialect: Dialect, caller: BaseDatabaseWrapper, held: Held) ->
     return all(_look(dialect, session, held)[:2]) and extend(caller, held)
 
 
-def extend(caller: BaseDatabaseWrapper, held: Held) -> bool:
+def extend(caller: BaseDatabaseWrapper, held: Acquired) -> bool:
     """Renew the permit inside the caller's transaction, which keeps all other writers out. Return whether it was."""
     dialect = dialect_for(caller)
 
@@ -186,7 +186,7 @@ def unfenced(rows: QuerySet[SlotRow], alias: str) -> list[int]:
     return [pk for pk, _token, _fenced in found if pk not in there - alone]
 
 
-def fenced_sql(connection: BaseDatabaseWrapper, held: Held) -> tuple[str, list[Any]]:
+def fenced_sql(connection: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
     """Return a condition, for a statement on ``connection``, that the permit is live, and its parameters.
 
     On PostgreSQL it also fences the transaction in which the statement runs.

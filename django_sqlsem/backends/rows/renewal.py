@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from django.db import Error as DjangoDatabaseError
 
-from django_sqlsem.backends.base import Held, Renewal
+from django_sqlsem.backends.base import Acquired, Renewal
 from django_sqlsem.backends.rows import statements
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.database.dialects import Dialect
@@ -60,7 +60,7 @@ def asking(cursor: AnyCursor, send: Callable[[bool], T]) -> T:
 RENEW_AT_ONCE: Final = 500
 
 
-def renew(session: Session, dialect: Dialect, held: Sequence[Held]) -> Renewal:
+def renew(session: Session, dialect: Dialect, held: Sequence[Acquired]) -> Renewal:
     """Extend all these grants, some hundred to a statement."""
     told = _Told()
     for start in range(0, len(held), RENEW_AT_ONCE):
@@ -81,18 +81,18 @@ class _Told:
     #: Who asks their holders to stop.
     asked: dict[str, str] = field(default_factory=dict)
 
-    def note_asked(self, held: Sequence[Held], rows: _Rows) -> None:
+    def note_asked(self, held: Sequence[Acquired], rows: _Rows) -> None:
         """Note by whom holders were asked to stop."""
         wishes = {row[0]: row[1] for row in rows.values() if row[1] is not None}
         if wishes:
             self.asked.update((each.permit_id, wishes[each.permit_id]) for each in held if each.permit_id in wishes)
 
 
-def _renew_some(session: Session, dialect: Dialect, held: Sequence[Held], told: _Told) -> None:
+def _renew_some(session: Session, dialect: Dialect, held: Sequence[Acquired], told: _Told) -> None:
     row_ids = _row_ids(held)
     permit_ids = ",".join(f"'{each.permit_id}'" for each in held)  # our own hex digits
     wanted = sum(len(each.grant.row_ids) for each in held)
-    beacon = {"beacon": held[0].presence.beacon}
+    beacon = {"beacon": held[0].request.presence.beacon}
 
     def extend(cursor: AnyCursor, asks: bool) -> _Rows | None:
         if dialect.arrays:
@@ -104,7 +104,7 @@ def _renew_some(session: Session, dialect: Dialect, held: Sequence[Held], told: 
         else:
             parameters = beacon
             counted = asks and not dialect.returning
-            known = (_row_ids([each for each in held if each.asked]) or "0") if counted else ""
+            known = (_row_ids([each for each in held if each.stop_told]) or "0") if counted else ""
             text = statements.renew(dialect, row_ids, permit_ids, known)
         dialect.execute(cursor, text if asks else statements.unasked(text), parameters)
         if dialect.returning:
@@ -136,17 +136,17 @@ def _renew_some(session: Session, dialect: Dialect, held: Sequence[Held], told: 
         return
     passed_over = _ask_fate(session, dialect, doubtful, extended is not None, told)
     if passed_over:
-        _renew_some(session, dialect, [replace(each, asked=True) for each in passed_over], told)
+        _renew_some(session, dialect, [replace(each, stop_told=True) for each in passed_over], told)
 
 
-def fate(session: Session, dialect: Dialect, held: Held) -> Loss | None:
+def fate(session: Session, dialect: Dialect, held: Acquired) -> Loss | None:
     """Return how a grant was lost, or ``None`` if its rows still carry it. Changes nothing."""
     told = _Told()
     _ask_fate(session, dialect, [held], True, told)
     return told.lost.get(held.permit_id)
 
 
-def _ask_fate(session: Session, dialect: Dialect, held: Sequence[Held], known: bool, told: _Told) -> list[Held]:
+def _ask_fate(session: Session, dialect: Dialect, held: Sequence[Acquired], known: bool, told: _Told) -> list[Acquired]:
     """Find out what became of grants that were not extended, or may not have been (``known`` is false).
 
     Returns those that were passed over, since their holders did not know yet that they are asked to stop.
@@ -168,7 +168,7 @@ def _ask_fate(session: Session, dialect: Dialect, held: Sequence[Held], known: b
         ]
         if losses:
             told.lost[each.permit_id] = losses[0]
-        elif not known and each.permit_id in told.asked and not each.asked:
+        elif not known and each.permit_id in told.asked and not each.stop_told:
             passed_over.append(each)
         elif not known:  # the statement only told how many rows it extended: this one's are among them
             told.renewed.add(each.permit_id)
@@ -179,12 +179,12 @@ def _by_id(cursor: AnyCursor) -> _Rows:
     return {row[0]: row[1:] for row in cursor.fetchall()}
 
 
-def _carried(held: Held, rows: _Rows) -> bool:
+def _carried(held: Acquired, rows: _Rows) -> bool:
     """Whether all rows of a grant are its own: the next holder of one may be of this process too."""
     return all(rows.get(row_id, (None,))[0] == held.permit_id for row_id in held.grant.row_ids)
 
 
-def _row_ids(held: Sequence[Held]) -> str:
+def _row_ids(held: Sequence[Acquired]) -> str:
     return ",".join(str(row_id) for each in held for row_id in each.grant.row_ids)
 
 

@@ -15,7 +15,7 @@ from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
-    from django_sqlsem.backends.base import Claim, Place
+    from django_sqlsem.backends.base import Place, Request
     from django_sqlsem.core.names import Resource
     from django_sqlsem.database.cursors import AnyCursor
     from django_sqlsem.database.dialects import Dialect
@@ -45,48 +45,48 @@ def _keep(dialect: Dialect) -> tuple[str, ...]:
     return f"{text} {where}", f"SELECT {seen} FROM sqlsem_waiter {where}"
 
 
-def claim(session: Session, claim: Claim) -> Grant | None:
+def claim(session: Session, request: Request) -> Grant | None:
     """Have tokens handed out if they are there and nobody comes first."""
-    parameters = claim_parameters(claim) | {"arrived_us": boot_now_us(), "waiting": 1}
-    mine, _ = _stand(session, claim, parameters, stay=False)
+    parameters = claim_parameters(request) | {"arrived_us": boot_now_us(), "waiting": 1}
+    mine, _ = _stand(session, request, parameters, stay=False)
     return mine[0].grant if mine else None
 
 
-def enrol(session: Session, claim: Claim, place: Place) -> Waited:
+def enrol(session: Session, request: Request, place: Place) -> Waited:
     """The same, or else take a place in the queue."""
-    parameters = claim_parameters(claim) | {"arrived_us": round(place.arrived * 1e6), "waiting": place.waiting}
-    granted, ahead = _stand(session, claim, parameters, stay=True)
-    served = any(each.permit_id == claim.permit_id for each in granted)
+    parameters = claim_parameters(request) | {"arrived_us": round(place.arrived * 1e6), "waiting": place.waiting}
+    granted, ahead = _stand(session, request, parameters, stay=True)
+    served = any(each.permit_id == request.permit_id for each in granted)
     return Waited(granted, None if served else Queue(ahead=ahead))
 
 
 def _stand(
-    session: Session, claim: Claim, parameters: dict[str, Any], *, stay: bool
+    session: Session, request: Request, parameters: dict[str, Any], *, stay: bool
 ) -> tuple[tuple[Granted, ...], int]:
     result, others = transact(
         session,
         dialect_for(session.connection),
-        claim.resource,
+        request.resource,
         parameters,
         partial(stand, stay=stay),
-        initial=claim.slots or 0,
+        initial=request.slots or 0,
         # A claim that does not stay can tell nobody else in its process.
-        here=claim.holder.process if stay else "",
+        here=request.holder.process if stay else "",
     )
     mine, ahead = result or (None, 0)
     return ((mine, *others) if mine else others), ahead
 
 
-def wait(session: Session, claim: Claim, place: Place) -> Waited:
+def wait(session: Session, request: Request, place: Place) -> Waited:
     """Keep the place; the first in line sees that what is there, or comes back, is handed out."""
     dialect = dialect_for(session.connection)
-    parameters = claim_parameters(claim) | {"waiting": place.waiting}
+    parameters = claim_parameters(request) | {"waiting": place.waiting}
     queue = session.run(lambda cursor: _look(dialect, cursor, parameters))
     if queue is None:
-        mine = granted(session, claim)
+        mine = granted(session, request)
         return Waited((mine,) if mine else ())
-    if queue.ahead == 0 and (queue.free >= claim.take or queue.expiry_in == 0):
-        return Waited(hand_out(session, claim.resource, here=claim.holder.process), queue)
+    if queue.ahead == 0 and (queue.free >= request.take or queue.expiry_in == 0):
+        return Waited(hand_out(session, request.resource, here=request.holder.process), queue)
     return Waited((), queue)
 
 
@@ -105,10 +105,10 @@ def _look(dialect: Dialect, cursor: AnyCursor, parameters: dict[str, Any]) -> Qu
     )
 
 
-def granted(session: Session, claim: Claim) -> Granted | None:
+def granted(session: Session, request: Request) -> Granted | None:
     """Return what was handed to a waiter."""
-    row = _row(session, claim.permit_id)
-    return granted_as(claim.permit_id, row[0], row[1], row[3]) if row and row[2] else None
+    row = _row(session, request.permit_id)
+    return granted_as(request.permit_id, row[0], row[1], row[3]) if row and row[2] else None
 
 
 def _row(session: Session, permit_id: str) -> tuple[Any, ...] | None:

@@ -55,7 +55,7 @@ class Outcome(enum.Enum):
 
 
 #: How transactions hold a lock at some moment.
-Held = Literal["free", "shared", "held"]
+LockState = Literal["free", "shared", "held"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class TransactionLocking(abc.ABC):
         under an isolation level whose reads may be older than the lock.
         """
 
-    def holds(self, keys: Collection[str]) -> Mapping[str, Held] | None:
+    def holds(self, keys: Collection[str]) -> Mapping[str, LockState] | None:
         """Return how transactions hold the rows with these keys at this moment; ``None`` where that is not known."""
         return None
 
@@ -150,7 +150,7 @@ def number_of(error: Exception) -> str | int | None:
 class RowLocking(TransactionLocking):
     """Locks the key row by a read, which the server lets wait."""
 
-    def holds(self, keys: Collection[str]) -> Mapping[str, Held]:
+    def holds(self, keys: Collection[str]) -> Mapping[str, LockState]:
         """Try the locks, passing over those that are held, and let go of them at once.
 
         Who asks for one with ``timeout=0`` in that very moment is refused: it takes about a millisecond.

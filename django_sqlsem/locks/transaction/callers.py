@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from django_sqlsem.locks.transaction.base import Held, Mark
+    from django_sqlsem.locks.transaction.base import LockState, Mark
 
 
 _LOCKINGS: Final[dict[str, type[TransactionLocking]]] = {
@@ -152,7 +152,7 @@ def _refusal(wanted: Wanted, seconds: float | None) -> AcquireTimeoutError:
     return AcquireTimeoutError(f"{name!r} is locked by another transaction{when}.", name=name, timeout=seconds)
 
 
-def held(alias: str, keys: Collection[str]) -> Mapping[str, Held] | None:
+def held(alias: str, keys: Collection[str]) -> Mapping[str, LockState] | None:
     """Return how transactions hold the rows with these keys; ``None`` where that is not known.
 
     Raises ``BackendError``.

@@ -20,7 +20,7 @@ from django_sqlsem.backends.applock.backend import ApplockBackend
 from django_sqlsem.backends.applock.queue import Line
 from django_sqlsem.backends.applock.sessions import LockSession
 from django_sqlsem.backends.applock.tsql import parts
-from django_sqlsem.backends.base import Claim, Queue, Waited
+from django_sqlsem.backends.base import Queue, Request, Waited
 from django_sqlsem.checks import sqlserver
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.database.sqlserver import lock_names
@@ -212,7 +212,7 @@ def test_who_is_served_twice_at_the_same_moment_keeps_what_it_knows_of(monkeypat
     passed: list[Any] = []
     attempt, pass_on = ApplockClaims.attempt, ApplockClaims.pass_on
 
-    def attempt_late(self: Any, session: LockSession, asked: Claim, stand: Stand, **options: Any) -> Answer:
+    def attempt_late(self: Any, session: LockSession, asked: Request, stand: Stand, **options: Any) -> Answer:
         if stand.patience is not None and not passed:
             line = backend._lines[asked.line]
             wait_until(lambda: line.wanted and not line.waits_for(asked.permit_id), timeout=60)
@@ -220,7 +220,7 @@ def test_who_is_served_twice_at_the_same_moment_keeps_what_it_knows_of(monkeypat
                 held.pop().release()
         return attempt(self, session, asked, stand, **options)
 
-    def pass_on_late(self: Any, session: LockSession, asked: Claim, successor: Claim) -> Any:
+    def pass_on_late(self: Any, session: LockSession, asked: Request, successor: Request) -> Any:
         line = backend._lines[successor.line]
         elsewhere = backend.try_claim(successor, Stand(line.ticket)).granted
         assert elsewhere is not None
@@ -261,7 +261,7 @@ def test_a_slot_for_nobody_is_free_again_while_another_session_is_busy(monkeypat
     busy: list[LockSession] = []
     attempt = ApplockClaims.attempt
 
-    def attempt_late(self: Any, session: LockSession, asked: Claim, stand: Stand, **options: Any) -> Answer:
+    def attempt_late(self: Any, session: LockSession, asked: Request, stand: Stand, **options: Any) -> Answer:
         if stand.patience is None or granted:
             return attempt(self, session, asked, stand, **options)
         line = backend._lines[asked.line]
@@ -301,7 +301,7 @@ def test_an_upgrade_that_two_threads_of_the_library_ask_for_at_once_stays(monkey
     real = ApplockBackend.try_upgrade
     answers: list[Answer] = []
 
-    def asked_twice(self: Any, claim: Claim, stand: Stand) -> Answer:
+    def asked_twice(self: Any, claim: Request, stand: Stand) -> Answer:
         if not stand.ticket or answers:
             return real(self, claim, stand)
         reader.release()

@@ -52,7 +52,7 @@ def locks() -> dict[str, Any]:
 
 def kill_session_of(permit: Any, plain: Session) -> None:
     """End the session that has its locks, and wait until they are free."""
-    session, holding = permit._hold.keeper.backend.pool.holder(permit._hold.permit_id)
+    session, holding = permit._acquisition.keeper.backend.pool.holder(permit._acquisition.permit_id)
     plain.do(f"KILL {session.session_id}")
     wait_until(lambda: not is_there(session.session_id, plain), timeout=PATIENT)
     resources = [holding.names.slot(slot) for slot in holding.slots]
@@ -239,7 +239,7 @@ def test_whether_the_fence_or_the_end_of_the_session_comes_first(plain):
     outcomes = set()
     for delay in (0.0, 0.02, 0.1, PATIENT):
         permit = lock.acquire(timeout=PATIENT)
-        session, _holding = permit._hold.keeper.backend.pool.holder(permit._hold.permit_id)
+        session, _holding = permit._acquisition.keeper.backend.pool.holder(permit._acquisition.permit_id)
         taker = Taker(lock.acquire)
         wait_until(lambda: lock.status().waiting == 1, timeout=PATIENT)
         killer = threading.Timer(delay, lambda session=session: plain.do(f"KILL {session.session_id}"))

@@ -64,7 +64,7 @@ def test_a_struck_look_costs_no_permit_of_its_session():
         known(name)
     held = [detached(semaphore(name, using=ALIAS)) for name in ("struck", "other")]
     backend: Any = get_backend(ALIAS)
-    [session] = {backend.pool.holder(each._hold.claim.permit_id)[0] for each in held}
+    [session] = {backend.pool.holder(each._acquisition.request.permit_id)[0] for each in held}
     raw, session._raw = session._raw, StruckConnection(session._raw)
     with pytest.raises(SoftLimit) as caught:
         session.rows("SELECT name_key FROM sqlsem_semaphore", [])
@@ -96,7 +96,7 @@ def test_a_writer_waits_behind_upgradable_readers_for_longer_than_a_statement_ma
         pass
     reader = detached(lock.upgradable())
     backend: Any = get_backend(ALIAS)
-    limit = backend.pool.holder(reader._hold.claim.permit_id)[0].limit
+    limit = backend.pool.holder(reader._acquisition.request.permit_id)[0].limit
     with Child(WAITER, "patient", ALIAS) as other, contextlib.closing(Session()) as observer:
         other.expect("asks", timeout=60)
         rows = "SELECT COUNT(*) FROM sqlsem_waiter"

@@ -28,10 +28,10 @@ from django_sqlsem.backends.applock.sessions import LockSession, Turn
 from django_sqlsem.backends.applock.tsql import parts
 from django_sqlsem.backends.applock.tsql.proof import prove
 from django_sqlsem.backends.base import (
-    Claim,
     Grant,
     Granted,
     Place,
+    Request,
 )
 from django_sqlsem.core import identity
 from django_sqlsem.core.clocks import boot_now
@@ -43,8 +43,8 @@ from tests.support.databases import ROOT
 from tests.support.threads import wait_until
 
 
-def claim(permit_id: str) -> Claim:
-    return Claim(resource_for("line", "semaphore"), permit_id, 1, 1, 60.0, True, identity.current())
+def claim(permit_id: str) -> Request:
+    return Request(resource_for("line", "semaphore"), permit_id, 1, 1, 60.0, True, identity.current())
 
 
 def place() -> Place:
@@ -72,13 +72,13 @@ class Server:
     def given_back(self) -> list[Any]:
         return self.__dict__.setdefault("_given_back", [])
 
-    def attempt(self, session: Any, asking: Claim, stand: Stand, *, fair: bool) -> Answer:
+    def attempt(self, session: Any, asking: Request, stand: Stand, *, fair: bool) -> Answer:
         self.asked.append(asking.permit_id)
         if not self.free.wait(self.patience):
             return Answer(None, parts.BUSY, head=True)
         return Answer(Granted(asking.permit_id, Grant((1,), (), (1,)), 60.0), parts.DONE)
 
-    def pass_on(self, session: Any, asked: Claim, successor: Claim) -> Granted | None:
+    def pass_on(self, session: Any, asked: Request, successor: Request) -> Granted | None:
         self.passed_on.append((asked.permit_id, successor.permit_id))
         if successor.permit_id in self.served_elsewhere:
             self.free.clear()
@@ -89,7 +89,7 @@ class Server:
     def deliver(self, granted: Granted, sent: float, resource: Any, *, at_once: bool) -> None:
         self.delivered.append(granted.permit_id)
 
-    def give_up(self, session: Any, asked: Claim) -> None:
+    def give_up(self, session: Any, asked: Request) -> None:
         assert session not in self.given_back, "others may use it already"
         self.given_up.append(asked.permit_id)
 

@@ -39,7 +39,7 @@ def test_without_rows_nobody_can_be_asked_and_that_is_said(alias, settings):
 
 def test_a_proof_is_one_batch_whether_somebody_is_asked_or_not(alias, monkeypatch):
     with semaphore("one", using=alias).acquire() as one, semaphore("two", using=alias).acquire() as two:
-        backend, helds = get_backend(alias), [one._hold.held, two._hold.held]
+        backend, helds = get_backend(alias), [one._acquisition.acquired, two._acquisition.acquired]
         quiet = backend.renew(backend.session(), helds)
         control.request_stop("two", by="ann", using=alias)
         wait_until(lambda: two.stop_requested, timeout=20)
@@ -53,7 +53,7 @@ def test_a_proof_is_one_batch_whether_somebody_is_asked_or_not(alias, monkeypatc
         told = backend.renew(backend.session(), helds)
         sessions = {session for session in backend.pool.sessions() if session.held}
         assert quiet.asked == {}
-        assert told.asked == {two._hold.permit_id: "ann"}
+        assert told.asked == {two._acquisition.permit_id: "ann"}
         assert told.renewed == quiet.renewed == {held.permit_id for held in helds}
         # The keeper may prove them at the same moment.
         proofs = [text for text in sent if "AS missing" in text]
