@@ -91,11 +91,13 @@ def main() -> None:
             for _ in range(TIMED):
                 function()
             took, cpu = (time.perf_counter() - began) / TIMED, (time.thread_time() - cpu) / TIMED
-            print(f"{name}: {files} files, {len(way.calls)} calls, {way.crossings} crossings;", end=" ")
-            print(f"{took * 1e6:.0f} µs, {cpu * 1e6:.0f} µs of this thread's CPU")
+            lines = [
+                f"{name}: {files} files, {len(way.calls)} calls, {way.crossings} crossings; "
+                f"{took * 1e6:.0f} µs, {cpu * 1e6:.0f} µs of this thread's CPU"
+            ]
             if options.list:
-                for file, function_name in way.calls:
-                    print(f"    {file}: {function_name}")
+                lines += [f"    {file}: {function_name}" for file, function_name in way.calls]
+            sys.stdout.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
