@@ -6,22 +6,15 @@ without time zones, and the same on every database.
 
 from __future__ import annotations
 
-from django_sqlsem.models.claims import ClaimRow
-from django_sqlsem.models.fences import FenceRow
+from typing import Final
+
+from django.db import models
+from django.utils.translation import gettext_lazy as _
+
 from django_sqlsem.models.fields import ExactCharField
-from django_sqlsem.models.history import EventRow, MinuteRow
-from django_sqlsem.models.refresh import RefreshRow
-from django_sqlsem.models.semaphores import (
-    HolderFields,
-    SemaphoreRow,
-    ServerRow,
-    SlotRow,
-    WaiterRow,
-)
-from django_sqlsem.models.transaction_locks import TransactionLockRow
-from django_sqlsem.models.waits import WaitRow
 
 __all__ = [
+    "HOLDER_COLUMNS",
     "ClaimRow",
     "EventRow",
     "ExactCharField",
@@ -36,3 +29,361 @@ __all__ = [
     "WaitRow",
     "WaiterRow",
 ]
+
+
+class SemaphoreRow(models.Model):
+    """One named semaphore: how many slots it has, and what an operator has said about it."""
+
+    key = ExactCharField(_("key"), max_length=32, primary_key=True, editable=False, db_column="name_key")
+    name = ExactCharField(_("name"), max_length=200, db_index=True)
+    kind = ExactCharField(_("kind"), max_length=16, default="semaphore")
+    declared_slots = models.PositiveIntegerField(_("declared slots"))
+    declared_us = models.BigIntegerField(_("declared at"), default=0)
+    other_slots = models.PositiveIntegerField(_("slots declared otherwise"), null=True)
+    other_us = models.BigIntegerField(_("declared otherwise at"), null=True)
+    operator_slots = models.PositiveIntegerField(_("operator's slots"), null=True)
+    paused = models.BooleanField(_("paused"), default=False)
+    shrinking = models.BooleanField(_("shrinking"), default=False)
+    # Of the kind "tokens" only. What was handed to waiters that have not taken it yet is in their rows.
+    tokens = models.BigIntegerField(_("tokens"), null=True)
+
+    class Meta:
+        db_table = "sqlsem_semaphore"
+        verbose_name = _("semaphore")
+        verbose_name_plural = _("semaphores")
+        indexes = [models.Index(fields=["paused"], name="sqlsem_semaphore_paused")]
+        permissions = [
+            ("operate_semaphorerow", "Can revoke permits and purge stale slots"),
+            ("configure_semaphorerow", "Can set slots, pause and resume"),
+        ]
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+    @property
+    def slots(self) -> int:
+        """How many slots count now: the operator's number, else the declared one."""
+        return self.declared_slots if self.operator_slots is None else self.operator_slots
+
+
+class HolderFields(models.Model):
+    """Who holds or waits."""
+
+    host = ExactCharField(_("host"), max_length=255, default="", blank=True)
+    pid = models.BigIntegerField(_("process"), default=0)
+    thread = ExactCharField(_("thread"), max_length=100, default="", blank=True)
+    label = ExactCharField(_("work"), max_length=200, default="", blank=True)
+    user = ExactCharField(_("user"), max_length=150, default="", blank=True, db_column="user_name")
+    process_id = ExactCharField(_("process id"), max_length=32, default="", blank=True)
+    boot_id = ExactCharField(_("boot id"), max_length=36, default="", blank=True)
+    channel = ExactCharField(_("channel"), max_length=64, default="", blank=True)
+    beacon = models.BooleanField(_("has a beacon"), default=False)
+
+    class Meta:
+        abstract = True
+
+
+#: The columns that tell who holds or waits.
+HOLDER_COLUMNS: Final = tuple(field.column for field in HolderFields._meta.local_fields)
+
+
+class SlotRow(HolderFields):
+    """One slot of a semaphore. ``expires_us`` is null while it is free.
+
+    Slot 0 is the writer's place, which only locks of readers and writers have: it is closed to everybody else.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    semaphore = models.ForeignKey(
+        SemaphoreRow,
+        models.CASCADE,
+        db_column="semaphore_key",
+        db_constraint=False,  # no extra lock on the semaphore's row; purging deletes slots first
+        db_index=False,  # the unique constraint serves
+        related_name="slot_rows",
+        verbose_name=_("semaphore"),
+    )
+    slot = models.PositiveIntegerField(_("slot"))
+    closed = models.BooleanField(_("closed"), default=False)
+    token = models.BigIntegerField(_("token"), default=0)
+    permit_id = ExactCharField(_("permit id"), max_length=32, null=True)
+    acquired_us = models.BigIntegerField(_("acquired at"), null=True)
+    expires_us = models.BigIntegerField(_("expires at"), null=True)
+    lease_us = models.BigIntegerField(_("lease"), default=0)
+    held_us = models.BigIntegerField(_("usual hold"), default=0)
+    suspect_us = models.BigIntegerField(_("beacon out since"), null=True)
+    session_id = models.BigIntegerField(_("database session"), null=True)
+    session_us = models.BigIntegerField(_("database session since"), null=True)
+    #: How its permit shares the name with others: see ``modes``.
+    mode = ExactCharField(_("mode"), max_length=8, default="", db_default="", blank=True, db_column="lock_mode")
+    fenced = models.BigIntegerField(_("fenced token"), null=True)
+    revoked_token = models.BigIntegerField(_("revoked token"), null=True)
+    revoked_by = ExactCharField(_("revoked by"), max_length=150, default="", blank=True)
+    #: The token whose holder an operator has asked to stop, and who that was.
+    stop_token = models.BigIntegerField(_("asked to stop"), null=True)
+    stop_by = ExactCharField(_("asked to stop by"), max_length=150, default="", db_default="", blank=True)
+
+    class Meta:
+        db_table = "sqlsem_slot"
+        verbose_name = _("slot")
+        verbose_name_plural = _("slots")
+        constraints = [models.UniqueConstraint(fields=["semaphore", "slot"], name="sqlsem_slot_uniq")]
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return f"{self.semaphore_id}/{self.slot}"
+
+
+class WaiterRow(HolderFields):
+    """One process that waits for a semaphore, at the place of its oldest waiting thread or task.
+
+    ``ticket`` is the permit id under which it will be granted. A Celery task that will come back is ``away``: it keeps
+    its place under its own id, and is never granted. On a name of tokens, one that is ``away`` has been handed the
+    tokens that it wants, and has not taken them yet. ``take`` is 0 if it wants all slots.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    ticket = ExactCharField(_("ticket"), max_length=32, unique=True)
+    semaphore = models.ForeignKey(
+        SemaphoreRow,
+        models.CASCADE,
+        db_column="semaphore_key",
+        db_constraint=False,
+        db_index=False,
+        related_name="waiter_rows",
+        verbose_name=_("semaphore"),
+    )
+    queued_us = models.BigIntegerField(_("waiting since"))
+    expires_us = models.BigIntegerField(_("expires at"))
+    take = models.PositiveIntegerField(_("slots wanted"), default=1)
+    slots = models.PositiveIntegerField(_("slots declared"), null=True)
+    lease_us = models.BigIntegerField(_("lease"), default=0)
+    away = models.BooleanField(_("away"), default=False)
+    mode = ExactCharField(_("mode"), max_length=8, default="", db_default="", blank=True, db_column="lock_mode")
+    waiting = models.PositiveIntegerField(_("waiting"), default=1)
+
+    class Meta:
+        db_table = "sqlsem_waiter"
+        verbose_name = _("waiter")
+        verbose_name_plural = _("waiters")
+        indexes = [models.Index(fields=["semaphore", "queued_us"], name="sqlsem_waiter_queue")]
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return str(self.ticket)
+
+
+class ServerRow(models.Model):
+    """One start or promotion of the database's server: when it was first seen, by its own clock."""
+
+    identity = ExactCharField(_("identity"), max_length=200, primary_key=True)
+    seen_us = models.BigIntegerField(_("first seen"))
+
+    class Meta:
+        db_table = "sqlsem_server"
+        verbose_name = _("server start")
+        verbose_name_plural = _("server starts")
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return str(self.identity)
+
+
+class FenceRow(models.Model):
+    """One slot that was ever fenced. Who fences it reads this row with a shared lock; who takes it needs it alone."""
+
+    slot_id = models.BigIntegerField(_("slot row"), primary_key=True)
+
+    class Meta:
+        db_table = "sqlsem_fence"
+        verbose_name = _("fence")
+        verbose_name_plural = _("fences")
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return str(self.slot_id)
+
+
+class TransactionLockRow(models.Model):
+    """One name that transactions lock, or one table that they lock where the database itself locks none.
+
+    A row that is deleted while nobody has it locked is made again when it is needed.
+    """
+
+    key = ExactCharField(_("key"), max_length=32, primary_key=True, editable=False, db_column="name_key")
+    name = ExactCharField(_("name"), max_length=200)
+    #: How many committed transactions have had it. Counted on SQLite only, where nothing else tells who was waited for.
+    grants = models.BigIntegerField(_("grants"), default=0)
+
+    class Meta:
+        db_table = "sqlsem_transaction_lock"
+        verbose_name = _("transaction lock")
+        verbose_name_plural = _("transaction locks")
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+
+class WaitRow(HolderFields):
+    """One thread or task that has waited for a while, and holds permits meanwhile.
+
+    ``wait_id`` is the id of the permit that it waits for. ``permits`` is what it holds, as ``key/permit id``, separated
+    by spaces. Instants are as in ``WaiterRow``.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    wait_id = ExactCharField(_("wait id"), max_length=32, unique=True)
+    key = ExactCharField(_("key"), max_length=32, editable=False, db_column="semaphore_key")
+    name = ExactCharField(_("name"), max_length=200)
+    take = models.PositiveIntegerField(_("slots wanted"), default=1)
+    slots = models.PositiveIntegerField(_("slots declared"), null=True)
+    mode = ExactCharField(_("mode"), max_length=8, default="", blank=True, db_column="lock_mode")
+    fair = models.BooleanField(_("stands in line"), default=True)
+    permits = models.TextField(_("permits held"))
+    since_us = models.BigIntegerField(_("waiting since"))
+    expires_us = models.BigIntegerField(_("expires at"))
+
+    class Meta:
+        db_table = "sqlsem_wait"
+        verbose_name = _("wait")
+        verbose_name_plural = _("waits")
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.wait_id} for {self.name}"
+
+
+class ClaimRow(models.Model):
+    """One row of some model that a worker has claimed. Its owner is whoever holds ``slot`` with ``token``.
+
+    It stands for itself, without foreign keys: what it names may be deleted or purged at any time.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    key = ExactCharField(_("key"), max_length=32, editable=False, db_column="semaphore_key")
+    model = ExactCharField(_("model"), max_length=200)
+    field = ExactCharField(_("status field"), max_length=100, db_column="field_name")
+    object_pk = ExactCharField(_("primary key"), max_length=255)
+    from_status = ExactCharField(_("status before"), max_length=255, null=True)
+    status = ExactCharField(_("status meanwhile"), max_length=255, null=True)
+    slot = models.PositiveIntegerField(_("slot"))
+    token = models.BigIntegerField(_("token"))
+    claimed_us = models.BigIntegerField(_("claimed at"))
+    boot_id = ExactCharField(_("boot id"), max_length=36, default="", blank=True)
+    host = ExactCharField(_("host"), max_length=255, default="", blank=True)
+    pid = models.BigIntegerField(_("process"), default=0)
+    thread = ExactCharField(_("thread"), max_length=100, default="", blank=True)
+    label = ExactCharField(_("work"), max_length=200, default="", blank=True)
+
+    class Meta:
+        db_table = "sqlsem_claim"
+        verbose_name = _("claimed row")
+        verbose_name_plural = _("claimed rows")
+        constraints = [models.UniqueConstraint(fields=["key", "object_pk"], name="sqlsem_claim_uniq")]
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.object_pk}"
+
+
+class RefreshRow(HolderFields):
+    """One value that is rebuilt once a period. The holder's columns say who built it last.
+
+    ``token`` is that of the permit under which the value was built that counts now; 0: there is none yet.
+    """
+
+    key = ExactCharField(_("key"), max_length=32, primary_key=True, editable=False, db_column="name_key")
+    name = ExactCharField(_("name"), max_length=200, db_index=True)
+    token = models.BigIntegerField(_("token"), default=0)
+    period_us = models.BigIntegerField(_("period"), default=0)
+    built_us = models.BigIntegerField(_("built at"), null=True)
+    took_us = models.BigIntegerField(_("build took"), default=0)
+    invalidations = models.BigIntegerField(_("invalidations"), default=0)
+    built_for = models.BigIntegerField(_("built for"), default=0)
+    failed_us = models.BigIntegerField(_("failed at"), null=True)
+
+    class Meta:
+        db_table = "sqlsem_refresh"
+        verbose_name = _("refreshed value")
+        verbose_name_plural = _("refreshed values")
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+
+class EventRow(models.Model):
+    """Something that happened to one name: a grant, its end, a loss, an operator's act.
+
+    Instants are microseconds of Unix time by the database's clock; on SQLite, by the host's, as its boot clock would
+    begin anew. It stands for itself, without foreign keys: the name may be purged at any time.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    key = ExactCharField(_("key"), max_length=32, editable=False, db_column="semaphore_key")
+    name = ExactCharField(_("name"), max_length=200)
+    at_us = models.BigIntegerField(_("at"))
+    until_us = models.BigIntegerField(_("kept until"))
+    what = ExactCharField(_("event"), max_length=16)
+    slot = models.PositiveIntegerField(_("slot"), null=True)
+    token = models.BigIntegerField(_("token"), null=True)
+    waited_us = models.BigIntegerField(_("waited"), null=True)
+    held_us = models.BigIntegerField(_("held"), null=True)
+    host = ExactCharField(_("host"), max_length=255, default="", blank=True)
+    pid = models.BigIntegerField(_("process"), default=0)
+    thread = ExactCharField(_("thread"), max_length=100, default="", blank=True)
+    label = ExactCharField(_("work"), max_length=200, default="", blank=True)
+    user = ExactCharField(_("user"), max_length=150, default="", blank=True, db_column="user_name")
+    by = ExactCharField(_("by"), max_length=150, default="", blank=True, db_column="done_by")
+    detail = ExactCharField(_("detail"), max_length=500, default="", blank=True)
+
+    class Meta:
+        db_table = "sqlsem_event"
+        verbose_name = _("event")
+        verbose_name_plural = _("events")
+        indexes = [
+            models.Index(fields=["key", "at_us"], name="sqlsem_event_name"),
+            models.Index(fields=["until_us"], name="sqlsem_event_until"),
+        ]
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.name}"
+
+
+class MinuteRow(models.Model):
+    """What one process counted of one name in one minute: several rows may be of the same minute, and add up.
+
+    Its writer writes it anew while the minute lasts. ``waits`` and ``holds`` are histograms as text: see
+    ``history.buckets``.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    key = ExactCharField(_("key"), max_length=32, editable=False, db_column="semaphore_key")
+    minute_us = models.BigIntegerField(_("minute"))
+    #: A random number of the process.
+    writer = models.BigIntegerField(_("writer"), default=0)
+    until_us = models.BigIntegerField(_("kept until"))
+    granted = models.PositiveIntegerField(_("granted"), default=0)
+    released = models.PositiveIntegerField(_("released"), default=0)
+    turned_away = models.PositiveIntegerField(_("turned away"), default=0)
+    lost = models.PositiveIntegerField(_("lost"), default=0)
+    #: Slots times microseconds, of what ended in this minute.
+    held_us = models.BigIntegerField(_("held"), default=0)
+    longest_hold_us = models.BigIntegerField(_("longest hold"), default=0)
+    longest_wait_us = models.BigIntegerField(_("longest wait"), default=0)
+    holds = models.CharField(_("holds"), max_length=1000, default="", blank=True)
+    waits = models.CharField(_("waits"), max_length=1000, default="", blank=True)
+
+    class Meta:
+        db_table = "sqlsem_minute"
+        verbose_name = _("minute")
+        verbose_name_plural = _("minutes")
+        constraints = [models.UniqueConstraint(fields=["key", "minute_us", "writer"], name="sqlsem_minute_uniq")]
+        indexes = [models.Index(fields=["until_us"], name="sqlsem_minute_until")]
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.minute_us}"
