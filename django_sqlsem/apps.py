@@ -13,7 +13,7 @@ class SqlsemConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Register the checks, other libraries, and the hooks that tests, forks and exits need."""
+        """Register the checks, other libraries, the keepers' chores, and what tests, forks and exits need."""
         from django_sqlsem import checks, contrib, lifecycle
 
         checks.register()

@@ -16,9 +16,12 @@ from django.db.models.signals import post_migrate
 from django_sqlsem import backends
 from django_sqlsem.core import identity, testmode
 from django_sqlsem.database import bells, sessions, sqlite
+from django_sqlsem.deadlocks.lent_threads import LentThreads
+from django_sqlsem.deadlocks.watch import Watch
 from django_sqlsem.decorators import busy_log
+from django_sqlsem.history.chore import HistoryChore
 from django_sqlsem.locks import permit
-from django_sqlsem.runtime import acquisition, keepers
+from django_sqlsem.runtime import acquisition, chores, keepers
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ def install() -> None:
         return
     _installed = True
     testmode.install()
+    for chore in (LentThreads, Watch, HistoryChore, busy_log.LogRest):
+        chores.plug_in(chore)
     connection_created.connect(_guard_test_database, dispatch_uid="sqlsem_lifecycle")
     connection_created.connect(sqlite.remember, dispatch_uid="sqlsem_sqlite_files")
     post_migrate.connect(_lose_flushed, dispatch_uid="sqlsem_lifecycle")
@@ -123,7 +128,7 @@ def _lose_flushed(using: str, **kwargs: Any) -> None:
         for keeper in keepers.all_keepers():
             if keeper.alias == using:
                 for acquisition in list(keeper.acquisitions.values()):
-                    if acquisition.grant is not None and not acquisition.releasing.locked():
+                    if acquisition.has_slots:
                         acquisition.lose(Loss(LossReason.SESSION_ENDED, "the test in which it was taken has ended"))
                 keeper.backend.emptied()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 from django.utils.module_loading import import_string
 
-from django_sqlsem.backends.base import BaseSemaphoreBackend, Counting
+from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.conf import config
 from django_sqlsem.core import testmode
 from django_sqlsem.core.text import shown
@@ -31,9 +32,9 @@ def database_for(using: str | None = None) -> str:
     if using is None:
         using = config().database
     if using is None:
-        from django_sqlsem.models import SemaphoreRow
-
-        source, using = "The router's database for writing locks", router.db_for_write(SemaphoreRow)
+        # By name: locks are defined in modules that Django imports before it knows the models.
+        row = apps.get_model("sqlsem", "SemaphoreRow")
+        source, using = "The router's database for writing locks", router.db_for_write(row)
     if using not in connections.settings:
         aliases = ", ".join(sorted(connections.settings))
         raise ImproperlyConfigured(f"{source} is {shown(using)}, which is not in DATABASES: {aliases}.")
@@ -52,14 +53,14 @@ def get_backend(alias: str) -> BaseSemaphoreBackend:
         in_memory = connection.vendor == "sqlite" and connection.is_in_memory_db()  # type: ignore[attr-defined]
         real = APPLOCK if connection.vendor == "microsoft" else ROWS
         path = LOCAL if in_memory or testmode.in_testcase(alias) else real
-    # Many threads may get here first at once, and must all have the same one.
+    # Several threads may make it at once, and must all get the same one.
     return _backends.get((path, alias)) or _backends.setdefault((path, alias), _make(path, alias))
 
 
 def get_counting_backend(alias: str) -> BaseSemaphoreBackend:
     """Return the backend that keeps the alias's counts of tokens: its own if it can, else rows."""
     backend = get_backend(alias)
-    if isinstance(backend, Counting):
+    if backend.keeps_tokens:
         return backend
     return _backends.get((ROWS, alias)) or _backends.setdefault((ROWS, alias), _make(ROWS, alias))
 
@@ -79,15 +80,17 @@ def _make(path: str, alias: str) -> BaseSemaphoreBackend:
 
 
 def before_fork(frozen: list[Any]) -> None:
-    """Let the backends' statements under way finish. ``frozen`` gets each lock that is to be released, at once:
-    a signal's exception does not stop a fork, and what was not noted would stay locked.
+    """Let the backends' statements under way finish.
+
+    ``frozen`` gets each lock that is to be released, at once: a signal's exception does not stop a fork, and a lock
+    that was not noted would stay locked.
     """
     for backend in list(_backends.values()):
         backend.before_fork(frozen)
 
 
 def after_fork() -> None:
-    """In a forked child: make the backends anew, since a thread that is not here may hold a lock of theirs."""
+    """In a forked child: make the backends anew, since a thread that the fork left out may hold a lock of theirs."""
     for backend in _backends.values():
         backend.after_fork()
     _backends.clear()

@@ -1,16 +1,6 @@
-"""The contract of a backend: how one database grants, keeps and shows slots.
+"""The contract of a backend: how one database grants, keeps and shows slots, and the records it speaks in."""
 
-What an acquisition asks a backend for, and how its process is reached.
-
-The part of a backend's contract that fences the caller's own transactions and statements.
-
-How a backend tells of all its names at once. By itself it reads every snapshot; tables know a shorter way.
-
-What a backend can do besides that keeps a count of tokens: see ``tokens()``.
-
-A claim of the kind ``tokens`` waits like any other. Its ``slots`` are the tokens that a new name begins with, and its
-grant lasts for a moment only: then it has been taken for good, or goes back.
-"""
+# ruff: noqa: B027 - what most backends have nothing to do for is an empty method
 
 from __future__ import annotations
 
@@ -20,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from django.apps import apps
 from django.db.models import Q
 
 from django_sqlsem.core.modes import SHARED, UPGRADE, WHOLE, line_of
@@ -42,13 +33,16 @@ if TYPE_CHECKING:
 
 #: A slot that was handed to another process lapses after this long unless it is confirmed, in microseconds.
 LAPSE_US: Final = 2_000_000
+#: The kind of lock that is a count: see ``tokens()``. A request of this kind waits like any other. Its ``slots`` are
+#: the tokens that a new name begins with; its grant lasts only a moment, until ``take()`` or ``release()``.
+TOKENS: Final = "tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """How others reach a process, and how they tell that it lives. Both may change while it runs."""
+    """How other processes reach this one, and see that it lives. Both may change while it runs."""
 
-    #: Where a grant is announced to it; empty: nowhere, it has to look.
+    #: The channel on which a grant is announced to it; empty: it has to look for itself.
     channel: str = ""
     #: A LIKE pattern of the channels whose processes can reach it.
     near: str = ""
@@ -58,7 +52,7 @@ class Presence:
     beacon: bool = False
 
 
-#: Of a process that nobody can reach.
+#: Of a process that no other one can reach.
 UNREACHED: Final = Presence()
 
 
@@ -73,17 +67,17 @@ class Request:
     take: int
     #: Seconds that the grant lasts unless it is renewed.
     lease: float
-    #: Whether the claim stands behind those that already wait.
+    #: Whether the request queues behind those that already wait.
     fair: bool
     holder: HolderIdentity
     presence: Presence = UNREACHED
     #: Whether the grant must survive a crash of the database's server.
     durable: bool = True
-    #: The name under which a task keeps its place while it is away; empty for anybody else.
+    #: The name under which a task keeps its place while it is away; empty for anything but such a task.
     rank: str = ""
-    #: Whether it has come back to that place, and so does not stand behind others of its process.
+    #: Whether the task has come back to that place, and so does not queue behind others of its process.
     apart: bool = False
-    #: How it shares the name with others. ``take`` is 0 where that means all slots.
+    #: How it shares the name with others: see ``core.modes``. ``take`` is 0 where that means all slots.
     mode: str = SHARED
 
     @property
@@ -98,87 +92,9 @@ class Request:
         return f"{line} {self.rank}" if self.apart else line
 
 
-class Fencing:
-    """What a backend without rows that tell who holds what cannot do. A backend that can overrides all of it."""
-
-    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool:
-        """Keep the slots from being taken until the caller's transaction ends. Return whether the permit is live.
-
-        ``session`` is one of our own. Raises ``BackendError``, and ``SemaphoreError`` where there are no fences.
-        """
-        raise _no_fences(caller)
-
-    def keeps_renewals_out(self, caller: BaseDatabaseWrapper) -> bool:
-        """Whether a fenced transaction keeps all others from writing, so that it must renew the permit itself."""
-        return False
-
-    def extend(self, caller: BaseDatabaseWrapper, held: Acquired) -> bool:
-        """Renew the permit inside such a transaction, just before it commits. Return whether it was."""
-        return False
-
-    def fate(self, session: Session, held: Acquired) -> Loss | None:
-        """Return how a grant was lost, by the database's word; ``None``: it was not, or nobody knows."""
-        return None
-
-    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
-        """Return a condition, for a statement on ``caller``, that the permit is live, and its parameters."""
-        raise _no_fences(caller)
-
-
-def _no_fences(caller: BaseDatabaseWrapper) -> SemaphoreError:
-    return SemaphoreError(
-        f"Fences need lock rows, and the locks on {caller.alias!r} are not rows: compare permit.token instead."
-    )
-
-
-class Surveying(abc.ABC):
-    """The part of the operator's side that is about all names. It runs on the alias's ordinary connection."""
-
-    alias: str
-
-    @abc.abstractmethod
-    def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
-        """Return snapshots, ordered by name: of ``names`` if given, else of all names that begin with ``prefix``."""
-
-    def survey(self) -> Survey:
-        """Return how all names stand."""
-        return survey_of(self.inspect())
-
-    def in_state(self, state: SurveyState) -> Q:
-        """Return the condition on ``SemaphoreRow`` that a name is in a state at this moment."""
-        return Q(pk__in=[_key(snapshot) for snapshot in self.inspect() if _is(snapshot, state)])
-
-    def slots_in_state(self, state: SurveyState) -> Q:
-        """Return the condition on ``SlotRow`` that a slot is held or stale, or that its name is in another state."""
-        from django_sqlsem.models import SlotRow  # this module must not need the models
-
-        found = {_key(snapshot): snapshot for snapshot in self.inspect() if _is(snapshot, state)}
-        if state not in ("held", "stale"):
-            return Q(semaphore__in=list(found))
-        wanted = {
-            (key, slot)
-            for key, snapshot in found.items()
-            for holder in snapshot.holders
-            for slot in holder.numbers
-            if (holder.state is SlotState.STALE if state == "stale" else not holder.expired)
-        }
-        # A lock that other programs took has no holder in its row.
-        taken = SlotRow._default_manager.using(self.alias).filter(semaphore__in=list(found))
-        rows = taken.values_list("pk", "semaphore", "slot")
-        return Q(pk__in=[pk for pk, key, slot in rows if (key, slot) in wanted])
-
-
-def _key(snapshot: SemaphoreSnapshot) -> str:
-    return key_of(snapshot.name)
-
-
-def _is(snapshot: SemaphoreSnapshot, state: SurveyState) -> bool:
-    return bool(getattr(snapshot, state))
-
-
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a claim got: parallel tuples of slot numbers, tokens and the rows' ids."""
+    """What a request got: parallel tuples of slot numbers, tokens and the rows' ids."""
 
     slots: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -191,7 +107,7 @@ class Granted:
 
     permit_id: str
     grant: Grant
-    #: Seconds from the sending of the statement that told of it, for which it lasts unless it is renewed.
+    #: Seconds that it lasts unless it is renewed, from the sending of the statement that told of it.
     lasts: float
 
     def note(self) -> str:
@@ -209,7 +125,7 @@ class Place:
     arrived: float
     #: How many threads and tasks wait in the process.
     waiting: int
-    #: For how many seconds the most patient of them will wait at the most; ``None``: for ever.
+    #: For how many seconds the most patient of them will wait at the most; ``None``: without a limit.
     patience: float | None = None
 
 
@@ -217,7 +133,7 @@ class Place:
 class Queue:
     """What a waiter sees around it."""
 
-    #: How many processes wait longer.
+    #: How many processes have waited longer.
     ahead: int
     #: How many slots are free.
     free: int = 0
@@ -239,7 +155,7 @@ class Waited:
 
     granted: tuple[Granted, ...] = ()
     queue: Queue | None = None  #: ``None``: it has no place in the queue (any more).
-    at_once: bool = False  #: Whether the claim itself was granted, and never had a place.
+    at_once: bool = False  #: Whether the request was granted before it had a place.
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,28 +194,30 @@ class Renewal:
 
     renewed: frozenset[str]
     lost: Mapping[str, Loss]
-    #: Whose holders an operator asks to stop, and who does.
+    #: Permits whose holders an operator asks to stop, and the operator's name.
     asked: Mapping[str, str] = field(default_factory=dict)
 
 
-class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
+class BaseSemaphoreBackend(abc.ABC):
     """How one database alias grants, keeps and shows slots.
 
-    It holds configuration only: it is shared by all threads, and is created anew after a fork. Methods that take a
+    It holds configuration only: all threads share it, and it is made anew after a fork. Methods that take a
     ``session`` run their statements there and commit before they return; any may raise ``BackendError``.
     """
 
     #: Does the backend live inside this process, without connections, threads and leases?
     process_local: ClassVar[bool] = False
-    #: Whether a task that is sent again keeps its place meanwhile.
+    #: Does a task that is sent again keep its place meanwhile?
     keeps_ranks: ClassVar[bool] = False
+    #: Does it keep counts of tokens?
+    keeps_tokens: ClassVar[bool] = False
     #: Does a grant last only as long as the database session that made it?
     released_on_disconnect: ClassVar[bool] = False
     #: Must a grant be renewed to be kept?
     supports_renewal: ClassVar[bool] = True
     #: Can it say who waits?
     reports_waiters: ClassVar[bool] = True
-    #: The modes of claims besides the shared one that it knows by itself: see ``modes``.
+    #: The modes of requests besides the shared one that it knows by itself: see ``core.modes``.
     modes: ClassVar[frozenset[str]] = frozenset()
     #: The longest time between two proofs of possession, in seconds, whatever the lease.
     heartbeat: ClassVar[float] = math.inf
@@ -318,9 +236,9 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
 
     @abc.abstractmethod
     def claim(self, session: Session, request: Request) -> Grant | None:
-        """Atomically take ``claim.take`` free slots, all or nothing, without waiting.
+        """Atomically take ``request.take`` free slots, all or nothing, without waiting.
 
-        A fair claim takes nothing while any live process waits. A name seen for the first time is created.
+        A fair request gets nothing while any live process waits. A name seen for the first time is created.
         Raises ``ImproperlyConfigured`` if the name is another kind of lock.
         """
 
@@ -344,26 +262,26 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
         """Give up a place in the queue, or what was granted there. Idempotent."""
 
     def step_aside(self, session: Session, request: Request, estimate: Callable[[int], float]) -> float:
-        """Keep the place of ``claim.rank`` while it is away, without ever granting it.
+        """Keep the place of ``request.rank`` while its task is away, without ever granting it.
 
-        Returns the seconds that ``estimate`` says when so many are before it; it lapses a while after that.
+        Returns the seconds that ``estimate`` says when so many are before it; the place lapses a while after that.
         """
         return estimate(0)
 
     def keeps_place(self, session: Session, request: Request) -> bool:
-        """Return whether the place of ``claim.rank`` is kept, so that it has come back."""
+        """Return whether the place of ``request.rank`` is kept, so that its task has come back."""
         return False
 
     def hand_rank_on(self, session: Session, request: Request, heir: str) -> None:
-        """Keep the place of ``claim.rank`` for the rank ``heir`` from now on, if it is still kept."""
+        """Keep the place of ``request.rank`` for the rank ``heir`` from now on, if it is still kept."""
         return
 
     @abc.abstractmethod
     def release(self, session: Session, held: Acquired, *, wanted: bool = False, hand_on: bool = True) -> Released:
         """Atomically free the slots that still carry this very permit, and hand them to waiters. Idempotent.
 
-        ``wanted``: it is likely that somebody waits. ``hand_on``: false inside a transaction that is not ours, since
-        nobody may get what a rollback would take back.
+        ``wanted``: a waiter is likely. ``hand_on``: false inside a transaction that is not ours, since a rollback
+        would take back what a waiter got.
         """
 
     @abc.abstractmethod
@@ -372,7 +290,7 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
 
     @abc.abstractmethod
     def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
-        """Free whatever a claim whose outcome is unknown may have got. Return whether it had got any. Idempotent."""
+        """Free whatever a request whose outcome is unknown may have got. Return whether it had any. Idempotent."""
 
     @abc.abstractmethod
     def renew(self, session: Session, held: Sequence[Acquired]) -> Renewal:
@@ -380,7 +298,55 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
 
     @abc.abstractmethod
     def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
-        """Return what one name is like now, read on ``session``; ``None`` if nobody has used it yet."""
+        """Return what one name is like now, read on ``session``; ``None`` if it was never used."""
+
+    # Counts of tokens, of a backend that ``keeps_tokens``.
+
+    def add(
+        self,
+        session: Session,
+        resource: Resource,
+        count: int,
+        *,
+        initial: int,
+        presence: Presence,
+        hand_on: bool = True,
+    ) -> tuple[Granted, ...]:
+        """Add tokens, and hand them to waiters; returns those of this very process.
+
+        ``initial``: what a new name begins with. ``hand_on``: false inside a transaction that is not ours. After a
+        ``BackendError`` of a connection that broke at the commit, it is not known whether they were added.
+        """
+        raise NotImplementedError
+
+    def take(self, session: Session, permit_id: str) -> bool:
+        """Take what was granted for good. Return whether it still was there to take."""
+        raise NotImplementedError
+
+    # Fences for the caller's own transactions and statements: only rows can tell who holds what.
+
+    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool:
+        """Keep the slots from being taken until the caller's transaction ends. Return whether the permit is live.
+
+        ``session`` is one of our own. Raises ``BackendError``, and ``SemaphoreError`` where there are no fences.
+        """
+        raise _no_fences(caller)
+
+    def keeps_renewals_out(self, caller: BaseDatabaseWrapper) -> bool:
+        """Whether a fenced transaction keeps all others from writing, so that it must renew the permit itself."""
+        return False
+
+    def extend(self, caller: BaseDatabaseWrapper, held: Acquired) -> bool:
+        """Renew the permit inside such a transaction, just before it commits. Return whether it was."""
+        return False
+
+    def fate(self, session: Session, held: Acquired) -> Loss | None:
+        """Return how a grant was lost, by the database's word; ``None``: it was not, or that is not known."""
+        return None
+
+    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
+        """Return a condition, for a statement on ``caller``, that the permit is live, and its parameters."""
+        raise _no_fences(caller)
 
     # What a backend tells by itself: without tables, or where the ends of sessions and grants are heard of.
 
@@ -410,6 +376,35 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
         return []
 
     @abc.abstractmethod
+    def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
+        """Return snapshots, ordered by name: of ``names`` if given, else of all names that begin with ``prefix``."""
+
+    def survey(self) -> Survey:
+        """Return how all names stand. A backend whose tables tell that at once overrides this and the next two."""
+        return survey_of(self.inspect())
+
+    def in_state(self, state: SurveyState) -> Q:
+        """Return the condition on ``SemaphoreRow`` that a name is in a state at this moment."""
+        return Q(pk__in=[key_of(snapshot.name) for snapshot in self.inspect() if getattr(snapshot, state)])
+
+    def slots_in_state(self, state: SurveyState) -> Q:
+        """Return the condition on ``SlotRow`` that a slot is held or stale, or that its name is in another state."""
+        found = {key_of(snapshot.name): snapshot for snapshot in self.inspect() if getattr(snapshot, state)}
+        if state not in ("held", "stale"):
+            return Q(semaphore__in=list(found))
+        wanted = {
+            (key, slot)
+            for key, snapshot in found.items()
+            for holder in snapshot.holders
+            for slot in holder.numbers
+            if (holder.state is SlotState.STALE if state == "stale" else not holder.expired)
+        }
+        # A lock that other programs took has no holder in its row.
+        taken = apps.get_model("sqlsem", "SlotRow")._default_manager.using(self.alias).filter(semaphore__in=list(found))
+        rows = taken.values_list("pk", "semaphore", "slot")
+        return Q(pk__in=[pk for pk, key, slot in rows if (key, slot) in wanted])
+
+    @abc.abstractmethod
     def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
         """Atomically take a slot away from the holder with this token. ``None`` if it is no longer the holder.
 
@@ -429,7 +424,7 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
 
     @abc.abstractmethod
     def purge_idle(self, name: str) -> bool:
-        """Atomically delete a name that nobody holds or waits for. Return whether it was deleted."""
+        """Atomically delete a name without holders and waiters. Return whether it was deleted."""
 
     @abc.abstractmethod
     def set_slots(self, name: str, slots: int | None) -> bool:
@@ -444,30 +439,7 @@ class BaseSemaphoreBackend(Fencing, Surveying, abc.ABC):
         return ()
 
 
-#: The kind of lock that is a count.
-TOKENS: Final = "tokens"
-
-
-class Counting(abc.ABC):
-    """A backend that keeps counts of tokens."""
-
-    @abc.abstractmethod
-    def add(
-        self,
-        session: Session,
-        resource: Resource,
-        count: int,
-        *,
-        initial: int,
-        presence: Presence,
-        hand_on: bool = True,
-    ) -> tuple[Granted, ...]:
-        """Add tokens, and hand them to waiters; returns those of this very process.
-
-        ``initial``: what a new name begins with. ``hand_on``: false inside a transaction that is not ours. After a
-        ``BackendError`` of a connection that broke at the commit, it is not known whether they were added.
-        """
-
-    @abc.abstractmethod
-    def take(self, session: Session, permit_id: str) -> bool:
-        """Take what was granted for good. Return whether it still was there to take."""
+def _no_fences(caller: BaseDatabaseWrapper) -> SemaphoreError:
+    return SemaphoreError(
+        f"Fences need lock rows, and the locks on {caller.alias!r} are not rows: compare permit.token instead."
+    )

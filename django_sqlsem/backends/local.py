@@ -1,7 +1,4 @@
-"""Semaphores inside this one process: for ``TestCase`` and in-memory databases. No threads, connections or leases.
-
-What the process-local backend knows of its names, and the operator's side of it.
-"""
+"""Semaphores inside this one process: for ``TestCase`` and in-memory databases. No threads, connections or leases."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import datetime
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +14,6 @@ from django_sqlsem.backends.base import (
     TOKENS,
     Acquired,
     BaseSemaphoreBackend,
-    Counting,
     Grant,
     Granted,
     Place,
@@ -42,6 +38,30 @@ if TYPE_CHECKING:
     from django_sqlsem.database.sessions import Session
 
 
+_tokens = itertools.count(time.time_ns() // 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSlot:
+    """One taken slot."""
+
+    request: Request
+    token: int
+    #: The boot clock at the grant.
+    since: float
+    #: For how long this process had stood still when the slot was granted or renewed last.
+    renewed: float
+
+    def belongs_to(self, permit_id: str) -> bool:
+        """Whether the slot is this permit's."""
+        return self.request.permit_id == permit_id
+
+    @property
+    def left(self) -> float:
+        """Seconds until its lease runs out: only standing still uses it up."""
+        return self.request.lease - (stood_still() - self.renewed)
+
+
 @dataclass
 class LocalName:
     """One name, who holds it, and what an operator has said about it."""
@@ -51,15 +71,15 @@ class LocalName:
     declared: int
     operator_slots: int | None = None
     paused: bool = False
-    #: Claim, token, the boot clock at the grant, and for how long this process had stood still at the last renewal.
-    held: dict[int, tuple[Request, int, float, float]] = field(default_factory=dict)
+    #: The taken slots, by number.
+    held: dict[int, LocalSlot] = field(default_factory=dict)
     #: Tokens of those whose leases ran out.
     expired: set[int] = field(default_factory=set)
     #: By whom permits were revoked, by token.
     revoked: dict[int, str] = field(default_factory=dict)
     #: By whom holders were asked to stop, by token.
     asked: dict[int, str] = field(default_factory=dict)
-    #: Who waits for everybody else to leave, by permit id.
+    #: The permit ids of waiters that want all slots: they keep newcomers out.
     keeping_out: set[str] = field(default_factory=set)
     tokens: int = 0
     #: Tokens that were granted and not taken yet, by permit id.
@@ -84,41 +104,111 @@ class LocalName:
 
     def expire(self) -> None:
         """Free what was not renewed for a lease, as a test had this process stand still."""
-        for slot, (request, token, _since, renewed) in list(self.held.items()):
-            if stood_still() - renewed >= request.lease:
-                del self.held[slot]
-                self.expired.add(token)
+        for number, slot in list(self.held.items()):
+            if slot.left <= 0:
+                del self.held[number]
+                self.expired.add(slot.token)
 
     def renew(self, permit_ids: Collection[str]) -> None:
         """Let the leases of these permits begin anew."""
         self.expire()
-        for slot, (request, token, since, _renewed) in self.held.items():
-            if request.permit_id in permit_ids:
-                self.held[slot] = (request, token, since, stood_still())
+        for number, slot in self.held.items():
+            if slot.request.permit_id in permit_ids:
+                self.held[number] = replace(slot, renewed=stood_still())
 
     def wanted(self, request: Request) -> list[int]:
-        """Return the slots that the claim would get now; none if it has to wait."""
-        others, whole = self.keeping_out - {request.permit_id}, any(each[0].got == WHOLE for each in self.held.values())
-        if self.paused or whole:
+        """Return the slots that the request would get now; none if it has to wait."""
+        if self.paused or any(slot.request.got == WHOLE for slot in self.held.values()):
             return []
         if request.mode in EXCLUSIVE:
             slots = list(range(WRITER if self.kind == RWLOCK and request.mode == WHOLE else 1, self.slots + 1))
             return slots if self.held.keys() <= ({WRITER} if request.mode == UPGRADE else set()) else []
-        if others:
+        if self.keeping_out - {request.permit_id}:
             return []
         if request.mode == UPDATE:
             return [] if WRITER in self.held else [WRITER]
         taken = self.held.keys() - {WRITER}
-        free = [slot for slot in range(1, self.slots + 1) if slot not in taken][: request.take]
+        free = [number for number in range(1, self.slots + 1) if number not in taken][: request.take]
         return free if len(free) == request.take and len(taken) + request.take <= self.slots else []
 
+    def grant(self, request: Request) -> Grant | None:
+        """Take the lowest free slots, or hand out tokens."""
+        if self.kind == TOKENS:
+            if self.paused or request.take > self.tokens:
+                return None
+            self.tokens -= request.take
+            self.handed[request.permit_id] = request.take
+            return Grant((request.take,), (0,), (0,))
+        free = self.wanted(request)
+        if not free:
+            return None
+        self.keeping_out.discard(request.permit_id)
+        tokens = (next(_tokens),) * len(free) if request.mode else tuple(next(_tokens) for _ in free)
+        for number, token in zip(free, tokens, strict=True):
+            self.held[number] = LocalSlot(request, token, boot_now(), stood_still())
+        return Grant(tuple(free), tokens, tuple(free))
 
-class LocalOperator(BaseSemaphoreBackend):
-    """Shows and changes the names of one alias."""
+    def discard(self, permit_id: str) -> bool:
+        """Free whatever a permit has. Return whether it had anything."""
+        self.keeping_out.discard(permit_id)
+        handed = self.handed.pop(permit_id, 0)
+        self.tokens += handed
+        mine = [number for number, slot in self.held.items() if slot.belongs_to(permit_id)]
+        for number in mine:
+            del self.held[number]
+        return bool(handed or mine)
+
+    def snapshot(self) -> SemaphoreSnapshot:
+        """Return what it is like now."""
+        self.expire()
+        holders = grouped(self.holder(number) for number in sorted(self.held))
+        tokens = self.tokens if self.kind == TOKENS else None
+        return SemaphoreSnapshot(
+            self.name, self.kind, self.slots, self.declared, self.operator_slots, self.paused, holders, tokens=tokens
+        )
+
+    def holder(self, number: int) -> HolderSnapshot:
+        """Return the snapshot of a taken slot."""
+        slot = self.held[number]
+        age, left, now = boot_now() - slot.since, slot.left, datetime.datetime.now(datetime.UTC)
+        who = slot.request.holder
+        return HolderSnapshot(
+            name=self.name,
+            slot=number,
+            state=SlotState.HELD,
+            token=slot.token,
+            host=who.host,
+            pid=who.pid,
+            thread=who.thread,
+            label=who.label,
+            user=who.user,
+            acquired_at=now - datetime.timedelta(seconds=age),
+            expires_at=now + datetime.timedelta(seconds=left),
+            age=age,
+            lease_left=left,
+            mode=slot.request.got,
+            stop_by=self.asked.get(slot.token, ""),
+        )
+
+
+class LocalBackend(BaseSemaphoreBackend):
+    """Grants from a dictionary.
+
+    Inside a ``TestCase`` the dictionary is a copy, of which nothing stays when its transaction is rolled back: what
+    one test leaves behind, the next one does not see; what was taken for the whole class, its tests do.
+    """
+
+    process_local = True
+    keeps_tokens = True
+    released_on_disconnect = True
+    supports_renewal = False
+    reports_waiters = False
+    modes = frozenset({WHOLE, UPDATE, UPGRADE})
 
     def __init__(self, alias: str) -> None:
         super().__init__(alias)
         self._lock = threading.RLock()
+        #: The names that each open block of a ``TestCase`` sees, the innermost last.
         self._worlds: list[tuple[object, dict[str, LocalName]]] = [(None, {})]
         self._changed: Callable[[], object] = lambda: None
 
@@ -130,85 +220,177 @@ class LocalOperator(BaseSemaphoreBackend):
             self._worlds.append((block, {name: known.copy() for name, known in self._worlds[-1][1].items()}))
         return self._worlds[-1][1]
 
-    def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
-        """Return snapshots ordered by name."""
+    def _made(self, resource: Resource, declared: int, tokens: int = 0) -> LocalName:
+        name, kind = resource.name, resource.kind
+        known = self._world().setdefault(name, LocalName(name, kind, declared, tokens=tokens))
+        if known.kind != kind:
+            raise wrong_kind(name, known.kind, kind)
+        known.expire()
+        return known
+
+    # The holder's side. The queue inside the process is the whole queue: waiters claim for themselves.
+
+    def claim(self, session: Session, request: Request) -> Grant | None:
+        with self._lock:
+            if request.resource.kind == TOKENS:
+                return self._made(request.resource, request.slots or 0, request.slots or 0).grant(request)
+            known = self._made(request.resource, request.slots or 1)
+            if request.slots is not None:
+                known.declared = request.slots
+            if request.take > known.slots:
+                raise never_met(known.name, known.slots, request.take)
+            return known.grant(request)
+
+    def enrol(self, session: Session, request: Request, place: Place, *, first: bool) -> Waited:
+        with self._lock:
+            grant = self.claim(session, request)
+            if grant is None and request.mode in EXCLUSIVE:
+                self._world()[request.resource.name].keeping_out.add(request.permit_id)
+        granted = (Granted(request.permit_id, grant, request.lease),) if grant else ()
+        return Waited(granted, Queue(ahead=0), at_once=first and bool(granted))
+
+    def wait(self, session: Session, request: Request, place: Place) -> Waited:
+        return self.enrol(session, request, place, first=False)
+
+    def granted(self, session: Session, request: Request) -> Granted | None:
+        return None
+
+    def leave(self, session: Session, request: Request) -> None:
+        with self._lock:
+            known = self._world().get(request.resource.name)
+            waited = known is not None and request.permit_id in known.keeping_out
+            if known is not None:
+                known.keeping_out.discard(request.permit_id)
+        if waited:
+            self._changed()
+
+    def release(self, session: Session, held: Acquired, *, wanted: bool = False, hand_on: bool = True) -> Released:
+        return Released(self.discard(session, held.resource, held.permit_id))
+
+    def hand_out(self, session: Session, resource: Resource) -> None:
+        """Waiters claim for themselves."""
+
+    def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
+        with self._lock:
+            known = self._world().get(resource.name)
+            return known is not None and known.discard(permit_id)
+
+    def renew(self, session: Session, held: Sequence[Acquired]) -> Renewal:
+        """Nothing runs out here, unless a test has the process stand still."""
+        permit_ids = frozenset(each.permit_id for each in held)
+        asked = {}
         with self._lock:
             for known in self._world().values():
+                known.renew(permit_ids)
+            for each in held:
+                found = self._world().get(each.resource.name)
+                token = each.grant.tokens[0] if each.grant.tokens else 0
+                if found is not None and token in found.asked:
+                    asked[each.permit_id] = found.asked[token]
+        return Renewal(permit_ids, {}, asked)
+
+    def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
+        found = self.inspect([resource.name])
+        return found[0] if found else None
+
+    def add(
+        self,
+        session: Session,
+        resource: Resource,
+        count: int,
+        *,
+        initial: int,
+        presence: Presence,
+        hand_on: bool = True,
+    ) -> tuple[Granted, ...]:
+        with self._lock:
+            self._made(resource, initial, initial).tokens += count
+        return ()
+
+    def take(self, session: Session, permit_id: str) -> bool:
+        with self._lock:
+            return any(known.handed.pop(permit_id, 0) for known in self._world().values())
+
+    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool:
+        """Look whether the permit still has its slots: there is no other process to keep out."""
+        return self.taken_away(held) is None
+
+    def fate(self, session: Session, held: Acquired) -> Loss | None:
+        return self.taken_away(held)
+
+    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
+        return "1 = 1" if self.taken_away(held) is None else "1 = 0", []
+
+    def taken_away(self, held: Acquired) -> Loss | None:
+        with self._lock:
+            known = self._world().get(held.resource.name)
+            if known is not None:
                 known.expire()
+                mine = [number for number, slot in known.held.items() if slot.belongs_to(held.permit_id)]
+                if len(mine) == len(held.grant.slots):
+                    return None
+                for token in held.grant.tokens:
+                    if token in known.revoked:
+                        by = known.revoked[token]
+                        return Loss(LossReason.REVOKED, f"revoked by {by or 'an operator'}", by)
+                if not known.expired.isdisjoint(held.grant.tokens):
+                    return Loss(LossReason.EXPIRED, "its lease ran out while this process did not run")
+        return Loss(LossReason.SESSION_ENDED, "the test in which it was taken has ended")
+
+    def listen(self, changed: Callable[[], object]) -> None:
+        self._changed = changed
+
+    def emptied(self) -> None:
+        with self._lock:
+            self._world().clear()
+
+    # The operator's side.
+
+    def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
+        with self._lock:
             return [
-                SemaphoreSnapshot(
-                    name,
-                    known.kind,
-                    known.slots,
-                    known.declared,
-                    known.operator_slots,
-                    known.paused,
-                    grouped(self._holder(known, slot) for slot in sorted(known.held)),
-                    tokens=known.tokens if known.kind == TOKENS else None,
-                )
+                known.snapshot()
                 for name, known in sorted(self._world().items())
                 if name.startswith(prefix) and (names is None or name in names)
             ]
 
-    def _holder(self, known: LocalName, slot: int) -> HolderSnapshot:
-        request, token, since, renewed = known.held[slot]
-        age, left = boot_now() - since, request.lease - (stood_still() - renewed)
-        now = datetime.datetime.now(datetime.UTC)
-        who = request.holder
-        return HolderSnapshot(
-            name=known.name,
-            slot=slot,
-            state=SlotState.HELD,
-            token=token,
-            host=who.host,
-            pid=who.pid,
-            thread=who.thread,
-            label=who.label,
-            user=who.user,
-            acquired_at=now - datetime.timedelta(seconds=age),
-            expires_at=now + datetime.timedelta(seconds=left),
-            age=age,
-            lease_left=left,
-            mode=request.got,
-            stop_by=known.asked.get(token, ""),
-        )
+    def _held_with(self, name: str, slot: int, token: int) -> LocalName | None:
+        """Return the name if the slot is held with this token."""
+        known = self._world().get(name)
+        return known if known is not None and slot in known.held and known.held[slot].token == token else None
 
     def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
-        """Take a slot away from the holder with this token."""
         with self._lock:
-            known = self._world().get(name)
-            if known is None or slot not in known.held or known.held[slot][1] != token:
+            known = self._held_with(name, slot, token)
+            if known is None:
                 return None
-            snapshot = self._holder(known, slot)
-            del known.held[slot]
-            known.revoked[token] = by
-            if snapshot.mode:  # a part of it is nothing
-                for each in [number for number, (request, *_) in known.held.items() if request.got]:
-                    known.revoked[known.held.pop(each)[1]] = by
+            snapshot = known.holder(slot)
+            # A permit with a mode owns its slots together: losing one of them loses all.
+            together = [number for number, each in known.held.items() if each.request.got] if snapshot.mode else []
+            for number in {slot, *together}:
+                known.revoked[known.held.pop(number).token] = by
         self._changed()
         return snapshot
 
     def request_stop(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
-        """Note the wish for the holder with this token, and have its keeper look."""
         with self._lock:
-            known = self._world().get(name)
-            if known is None or slot not in known.held or known.held[slot][1] != token:
+            known = self._held_with(name, slot, token)
+            if known is None:
                 return None
-            request = known.held[slot][0]
+            request = known.held[slot].request
             by = known.asked.get(token, by)
-            for each, number, *_ in known.held.values():
-                if each.permit_id == request.permit_id or (each.got and request.got):  # all that it has
-                    known.asked.setdefault(number, by)
-            snapshot = self._holder(known, slot)
+            for each in known.held.values():
+                if each.belongs_to(request.permit_id) or (each.request.got and request.got):  # all that it has
+                    known.asked.setdefault(each.token, by)
+            snapshot = known.holder(slot)
         self._changed()
         return snapshot
 
     def purge_slot(self, name: str, slot: int, token: int) -> bool:
-        """No lease runs out here, so nothing is ever purged."""
+        """No lease runs out here, so there is nothing to purge."""
         return False
 
     def purge_idle(self, name: str) -> bool:
-        """Forget a name that nobody holds."""
         with self._lock:
             known = self._world().get(name)
             if known is None or known.held or known.tokens or known.handed:
@@ -219,7 +401,6 @@ class LocalOperator(BaseSemaphoreBackend):
             return True
 
     def set_slots(self, name: str, slots: int | None) -> bool:
-        """Set the operator's number."""
         with self._lock:
             known = self._world().get(name)
             if known is None:
@@ -233,7 +414,6 @@ class LocalOperator(BaseSemaphoreBackend):
         return True
 
     def set_paused(self, name: str, paused: bool) -> bool:
-        """Stop or resume granting."""
         with self._lock:
             known = self._world().get(name)
             if known is None:
@@ -241,192 +421,3 @@ class LocalOperator(BaseSemaphoreBackend):
             known.paused = paused
         self._changed()
         return True
-
-
-_tokens = itertools.count(time.time_ns() // 1000)
-
-
-class LocalBackend(LocalOperator, Counting):
-    """Grants from a dictionary.
-
-    Inside a ``TestCase`` the dictionary is a copy, of which nothing stays when its transaction is rolled back: what
-    one test leaves behind, the next one does not see; what was taken for the whole class, its tests do.
-    """
-
-    process_local = True
-    released_on_disconnect = True
-    supports_renewal = False
-    reports_waiters = False
-    modes = frozenset({WHOLE, UPDATE, UPGRADE})
-
-    def claim(self, session: Session, request: Request) -> Grant | None:
-        """Take the lowest free slots."""
-        name, kind = request.resource.name, request.resource.kind
-        if kind == TOKENS:
-            return self._claim_tokens(request)
-        with self._lock:
-            known = self._world().setdefault(name, LocalName(name, kind, request.slots or 1))
-            known.expire()
-            if known.kind != kind:
-                raise wrong_kind(name, known.kind, kind)
-            if request.slots is not None:
-                known.declared = request.slots
-            if request.take > known.slots:
-                raise never_met(name, known.slots, request.take)
-            free = known.wanted(request)
-            if not free:
-                return None
-            known.keeping_out.discard(request.permit_id)
-            tokens = (next(_tokens),) * len(free) if request.mode else tuple(next(_tokens) for _ in free)
-            for slot, token in zip(free, tokens, strict=True):
-                known.held[slot] = (request, token, boot_now(), stood_still())
-            return Grant(tuple(free), tokens, tuple(free))
-
-    def _claim_tokens(self, request: Request) -> Grant | None:
-        with self._lock:
-            known = self._count(request.resource, request.slots or 0)
-            if known.paused or request.take > known.tokens:
-                return None
-            known.tokens -= request.take
-            known.handed[request.permit_id] = request.take
-            return Grant((request.take,), (0,), (0,))
-
-    def _count(self, resource: Resource, initial: int) -> LocalName:
-        name, kind = resource.name, resource.kind
-        known = self._world().setdefault(name, LocalName(name, kind, initial, tokens=initial))
-        if known.kind != kind:
-            raise wrong_kind(name, known.kind, kind)
-        return known
-
-    def add(
-        self,
-        session: Session,
-        resource: Resource,
-        count: int,
-        *,
-        initial: int,
-        presence: Presence,
-        hand_on: bool = True,
-    ) -> tuple[Granted, ...]:
-        """Add tokens; waiters claim for themselves."""
-        with self._lock:
-            self._count(resource, initial).tokens += count
-        return ()
-
-    def take(self, session: Session, permit_id: str) -> bool:
-        """Forget what was handed to a claim: it is used up."""
-        with self._lock:
-            return any(known.handed.pop(permit_id, 0) for known in self._world().values())
-
-    def enrol(self, session: Session, request: Request, place: Place, *, first: bool) -> Waited:
-        """Claim; the queue inside the process is the whole queue."""
-        grant = self.claim(session, request)
-        if grant is None and request.mode in EXCLUSIVE:
-            with self._lock:
-                self._world()[request.resource.name].keeping_out.add(request.permit_id)
-        granted = (Granted(request.permit_id, grant, request.lease),) if grant else ()
-        return Waited(granted, Queue(ahead=0), at_once=first and bool(granted))
-
-    def wait(self, session: Session, request: Request, place: Place) -> Waited:
-        """Claim once more."""
-        return self.enrol(session, request, place, first=False)
-
-    def granted(self, session: Session, request: Request) -> Granted | None:
-        """Nothing is ever handed to a waiter here: it claims."""
-        return None
-
-    def leave(self, session: Session, request: Request) -> None:
-        """Let others in again."""
-        with self._lock:
-            known = self._world().get(request.resource.name)
-            waited = known is not None and request.permit_id in known.keeping_out
-            if known is not None:
-                known.keeping_out.discard(request.permit_id)
-        if waited:
-            self._changed()
-
-    def release(self, session: Session, held: Acquired, *, wanted: bool = False, hand_on: bool = True) -> Released:
-        """Free the permit's slots."""
-        return Released(self.discard(session, held.resource, held.permit_id))
-
-    def hand_out(self, session: Session, resource: Resource) -> None:
-        """Waiters claim for themselves."""
-
-    def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
-        """Free whatever the permit has."""
-        with self._lock:
-            known = self._world().get(resource.name)
-            if known is not None and permit_id in known.handed:
-                known.tokens += known.handed.pop(permit_id)
-                return True
-            mine = (
-                [slot for slot, (request, *_) in known.held.items() if request.permit_id == permit_id] if known else []
-            )
-            for slot in mine:
-                assert known is not None  # noqa: S101
-                del known.held[slot]
-            if known is not None:
-                known.keeping_out.discard(permit_id)
-            return bool(mine)
-
-    def renew(self, session: Session, held: Sequence[Acquired]) -> Renewal:
-        """Nothing runs out here, unless a test has the process stand still."""
-        with self._lock:
-            for known in self._world().values():
-                known.renew({each.permit_id for each in held})
-        return Renewal(frozenset(each.permit_id for each in held), dict[str, Loss](), dict(self._asked(held)))
-
-    def _asked(self, held: Sequence[Acquired]) -> Iterator[tuple[str, str]]:
-        with self._lock:
-            for each in held:
-                known = self._world().get(each.resource.name)
-                token = each.grant.tokens[0] if each.grant.tokens else 0
-                if known is not None and token in known.asked:
-                    yield each.permit_id, known.asked[token]
-
-    def taken_away(self, held: Acquired) -> Loss | None:
-        """Look whether all the slots are still the permit's."""
-        with self._lock:
-            known = self._world().get(held.resource.name)
-            if known is not None:
-                known.expire()
-            mine = [request.permit_id for request, *_ in known.held.values()] if known else []
-            if mine.count(held.permit_id) == len(held.grant.slots):
-                return None
-            by = (
-                next((known.revoked[token] for token in held.grant.tokens if token in known.revoked), None)
-                if known
-                else None
-            )
-            expired = known is not None and not known.expired.isdisjoint(held.grant.tokens)
-        if by is not None:
-            return Loss(LossReason.REVOKED, f"revoked by {by or 'an operator'}", by)
-        if expired:
-            return Loss(LossReason.EXPIRED, "its lease ran out while this process did not run")
-        return Loss(LossReason.SESSION_ENDED, "the test in which it was taken has ended")
-
-    def listen(self, changed: Callable[[], object]) -> None:
-        """Call ``changed`` after each act of an operator."""
-        self._changed = changed
-
-    def emptied(self) -> None:
-        """Forget all locks."""
-        with self._lock:
-            self._world().clear()
-
-    def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
-        """Return what one name is like now."""
-        found = self.inspect([resource.name])
-        return found[0] if found else None
-
-    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool:
-        """Look whether the permit still has its slots: there is no other process to keep out."""
-        return self.taken_away(held) is None
-
-    def fate(self, session: Session, held: Acquired) -> Loss | None:
-        """Return how it was taken away."""
-        return self.taken_away(held)
-
-    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
-        """Return a condition that says what is so now."""
-        return "1 = 1" if self.taken_away(held) is None else "1 = 0", []

@@ -32,7 +32,8 @@ from django_sqlsem.deadlocks import graph as deadlocks_graph
 from django_sqlsem.deadlocks.graph import Name, Slot, Wait, entangled
 from django_sqlsem.exceptions import BackendError, DeadlockError
 from django_sqlsem.runtime import callers
-from django_sqlsem.runtime.acquisition import Acquisition, State
+from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State
+from django_sqlsem.runtime.chores import Chore
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from django_sqlsem.database.dialects import Dialect
     from django_sqlsem.database.sessions import Session
     from django_sqlsem.deadlocks.graph import Knot
-    from django_sqlsem.runtime.keeper import Keeper
     from django_sqlsem.snapshots import DeadlockSnapshot
 
 
@@ -332,18 +332,16 @@ def error(acquisition: Acquisition, deadlock: DeadlockSnapshot) -> DeadlockError
     return DeadlockError(f"Waiting for {name!r} was broken off, as it could not have ended: {deadlock}.", deadlock)
 
 
-def tell(keeper: Keeper, deadlock: DeadlockSnapshot, youngest: Acquisition, *, broken: bool) -> None:
+def tell(keeper: AcquisitionKeeper, deadlock: DeadlockSnapshot, youngest: Acquisition, *, broken: bool) -> None:
     """Log a deadlock, and note it in the history of each name."""
     request = youngest.request
     name = request.resource.name
     end = f" The last wait, for {name!r}, was broken off." if broken else ""
     logger.error("Deadlock: %s.%s", deadlock, end, extra={"semaphores": deadlock.names, "broken": broken})
-    if keeper.history is None:
-        return
     for wait in {each.name: each for each in deadlock.waits}.values():
         who = HolderIdentity(wait.host, wait.pid, wait.thread, wait.label, wait.user, "")
         theirs = dataclasses.replace(request, resource=resource_for(wait.name, request.resource.kind), holder=who)
-        keeper.history.deadlock(theirs, wait.age, f"{deadlock}.{end}")
+        keeper.tell("deadlocked", theirs, wait.age, f"{deadlock}.{end}")
 
 
 #: A wait that has lasted so many seconds is written down, if its thread or task holds something meanwhile.
@@ -379,16 +377,14 @@ class _Plan:
     written: dict[str, tuple[Acquisition, str]] = field(default_factory=dict)
 
 
-class Watch:
-    """The waits of one keeper's process. The keeper's thread takes the steps; any thread may add a wait.
+class Watch(Chore):
+    """The waits of one keeper's process. The keeper's thread takes the steps; any thread may add a wait."""
 
-    ``end`` breaks off a wait with an error, and returns whether it was still waiting.
-    """
+    name = "deadlocks"
 
-    def __init__(self, keeper: Keeper, end: Callable[[Acquisition, Exception], bool]) -> None:
+    def __init__(self, keeper: AcquisitionKeeper) -> None:
         self._keeper = keeper
         self._alias = keeper.alias
-        self._end = end
         #: The keeper's own session; where that has no cursors, one that is opened for this alone.
         self._session = keeper.own if isinstance(keeper.own, OwnSession) else OwnSession(keeper.alias)
         #: The waits, and when each is to be written down, if it holds anything by then.
@@ -406,8 +402,10 @@ class Watch:
 
     # What the keeper calls.
 
-    def add(self, acquisition: Acquisition) -> None:
-        """Watch a wait from now on."""
+    def queued(self, acquisition: Acquisition) -> None:
+        """Watch a wait from now on, if its caller holds something: any other keeps nobody waiting."""
+        if acquisition.caller is None or not acquisition.caller.beside:
+            return
         if acquisition.request.resource.kind == TOKENS or config(self._alias).deadlocks == "ignore":
             return  # anybody may add tokens
         if self._has_rows():
@@ -418,9 +416,8 @@ class Watch:
         """Whether there are rows that only this process takes away."""
         return bool(self._written) and not self._failing
 
-    @property
     def next_at(self) -> float:
-        """When there is something to do, on the boot clock."""
+        """Return when there is something to do, on the boot clock."""
         at = self._look_at if self._written else math.inf
         for acquisition, due in list(self._waits.values()):
             if not _goes_on(acquisition):
@@ -429,14 +426,13 @@ class Watch:
                 at = min(at, due)
         return max(at, self._rest_until)
 
-    def step(self, seconds: float) -> None:
+    def run(self, now: float) -> None:
         """Write what has changed, look around if it is time, and do what follows from that.
 
-        It should not take longer than ``seconds``, as something else is due by then. Whatever fails here is no
-        permit's concern.
+        It takes a part of the time that is left to what is held. Whatever fails here is no permit's concern.
         """
         try:
-            self._step(seconds)
+            self._step(self._keeper.time_left(now) / (3 if self._session is self._keeper.own else 8))
         except Exception as error:  # noqa: BLE001 - what is still due must not be retried as fast as it fails
             self._refused(error)
 
@@ -445,7 +441,7 @@ class Watch:
         if plan.gone or plan.looks:
             # The keeper's session is the keeper's to open, which takes a while when the database is away.
             closed = self._session is self._keeper.own and not self._session.is_open
-            if closed and not (self._keeper.acquisitions or self._keeper.arbiters):
+            if closed and not (self._keeper.is_in_use()):
                 self.forget()  # nobody will open it again for them: the rows run out
                 return
             if closed or seconds < shortest(self._session.connection):
@@ -464,8 +460,10 @@ class Watch:
         if not self._waits and not self._written:
             self.forget()
 
-    def finish(self) -> None:
+    def finish(self, since: float | None) -> None:
         """Take away the rows that are left, as well as it can be done: the process ends."""
+        if since is None:
+            return
         if self._written and self._session.is_open:
             gone = _Plan(gone=set(self._written))
             with contextlib.suppress(BackendError, RefusedError):  # then they run out
@@ -506,10 +504,10 @@ class Watch:
     def _permits(self, acquisition: Acquisition) -> str:
         """Return what the thread or task holds at this moment, as the row says it."""
         found: list[Acquisition] = []
-        for ref in acquisition.beside:
+        for ref in acquisition.caller.beside if acquisition.caller is not None else ():
             other = ref()
             # What is kept by another database, was handed to somebody else or has been given back does not count.
-            if other is None or other.keeper is not self._keeper or other.owner is None or not callers.is_held(other):
+            if other is None or other.keeper is not self._keeper or other.caller is None or not callers.is_held(other):
                 continue
             upgrade = getattr(other.permit(), "_upgrade", None)
             found += [other] if upgrade is None else [other, upgrade._acquisition]
@@ -570,7 +568,7 @@ class Watch:
         mine = [self._written[wait.id][0] for wait in knot.waits if wait.id in self._written]
         if not all(_goes_on(acquisition) for acquisition in mine):
             return  # what was read is over by now
-        broken = breaks and self._end(youngest, error(youngest, deadlock))
+        broken = breaks and self._keeper.break_off(youngest, error(youngest, deadlock))
         if breaks and not broken:
             return
         if knot.identity not in self._told:
@@ -605,4 +603,4 @@ class Watch:
 
 
 def _goes_on(acquisition: Acquisition) -> bool:
-    return acquisition.state is State.QUEUED and not acquisition.abandoned and not acquisition.told
+    return acquisition.state is State.QUEUED and not acquisition.answer.told

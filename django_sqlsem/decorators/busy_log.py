@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from django_sqlsem.core import testmode
+from django_sqlsem.runtime.chores import Chore
 
 if TYPE_CHECKING:
     from django.http import HttpRequest
@@ -38,6 +40,24 @@ class _Spell:
 _lock = threading.Lock()
 #: By name; the oldest first.
 _spells: dict[str, _Spell] = {}
+
+
+class LogRest(Chore):
+    """Logs the rest of a flood from a keeper's thread, if no busy call comes that does."""
+
+    name = "log of busy calls"
+    wakes = False
+
+    def __init__(self, keeper: object) -> None:
+        """It is the same for every keeper."""
+
+    def next_at(self) -> float:
+        """Return when to look: now, or not while nothing is left."""
+        return 0.0 if _spells else math.inf
+
+    def run(self, now: float) -> None:
+        """Log what is over."""
+        log_rest()
 
 
 def log_busy(busy: Busy, work: str, outcome: str, **extra: object) -> None:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from django.http import HttpRequest
 
     from django_sqlsem.decorators.calls import Call
-    from django_sqlsem.locks.acquire import Client as Client
-    from django_sqlsem.runtime.acquisition import Acquisition
+    from django_sqlsem.runtime.acquisition import Client, Reply
 
 
 logger = logging.getLogger("django_sqlsem")
@@ -55,12 +54,12 @@ class WatchedClient:
         self._is_gone = is_gone
         self._gone = False
 
-    def wait(self, acquisition: Acquisition, timeout: float | None) -> bool:
+    def wait(self, answer: Reply, timeout: float | None) -> bool:
         """Block until there is an answer, and look after the client meanwhile: first of all before that."""
         until = None if timeout is None else boot_now() + timeout
         while not self._left():
             remaining = LOOK_EVERY if until is None else until - boot_now()
-            if acquisition.wait_here(max(0.0, min(LOOK_EVERY, remaining))):
+            if answer.wait_here(max(0.0, min(LOOK_EVERY, remaining))):
                 return True
             if remaining <= 0:
                 return False
@@ -84,11 +83,11 @@ class CancelledClient:
         self._label = call.label
         self._cancelled: asyncio.CancelledError | None = None
 
-    def wait(self, acquisition: Acquisition, timeout: float | None) -> bool:
+    def wait(self, answer: Reply, timeout: float | None) -> bool:
         """Block until there is an answer, or the request is cancelled."""
         if self._cancelled is None:
             try:
-                return bool(async_to_sync(_answered)(acquisition, timeout))
+                return bool(async_to_sync(answer.wait_on_loop)(timeout))
             except asyncio.CancelledError as error:
                 self._cancelled = error
         return False
@@ -177,10 +176,6 @@ def _select() -> Any:
     if (eventlet := sys.modules.get("eventlet.patcher")) is not None:
         return eventlet.original("select")
     return select
-
-
-async def _answered(acquisition: Acquisition, timeout: float | None) -> bool:
-    return await acquisition.wait_on_loop(timeout)
 
 
 def _log(label: str, name: str, why: str) -> None:

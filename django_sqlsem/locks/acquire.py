@@ -27,16 +27,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Client(Protocol):
-    """Whom a view would answer that waits: once they have gone, it need not wait any longer."""
-
-    def wait(self, acquisition: Acquisition, timeout: float | None) -> bool:
-        """Block until the hold has its answer. Return whether it has; ``False`` too if the client has gone."""
-
-    def check(self, name: str) -> None:
-        """Raise what ends the call of a view that waited for ``name``, if the client has gone; else do nothing."""
-
-
 class Forcing(Protocol):
     """What a test wants to happen: see ``testing``."""
 
@@ -106,7 +96,7 @@ def obtain(
         while acquisition.keeper.acquire(acquisition, timeout):
             if (taken := take()) is not None:
                 return taken
-            acquisition.rearm()
+            acquisition.ask_anew()
         acquisition.keeper.drop(acquisition)
     except BaseException:
         acquisition.keeper.abandon(acquisition)
@@ -127,7 +117,7 @@ async def aobtain(
         while await acquisition.keeper.aacquire(acquisition, timeout):
             if (taken := await take()) is not None:
                 return taken
-            acquisition.rearm()
+            acquisition.ask_anew()
         acquisition.keeper.drop(acquisition)
     except BaseException:
         acquisition.keeper.abandon(acquisition)

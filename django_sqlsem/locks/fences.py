@@ -16,6 +16,7 @@ from django_sqlsem.core.text import shown
 from django_sqlsem.database import transactions
 from django_sqlsem.database.server import leads_to_locks
 from django_sqlsem.exceptions import BackendError, PermitLostError
+from django_sqlsem.runtime.acquisition import State
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -170,7 +171,7 @@ def _transaction_fails(connection: BaseDatabaseWrapper) -> Any:
 def _begin(permit: _Holder, connection: BaseDatabaseWrapper) -> tuple[bool, Fence]:
     """Note that the transaction is fenced, which puts the permit's release off. Return whether this is new, and it."""
     acquisition = permit._acquisition
-    for found in acquisition.fences:
+    for found in _of(acquisition):
         if found.stands and found.connection is connection:
             return False, found
     found = Fence(connection)
@@ -178,6 +179,10 @@ def _begin(permit: _Holder, connection: BaseDatabaseWrapper) -> tuple[bool, Fenc
     transactions.before_transaction_ends(connection.alias, partial(_ending, acquisition, found, acquisition.acquired))
     transactions.at_transaction_end(connection.alias, partial(_over, permit, found))
     return True, found
+
+
+def _of(acquisition: Acquisition) -> list[Fence]:
+    return [each for each in acquisition.fences if isinstance(each, Fence)]
 
 
 def _stands(permit: _Holder, found: Fence) -> None:
@@ -224,8 +229,7 @@ def _over(permit: _Holder, found: Fence) -> None:
         acquisition.keeper.renew_now(acquisition)
     found.over = True
     acquisition.fences = tuple(each for each in acquisition.fences if each.stands)
-    if acquisition.release_wanted and not acquisition.fenced:
-        acquisition.release_wanted = False
+    if acquisition.state is State.PUT_OFF and not acquisition.fenced:
         permit._close()
 
 

@@ -24,8 +24,7 @@ from django_sqlsem.runtime import callers
 from django_sqlsem.runtime.acquisition import State
 
 if TYPE_CHECKING:
-    from django_sqlsem.locks.acquire import Client
-    from django_sqlsem.runtime.acquisition import Acquisition
+    from django_sqlsem.runtime.acquisition import Acquisition, Client
 
 
 logger = logging.getLogger("django_sqlsem")
@@ -74,7 +73,7 @@ class Stay:
         if all(permit._detached for permit in self.inside()):
             callers.leave(acquisition)
 
-    def enter(self, monitor: Monitor, acquisition: Acquisition, owner: object) -> MonitorPermit | None:
+    def enter(self, monitor: Monitor, acquisition: Acquisition, caller: object) -> MonitorPermit | None:
         """Enter once more; ``None`` if all have left meanwhile."""
         with self.lock:
             inside = self.inside()
@@ -85,13 +84,13 @@ class Stay:
                     f"The permit of {monitor.name!r} was lost: {loss}. Leave it before entering again.", loss=loss
                 )
             mine = {id(ref()) for ref in _flow.get()}
-            if isinstance(owner, asyncio.Task) and not all(id(permit) in mine for permit in inside):
+            if isinstance(caller, asyncio.Task) and not all(id(permit) in mine for permit in inside):
                 raise AlreadyHeldError(
                     f"{monitor.name!r} was entered by something else that works for this task side by side with this."
                 )
             permit = MonitorPermit(monitor, acquisition, self)
             try:
-                if monitor.on_lost is not None and monitor.on_lost not in acquisition.callbacks:
+                if monitor.on_lost is not None and monitor.on_lost not in acquisition.losing.callbacks:
                     permit.on_lost(monitor.on_lost)
                 self.admit(permit)
                 return permit
@@ -140,7 +139,7 @@ class MonitorPermit(Permit):
     @property
     def released(self) -> bool:
         """Whether this entry was left, or the monitor given back."""
-        return self._left or self._acquisition.releasing.locked()
+        return self._left or self._acquisition.given_back
 
     def release(self) -> None:
         """Leave. The last to leave gives the monitor back: see ``Permit.release``. Idempotent.
@@ -181,15 +180,16 @@ class MonitorPermit(Permit):
         return self
 
     def _refuse_strangers(self) -> None:
-        owner = self._acquisition.owner() if self._acquisition.owner is not None else None
-        if owner is None or self._detached or self.released or callers.owner_is_gone(self._acquisition):
+        caller = self._acquisition.caller
+        itself = None if caller is None else caller.itself
+        if itself is None or self._detached or self.released or callers.caller_is_gone(self._acquisition):
             return
-        if owner is not callers.current_owner():
+        if itself is not callers.current_caller():
             raise NotEnteredError(f"Only the thread or task that entered {self.name!r} may leave it.")
 
     def _leave(self) -> bool:
         self._left = True
-        return self._stay.leave(self) and not self._acquisition.releasing.locked()
+        return self._stay.leave(self) and not self._acquisition.given_back
 
     def _abandon(self) -> None:
         self._left = True
@@ -211,20 +211,14 @@ class MonitorPermit(Permit):
 
     def __del__(self) -> None:
         acquisition = getattr(self, "_acquisition", None)
-        if (
-            acquisition is None
-            or self._left
-            or acquisition.foreign
-            or acquisition.abandoned
-            or acquisition.releasing.locked()
-        ):
+        if acquisition is None or self._left or acquisition.foreign:
             return
         # Only a note for the keeper, as a finaliser may run at any point.
-        if acquisition.state is State.HELD:
-            stay = self._stay
-            acquisition.keeper.inbox_put(lambda: stay.forget(acquisition))
-        elif acquisition.state is not State.OVER:
-            acquisition.keeper.abandon(acquisition)
+        keeper, stay = acquisition.keeper, self._stay
+        if acquisition.state in (State.HELD, State.PUT_OFF):
+            keeper.note(lambda: stay.forget(acquisition))
+        elif acquisition.state in (State.NEW, State.QUEUED, State.GRANTED):
+            keeper.note(lambda: keeper.abandon(acquisition))
 
 
 @dataclass(frozen=True)
@@ -276,7 +270,7 @@ class Monitor(Semaphore):
 
     def depth(self) -> int:
         """Return how many times this thread or task is inside; 0 if it is not. No database access."""
-        permit = self._inside(callers.current_owner())
+        permit = self._inside(callers.current_caller())
         return 0 if permit is None else len(permit._stay.inside())
 
     @property
@@ -292,22 +286,16 @@ class Monitor(Semaphore):
         return self._enter_again() or await super()._aacquire(timeout, rank)
 
     def _enter_again(self) -> MonitorPermit | None:
-        owner = callers.current_owner()
-        outermost = None if self.key is not None else self._inside(owner)
-        return None if outermost is None else outermost._stay.enter(self, outermost._acquisition, owner)
+        caller = callers.current_caller()
+        outermost = None if self.key is not None else self._inside(caller)
+        return None if outermost is None else outermost._stay.enter(self, outermost._acquisition, caller)
 
-    def _inside(self, owner: object) -> MonitorPermit | None:
-        """Return the permit by which ``owner`` is inside, the outermost one; a lost one too."""
+    def _inside(self, caller: object) -> MonitorPermit | None:
+        """Return the permit by which ``caller`` is inside, the outermost one; a lost one too."""
         key = key_of(self.name)
-        for acquisition in callers.taken_by(owner, database_for(self.using), key):
+        for acquisition in callers.taken_by(caller, database_for(self.using), key):
             permit = acquisition.permit()
-            gone = (
-                acquisition.grant is None
-                or acquisition.foreign
-                or acquisition.abandoned
-                or acquisition.releasing.locked()
-            )
-            if isinstance(permit, MonitorPermit) and not gone:
+            if isinstance(permit, MonitorPermit) and acquisition.has_slots and not acquisition.foreign:
                 return permit
         return None
 

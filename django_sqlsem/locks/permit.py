@@ -25,9 +25,9 @@ from django_sqlsem.core.text import numbers, shown
 from django_sqlsem.database import transactions
 from django_sqlsem.exceptions import AlreadyHeldError, BackendError, NotEnteredError, PermitLostError
 from django_sqlsem.locks import fences
-from django_sqlsem.locks.acquire import refusal, seconds_to_wait
+from django_sqlsem.locks.acquire import aobtain, obtain, refusal, seconds_to_wait
 from django_sqlsem.runtime import callers, events
-from django_sqlsem.runtime.acquisition import Acquisition, State
+from django_sqlsem.runtime.acquisition import Acquisition, Caller, State
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Permit:
     @property
     def name(self) -> str:
         """The semaphore's name."""
-        return self._acquisition.request.resource.name
+        return self._acquisition.name
 
     @property
     def slot(self) -> int:
@@ -90,7 +90,7 @@ class Permit:
     @property
     def expires_at(self) -> datetime.datetime:
         """When it will be lost unless it is renewed before: an aware instant on this host's clock, for display."""
-        left = self._acquisition.deadline - boot_now()
+        left = self._acquisition.lease.deadline - boot_now()
         return datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=left)
 
     @property
@@ -101,7 +101,7 @@ class Permit:
     @property
     def released(self) -> bool:
         """Whether it has been given back, or will be when the transaction that is fenced with it ends."""
-        return self._acquisition.releasing.locked() or self._acquisition.release_wanted
+        return self._acquisition.given_back or self._acquisition.state is State.PUT_OFF
 
     def check(self) -> None:
         """Raise ``PermitLostError`` if the permit is no longer ours: lost, or released already. No database access."""
@@ -126,9 +126,7 @@ class Permit:
         """Have ``callback(permit)`` called, on a thread of its own, if the permit is lost; at once if it already is."""
         if not callable(callback):
             raise TypeError(f"on_lost takes a callable, not {shown(callback)}.")
-        self._acquisition.callbacks.append(callback)
-        if self._acquisition.loss is not None:
-            events.call_back_soon(callback, self)
+        events.on_lost(self, callback)
 
     @property
     def stop_requested(self) -> bool:
@@ -147,7 +145,7 @@ class Permit:
         """
         if not callable(callback):
             raise TypeError(f"on_stop_requested takes a callable, not {shown(callback)}.")
-        events.call_back_stop(self._acquisition, callback)
+        events.on_stop_requested(self, callback)
 
     def release(self) -> None:
         """Give the slots back. Idempotent; removes only what this very permit holds.
@@ -157,25 +155,27 @@ class Permit:
         returns at once: ``arelease()`` waits for it. While a transaction that is fenced with it is open, it is only
         given back when that ends.
         """
-        if self._acquisition.fenced:
-            self._acquisition.release_wanted = True
+        acquisition = self._acquisition
+        if acquisition.fenced:
+            acquisition.put_off()
             return
         try:
-            if self._leave() and self._acquisition.keeper.release(self._acquisition):
+            if self._leave() and acquisition.keeper.release(acquisition):
                 events.released(self)
         except BackendError:
             raise
         except BaseException:
-            self._abandon()
+            self._abandon()  # else it would be held for as long as the exception is kept
             raise
 
     async def arelease(self) -> None:
         """Give the slots back from a coroutine. Raises ``BackendError`` like ``release()``."""
-        if self._acquisition.fenced:
-            self._acquisition.release_wanted = True
+        acquisition = self._acquisition
+        if acquisition.fenced:
+            acquisition.put_off()
             return
         try:
-            if self._leave() and await self._acquisition.keeper.arelease(self._acquisition):
+            if self._leave() and await acquisition.keeper.arelease(acquisition):
                 await events.areleased(self)
         except BackendError:
             raise
@@ -198,8 +198,8 @@ class Permit:
         return grant
 
     def _leave(self) -> bool:
-        """Take one out of those who are inside by this grant. Return whether it must be given back now."""
-        return not self.released
+        """Leave by this permit. Return whether the grant must be given back now."""
+        return not self._acquisition.given_back
 
     def _abandon(self) -> None:
         """Leave the giving back to the keeper: an exception has interrupted it."""
@@ -259,17 +259,13 @@ class Permit:
         if acquisition is None:  # interrupted while it was made
             return
         # Only a note for the keeper: a finaliser may run at any point, in the keeper's own critical sections too.
-        if (
-            acquisition.foreign
-            or acquisition.abandoned
-            or acquisition.releasing.locked()
-            or acquisition.state is State.OVER
-        ):
+        keeper = acquisition.keeper
+        if acquisition.foreign or acquisition.abandoned or acquisition.given_back or acquisition.state is State.OVER:
             return
-        if acquisition.state is State.HELD:
-            acquisition.keeper.inbox_put(lambda: acquisition.keeper.forget(acquisition, "it was garbage-collected"))
+        if acquisition.has_slots and acquisition.state is not State.GRANTED:
+            keeper.note(lambda: keeper.forget(acquisition, "it was garbage-collected"))
         else:
-            acquisition.keeper.abandon(acquisition)
+            keeper.note(lambda: keeper.abandon(acquisition))
 
 
 def current_permit(name: Name, *, using: str | None = None) -> Permit | None:
@@ -280,8 +276,8 @@ def current_permit(name: Name, *, using: str | None = None) -> Permit | None:
     for a bad name.
     """
     key = key_of(validate_name(name))
-    for acquisition in callers.taken_by(callers.current_owner(), database_for(using), key):
-        permit = acquisition.permit()
+    for acquisition in callers.taken_by(callers.current_caller(), database_for(using), key):
+        permit: Permit | None = acquisition.permit()
         if permit is not None and acquisition.grant is not None and not permit.released:
             return permit
     return None
@@ -300,7 +296,7 @@ def after_fork() -> None:
 
 def push(semaphore: Any, permit: Permit) -> None:
     """Note that the current task or thread has entered a block of this semaphore."""
-    owner = weakref.ref(callers.current_owner())
+    owner = weakref.ref(callers.current_caller())
     with _lock:
         _entered.setdefault(semaphore._blocks, []).append((owner, permit))
 
@@ -346,7 +342,7 @@ def _mine(blocks: list[tuple[weakref.ref[Any], Permit]]) -> list[Permit]:
     flow = [
         permit for acquisition in callers.taken_here() for _, permit in blocks if permit._acquisition is acquisition
     ]
-    current = callers.current_owner()
+    current = callers.current_caller()
     return flow or [permit for owner, permit in blocks if owner() is current]
 
 
@@ -391,36 +387,24 @@ class UpgradablePermit(Permit):
         callers.refuse_event_loop("A permit can't be upgraded synchronously here: use `await aupgrade()`.")
         seconds = seconds_to_wait(timeout, self.semaphore.timeout, self.semaphore.using)
         permit = self._prepare()
-        acquisition = permit._acquisition
         try:
             self._begin(permit)
-            granted = acquisition.keeper.acquire(acquisition, seconds)
-            if granted:
-                self.check()
+            if obtain(permit._acquisition, self._checked, seconds):
                 return self
-            acquisition.keeper.drop(acquisition)
-            self._upgrade = None
-        except BaseException:
-            self._give_up(permit)
-            raise
+        finally:
+            self._unless_granted(permit)
         raise refusal(self.semaphore.status(), seconds, self.semaphore.kind, 0, UPGRADE)
 
     async def aupgrade(self, timeout: Seconds | Unset | None = UNSET) -> Self:
         """Become the writer, from a coroutine: see ``upgrade()``."""
         seconds = seconds_to_wait(timeout, self.semaphore.timeout, self.semaphore.using)
         permit = self._prepare()
-        acquisition = permit._acquisition
         try:
             self._begin(permit)
-            granted = await acquisition.keeper.aacquire(acquisition, seconds)
-            if granted:
-                self.check()
+            if await aobtain(permit._acquisition, self._achecked, seconds):
                 return self
-            acquisition.keeper.drop(acquisition)
-            self._upgrade = None
-        except BaseException:
-            self._give_up(permit)
-            raise
+        finally:
+            self._unless_granted(permit)
         raise refusal(await self.semaphore.astatus(), seconds, self.semaphore.kind, 0, UPGRADE)
 
     def downgrade(self) -> None:
@@ -485,13 +469,14 @@ class UpgradablePermit(Permit):
         acquisition = Acquisition(mine.keeper, request, max_hold=None)
         acquisition.part_of = mine  # who is asked to stop, is asked once
         flow = {id(each): each for each in (*callers.taken_here(), mine)}
-        acquisition.beside = callers.beside(callers.current_owner(), flow.values())
+        acquisition.caller = Caller(None, None)
+        acquisition.caller.beside = callers.beside(callers.current_caller(), flow.values())
 
         def lost_without_it(_permit: Permit) -> None:
             if acquisition.loss is not None:
                 mine.lose(acquisition.loss)
 
-        acquisition.callbacks.append(lost_without_it)
+        acquisition.losing.callbacks.append(lost_without_it)
         return Permit(self.semaphore, acquisition)
 
     def _begin(self, permit: Permit) -> None:
@@ -501,14 +486,20 @@ class UpgradablePermit(Permit):
             if self._upgrade is not None:
                 raise AlreadyHeldError(f"The permit of {self.name!r} has been upgraded already, or is about to be.")
             self._upgrade = permit
-            if _lose_parts not in mine.callbacks:
-                mine.callbacks.append(_lose_parts)
+            if _lose_parts not in mine.losing.callbacks:
+                mine.losing.callbacks.append(_lose_parts)
             going = [part for part in self._parts if id(part) in part.keeper.acquisitions]
             self._parts = (*going, permit._acquisition)
 
-    def _give_up(self, permit: Permit) -> None:
-        permit._acquisition.keeper.abandon(permit._acquisition)
-        if self._upgrade is permit:
+    def _checked(self) -> bool:
+        self.check()
+        return True
+
+    async def _achecked(self) -> bool:
+        return self._checked()
+
+    def _unless_granted(self, permit: Permit) -> None:
+        if self._upgrade is permit and not permit._acquisition.has_slots:
             self._upgrade = None
 
 
@@ -516,11 +507,11 @@ def _lose_parts(permit: Permit) -> None:
     """A permit was lost: so are its upgrades."""
     loss = permit._acquisition.loss
     for acquisition in permit._parts if isinstance(permit, UpgradablePermit) else ():
-        if loss is None or acquisition.releasing.locked() or acquisition.abandoned:
+        if loss is None or acquisition.given_back or acquisition.abandoned:
             continue
         if acquisition.grant is None:  # it waits in vain
-            acquisition.answer(PermitLostError(f"The permit of {permit.name!r} was lost: {loss}.", loss=loss))
+            acquisition.tell(PermitLostError(f"The permit of {permit.name!r} was lost: {loss}.", loss=loss))
             continue
         acquisition.lose(loss)
         if loss.reason is LossReason.FORGOTTEN:  # else it would stay
-            acquisition.keeper.inbox_put(partial(acquisition.keeper.give_back, acquisition, acquisition.keeper.own))
+            acquisition.keeper.note(partial(acquisition.keeper.give_back, acquisition, acquisition.keeper.own))

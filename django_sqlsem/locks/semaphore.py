@@ -42,7 +42,7 @@ from django_sqlsem.snapshots import SemaphoreSnapshot
 
 if TYPE_CHECKING:
     from django_sqlsem.busy import OnBusy
-    from django_sqlsem.locks.acquire import Client
+    from django_sqlsem.runtime.acquisition import Client
     from django_sqlsem.runtime.keeper import Keeper
 
 
@@ -232,8 +232,8 @@ class Semaphore:
         acquisition = Acquisition(keeper, self._request(keeper, rank), max_hold=self.max_hold)
         acquisition.client = client
         if self.on_lost is not None:
-            acquisition.callbacks.append(self.on_lost)
-        callers.enter(callers.current_owner(), keeper.alias, acquisition)
+            acquisition.losing.callbacks.append(self.on_lost)
+        callers.enter(callers.current_caller(), keeper.alias, acquisition)
         return acquisition, partial(granted, self._permit(acquisition))
 
     def _permit(self, acquisition: Acquisition) -> Permit:

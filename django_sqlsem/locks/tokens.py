@@ -6,17 +6,16 @@ A grant is not kept: its tokens are taken for good at once, on the keeper's side
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import logging
 import threading
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from django_sqlsem.backends import database_for, get_counting_backend
-from django_sqlsem.backends.base import LAPSE_US, TOKENS, Counting, Request
+from django_sqlsem.backends.base import LAPSE_US, TOKENS, Request
 from django_sqlsem.core import identity
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
@@ -35,7 +34,7 @@ from django_sqlsem.locks.acquire import (
     seconds_to_wait,
 )
 from django_sqlsem.runtime import callers
-from django_sqlsem.runtime.acquisition import Acquisition
+from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper
 from django_sqlsem.snapshots import SemaphoreSnapshot
 
 if TYPE_CHECKING:
@@ -249,7 +248,7 @@ class Tokens:
         keeper, count = acquisition.keeper, acquisition.request.take
 
         def put_back() -> None:
-            if not (acquisition.released and acquisition.releasing.acquire(blocking=False)):
+            if not acquisition.put_back():
                 return  # they were not taken, or have gone back already
             try:
                 self._add(keeper, keeper.own, count)
@@ -260,14 +259,14 @@ class Tokens:
 
         keeper.post(put_back)
 
-    def _add(self, keeper: Keeper, session: Session, count: int, *, hand_on: bool = True) -> None:
+    def _add(self, keeper: AcquisitionKeeper, session: Session, count: int, *, hand_on: bool = True) -> None:
         """Add tokens, and give them to those of this process who wait for them. Raises ``BackendError``."""
-        backend, resource, sent = cast("Counting", keeper.backend), self._resource(), boot_now()
+        backend, resource, sent = keeper.backend, self._resource(), boot_now()
         options: dict[str, Any] = {"initial": self.initial, "presence": keeper.presence, "hand_on": hand_on}
         for granted in backend.add(session, resource, count, **options):
             keeper.deliver(granted, sent, resource)
-        if keeper.backend.process_local and (arbiter := keeper.arbiters.get(resource.key)) is not None:
-            keeper.poke(arbiter)
+        if keeper.backend.process_local:
+            keeper.look_at_all()
 
     def _refuse(self, snapshot: SemaphoreSnapshot, take: int, timeout: float | None) -> NoReturn:
         wanted = "No token" if take == 1 else f"No {take} tokens"
@@ -337,33 +336,18 @@ def _take_here(acquisition: Acquisition) -> bool:
     if isinstance(session, CallerSession):  # whose transaction keeps all others from writing
         taken = _take(acquisition, session)
         if taken:
-            acquisition.releasing.acquire(blocking=False)  # if that is undone, then by the end of the transaction
+            acquisition.put_back()  # if that is undone, then by the end of the transaction
         return taken
-    done: concurrent.futures.Future[bool] = concurrent.futures.Future()
-
-    def step() -> None:
-        try:
-            taken = _take(acquisition, keeper.own)
-        except BaseException as error:  # noqa: BLE001 - it belongs to the thread that waits
-            done.set_exception(error)
-        else:
-            done.set_result(taken)
-
-    keeper.post(step)
-    return done.result()
+    return keeper.submit(lambda: _take(acquisition, keeper.own)).result()
 
 
 def _take(acquisition: Acquisition, session: Session) -> bool:
     """Take a grant for good. Return whether it still was there. Raises ``BackendError``."""
     if acquisition.abandoned:  # its caller has gone meanwhile: what it was granted goes back
         return False
-    keeper = acquisition.keeper
-    taken = cast("Counting", keeper.backend).take(session, acquisition.permit_id)
+    taken = acquisition.keeper.backend.take(session, acquisition.permit_id)
     if taken:
-        acquisition.released = True  # nothing is held from here on
-        keeper.acquisitions.pop(id(acquisition), None)
-        if keeper.history is not None and acquisition.grant is not None:
-            keeper.history.granted(acquisition.request, acquisition.grant, acquisition.granted_at, acquisition.waited)
+        acquisition.keeper.used(acquisition)
     return taken
 
 

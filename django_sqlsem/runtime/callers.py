@@ -14,11 +14,10 @@ from django.core.exceptions import SynchronousOnlyOperation
 
 from django_sqlsem.core.text import numbers
 from django_sqlsem.exceptions import AlreadyHeldError
+from django_sqlsem.runtime.acquisition import Acquisition, Caller
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    from django_sqlsem.runtime.acquisition import Acquisition
 
 
 #: The task that last took a permit in this context: ``sync_to_async`` carries it into its worker thread.
@@ -49,7 +48,7 @@ def as_stranger() -> Iterator[None]:
         _stranger.reset(reset)
 
 
-def current_owner() -> Any:
+def current_caller() -> Any:
     """Return the running task, or the task that called into this thread, or else the thread.
 
     A task that ``async_to_sync`` made works for the thread that called it, and ends with that call.
@@ -68,104 +67,96 @@ def current_owner() -> Any:
     return thread
 
 
-def enter(owner: Any, alias: str, acquisition: Acquisition) -> None:
-    """Note that ``owner`` asks for a semaphore.
+def enter(caller: Any, alias: str, acquisition: Acquisition) -> None:
+    """Note that ``caller`` asks for a lock.
 
     Raises ``AlreadyHeldError`` if it has a live permit of the same one: waiting for itself would never end.
     """
-    scope = (id(owner), alias, acquisition.request.resource.key)
-    flow = taken_here()
-    for other in taken_by(owner, alias, acquisition.request.resource.key):
-        if is_held(other):
+    key = acquisition.request.resource.key
+    scope, flow = (id(caller), alias, key), taken_here() if _taken.get() else []
+    for other in flow:
+        if _is_taken_by(other, caller, scope) and is_held(other):
             slots = other.grant.slots if other.grant else ()
             raise AlreadyHeldError(
-                f"You have acquired {acquisition.request.resource.name!r} already, in this very "
-                f"{'task' if isinstance(owner, asyncio.Task) else 'thread'} (slot {numbers(slots)})."
+                f"You have acquired {acquisition.name!r} already, in this very "
+                f"{'task' if isinstance(caller, asyncio.Task) else 'thread'} (slot {numbers(slots)})."
             )
-    if isinstance(owner, asyncio.Task):
+    found = acquisition.caller = Caller(caller, scope)
+    if isinstance(caller, asyncio.Task):
         task, thread = _running()
-        if task is not owner:
-            acquisition.worker = weakref.ref(thread)
-        elif owner not in _followed:
-            _followed.add(owner)
-            owner.add_done_callback(_hand_over)
-    if not in_event_loop():
-        acquisition.thread = weakref.ref(threading.current_thread())
-    acquisition.owner = weakref.ref(owner)
-    acquisition.scope = scope
+        if task is not caller:
+            found.worker = weakref.ref(thread)
+        elif caller not in _followed:
+            _followed.add(caller)
+            caller.add_done_callback(_hand_over)
+    if asyncio._get_running_loop() is None:
+        found.thread = weakref.ref(threading.current_thread())
     if flow:
-        acquisition.beside = beside(owner, flow)
-    _taken.set((*(weakref.ref(taken) for taken in flow), weakref.ref(acquisition)))
+        found.beside = beside(caller, flow)
+    _taken.set((*map(weakref.ref, flow), weakref.ref(acquisition)))
 
 
-def taken_by(owner: Any, alias: str, key: str) -> list[Acquisition]:
-    """Return what ``owner`` has taken of one name, and this flow of control knows of."""
-    scope = (id(owner), alias, key)
+def taken_by(caller: Any, alias: str, key: str) -> list[Acquisition]:
+    """Return what ``caller`` has taken of one name, and this flow of control knows of."""
     # Threads that work for one task side by side share its name, but are not inside one another; nor are the tasks
     # for which one thread works in turn, if one of them still has what the thread took for it.
-    found = [taken for taken in taken_here() if taken.scope == scope]
-    return [acquisition for acquisition in found if acquisition.owner is not None and acquisition.owner() is owner]
+    scope = (id(caller), alias, key)
+    return [taken for taken in taken_here() if _is_taken_by(taken, caller, scope)]
+
+
+def _is_taken_by(acquisition: Acquisition, caller: Any, scope: tuple[int, str, str]) -> bool:
+    theirs = acquisition.caller
+    return theirs is not None and theirs.scope == scope and theirs.itself is caller
 
 
 def taken_here() -> list[Acquisition]:
     """Return what this flow of control has taken and not given back, oldest first."""
-    acquisitions = [ref() for ref in _taken.get()]
-    return [acquisition for acquisition in acquisitions if acquisition is not None and not _is_over(acquisition)]
+    found = []
+    for ref in _taken.get():
+        taken = ref()
+        if taken is not None and not (taken.foreign or taken.given_back or taken.abandoned):
+            found.append(taken)
+    return found
 
 
-def beside(owner: Any, flow: Iterable[Acquisition]) -> tuple[weakref.ref[Acquisition], ...]:
-    """Return what of ``flow`` is the owner's own: of its parent's, a child task gives nothing back."""
-    return tuple(
-        weakref.ref(acquisition)
-        for acquisition in flow
-        if acquisition.owner is not None and acquisition.owner() is owner
-    )
-
-
-def _is_over(acquisition: Acquisition) -> bool:
-    return acquisition.foreign or acquisition.releasing.locked() or acquisition.abandoned
+def beside(caller: Any, flow: Iterable[Acquisition]) -> tuple[weakref.ref[Acquisition], ...]:
+    """Return what of ``flow`` is the caller's own: of its parent's, a child task gives nothing back."""
+    return tuple(weakref.ref(each) for each in flow if each.caller is not None and each.caller.itself is caller)
 
 
 def is_held(acquisition: Acquisition) -> bool:
     """Whether the program still has the permit."""
     # One that was abandoned or garbage-collected is on its way back, though the keeper may not have got to it.
-    if (
-        acquisition.grant is None
-        or acquisition.abandoned
-        or acquisition.releasing.locked()
-        or acquisition.permit() is None
-    ):
-        return False
-    return acquisition.current_loss() is None
+    return acquisition.has_slots and acquisition.permit() is not None and acquisition.current_loss() is None
 
 
 def leave(acquisition: Acquisition) -> None:
-    """The hold no longer belongs to anyone's thread or task."""
-    acquisition.scope = acquisition.owner = None
+    """The acquisition no longer belongs to anyone's thread or task."""
+    if acquisition.caller is not None:
+        acquisition.caller.leave()
 
 
-def owner_is_gone(acquisition: Acquisition) -> bool:
+def caller_is_gone(acquisition: Acquisition) -> bool:
     """Whether the thread or task that holds the permit has ended."""
-    if acquisition.owner is None:
+    caller = acquisition.caller
+    if caller is None or caller.ref is None:
         return False
-    owner = acquisition.owner()
-    worker = acquisition.worker() if acquisition.worker is not None else None
+    worker = caller.worker() if caller.worker is not None else None
     if worker is not None and worker.is_alive():
         return False  # the task may have ended without the thread that it called
-    if owner is None:
+    itself = caller.ref()
+    if itself is None:
         return True
-    if isinstance(owner, asyncio.Task):
-        return owner.done() and _returned_acquisition(owner) is not acquisition
-    return isinstance(owner, threading.Thread) and not owner.is_alive()
+    if isinstance(itself, asyncio.Task):
+        return itself.done() and _returned_acquisition(itself) is not acquisition
+    return isinstance(itself, threading.Thread) and not itself.is_alive()
 
 
 def in_event_loop() -> bool:
     """Whether this thread runs an event loop, and so must not block."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+    return (
+        asyncio._get_running_loop() is not None
+    )  # without the exception of its public twin, which costs more than all
 
 
 def refuse_event_loop(
@@ -176,7 +167,7 @@ def refuse_event_loop(
 
     Raises ``SynchronousOnlyOperation`` with this message.
     """
-    if in_event_loop():
+    if asyncio._get_running_loop() is not None:
         raise SynchronousOnlyOperation(message)
 
 
@@ -192,11 +183,8 @@ def refuse_other_loops() -> None:
 
 def _running() -> tuple[asyncio.Task[Any] | None, threading.Thread]:
     """Return the task that runs, if one does on its own account, and the thread that stands behind this code."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        task = None
     thread = threading.current_thread()
+    task = None if asyncio._get_running_loop() is None else asyncio.current_task()
     if task is None or not getattr(task.get_coro(), "__qualname__", "").startswith(AsyncToSync.__qualname__ + "."):
         return task, thread
     # The thread lends itself, while it waits, to what the coroutine has to run in it: that tells which one it is.

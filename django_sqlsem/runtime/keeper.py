@@ -1,50 +1,44 @@
-"""One keeper per process and database: it claims, waits, gives back, and keeps what is held alive.
+"""One keeper per process and database: it has requests granted, lets callers wait, and gives back what they leave.
 
-Giving back: what every keeper does with a permit that is released, forgotten, abandoned, or left at the end.
-
-What a keeper does for what is held: renewals, forgotten permits, stuck releases, claims in doubt, lost sessions.
-
-What a keeper tells the history, and when it takes the time to write that down: after all else that it does.
+The caller's own thread makes the first try and the release, on the session ``work``; whatever must go on without the
+caller is posted to the keeper's side, which uses the session ``own``. An acquisition is registered before anything is
+sent for it. So one mechanism gives back what an interrupted caller leaves: the keeper looks through its registrations.
 """
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
 import logging
-import queue
+import math
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import connections
 
-from django_sqlsem.backends.base import Place, Presence
+from django_sqlsem.backends.base import UNREACHED, Granted, Place, Presence
 from django_sqlsem.conf import config
+from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.database import transactions
 from django_sqlsem.database.sessions import CallerSession, OwnSession, Session
-from django_sqlsem.deadlocks.watch import Watch
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError
-from django_sqlsem.history.recorder import Recorder
-from django_sqlsem.history.writer import LONGEST, Writer
 from django_sqlsem.runtime import callers, events
 from django_sqlsem.runtime.acquisition import Acquisition, State
-from django_sqlsem.runtime.lent_threads import LentThreads
-from django_sqlsem.runtime.presence import Reach
-from django_sqlsem.runtime.queue import Arbiter
+from django_sqlsem.runtime.chores import LOOK_AROUND, BeaconChore, Chore, Doubts, Renewals, plugged_in
+from django_sqlsem.runtime.loop import NAP, InlineLoop, ThreadLoop
+from django_sqlsem.runtime.queue import LocalQueue
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
-    from django_sqlsem.backends.base import BaseSemaphoreBackend, Grant, Granted, Queue, Request
+    from django_sqlsem.backends.base import BaseSemaphoreBackend, Grant, Queue, Request
     from django_sqlsem.core.names import Resource
+    from django_sqlsem.runtime.presence import Reach
 
 
 logger = logging.getLogger("django_sqlsem")
@@ -52,105 +46,453 @@ logger = logging.getLogger("django_sqlsem")
 T = TypeVar("T")
 
 NO_LONGER_ITS_OWN: Final = Loss(LossReason.EXPIRED, "when it was released, its slot was no longer its own")
+#: For how long one that does not wait lets the process give up a place in which nobody waits any more, in seconds.
+CLEARED: Final = 1.0
+#: The first chores are the keeper's own: beacon, renewals and doubts.
+OWN_CHORES: Final = 3
+#: So many notes from the bell at once, and there may have been more.
+MANY_NOTES: Final = 8
 
 
-class KeeperBase(abc.ABC):
-    """The part of a keeper that ends holds."""
+class Keeper:
+    """What one process has and wants of the locks of one database."""
 
     def __init__(self, backend: BaseSemaphoreBackend) -> None:
         self.backend = backend
         self.alias = backend.alias
         self.work = backend.session()
         self.own = backend.session()
+        self.acquisitions: dict[int, Acquisition] = {}
+        #: The queues of this process, by name.
+        self.queues: dict[str, LocalQueue] = {}
+        #: The acquisitions that the database knows as waiting, by permit id.
+        self.waiting: dict[str, Acquisition] = {}
+        self.queue_lock = threading.Lock()
+        self.beacon: BeaconChore | None = None
+        self.renewals = Renewals(self)
+        self.doubts = Doubts(self)
+        self.chores: list[Chore] = []
+        self._stepping = threading.RLock()
         for session in (self.work, self.own):
             if isinstance(session, OwnSession):
                 session.opened = backend.opened
+        if backend.process_local:
+            self.loop: InlineLoop | ThreadLoop = InlineLoop()
+            backend.listen(self._look_again)
+        else:
+            self.loop = ThreadLoop(self.alias, self)
+            self.beacon = BeaconChore(self)
+            self.chores = [self.beacon, self.renewals, self.doubts, *plugged_in(self)]
+            if isinstance(self.own, OwnSession):
+                self.own.opened = self.beacon.opened
+        events_heard = ("queued", "granted", "refused", "released", "lost", "deadlocked")
+        self._listeners = {event: _listeners(self.chores, event) for event in events_heard}
         backend.announce(self.deliver)
-        self.acquisitions: dict[int, Acquisition] = {}
-        self.arbiters: dict[str, Arbiter] = {}
-        #: Who waits in the database, by permit id.
-        self.waiting: dict[str, Acquisition] = {}
-        self.queue_lock = threading.Lock()
-        # Its put() may be called at any moment, from a finaliser too.
-        self.inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+
+    def tell(self, event: str, *about: Any) -> None:
+        """Tell the chores that listen: ``event`` is the name of one of their methods."""
+        for listener in self._listeners[event]:
+            listener(*about)
+
+    # How others reach this process.
 
     @property
     def presence(self) -> Presence:
-        """How others reach this process; without a thread, nobody has to."""
-        return Presence()
+        """How others reach this process now; without a thread, nobody has to."""
+        return UNREACHED if self.beacon is None else self.beacon.reach.presence
 
-    @abc.abstractmethod
-    def post(self, step: Callable[[], object]) -> None:
-        """Run a step soon, on the keeper's side."""
-
-    @abc.abstractmethod
-    def poke(self, arbiter: Arbiter) -> None:
-        """Have the arbiter look again now."""
-
-    def reconsider(self, arbiter: Arbiter) -> None:
-        """Have the arbiter take its next step when it is due: something in it has changed."""
-        self.poke(arbiter)
-
-    @abc.abstractmethod
-    def doubt(self, request: Request) -> None:
-        """Free what this claim may have got, now and again until its statement must have ended."""
-
-    @abc.abstractmethod
-    def renew_now(self, acquisition: Acquisition) -> None:
-        """Have a grant proved without waiting for its next renewal."""
-
-    def register(self, acquisition: Acquisition) -> None:
-        """Know of a hold, before anything is sent for it."""
-        self.acquisitions[id(acquisition)] = acquisition
+    def present(self, request: Request) -> Request:
+        """Return the request with the way to reach this process as it is now."""
+        presence = self.presence
+        if request.presence is presence or request.presence == presence:
+            return request
+        return dataclasses.replace(request, presence=presence)
 
     def session_here(self) -> Session:
         """Return where the calling thread's statements go: on SQLite, inside ``atomic()``, its own connection."""
         if not self.backend.process_local:
             connection = connections[self.alias]
             # There is one writer, and it may be this very transaction: waiting for it would never end.
-            if connection.vendor == "sqlite" and connection.in_atomic_block:
+            if connection.in_atomic_block and connection.vendor == "sqlite":
                 return CallerSession(connection)
         return self.work
+
+    def renewal_interval(self, lease: float) -> float:
+        """Return how often a lease is renewed, in seconds."""
+        return min(lease / 4, self.backend.heartbeat)
+
+    # Steps on the keeper's side.
+
+    def post(self, step: Callable[[], object]) -> None:
+        """Have a step taken soon, on the keeper's side."""
+        self.loop.post(step)
+
+    def note(self, step: Callable[[], object]) -> None:
+        """Leave a step for the keeper; safe in finalisers and signal handlers."""
+        self.loop.note(step)
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on the keeper's side, and return what it returns. It runs even if this task is cancelled."""
+        callers.refuse_other_loops()
+        return await asyncio.shield(asyncio.wrap_future(self.submit(work)))
+
+    def submit(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Run ``work`` on the keeper's side; returns the future of its result."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def step() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001 - it belongs to the caller that waits
+                future.set_exception(error)
+
+        self.post(step)
+        return future
+
+    def poke(self, queue: LocalQueue) -> None:
+        """Have a queue looked at now."""
+        if isinstance(self.loop, InlineLoop):
+            with self._stepping:
+                queue.look_soon()
+                queue.step(self.own)
+        else:
+            queue.next_at = 0.0
+            self.loop.wake_by(0.0)
+
+    def _reconsider(self, queue: LocalQueue) -> None:
+        """Have a queue looked at when it is due: something in it has changed."""
+        self.loop.wake_by(queue.next_at)
+
+    # Acquiring, in the caller's thread or from its event loop.
+
+    def acquire(self, acquisition: Acquisition, timeout: float | None) -> bool:
+        """Have it granted within ``timeout`` seconds, blocking this thread. Return whether it was."""
+        acquisition.patient_until = None if timeout is None else acquisition.arrived + timeout
+        self._register(acquisition)
+        session = self.session_here()
+        mine = not isinstance(session, CallerSession)
+        if mine and self.queues:
+            self._prepare_first_try(acquisition, session, timeout)
+        while (first := self._is_first(acquisition)) or self._may_go_first(acquisition):
+            if not self._try_now(acquisition, session, enrol=first and mine and timeout != 0):
+                break
+            if not mine:
+                # If that transaction is rolled back, so is this grant: have the keeper look at once.
+                transactions.at_transaction_end(self.alias, lambda: self.renew_now(acquisition))
+            if self._settled(acquisition, True):
+                return True
+        if timeout == 0:
+            return False
+        if not mine:
+            self._refused(acquisition)
+            raise AcquireTimeoutError(
+                f"No slot of {acquisition.name!r} is free, and waiting inside atomic() on SQLite could never end: its "
+                "one writer is this transaction. Acquire outside atomic(), use timeout=0, or keep the locks in a "
+                "second file named by SQLSEM['DATABASE'].",
+                name=acquisition.name,
+                timeout=timeout,
+            )
+        while True:
+            self._enqueue(acquisition)
+            answered = acquisition.wait(acquisition.patience(boot_now()))
+            if self._settled(acquisition, answered):
+                return acquisition.state is State.HELD
+
+    async def aacquire(self, acquisition: Acquisition, timeout: float | None) -> bool:
+        """Have it granted within ``timeout`` seconds, holding no thread meanwhile. Return whether it was."""
+        acquisition.patient_until = None if timeout is None else acquisition.arrived + timeout
+        self._register(acquisition)
+        future = acquisition.answer.prepare_future()
+        self.post(lambda: self._first_try(acquisition, timeout))
+        remaining = None if timeout in (None, 0) else timeout
+        while True:
+            await acquisition.answered(future, remaining)
+            if self._settled(acquisition, future.done()):
+                return acquisition.state is State.HELD
+            future = acquisition.answer.prepare_future()
+            remaining = acquisition.patience(boot_now())
+            self._enqueue(acquisition)
+
+    def _register(self, acquisition: Acquisition) -> None:
+        """Know of an acquisition before anything is sent for it, and see that somebody looks after it."""
+        self.acquisitions[id(acquisition)] = acquisition
+        self.loop.ensure()
+
+    def _first_try(self, acquisition: Acquisition, timeout: float | None) -> None:
+        if acquisition.state is not State.NEW:
+            return
+        try:
+            self._prepare_first_try(acquisition, self.own, timeout)
+            first = self._is_first(acquisition)
+            goes = first or self._may_go_first(acquisition)
+            granted = goes and self._try_now(acquisition, self.own, enrol=first and timeout != 0)
+            if granted or timeout == 0:
+                acquisition.tell()
+            else:
+                self._enqueue(acquisition)
+        except Exception as error:  # noqa: BLE001 - it belongs to the waiting task, not to this thread
+            acquisition.tell(error)
+
+    def _prepare_first_try(self, acquisition: Acquisition, session: Session, timeout: float | None) -> None:
+        request = acquisition.request
+        if request.rank and timeout != 0 and self.queues.get(request.line) is not None:
+            # A task that has come back does not stand behind those of this process that came after its first try.
+            if self.backend.keeps_place(session, request):
+                acquisition.stand_apart()
+        elif timeout == 0 and (queue := self._deserted(request)) is not None:
+            if session is self.own:
+                queue.step(self.own)
+            else:
+                cleared = threading.Event()
+                self.post(partial(queue.step, self.own))
+                self.post(cleared.set)
+                cleared.wait(CLEARED)
+
+    def _deserted(self, request: Request) -> LocalQueue | None:
+        """Return the queue of the name if nobody waits in it any more, and its place is just being given up."""
+        queue = self.queues.get(request.resource.key)
+        return None if queue is None or queue.waiting else queue
+
+    def _is_first(self, acquisition: Acquisition) -> bool:
+        """Whether nobody of this process waits for the name."""
+        return not self.queues or acquisition.request.line not in self.queues
+
+    def _may_go_first(self, acquisition: Acquisition) -> bool:
+        """Whether the request barges, or has a place of its own, though others of this process wait for the name."""
+        return not acquisition.request.fair or bool(acquisition.request.rank)
+
+    def _try_now(self, acquisition: Acquisition, session: Session, *, enrol: bool) -> bool:
+        """Ask once, without waiting; ``enrol``: or else take a place in the queue. Return whether it is granted."""
+        beacon = self.beacon
+        if beacon is not None and not (self.own.is_open and beacon.reach.known):
+            self._see_to_beacon(beacon, session)
+        acquisition.request = self.present(acquisition.request)
+        while True:
+            sent = acquisition.lease.proved = boot_now()
+            acquisition.sent = True
+            attempts = session.attempts
+            try:
+                if not enrol:
+                    grant = self.backend.claim(session, acquisition.request)
+                    if grant is None:
+                        return False
+                    lease = acquisition.request.lease
+                    return self._accept(acquisition, acquisition.permit_id, grant, sent, lease, at_once=True)
+                self.waiting[acquisition.permit_id] = acquisition
+                place = Place(acquisition.arrived, waiting=1, patience=acquisition.patience(sent))
+                waited = self.backend.enrol(session, acquisition.request, place, first=True)
+            except BackendError as error:
+                if session.attempts != attempts:  # else nothing was asked of the database
+                    self.doubt(acquisition.request)
+                with self.queue_lock:
+                    self.renew_request(acquisition)
+                if error.stale_connection:
+                    continue
+                raise
+            for granted in waited.granted:
+                if granted.permit_id == acquisition.request.permit_id:
+                    self._accept(
+                        acquisition, granted.permit_id, granted.grant, sent, granted.lasts, at_once=waited.at_once
+                    )
+                else:
+                    self.deliver(granted, sent, acquisition.request.resource)
+            if waited.queue is not None:
+                self._join(acquisition, waited.queue, sent, session)
+            return acquisition.grant is not None
+
+    def _see_to_beacon(self, beacon: BeaconChore, session: Session) -> None:
+        """Have the keeper's session open first: if this process is killed after its grant, others will see that."""
+        own = self.own
+        # The keeper's thread may be about to open it: a grant that came meanwhile would be one that nobody reaches.
+        if own.is_open and not isinstance(own, OwnSession):
+            return
+        if beacon.dark_since is None and isinstance(session, OwnSession):
+            session.run(lambda cursor: None)  # if the database cannot be reached, one try is enough to tell
+            if isinstance(own, OwnSession) and config(self.alias).beacons:
+                with contextlib.suppress(BackendError):  # the keeper tries on
+                    own.run(lambda cursor: None)
+
+    def _settled(self, acquisition: Acquisition, answered: bool) -> bool:
+        """After a wait: whether it is over. Raises what the keeper met. A grant that was slept through is not one."""
+        if not answered:
+            self.withdraw(acquisition)
+        if acquisition.has_error:
+            raise acquisition.take_error()
+        if acquisition.state is State.GRANTED:
+            if acquisition.slept_through():
+                self.doubt(acquisition.request)
+                acquisition.ask_anew()
+                return False
+            if acquisition.taken() and acquisition.kept:
+                self.tell("granted", acquisition)
+        return True
+
+    # Waiting in this process.
+
+    def _join(self, acquisition: Acquisition, queue: Queue, sent: float, session: Session) -> None:
+        """The database knows that it waits: let the process know too, unless it has been granted by now."""
+        with self.queue_lock:
+            if acquisition.was_served:
+                return
+            wanted = acquisition.state is State.NEW
+            if wanted:
+                if acquisition.request.rank and acquisition.request.line in self.queues:
+                    acquisition.stand_apart()  # the place may be older than theirs
+                local = self._queue_of(acquisition)
+                # Add to the local queue last: an exception before this line leaves no second entry.
+                if first := not local.waiting:
+                    local.enrolled_by(acquisition, queue, sent)
+                else:  # two threads asked at the same time: one place is enough
+                    local.unwanted.append(acquisition.request)
+                    self.renew_request(acquisition)
+                local.add(acquisition)
+            else:
+                self.waiting.pop(acquisition.permit_id, None)
+        if not wanted:
+            try:
+                self.backend.leave(session, acquisition.request)
+            except BackendError:
+                self.doubt(acquisition.request)
+            return
+        self.tell("queued", acquisition)
+        if first:
+            self._reconsider(local)
+        else:
+            self.poke(local)
+
+    def _enqueue(self, acquisition: Acquisition) -> None:
+        """Put it at the end of its name's queue, unless it is there."""
+        with self.queue_lock:
+            if acquisition.state is not State.NEW:
+                return
+            local = self._queue_of(acquisition)
+            local.add(acquisition)
+            known = local.known
+        self.tell("queued", acquisition)
+        if not known:
+            self.poke(local)
+
+    def _queue_of(self, acquisition: Acquisition) -> LocalQueue:
+        key = acquisition.request.line
+        if (found := self.queues.get(key)) is None:
+            found = self.queues[key] = LocalQueue(self, key)
+        return found
 
     def withdraw(self, acquisition: Acquisition) -> None:
         """Leave the queue, unless it was granted at this very moment."""
         with self.queue_lock:
-            if acquisition.state is not State.HELD:
-                acquisition.state = State.OVER
-            known = self.waiting.pop(acquisition.permit_id, None) is not None and acquisition.state is not State.HELD
-            arbiter = self.arbiters.get(acquisition.request.line)
-            if arbiter is not None and acquisition in arbiter.queue:
-                if arbiter.enrolled is acquisition:
-                    arbiter.unwanted.append(acquisition.request)
-                    known = False
-                arbiter.remove(acquisition)
-        if arbiter is not None and (not arbiter.known or arbiter.unwanted):
-            self.poke(arbiter)
-        if known:  # it was struck between the statement that took its place and the answer
+            acquisition.give_up()
+            known = self.waiting.pop(acquisition.permit_id, None) is not None and acquisition.grant is None
+            local = self.queues.get(acquisition.request.line)
+            if local is not None and acquisition in local.waiting:
+                known = local.give_up(acquisition) and known
+        if local is not None and (not local.known or local.unwanted):
+            self.poke(local)
+        if known:  # it was interrupted between the statement that took its place and the answer
             self.doubt(acquisition.request)
 
-    def ask_anew(self, acquisition: Acquisition) -> None:
-        """Go on under a new permit id: what became of the old one is unknown."""
+    def break_off(self, acquisition: Acquisition, error: Exception) -> bool:
+        """Have a wait end with an error. Return whether it was still waiting."""
         with self.queue_lock:
-            self.renew_claim(acquisition)
-
-    def renew_claim(self, acquisition: Acquisition) -> None:
-        """Give the hold another permit id; the lock is held."""
-        self.waiting.pop(acquisition.permit_id, None)
-        acquisition.fresh_claim()
-
-    def present(self, request: Request) -> Request:
-        """Return the claim with the way to reach this process as it is now."""
-        return request if request.presence == self.presence else dataclasses.replace(request, presence=self.presence)
-
-    def forget_arbiter(self, arbiter: Arbiter) -> bool:
-        """Drop an arbiter nobody waits in. Return whether it was dropped."""
-        with self.queue_lock:
-            if not arbiter.idle:
+            local = self.queues.get(acquisition.request.line)
+            if local is None or acquisition not in local.waiting or not acquisition.give_up():
                 return False
-            if self.arbiters.get(arbiter.key) is arbiter:
-                del self.arbiters[arbiter.key]
+            local.give_up(acquisition)
+            self.waiting.pop(acquisition.permit_id, None)
+        acquisition.tell(error)
+        self.poke(local)
+        return True
+
+    def renew_request(self, acquisition: Acquisition) -> None:
+        """Go on under another permit id, as what became of the old one is unknown; the lock is held."""
+        self.waiting.pop(acquisition.permit_id, None)
+        acquisition.fresh_request()
+
+    def forget_queue(self, queue: LocalQueue) -> bool:
+        """Drop a queue nobody waits in. Return whether it was dropped."""
+        with self.queue_lock:
+            if not queue.idle:
+                return False
+            if self.queues.get(queue.key) is queue:
+                del self.queues[queue.key]
             return True
+
+    # What the database grants.
+
+    def deliver(
+        self, granted: Granted, sent: float | None = None, resource: Resource | None = None, *, at_once: bool = False
+    ) -> None:
+        """Give what was handed over to the acquisition that waits for it.
+
+        ``sent``: the boot clock when the statement was sent that told of it; ``None``: somebody else's statement did,
+        after the last one that found it waiting. ``resource``: the name, where it is known. ``at_once``: its first
+        request was granted.
+        """
+        acquisition = self.waiting.get(granted.permit_id)
+        if acquisition is None:
+            self._deliver_to_none(granted, resource)
+            return
+        try:
+            proved = acquisition.lease.proved if sent is None else sent
+            wanted = self._accept(acquisition, granted.permit_id, granted.grant, proved, granted.lasts, at_once=at_once)
+            if wanted and acquisition.waits_unanswered:
+                acquisition.tell()
+        finally:  # the waiter is told all the same if this thread is interrupted
+            if acquisition.has_slots and acquisition.waits_unanswered:
+                self.answer_again(acquisition)
+
+    def _deliver_to_none(self, granted: Granted, resource: Resource | None) -> None:
+        # The waiter gave up, and the thread that took it out of the queue gives back what it got; or this process never
+        # knew the permit.
+        same = [each for each in list(self.acquisitions.values()) if each.permit_id == granted.permit_id]
+        known = any(self.backend.supports_renewal or not each.given_back for each in same)
+        if known:
+            return
+        for each in same:  # one that is just being given back was served on another session: this is one grant more
+            each.freed_elsewhere = True
+        if resource is not None:
+            self.doubt_permit(resource, granted.permit_id)
+
+    def _accept(
+        self, acquisition: Acquisition, permit_id: str, grant: Grant, sent: float, lasts: float, *, at_once: bool
+    ) -> bool:
+        """Give a grant to its acquisition, unless that has given up meanwhile: then the slots go back."""
+        with self.queue_lock:
+            if acquisition.permit_id != permit_id:
+                return False  # it asks anew by now, and the old request is in doubt already
+            wanted = acquisition.granted(grant, sent, lasts, at_once=at_once)
+            local = self._unqueue(acquisition)  # again too: the first messenger may have been interrupted before that
+        if not wanted and not acquisition.was_served:  # else it is the same news by two ways
+            self.doubt(acquisition.request)
+        elif local is not None and not local.known:
+            self._reconsider(local)
+        if wanted and self.beacon is not None:
+            if self.beacon.dark_since is not None or self.presence is not acquisition.request.presence:
+                self.beacon.accepted(acquisition)
+            renew_at = acquisition.lease.renew_at
+            if renew_at < acquisition.granted_at + LOOK_AROUND:  # one that ends soon is looked after sooner
+                self.renewals.soon(renew_at)
+                self.loop.wake_by(renew_at)
+        return wanted
+
+    def _unqueue(self, acquisition: Acquisition) -> LocalQueue | None:
+        """Have it wait no longer; the lock is held. Return the queue of its name, if there still is one."""
+        self.waiting.pop(acquisition.permit_id, None)
+        local = self.queues.get(acquisition.request.line) if self.queues else None
+        if local is not None and acquisition in local.waiting:
+            local.remove(acquisition)
+            if local.idle:
+                del self.queues[local.key]
+                return None
+        return local
+
+    def answer_again(self, acquisition: Acquisition) -> None:
+        """Tell a waiter of its grant, whose messenger was interrupted on the way."""
+        with self.queue_lock:
+            local = self._unqueue(acquisition)
+        acquisition.tell()
+        if local is not None and not local.known:
+            self._reconsider(local)
 
     # Giving back.
 
@@ -159,809 +501,348 @@ class KeeperBase(abc.ABC):
 
         Raises ``BackendError``: then the keeper goes on trying by itself.
         """
-        if acquisition.foreign or acquisition.grant is None or not acquisition.releasing.acquire(blocking=False):
+        if acquisition.foreign or not acquisition.release():
             return False
         if callers.in_event_loop():
-            acquisition.releasing_since = boot_now()
             callers.leave(acquisition)
-            self.post(lambda: self.release_again(acquisition))
+            self.post(lambda: self.clear(acquisition))
         else:
-            self._release(acquisition, self.session_here())
+            self._give_back(acquisition, self.session_here())
         return True
 
     async def arelease(self, acquisition: Acquisition) -> bool:
         """Give a permit back from a coroutine, on the keeper's side; see ``release()``."""
-        if acquisition.foreign or acquisition.grant is None or not acquisition.releasing.acquire(blocking=False):
+        if acquisition.foreign or not acquisition.release():
             return False
-        acquisition.releasing_since = boot_now()
-        await self.call(lambda: self._release(acquisition, self.own))
+        await self.call(lambda: self._give_back(acquisition, self.own))
         return True
-
-    async def call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the keeper's side, and return what it returns. It runs even if this task is cancelled."""
-        callers.refuse_other_loops()
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def step() -> None:
-            try:
-                result = work()
-            except BaseException as error:  # noqa: BLE001 - it belongs to the task that waits
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        self.post(step)
-        return await asyncio.shield(asyncio.wrap_future(future))
 
     def give_back(self, acquisition: Acquisition, session: Session) -> None:
         """Give back what nobody will use, without a word to the caller."""
-        if acquisition.grant is not None and acquisition.releasing.acquire(blocking=False):
+        if acquisition.release():
             with contextlib.suppress(BackendError):
-                self._release(acquisition, session)
+                self._give_back(acquisition, session)
 
-    def _release(self, acquisition: Acquisition, session: Session) -> None:
-        acquisition.releasing_since = boot_now()
+    def _give_back(self, acquisition: Acquisition, session: Session) -> None:
         callers.leave(acquisition)
+        acquisition.releasing_since = boot_now()  # it may have waited for its turn
+        mine = not isinstance(session, CallerSession)
         try:
-            # Who had to wait is likely to leave others waiting.
-            mine = not isinstance(session, CallerSession)
-            released = self.backend.release(session, acquisition.acquired, wanted=acquisition.waited > 0, hand_on=mine)
-        except BaseException:
+            # One that had to wait is likely to leave others waiting.
+            wanted = acquisition.waited > 0
+            released = self.backend.release(session, acquisition.acquired, wanted=wanted, hand_on=mine)
+        except BackendError:
             if (gone := self.backend.taken_away(acquisition.acquired)) is not None:
                 acquisition.lose(gone)  # perhaps long before
-            self.post(lambda: self.release_again(acquisition))
+            self.post(lambda: self.clear(acquisition))
             raise
-        if isinstance(session, CallerSession):
+        if not mine:
             # If that transaction is rolled back, so is this release.
-            resource, permit_id = acquisition.request.resource, acquisition.permit_id
-
-            def again() -> None:
-                if not self.backend.discard(self.own, resource, permit_id):
-                    self.backend.hand_out(self.own, resource)
-
-            transactions.at_transaction_end(self.alias, lambda: self.post(again))
+            transactions.at_transaction_end(self.alias, lambda: self.post(lambda: self._discard_again(acquisition)))
         for granted in released.granted:
             self.deliver(granted, acquisition.releasing_since, acquisition.request.resource)
-        self.released(acquisition, released.freed)
+        self._released(acquisition, released.freed)
 
-    @abc.abstractmethod
-    def deliver(
-        self, granted: Granted, sent: float | None = None, resource: Resource | None = None, *, at_once: bool = False
-    ) -> None:
-        """Give what was handed over to the hold that waits for it."""
+    def _discard_again(self, acquisition: Acquisition) -> None:
+        resource = acquisition.request.resource
+        if not self.backend.discard(self.own, resource, acquisition.permit_id):
+            self.backend.hand_out(self.own, resource)
 
-    def released(self, acquisition: Acquisition, freed: bool) -> None:
+    def _released(self, acquisition: Acquisition, freed: bool) -> None:
         """Note that the database has the slots back, or had given them to somebody else already."""
-        acquisition.released = True
+        acquisition.released()
         self.acquisitions.pop(id(acquisition), None)
-        if not freed and acquisition.loss is None and not acquisition.release_retried:
+        if not freed and acquisition.loss is None and not acquisition.freed_elsewhere:
             acquisition.lose(self.backend.taken_away(acquisition.acquired) or NO_LONGER_ITS_OWN)
+        self.tell("released", acquisition)
+        if isinstance(self.loop, InlineLoop):
+            # An upgrade first, which waits in a queue of its own.
+            key = acquisition.request.resource.key
+            for line in sorted((line for line in list(self.queues) if line.startswith(key)), reverse=True):
+                if (local := self.queues.get(line)) is not None:
+                    self.poke(local)
 
-    def release_again(self, acquisition: Acquisition) -> None:
-        """Try a release that failed once more, on the keeper's side."""
-        if acquisition.released:
-            self.acquisitions.pop(id(acquisition), None)  # the release was interrupted after its end
-        if acquisition.released or acquisition.grant is None or id(acquisition) not in self.acquisitions:
+    def clear(self, acquisition: Acquisition) -> None:
+        """Give back what an acquisition has, or may have got, that its caller left or could not give back."""
+        if id(acquisition) not in self.acquisitions:
             return
-        acquisition.releasing_since = boot_now()
-        acquisition.release_retried = (
-            True  # the caller may only stand in line for its session: who comes second frees nothing
-        )
-        try:
-            released = self.backend.release(self.own, acquisition.acquired)
+        if acquisition.state is State.RELEASED:
+            self.acquisitions.pop(id(acquisition), None)  # its release was interrupted after its end
+            return
+        callers.leave(acquisition)
+        if acquisition.abandoned:
+            self.withdraw(acquisition)
+        if acquisition.grant is None:
+            if acquisition.sent:
+                self.doubt(acquisition.request)
+            self.acquisitions.pop(id(acquisition), None)
+        elif acquisition.retry():
+            acquisition.freed_elsewhere = True  # by the try that failed, or that still stands in line for its session
+            try:
+                released = self.backend.release(self.own, acquisition.acquired)
+            except BackendError as error:
+                extra = {"semaphore": acquisition.name, "what": "release_failed"}
+                logger.warning("%s could not be given back yet: %s", acquisition.name, error, extra=extra)
+                return
             for granted in released.granted:
                 self.deliver(granted, acquisition.releasing_since, acquisition.request.resource)
-            self.released(acquisition, True)  # else the try that failed may have freed them all the same
-        except BackendError as error:
-            extra = {"semaphore": acquisition.request.resource.name, "what": "release_failed"}
-            logger.warning("%s could not be given back yet: %s", acquisition.request.resource.name, error, extra=extra)
+            self._released(acquisition, True)
 
     def abandon(self, acquisition: Acquisition) -> None:
         """The caller has gone in the middle of an acquire: nothing that was or will be granted may stay."""
-        acquisition.abandoned = True  # seen by the arbiter before it hands anything over
-        self.inbox_put(lambda: self._clear(acquisition))
-
-    def inbox_put(self, step: Callable[[], object]) -> None:
-        """Leave a step for the keeper; safe in finalisers and signal handlers."""
-        self.inbox.put(step)
-
-    def _clear(self, acquisition: Acquisition) -> None:
-        if id(acquisition) not in self.acquisitions:
-            return
-        callers.leave(acquisition)
-        self.withdraw(acquisition)
-        if acquisition.grant is not None:
-            if not acquisition.released:
-                acquisition.releasing.acquire(blocking=False)
-                self.release_again(acquisition)
-        else:
-            if acquisition.asked:
-                self.doubt(acquisition.request)
-            self.acquisitions.pop(id(acquisition), None)
+        acquisition.abandon()  # from here on, no grant is accepted
+        self.note(lambda: self.clear(acquisition))
 
     def drop(self, acquisition: Acquisition) -> None:
         """The acquire ended without a grant, and nothing is in doubt."""
         callers.leave(acquisition)
         self.withdraw(acquisition)
-        self.acquisitions.pop(id(acquisition), None)
+        if not acquisition.abandoned:
+            self.acquisitions.pop(id(acquisition), None)
+        self._refused(acquisition)
+
+    def _refused(self, acquisition: Acquisition) -> None:
+        tried_once = acquisition.patient_until is not None and acquisition.patient_until <= acquisition.arrived
+        self.tell("refused", acquisition.request, None if tried_once else boot_now() - acquisition.arrived)
 
     def forget(self, acquisition: Acquisition, why: str) -> None:
         """The program forgot a permit: say so, and give it back."""
-        if (
-            acquisition.foreign
-            or acquisition.abandoned
-            or acquisition.released
-            or acquisition.grant is None
-            or acquisition.releasing.locked()
-        ):
+        if acquisition.foreign or not acquisition.has_slots:
             return
         events.log_forgotten(acquisition, why)
         acquisition.lose(Loss(LossReason.FORGOTTEN, f"it was forgotten: {why}"))
         self.give_back(acquisition, self.own)
 
-    def tell_lost(self, acquisition: Acquisition) -> None:
-        """Log a loss, and run the callbacks on a thread of their own."""
-        events.tell(acquisition)
+    def used(self, acquisition: Acquisition) -> None:
+        """The tokens that it was granted were taken for good: nothing is held from here on."""
+        acquisition.used()
+        self.acquisitions.pop(id(acquisition), None)
+        self.tell("granted", acquisition)
 
-    def after_fork(self) -> None:  # noqa: B027 - only some have something to let go of
-        """In a forked child: let go of what is the parent's."""
+    def tell_lost(self, acquisition: Acquisition) -> None:
+        """Log a loss, and tell the program on a thread of its own, and the chores."""
+        events.tell_lost(acquisition)
+        if acquisition.loss is not None:
+            self.tell("lost", acquisition, acquisition.loss)
+
+    # Doubts and renewals.
+
+    def doubt(self, request: Request) -> None:
+        """Free what this request may have got, now and again until its statement must have ended."""
+        self.doubt_permit(request.resource, request.permit_id)
+
+    def doubt_permit(self, resource: Resource, permit_id: str) -> None:
+        """Free what the request with this id may have got."""
+        if isinstance(self.loop, InlineLoop):  # in memory, a request's outcome is known
+            self.backend.discard(self.own, resource, permit_id)
+        else:
+            self.post(lambda: self.doubts.add(resource, permit_id))
+
+    def renew_now(self, acquisition: Acquisition) -> None:
+        """Have a grant proved without waiting for its next renewal."""
+        if isinstance(self.loop, ThreadLoop):
+            self.post(lambda: self._renew_soon(acquisition))
+
+    def _renew_soon(self, acquisition: Acquisition) -> None:
+        acquisition.lease.renew_at = 0.0
+        self.renewals.soon()
+
+    def look_at_all(self) -> None:
+        """Look at everything at the next turn: the clock was moved, or a session opened. For the keeper's side."""
+        if isinstance(self.loop, InlineLoop):
+            for local in list(self.queues.values()):
+                self.poke(local)
+            return
+        self.renewals.soon()
+        with self.queue_lock:
+            for local in self.queues.values():
+                local.look_soon()
+
+    def _look_again(self) -> None:
+        """An operator did something in this process: without a thread, look at once."""
+        self.look_at_all()
+        held = [each for each in list(self.acquisitions.values()) if each.has_slots and each.kept]
+        asked = self.backend.renew(self.own, [each.acquired for each in held]).asked
+        for each in held:
+            if each.permit_id in asked:
+                events.ask_to_stop(each, asked[each.permit_id])
+
+    # What the thread has to do: see ``loop.Duties``.
+
+    def pause(self) -> float:
+        """Return for how many seconds nothing will be due."""
+        now = boot_now()
+        due = min((chore.next_at() for chore in self.chores if chore.wakes), default=math.inf)
+        if not (self.is_in_use() or any(chore.busy for chore in self.chores)):
+            idle = min(LOOK_AROUND, max(self._idle() - self._unused(), 0.0))
+            return max(0.0, min(due - now, idle))
+        with self.queue_lock:
+            due = min([due, now + NAP, *(local.next_at for local in self.queues.values())])
+        return max(0.0, due - now)
+
+    def take_turn(self) -> None:
+        """Do what is due: renewals and waiters come before what is only for people."""
+        for first in self.chores[:OWN_CHORES]:
+            _run_if_due(first)
+        now = boot_now()
+        with self.queue_lock:
+            due = [local for local in self.queues.values() if local.next_at <= now]
+        if due and self.beacon is not None and not self.own.is_open:
+            self.beacon.open()
+        for local in due:
+            local.step(self.own)
+            _run_if_due(self.renewals)  # a thousand names take a while
+        for chore in self.chores[OWN_CHORES:]:
+            if self.renewals.next_at() > boot_now():
+                _run_if_due(chore)
+
+    def descriptors(self) -> list[int]:
+        """Return what becomes readable when there is something to hear."""
+        own = self.own
+        connection = own.connection if isinstance(own, OwnSession) and own.is_open else None
+        return self._reach.descriptors(connection)
+
+    def is_quiet(self) -> bool:
+        """Whether nothing has been heard that was not told yet."""
+        return self._reach.quiet()
+
+    def hear(self) -> None:
+        """Act on grants that were announced, and on words about permits."""
+        reach = self._reach
+        heard = reach.heard()
+        if reach.ended:
+            self.own.close()
+        elif not heard and self.own.is_open and not reach.listens:
+            # Something is to be read where nothing should be: the server has most likely ended the session.
+            with contextlib.suppress(BackendError):
+                self.own.run(lambda cursor: cursor.execute("SELECT 1"))
+        if len(heard) >= MANY_NOTES:  # a bell forgets what is too much for it
+            with self.queue_lock:
+                for local in self.queues.values():
+                    local.look_soon()
+        for each in heard:
+            if isinstance(each, Granted):
+                self.deliver(each)
+            elif (waiting := self.waiting.get(each)) is not None:
+                sent = boot_now()
+                with contextlib.suppress(BackendError):  # it looks again at its next heartbeat
+                    granted = self.backend.granted(self.own, waiting.request)
+                    if granted is not None:
+                        self.deliver(granted, sent)
+            else:  # an operator has something to say to a holder: its renewal brings it
+                for acquisition in list(self.acquisitions.values()):
+                    if acquisition.permit_id == each:
+                        self._renew_soon(acquisition)
+
+    def has_work(self) -> bool:
+        """Whether the thread must go on."""
+        if self.is_in_use() or any(chore.busy for chore in self.chores):
+            return True
+        return self._unused() < self._idle()
+
+    def is_in_use(self) -> bool:
+        """Whether anything is held, or waited for."""
+        return bool(self.acquisitions or self.queues)
+
+    def say_goodbye(self) -> None:
+        """The thread is about to end: have the chores do what is left."""
+        for chore in self.chores:
+            chore.finish(None)
+
+    def close(self) -> None:
+        """Close the connections; what comes later opens new ones."""
+        self.own.close()
+        self.work.close()
+        for chore in self.chores:
+            chore.forget()
+
+    @property
+    def _reach(self) -> Reach:
+        assert self.beacon is not None  # noqa: S101 - only the thread asks
+        return self.beacon.reach
+
+    def _unused(self) -> float:
+        return time.monotonic() - max(self.own.last_used, self.work.last_used)
+
+    def _idle(self) -> float:
+        # A test database can be dropped only when nobody is connected to it.
+        return 0.0 if testmode.active() else config(self.alias).idle
+
+    def time_left(self, now: float) -> float:
+        """Return for how many seconds everything that is held will last without a renewal."""
+        if not self.backend.supports_renewal:
+            return math.inf
+        left = [each.lease.deadline - now for each in list(self.acquisitions.values()) if each.grant and not each.loss]
+        return min((each for each in left if each > 0), default=math.inf)
+
+    # The end.
 
     def stop(self) -> None:
         """Give everything back and close the connections: the process ends, or a test does."""
-        started = time.monotonic()
-        for acquisition in list(self.acquisitions.values()):
-            if acquisition.grant is not None and not acquisition.released and not acquisition.fenced:
-                acquisition.loss = acquisition.loss or Loss(LossReason.STOPPED, "the process is ending")
-                callers.leave(acquisition)
-                acquisition.releasing.acquire(blocking=False)  # one whose release failed before is tried again too
+        if isinstance(self.loop, InlineLoop):
+            self._end(time.monotonic())
+            return
+        with self.loop.stopped():
+            self._end(time.monotonic())
+        if self.acquisitions or not self.loop.inbox.empty():
+            with contextlib.suppress(RuntimeError):  # at the interpreter's end no thread can start
+                self.loop.ensure()
+
+    def _end(self, started: float) -> None:
+        if self.chores:
+            self.doubts.finish(started)
+            self._end_waits(started)
+        for each in list(self.acquisitions.values()):
+            if each.grant is not None and not each.fenced and each.state is not State.RELEASED:
+                each.loss = each.loss or Loss(LossReason.STOPPED, "the process is ending")
                 if not self.own.unreachable(started):  # else the leases run out: nobody waits for every one of them
-                    self.release_again(acquisition)
-        self.last_words(started)
-        self.work.close()
-        self.own.close()
+                    self.clear(each)
+        for chore in self.chores:
+            if chore is not self.doubts:
+                chore.finish(started)
+        self.close()
 
-    def last_words(self, since: float) -> None:  # noqa: B027 - only some have something to say
-        """Everything has been given back that can be, since an instant of ``time.monotonic()``; what is left to do."""
-
-
-#: For how long one that does not wait lets the process give up a place in which nobody waits any more, in seconds.
-CLEARED: Final = 1.0
-
-
-class Keeper(KeeperBase):
-    """What every keeper does; ``ThreadKeeper`` runs its steps in a thread of its own, ``InlineKeeper`` at once.
-
-    The caller's own thread makes the first try and the release, on the ``work`` session; whatever must go on
-    without the caller is posted to the keeper, which uses the session ``own``. A hold is registered before its
-    claim is sent, so that nothing that may have been granted is ever unknown here.
-    """
-
-    history: Recorder | None = None  #: Where to tell what happens, if that is recorded.
-
-    # Acquiring, in the caller's thread or from its event loop.
-
-    def acquire(self, acquisition: Acquisition, timeout: float | None) -> bool:
-        """Get the hold granted within ``timeout`` seconds, blocking this thread. Return whether it was."""
-        acquisition.patient_until = None if timeout is None else acquisition.arrived + timeout
-        self.register(acquisition)
-        session = self.session_here()
-        mine = not isinstance(session, CallerSession)
-        if timeout != 0 and mine:
-            self._stand_apart(acquisition, session)
-        if timeout == 0 and mine and (line := self._left(acquisition)) is not None:
-            cleared = threading.Event()
-            self.post(partial(line.step, self.own))
-            self.post(cleared.set)
-            cleared.wait(CLEARED)
-        while self.may_go_first(acquisition) and self.try_now(
-            acquisition, session, enrol=mine and self._may_wait(acquisition, timeout)
-        ):
-            if isinstance(session, CallerSession):
-                # If that transaction is rolled back, so is this grant: have the keeper look at once.
-                transactions.at_transaction_end(self.alias, lambda: self.renew_now(acquisition))
-            if self.settled(acquisition, True):
-                return True
-        if timeout == 0:
-            return False
-        if isinstance(session, CallerSession):
-            raise AcquireTimeoutError(
-                f"No slot of {acquisition.request.resource.name!r} is free, and waiting inside atomic() on SQLite "
-                "could never end: its one writer is this transaction. Acquire outside atomic(), use timeout=0, or keep "
-                "the locks in a second file named by SQLSEM['DATABASE'].",
-                name=acquisition.request.resource.name,
-                timeout=timeout,
-            )
-        deadline = None if timeout is None else acquisition.arrived + timeout
-        while True:
-            self.enqueue(acquisition)
-            answered = acquisition.wait(None if deadline is None else max(0.0, deadline - boot_now()))
-            if self.settled(acquisition, answered):
-                return acquisition.state is State.HELD
-
-    async def aacquire(self, acquisition: Acquisition, timeout: float | None) -> bool:
-        """Get the hold granted within ``timeout`` seconds, holding no thread meanwhile. Return whether it was."""
-        acquisition.patient_until = None if timeout is None else acquisition.arrived + timeout
-        self.register(acquisition)
-        future = acquisition.prepare_future()
-        self.post(lambda: self._first_try(acquisition, once=timeout == 0))
-        remaining = None if timeout in (None, 0) else timeout
-        while True:
-            await acquisition.answered(future, remaining)
-            if self.settled(acquisition, future.done()):
-                return acquisition.state is State.HELD
-            future = acquisition.prepare_future()
-            remaining = None if timeout is None else max(0.0, acquisition.arrived + timeout - boot_now())
-            self.enqueue(acquisition)
-
-    def _left(self, acquisition: Acquisition) -> Arbiter | None:
-        """Return the queue of the name if nobody of this process waits in it, and its place is just being given up."""
-        arbiter = self.arbiters.get(acquisition.request.resource.key)
-        return arbiter if arbiter is not None and not arbiter.queue else None
-
-    def _stand_apart(self, acquisition: Acquisition, session: Session) -> None:
-        """A task that has come back does not stand behind those of this process who came after its first try."""
-        if (
-            acquisition.request.rank
-            and acquisition.request.line in self.arbiters
-            and self.backend.keeps_place(session, acquisition.request)
-        ):
-            acquisition.stand_apart()
-
-    def may_go_first(self, acquisition: Acquisition) -> bool:
-        """Whether nobody waits for this name in this process, or the claim barges, or has a place of its own."""
-        request = acquisition.request
-        return not request.fair or bool(request.rank) or request.line not in self.arbiters
-
-    def _may_wait(self, acquisition: Acquisition, timeout: float | None) -> bool:
-        # Where others of this process wait already, one that barges joins them after its try.
-        return timeout != 0 and acquisition.request.line not in self.arbiters
-
-    def try_now(self, acquisition: Acquisition, session: Session, *, enrol: bool) -> bool:
-        """Claim once, without waiting; ``enrol``: or else take a place in the queue. Return whether it is granted."""
-        while True:
-            sent = acquisition.proved = boot_now()
-            acquisition.asked = True
-            attempts = session.attempts
-            try:
-                if not enrol:
-                    grant = self.backend.claim(session, acquisition.request)
-                    if grant is None:
-                        return False
-                    return self.accept(
-                        acquisition, acquisition.permit_id, grant, sent, acquisition.request.lease, at_once=True
-                    )
-                self.waiting[acquisition.permit_id] = acquisition
-                place = Place(acquisition.arrived, waiting=1, patience=acquisition.patience(sent))
-                waited = self.backend.enrol(session, acquisition.request, place, first=True)
-            except BackendError as error:
-                if session.attempts != attempts:  # else nothing was asked of the database
-                    self.doubt(acquisition.request)
-                self.ask_anew(acquisition)
-                if error.stale_connection:
-                    continue
-                raise
-            for granted in waited.granted:
-                self.deliver(granted, sent, acquisition.request.resource, at_once=waited.at_once)
-            if waited.queue is not None:
-                self._join(acquisition, waited.queue, sent, session)
-            return acquisition.state is State.HELD
-
-    def _join(self, acquisition: Acquisition, queue: Queue, sent: float, session: Session) -> None:
-        """The database knows of the hold: let the process know too, unless it has been granted by now."""
+    def _end_waits(self, started: float) -> None:
         with self.queue_lock:
-            if acquisition.state is State.HELD and not acquisition.abandoned:
-                return
-            wanted = acquisition.state is State.NEW and not acquisition.abandoned
-            if wanted:
-                if (
-                    acquisition.request.rank and acquisition.request.line in self.arbiters
-                ):  # the place may be older than theirs
-                    acquisition.stand_apart()
-                arbiter = self._arbiter(acquisition)
-                # Who stands in this queue comes last: if this thread is struck before, no place is taken twice.
-                if first := not arbiter.queue:
-                    arbiter.enrolled_by(acquisition, queue, sent)
-                else:  # two threads asked at the same time: one place is enough
-                    arbiter.unwanted.append(acquisition.request)
-                    self.renew_claim(acquisition)
-                self._queue(arbiter, acquisition)
-            else:
-                self.waiting.pop(acquisition.permit_id, None)
-        if not wanted:
-            try:
-                self.backend.leave(session, acquisition.request)
-            except BackendError:  # it is over
-                self.doubt(acquisition.request)
-        elif first:
-            self.reconsider(arbiter)
-        else:
-            self.poke(arbiter)
-
-    def accept(
-        self,
-        acquisition: Acquisition,
-        permit_id: str,
-        grant: Grant,
-        sent: float,
-        lasts: float,
-        *,
-        at_once: bool = False,
-    ) -> bool:
-        """Give a grant to its hold, unless that has given up meanwhile: then the slots go back."""
+            queues = list(self.queues.values())
+            for local in queues:
+                for each in list(local.waiting):
+                    if each.give_up():
+                        each.tell(BackendError("The process is ending."))
+                    self.waiting.pop(each.permit_id, None)
+                    local.give_up(each)
+        for local in queues:
+            if not self.own.unreachable(started):
+                local.step(self.own)
         with self.queue_lock:
-            if acquisition.permit_id != permit_id:
-                return False  # it asks anew by now, and the old claim is in doubt already
-            again = acquisition.state is State.HELD and not acquisition.abandoned  # the same news by two ways
-            wanted = not acquisition.abandoned and acquisition.state in (State.NEW, State.QUEUED)
-            if wanted:
-                acquisition.granted(grant, sent, min(lasts, acquisition.request.lease), at_once=at_once)
-            arbiter = self._unqueue(acquisition)  # again too: who told of it first may have been struck before that
-        if not wanted and not again:
-            self.doubt(acquisition.request)
-        elif arbiter is not None and not arbiter.known:
-            self.reconsider(arbiter)
-        return wanted
-
-    def deliver(
-        self,
-        granted: Granted,
-        sent: float | None = None,
-        resource: Resource | None = None,
-        *,
-        at_once: bool = False,
-    ) -> None:
-        """Give what was handed over to the hold that waits for it.
-
-        ``sent``: the boot clock when the statement was sent that told of it; ``None``: somebody else's statement did,
-        after the last one that found the hold waiting. ``resource``: the name, where it is known. ``at_once``: its
-        first claim was granted.
-        """
-        acquisition = self.waiting.get(granted.permit_id)
-        if acquisition is None:
-            # It gave up, and whoever took it out of the queue gives back what it got; or nobody here knows of it.
-            same = [each for each in list(self.acquisitions.values()) if each.permit_id == granted.permit_id]
-            known = any(self.backend.supports_renewal or not each.releasing.locked() for each in same)
-            if not known:  # one that is just being given back was served on another session: this is one grant more
-                for each in same:
-                    each.release_retried = True  # who comes second frees nothing
-            if not known and resource is not None:
-                self.doubt_permit(resource, granted.permit_id)
-            return
-        try:
-            proved = acquisition.proved if sent is None else sent
-            wanted = self.accept(acquisition, granted.permit_id, granted.grant, proved, granted.lasts, at_once=at_once)
-            if wanted and acquisition.queued:
-                acquisition.answer()
-        finally:  # if this thread is struck, the one that waits is told all the same
-            if acquisition.state is State.HELD and acquisition.queued and not acquisition.woken:
-                self.answer_again(acquisition)
-
-    def doubt(self, request: Request) -> None:
-        """Free what this claim may have got, now and again until its statement must have ended."""
-        self.doubt_permit(request.resource, request.permit_id)
-
-    @abc.abstractmethod
-    def doubt_permit(self, resource: Resource, permit_id: str) -> None:
-        """Free what the claim with this id may have got."""
-
-    def answer_again(self, acquisition: Acquisition) -> None:
-        """Tell a waiter of its grant, whose messenger was struck on the way."""
-        with self.queue_lock:
-            arbiter = self._unqueue(acquisition)
-        acquisition.answer()
-        if arbiter is not None and not arbiter.known:
-            self.reconsider(arbiter)
-
-    def _unqueue(self, acquisition: Acquisition) -> Arbiter | None:
-        """Have a hold wait no longer; the lock is held. Return the queue of its name, if there still is one."""
-        self.waiting.pop(acquisition.permit_id, None)
-        arbiter = self.arbiters.get(acquisition.request.line)
-        if arbiter is not None and acquisition in arbiter.queue:
-            arbiter.remove(acquisition)
-            if arbiter.idle:
-                del self.arbiters[arbiter.key]
-                return None
-        return arbiter
-
-    def _queue(self, arbiter: Arbiter, acquisition: Acquisition) -> None:
-        acquisition.state, acquisition.queued = State.QUEUED, True
-        arbiter.queue.append(acquisition)
-
-    def _first_try(self, acquisition: Acquisition, *, once: bool) -> None:
-        if acquisition.abandoned or acquisition.state is not State.NEW:
-            return
-        try:
-            if once and (line := self._left(acquisition)) is not None:
-                line.step(self.own)
-            if not once:
-                self._stand_apart(acquisition, self.own)
-            enrol = self._may_wait(acquisition, 0 if once else None)
-            granted = self.may_go_first(acquisition) and self.try_now(acquisition, self.own, enrol=enrol)
-            if granted or once:
-                acquisition.answer()
-            else:
-                self.enqueue(acquisition)
-        except Exception as error:  # noqa: BLE001 - it belongs to the waiting task, not to this thread
-            acquisition.answer(error)
-
-    def enqueue(self, acquisition: Acquisition) -> None:
-        """Put the hold at the end of its name's queue, unless it is there."""
-        with self.queue_lock:
-            if acquisition.abandoned or acquisition.state is not State.NEW:
-                return
-            arbiter = self._arbiter(acquisition)
-            self._queue(arbiter, acquisition)
-            known = arbiter.known
-        if not known:
-            self.poke(arbiter)
-
-    def _arbiter(self, acquisition: Acquisition) -> Arbiter:
-        key = acquisition.request.line
-        if (arbiter := self.arbiters.get(key)) is None:
-            arbiter = self.arbiters[key] = Arbiter(self, key)
-        return arbiter
-
-    def settled(self, acquisition: Acquisition, answered: bool) -> bool:
-        """After a wait: whether it is over. Raises what the keeper met. A grant that was slept through is not one."""
-        if not answered:
-            self.withdraw(acquisition)
-        if acquisition.error is not None:
-            raise acquisition.take_error()
-        if acquisition.slept_through():
-            self.doubt(acquisition.request)
-            acquisition.rearm()
-            return False
-        acquisition.settled = True
-        return True
-
-
-#: How often it looks for forgotten permits and stuck releases while anything is held, in seconds.
-LOOK_AROUND: Final = 1.0
-#: When to free what an interrupted claim may have got, in seconds after it: its statement may still be running.
-DOUBTS: Final = (0.0, 0.1, 0.5, 2.0, 6.0)
-#: A holder without its beacon for so long, in seconds, counts its permits as lost; others wait half as long again.
-DARK: Final = 1.0
-#: How often a broken session is opened again meanwhile, in seconds.
-RELIGHT: Final = 0.2
-
-
-class CaringKeeper(Keeper):
-    """The part of the thread's keeper that looks after what is held."""
-
-    def __init__(self, backend: BaseSemaphoreBackend) -> None:
-        super().__init__(backend)
-        self._doubts: list[tuple[float, float, Resource, str]] = []
-        self._scan_at = 0.0
-        self._renewals_fail = False
-        self._reach = Reach(self.alias)
-        self._watch = Watch(self, self.break_off)
-        self._lent_threads = LentThreads(self, self.break_off)
-        if isinstance(self.own, OwnSession):
-            self.own.opened = self._opened
-        #: When the beacon went out unasked, on the boot clock, and when to try to light it again.
-        self._dark_since: float | None = None
-        self._open_at = 0.0
-
-    @property
-    def presence(self) -> Presence:
-        """How others reach this process now."""
-        return self._reach.presence
-
-    def renew_now(self, acquisition: Acquisition) -> None:
-        """Have a grant proved at once."""
-
-        def renew() -> None:
-            acquisition.renew_at = self._scan_at = 0.0
-
-        self.post(renew)
-
-    def try_now(self, acquisition: Acquisition, session: Session, *, enrol: bool) -> bool:
-        """Claim once, without waiting; if this process is killed right after it, others will see that."""
-        # The keeper's thread may be about to open it: whoever comes meanwhile would claim as one whom nobody reaches.
-        ready = self.own.is_open and (self._reach.known or not isinstance(self.own, OwnSession))
-        if not ready and self._dark_since is None and isinstance(session, OwnSession):
-            session.run(lambda cursor: None)  # if the database cannot be reached, one try is enough to tell
-            if isinstance(self.own, OwnSession) and config(self.alias).beacons:
-                with contextlib.suppress(BackendError):  # the keeper tries on
-                    self.own.run(lambda cursor: None)
-        acquisition.request = self.present(acquisition.request)
-        return super().try_now(acquisition, session, enrol=enrol)
-
-    def _queue(self, arbiter: Arbiter, acquisition: Acquisition) -> None:
-        super()._queue(arbiter, acquisition)
-        if acquisition.beside:  # who holds nothing keeps nobody waiting
-            self._watch.add(acquisition)
-
-    def empty_inbox(self) -> None:
-        """Before the end: take all steps that are left, whatever becomes of one of them."""
-        with contextlib.suppress(queue.Empty):  # the thread may take some too, if it goes on after all
-            while True:
-                step = self.inbox.get_nowait()
-                try:
-                    step()
-                except Exception:
-                    logger.exception("The keeper of %r met an error and goes on.", self.alias)
-
-    def give_up_unanswered(self) -> None:
-        """Before the end: whoever has asked the database, and does not know what came of it, gets nothing."""
-        started = time.monotonic()
-        with self.queue_lock:
-            known = [
-                acquisition
-                for acquisition in self.acquisitions.values()
-                if not (acquisition.told or acquisition.abandoned)
-            ]
-            left = [acquisition for acquisition in known if acquisition.asked and acquisition.grant is None]
-            for acquisition in left:
-                acquisition.abandoned = True  # if its thread goes on after all
-                self.waiting.pop(acquisition.permit_id, None)
-        for acquisition in left:
-            acquisition.answer(BackendError("The process is ending."))
+            # Those that have asked the database, and do not know what came of it, get nothing.
+            left = [each for each in self.acquisitions.values() if each.sent and each.state is State.NEW]
+            for each in left:
+                each.abandon()  # if its thread goes on after all
+                self.waiting.pop(each.permit_id, None)
+        for each in left:
+            each.tell(BackendError("The process is ending."))
         if left:
             self.work.close()  # when the statement under way has ended
-        for acquisition in left:
+        for each in left:
             if not self.own.unreachable(started):
                 with contextlib.suppress(BackendError):
-                    self.backend.discard(self.own, acquisition.request.resource, acquisition.permit_id)
+                    self.backend.discard(self.own, each.request.resource, each.permit_id)
 
-    def break_off(self, acquisition: Acquisition, error: Exception) -> bool:
-        """Have a wait end with an error. Return whether it was still waiting."""
-        with self.queue_lock:
-            arbiter = self.arbiters.get(acquisition.request.line)
-            if arbiter is None or acquisition not in arbiter.queue or acquisition.state is not State.QUEUED:
-                return False
-            if arbiter.enrolled is acquisition:
-                arbiter.unwanted.append(acquisition.request)
-            arbiter.remove(acquisition)
-            self.waiting.pop(acquisition.permit_id, None)
-            acquisition.state = State.OVER
-        acquisition.answer(error)
-        self.poke(arbiter)
-        return True
-
-    def doubt_permit(self, resource: Resource, permit_id: str) -> None:
-        """Free what the claim with this id may have got, now and again until its statement must have ended."""
-        now = boot_now()
-        due = [(now + delay, delay, resource, permit_id) for delay in DOUBTS]
-        self.post(partial(self._doubts.extend, due))
-
-    def look_at_all(self) -> None:
-        """Look at everything at the next turn: the clock was moved. For the keeper's side."""
-        self._scan_at = 0.0
-        with self.queue_lock:
-            for arbiter in self.arbiters.values():
-                arbiter.look_soon()
-
-    def _scan(self, now: float) -> None:
-        """Look at everything that is held: what is lost, forgotten, stuck or to be renewed."""
-        started = time.monotonic()
-        self._scan_at = next_at = now + LOOK_AROUND
-        renew: list[Acquisition] = []
-        for acquisition in list(self.acquisitions.values()):
-            if acquisition.state is State.HELD and acquisition.queued and not acquisition.woken:
-                self.answer_again(acquisition)  # whoever brought its grant was struck
-            if acquisition.releasing.locked():
-                if now - acquisition.releasing_since > LOOK_AROUND and not self.own.unreachable(started):
-                    self.release_again(acquisition)
-            elif acquisition.abandoned:
-                if not self.own.unreachable(started):  # its caller may have been struck before it could say so
-                    self._clear(acquisition)
-            elif (
-                acquisition.state is not State.HELD
-                or not acquisition.kept
-                or (not acquisition.settled and boot_now() >= acquisition.deadline)
-            ):
-                continue  # its caller will find out that it slept through the grant, and try again
-            elif acquisition.current_loss() is not None:
-                # Nothing to renew; the holder will release it, or forget it.
-                if self._forgotten(acquisition):
-                    self.give_back(acquisition, self.own)
-            elif why := self._forgotten(acquisition):
-                self.forget(acquisition, why)
-            else:
-                if acquisition.renew_at - 0.1 * acquisition.renewal_interval <= now:
-                    renew.append(acquisition)
-                next_at = min(next_at, acquisition.renew_at, acquisition.deadline)
-        self._lent_threads.look()
-        if renew:
-            self._renew(renew)
-            next_at = min([next_at, *(acquisition.renew_at for acquisition in renew)])
-        self._scan_at = max(next_at, now + 0.02)
-
-    def _forgotten(self, acquisition: Acquisition) -> str:
-        if acquisition.fenced:
-            return ""  # somebody's transaction still counts on it
-        if acquisition.overdue:
-            return acquisition.overdue
-        if callers.owner_is_gone(acquisition):
-            return "the thread or task that took it has ended"
-        if acquisition.permit() is None:  # a signal that raised in its finaliser has cut that short
-            return "it was garbage-collected"
-        return ""
-
-    def _renew(self, acquisitions: list[Acquisition]) -> None:
-        sent = boot_now()
-        for acquisition in acquisitions:
-            acquisition.renewal_error = acquisition.renewal_error or "the database has not answered yet"
-        try:
-            renewal = self.backend.renew(
-                self.own, [acquisition.acquired for acquisition in acquisitions if acquisition.grant is not None]
-            )
-        except BackendError as error:
-            if not self._renewals_fail:
-                logger.warning("Permits could not be renewed, trying on until their leases run out: %s", error)
-            self._renewals_fail = True
-            for acquisition in acquisitions:
-                acquisition.renewal_error = str(error.__cause__ or error).strip()
-                acquisition.renew_at = boot_now() + min(1.0, acquisition.request.lease / 16)
-            return
-        if self._renewals_fail:
-            logger.warning("Permits are renewed again.")
-            self._renewals_fail = False
-        for acquisition in acquisitions:
-            if acquisition.permit_id in renewal.renewed:
-                acquisition.renewed(sent)
-            elif acquisition.releasing.locked() or not acquisition.settled:
-                continue
-            elif acquisition.permit_id in renewal.lost:
-                acquisition.lose(renewal.lost[acquisition.permit_id])
-            else:
-                acquisition.renewal_error = "somebody's transaction keeps its row locked"
-                acquisition.renew_at = boot_now() + min(1.0, acquisition.request.lease / 16)
-        for (
-            acquisition
-        ) in acquisitions:  # all renewals are noted by now: what the program makes of a wish may take its time
-            if acquisition.permit_id in renewal.asked:
-                events.ask(acquisition, renewal.asked[acquisition.permit_id])
-
-    def _clear_doubts(self, now: float) -> None:
-        started = time.monotonic()
-        later = []
-        for doubt in self._doubts:
-            due, delay, resource, permit_id = doubt
-            if due > now:
-                later.append(doubt)
-                continue
-            try:
-                if not self.own.unreachable(started):
-                    self.backend.discard(self.own, resource, permit_id)
-                    continue
-            except BackendError:
-                pass
-            # What was sent before the database went away may reach it when it is back: look then, and a while later.
-            later.append((boot_now() + max(delay, LOOK_AROUND), delay, resource, permit_id))
-        self._doubts[:] = later
-
-    # Showing that the process lives.
-
-    def _opened(self, connection: BaseDatabaseWrapper) -> None:
-        self.backend.opened(connection)
-        self._reach.opened(connection)
-
-    def _open(self) -> None:
-        self._open_at = boot_now() + RELIGHT
-        with contextlib.suppress(BackendError):  # who needs it will hear
-            self.own.run(lambda cursor: None)
-
-    def _shine(self, now: float) -> None:
-        """See that the keeper's session stands while anything is held or waited for."""
-        if not self.own.is_open:
-            if self.presence.beacon and self._dark_since is None and self._reach.tied:
-                self._dark_since, self._open_at = now, now
-                self._reach.darken()
-                for acquisition in list(self.acquisitions.values()):
-                    if acquisition.state is State.HELD:
-                        acquisition.darkened(now + DARK)
-            if self.acquisitions and now >= self._open_at:
-                self._open()
-        if self._reach.reopened and self.own.is_open:
-            self._reach.reopened = False
-            if self.presence.beacon or self._dark_since is not None:
-                # The rows must say whether the beacon is lit, and are proved anew.
-                for acquisition in list(self.acquisitions.values()):
-                    if acquisition.state is State.HELD:
-                        acquisition.renew_at = 0.0
-                self._scan_at = 0.0
-            self._dark_since = None
-            with self.queue_lock:
-                for arbiter in self.arbiters.values():
-                    arbiter.look_soon()
+    def after_fork(self) -> None:
+        """In a forked child: let go of the parent's sockets and files."""
+        for chore in self.chores:
+            chore.after_fork()
+        if isinstance(self.loop, ThreadLoop):
+            self.loop.after_fork()
 
 
-class RecordingKeeper(CaringKeeper):
-    """The part of the thread's keeper that notes what happens. Nothing is sent where it is noted."""
+def _run_if_due(chore: Chore) -> None:
+    now = boot_now()
+    if chore.next_at() <= now:
+        chore.run(now)
 
-    def __init__(self, backend: BaseSemaphoreBackend) -> None:
-        super().__init__(backend)
-        self.history: Recorder = Recorder(self.alias, beside_rows=backend.released_on_disconnect)
-        self._writer = Writer(self.history, self.own)
 
-    # What is told.
-
-    def acquire(self, acquisition: Acquisition, timeout: float | None) -> bool:
-        """Get the hold granted within ``timeout`` seconds; see ``Keeper.acquire()``."""
-        try:
-            return super().acquire(acquisition, timeout)
-        except AcquireTimeoutError:
-            self._turned_away(acquisition)
-            raise
-
-    def settled(self, acquisition: Acquisition, answered: bool) -> bool:
-        """After a wait: whether it is over; see ``Keeper.settled()``."""
-        over = super().settled(acquisition, answered)
-        if over and acquisition.kept and acquisition.state is State.HELD and acquisition.grant is not None:
-            self.history.granted(acquisition.request, acquisition.grant, acquisition.granted_at, acquisition.waited)
-        return over
-
-    def drop(self, acquisition: Acquisition) -> None:
-        """The acquire ended without a grant."""
-        super().drop(acquisition)
-        self._turned_away(acquisition)
-
-    def _turned_away(self, acquisition: Acquisition) -> None:
-        tried_once = acquisition.patient_until is not None and acquisition.patient_until <= acquisition.arrived
-        self.history.turned_away(acquisition.request, None if tried_once else boot_now() - acquisition.arrived)
-
-    def released(self, acquisition: Acquisition, freed: bool) -> None:
-        """Note that the database has the slots back, or had given them to somebody else already."""
-        super().released(acquisition, freed)
-        loss = acquisition.loss
-        if loss is not None and loss.reason is not LossReason.STOPPED:
-            self._lost(acquisition, loss)  # another thread has found it, and may be about to tell of it
-        elif self._ends(acquisition) and acquisition.grant is not None:
-            detail = str(loss) if loss is not None else ""
-            held = acquisition.releasing_since - acquisition.granted_at
-            self.history.released(
-                acquisition.request, acquisition.grant, acquisition.releasing_since, max(0.0, held), detail
-            )
-
-    def tell_lost(self, acquisition: Acquisition) -> None:
-        """Log a loss, and tell the program and the history."""
-        super().tell_lost(acquisition)
-        if acquisition.loss is not None:
-            self._lost(acquisition, acquisition.loss)
-
-    def _lost(self, acquisition: Acquisition, loss: Loss) -> None:
-        if loss.reason is not LossReason.FORKED and self._ends(acquisition) and acquisition.grant is not None:
-            self.history.lost(acquisition.request, acquisition.grant, boot_now() - acquisition.granted_at, loss)
-
-    def _ends(self, acquisition: Acquisition) -> bool:
-        """Whether a grant that was told of ends now: it does so once."""
-        return acquisition.settled and acquisition.kept and acquisition.recorded.acquire(blocking=False)
-
-    # When it is written.
-
-    def write_history(self, now: float) -> None:
-        """Write some of it if it is time for that, and time is left."""
-        if not self._writer.due(now):
-            return
-        if self._writer.shares and self.acquisitions and not self.own.is_open:
-            return  # to open it is no small matter while something is held
-        self._writer.write(self._leisure(now))
-
-    def end_history(self, since: float | None = None) -> None:
-        """Write what there is: the thread ends, or the process, since an instant of ``time.monotonic()``."""
-        if self._writer.unfinished:
-            began, ends = time.monotonic() if since is None else since, since is not None
-            self._writer.finish(began, lambda: not ends and bool(self.acquisitions or self.arbiters))
-        elif since is not None:
-            self._writer.begin_anew()
-        self._writer.leave()
-
-    def last_words(self, since: float) -> None:
-        """Write what there is, now that everything has been given back."""
-        super().last_words(since)
-        self.end_history(since)
-
-    def _leisure(self, now: float) -> float:
-        """How long a statement may take, in seconds: there are a few, and the nearest lease is to outlast them."""
-        if not self.backend.supports_renewal:
-            return LONGEST
-        deadlines = [
-            acquisition.deadline
-            for acquisition in list(self.acquisitions.values())
-            if acquisition.grant is not None and not acquisition.loss
-        ]
-        left = [deadline - now for deadline in deadlines if deadline > now]
-        statements = 3 if self._writer.shares else 8
-        return min([LONGEST, *(each / statements for each in left)])
+def _listeners(chores: list[Chore], event: str) -> tuple[Callable[..., object], ...]:
+    own = getattr(Chore, event)
+    return tuple(getattr(chore, event) for chore in chores if getattr(type(chore), event) is not own)

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 from django.db import connections
 
 from django_sqlsem.core import greenlets
-from django_sqlsem.runtime.inline import InlineKeeper
-from django_sqlsem.runtime.loop import ThreadKeeper
+from django_sqlsem.runtime.keeper import Keeper
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.base import BaseSemaphoreBackend
     from django_sqlsem.runtime.acquisition import Acquisition
-    from django_sqlsem.runtime.keeper import Keeper
 
 
 logger = logging.getLogger("django_sqlsem")
@@ -34,7 +32,7 @@ def keeper_for(backend: BaseSemaphoreBackend) -> Keeper:
             if keeper is None or keeper.backend is not backend:
                 if not backend.process_local:
                     greenlets.refuse(connections[backend.alias])
-                keeper = InlineKeeper(backend) if backend.process_local else ThreadKeeper(backend)
+                keeper = Keeper(backend)
                 _keepers[id(backend)] = keeper
     return keeper
 

@@ -1,6 +1,7 @@
-"""The keeper's thread: it sleeps until something is due or heard, looks after what is held, and ends in good order.
+"""The keeper's side of a process: a thread that sleeps until something is due or heard; or no thread at all.
 
-Sleeping until a deadline, a word from another thread, or something to read.
+``ThreadLoop`` runs the keeper's steps on a thread, which starts with the first one and ends when it is idle.
+``InlineLoop`` runs each step where it arises, for backends that live inside the process.
 """
 
 from __future__ import annotations
@@ -13,22 +14,67 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Protocol
 
-from django_sqlsem.backends.base import Grant, Granted
-from django_sqlsem.conf import config
-from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import boot_now
-from django_sqlsem.database.sessions import OwnSession
-from django_sqlsem.decorators import busy_log
-from django_sqlsem.exceptions import BackendError
-from django_sqlsem.runtime.acquisition import Acquisition
-from django_sqlsem.runtime.keeper import DARK, DOUBTS, LOOK_AROUND, RecordingKeeper
-from django_sqlsem.runtime.queue import HEARTBEAT, Arbiter
 
-if TYPE_CHECKING:
-    from django_sqlsem.backends.base import BaseSemaphoreBackend
+logger = logging.getLogger("django_sqlsem")
+
+#: For how long posted steps are worked off before renewals and waiters have their turn, in seconds.
+TURN: Final = 0.1
+#: The thread wakes at least so often while there is anything to look after: then a new waiter need not wake it.
+NAP: Final = 0.55
+
+
+class Duties(Protocol):
+    """What a loop works for."""
+
+    def pause(self) -> float:
+        """Return for how many seconds nothing will be due."""
+
+    def descriptors(self) -> list[int]:
+        """Return what becomes readable when there is something to hear."""
+
+    def is_quiet(self) -> bool:
+        """Whether nothing has been heard that was not acted on."""
+
+    def hear(self) -> None:
+        """Act on what has been heard."""
+
+    def take_turn(self) -> None:
+        """Do what is due."""
+
+    def has_work(self) -> bool:
+        """Whether the thread must go on."""
+
+    def is_in_use(self) -> bool:
+        """Whether somebody registered something, who may count on a thread that runs."""
+
+    def say_goodbye(self) -> None:
+        """The thread is about to end: do what only it would do."""
+
+    def close(self) -> None:
+        """The thread ends: close what it had open."""
+
+
+class Loop(Protocol):
+    """The keeper's side."""
+
+    #: Steps to take. Its put() may be called at any moment, from a finaliser too.
+    inbox: queue.SimpleQueue[Callable[[], object]]
+
+    def ensure(self) -> None:
+        """See that somebody takes the steps."""
+
+    def post(self, step: Callable[[], object]) -> None:
+        """Have a step taken soon."""
+
+    def note(self, step: Callable[[], object]) -> None:
+        """Leave a step; safe in finalisers and signal handlers."""
+
+    def wake_by(self, at: float) -> None:
+        """See that the thread is awake at an instant of the boot clock."""
 
 
 class Alarm:
@@ -80,21 +126,38 @@ def _wait(descriptors: Sequence[int], seconds: float) -> set[int]:
         return {key.fd for key, _ in selector.select(seconds)}
 
 
-logger = logging.getLogger("django_sqlsem")
+class InlineLoop:
+    """Takes each step where it arises."""
 
-#: For how long posted steps are worked off before renewals and waiters have their turn, in seconds.
-TURN: Final = 0.1
-#: The thread wakes at least so often while there is anything to look after: then a new waiter need not wake it.
-NAP: Final = HEARTBEAT * 0.85
-#: So many notes from the bell at once, and there may have been more.
-MANY: Final = 8
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+
+    def ensure(self) -> None:
+        """Do what finalisers left to do."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.inbox.get_nowait()()
+
+    def post(self, step: Callable[[], object]) -> None:
+        """Take it now."""
+        self.ensure()
+        step()
+
+    def note(self, step: Callable[[], object]) -> None:
+        """Leave it for the next one who comes by."""
+        self.inbox.put(step)
+
+    def wake_by(self, at: float) -> None:
+        """Nobody sleeps here."""
 
 
-class ThreadKeeper(RecordingKeeper):
-    """A keeper with one thread, which starts with the first hold and ends ``IDLE`` seconds after the last."""
+class ThreadLoop:
+    """Takes the steps on one thread, and lets its duties have their turns in between."""
 
-    def __init__(self, backend: BaseSemaphoreBackend) -> None:
-        super().__init__(backend)
+    def __init__(self, alias: str, duties: Duties) -> None:
+        self.alias = alias
+        self.inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._duties = duties
         self._life = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -103,117 +166,69 @@ class ThreadKeeper(RecordingKeeper):
 
     # What other threads call.
 
-    def register(self, acquisition: Acquisition) -> None:
-        """Know of a hold, and see that somebody looks after it."""
-        super().register(acquisition)
-        if not self._runs():
-            self._start()
+    def runs(self) -> bool:
+        """Whether the thread runs. One whose start was interrupted by a signal is not alive, or has a successor."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    def ensure(self) -> None:
+        """See that the thread runs."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            with self._life:
+                if not self.runs() and not self._stopping:
+                    self._alarm = self._alarm or Alarm()
+                    self._thread = threading.Thread(target=self._run, name=f"sqlsem-keeper-{self.alias}", daemon=True)
+                    self._thread.start()
 
     def post(self, step: Callable[[], object]) -> None:
-        """Run a step on the keeper's thread."""
-        self.inbox_put(step)
-        if not self._runs():
-            self._start()
+        """Have the thread take a step."""
+        self.note(step)
+        self.ensure()
 
-    def inbox_put(self, step: Callable[[], object]) -> None:
+    def note(self, step: Callable[[], object]) -> None:
         """Leave a step for the thread, and wake it."""
-        super().inbox_put(step)
+        self.inbox.put(step)
         alarm = self._alarm
         if alarm is not None:
             alarm.ring()
 
-    def accept(
-        self,
-        acquisition: Acquisition,
-        permit_id: str,
-        grant: Grant,
-        sent: float,
-        lasts: float,
-        *,
-        at_once: bool = False,
-    ) -> bool:
-        """Give a grant to its hold; one that ends soon is looked after sooner than at the next look around."""
-        accepted = super().accept(acquisition, permit_id, grant, sent, lasts, at_once=at_once)
-        if accepted and self._dark_since is not None and acquisition.request.presence.beacon:
-            acquisition.darkened(self._dark_since + DARK)
-        if accepted and self.presence.beacon and not acquisition.request.presence.beacon:
-            acquisition.renew_at = 0.0  # its row was written before the beacon was lit, and must say that it is
-        if accepted and acquisition.renew_at < min(self._scan_at, boot_now() + LOOK_AROUND):
-            self._scan_at = acquisition.renew_at
-            self._due(acquisition.renew_at)
-        return accepted
-
-    def poke(self, arbiter: Arbiter) -> None:
-        """Have the thread look at a queue now."""
-        arbiter.next_at = 0.0
-        self._due(0.0)
-
-    def reconsider(self, arbiter: Arbiter) -> None:
-        """Have the thread look at a queue when it is due."""
-        self._due(arbiter.next_at)
-
-    def _due(self, at: float) -> None:
-        # In the thread itself nothing sleeps. A wake-up costs two switches, so not for what it will see in time.
+    def wake_by(self, at: float) -> None:
+        """Wake the thread if it would sleep beyond ``at``. In the thread itself nothing sleeps."""
+        # A wake-up costs two switches, so not for what it will see in time.
         alarm = self._alarm
         if alarm is not None and at < self._wakes_at:
             alarm.ring()
 
-    def stop(self) -> None:
-        """End the thread, then give everything back and close the connections."""
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """End the thread, and let none start inside the block. Steps that are left are taken here."""
         self._stopping = True
         try:
-            self._end(time.monotonic())
+            thread = self._thread
+            if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+                self.note(_wake)
+                thread.join(timeout=10)
+            self._empty_inbox()
+            yield
         finally:
             self._stopping = False
-        if self.acquisitions or not self.inbox.empty():
-            with contextlib.suppress(RuntimeError):  # at the interpreter's end no thread can start
-                self._start()
-
-    def _end(self, started: float) -> None:
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
-            self.inbox_put(_wake)
-            thread.join(timeout=10)
-        self.empty_inbox()
-        self._clear_doubts(boot_now() + max(DOUBTS))
-        with self.queue_lock:
-            arbiters = list(self.arbiters.values())
-            for arbiter in arbiters:
-                for acquisition in list(arbiter.queue):
-                    acquisition.answer(BackendError("The process is ending."))
-                    self.waiting.pop(acquisition.permit_id, None)
-                    if arbiter.enrolled is acquisition:
-                        arbiter.unwanted.append(acquisition.request)
-                    arbiter.remove(acquisition)
-        for arbiter in arbiters:
-            if not self.own.unreachable(started):
-                arbiter.step(self.own)
-        self._watch.finish()
-        self.give_up_unanswered()
-        super().stop()
-        self._reach.close()
 
     def after_fork(self) -> None:
-        """In a forked child: let go of the parent's sockets and files."""
-        self._reach.after_fork()
+        """In a forked child: let go of the parent's sockets."""
         if self._alarm is not None:
             self._alarm.close()
 
-    # The thread's life.
+    # The thread.
 
-    def _start(self) -> None:
-        with self._life:
-            if not self._runs() and not self._stopping:
-                if self._alarm is None:
-                    self._alarm = Alarm()
-                self._open_at = boot_now()
-                self._thread = threading.Thread(target=self._run, name=f"sqlsem-keeper-{self.alias}", daemon=True)
-                self._thread.start()
-
-    def _runs(self) -> bool:
-        # One whose start was interrupted by a signal is not alive, or gives way to its successor.
-        thread = self._thread
-        return thread is not None and thread.is_alive()
+    def _empty_inbox(self) -> None:
+        with contextlib.suppress(queue.Empty):  # the thread may take some too, if it goes on after all
+            while True:
+                step = self.inbox.get_nowait()
+                try:
+                    step()
+                except Exception:
+                    logger.exception("The keeper of %r met an error and goes on.", self.alias)
 
     def _run(self) -> None:
         me = threading.current_thread()
@@ -222,12 +237,12 @@ class ThreadKeeper(RecordingKeeper):
         while not self._stopping and self._thread is me:
             try:
                 self._sleep(alarm)
-                self._work_off()
-                self._tick()
+                self._take_steps()
+                self._duties.take_turn()
             except Exception:
                 logger.exception("The keeper of %r met an error and goes on.", self.alias)
                 time.sleep(0.05)  # what is still due must not be retried as fast as it fails
-            if self._may_end():
+            if self._has_ended():
                 return
         with self._life:
             if self._thread is me:
@@ -235,124 +250,37 @@ class ThreadKeeper(RecordingKeeper):
 
     def _sleep(self, alarm: Alarm) -> None:
         alarm.asleep = True
-        self._wakes_at = boot_now() + NAP  # before the look at what is due: who comes later rings
-        if not self._reach.quiet():  # heard while it was busy with a statement
+        self._wakes_at = boot_now() + NAP  # before the look at what is due: a thread that comes later rings
+        if not self._duties.is_quiet():  # heard while it was busy with a statement
             alarm.asleep = False
-            self._hear()
-            return
-        if not self.inbox.empty():
+            self._duties.hear()
+        elif not self.inbox.empty():
             alarm.asleep = False
-            return
-        pause = self._pause()
-        self._wakes_at = boot_now() + pause
-        own = self.own
-        connection = own.connection if isinstance(own, OwnSession) and own.is_open else None
-        if alarm.sleep(pause, self._reach.descriptors(connection)):
-            self._hear()
+        else:
+            pause = self._duties.pause()
+            self._wakes_at = boot_now() + pause
+            if alarm.sleep(pause, self._duties.descriptors()):
+                self._duties.hear()
 
-    def _hear(self) -> None:
-        heard = self._reach.heard()
-        if self._reach.ended:
-            self.own.close()
-        elif not heard and self.own.is_open and not self._reach.listens:
-            self._probe()
-        if len(heard) >= MANY:  # a bell forgets what is too much for it
-            with self.queue_lock:
-                for arbiter in self.arbiters.values():
-                    arbiter.look_soon()
-        for each in heard:
-            if isinstance(each, Granted):
-                self.deliver(each)
-            elif (acquisition := self.waiting.get(each)) is not None:
-                sent = boot_now()
-                with contextlib.suppress(BackendError):  # it looks again at its next heartbeat
-                    granted = self.backend.granted(self.own, acquisition.request)
-                    if granted is not None:
-                        self.deliver(granted, sent)
-            else:
-                self._renew_soon(each)
-
-    def _renew_soon(self, permit_id: str) -> None:
-        """An operator has something to say to a holder: its renewal brings it."""
-        for acquisition in list(self.acquisitions.values()):
-            if acquisition.permit_id == permit_id:
-                acquisition.renew_at = self._scan_at = 0.0
-
-    def _probe(self) -> None:
-        """Something is to be read where nothing should be: the server has most likely ended the session."""
-        with contextlib.suppress(BackendError):
-            self.own.run(lambda cursor: cursor.execute("SELECT 1"))
-
-    def _work_off(self) -> None:
+    def _take_steps(self) -> None:
         # Not until the inbox is empty: while many tasks come and go it never is.
         turn_ends = boot_now() + TURN
         with contextlib.suppress(queue.Empty):
             while boot_now() < turn_ends:
                 self.inbox.get_nowait()()
 
-    def _pause(self) -> float:
-        now = boot_now()
-        if self._reach.reopened:
-            return 0.0
-        if not (self.acquisitions or self.arbiters or self._doubts or self._watch.busy):
-            return min(LOOK_AROUND, max(self._idle() - self._unused(), 0.0))
-        due = [now + NAP, self._watch.next_at]
-        if self.acquisitions:
-            due.append(self._scan_at)
-            if not self.own.is_open and self._open_at:
-                due.append(self._open_at)
-        due.extend(at for at, *_ in self._doubts)
-        with self.queue_lock:
-            due.extend(arbiter.next_at for arbiter in self.arbiters.values())
-        return max(0.0, min(due) - now)
-
-    def _unused(self) -> float:
-        return time.monotonic() - max(self.own.last_used, self.work.last_used)
-
-    def _idle(self) -> float:
-        # A test database can be dropped only when nobody is connected to it.
-        return 0.0 if testmode.active() else config(self.alias).idle
-
-    def _may_end(self) -> bool:
-        if self.acquisitions or self.arbiters or self._doubts or self._watch.busy or not self.inbox.empty():
+    def _has_ended(self) -> bool:
+        if self._duties.has_work() or not self.inbox.empty():
             return False
-        if self._unused() < self._idle():
-            return False
-        self.end_history()
+        self._duties.say_goodbye()
         with self._life:
             self._thread = None
-            # Whoever registered before it could see that no thread runs is seen here, and the other way round.
-            if self.acquisitions or self.arbiters or not self.inbox.empty():
+            # A caller that registered before it could see that no thread runs is seen here, and the other way round.
+            if self._duties.is_in_use() or not self.inbox.empty():
                 self._thread = threading.current_thread()
                 return False
-            self._watch.forget()
-            self.own.close()
-            self.work.close()
-            self._reach.close()
-            self._dark_since = None
+            self._duties.close()
             return True
-
-    def _tick(self) -> None:
-        now = boot_now()
-        self._shine(now)
-        if self.acquisitions and now >= self._scan_at:
-            self._scan(now)
-        if self._doubts:
-            self._clear_doubts(now)
-        with self.queue_lock:
-            due = [arbiter for arbiter in self.arbiters.values() if arbiter.next_at <= now]
-        if due and not self.own.is_open:
-            self._open()
-        for arbiter in due:
-            arbiter.step(self.own)
-            # A thousand names take a while.
-            if self.acquisitions and (now := boot_now()) >= self._scan_at:
-                self._scan(now)
-        # Renewals and waiters come first.
-        if self._watch.next_at <= now and not (self.acquisitions and boot_now() >= self._scan_at):
-            self._watch.step(self._leisure(now))
-        self.write_history(boot_now())
-        busy_log.log_rest()
 
 
 def _wake() -> None:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Final
 from django_sqlsem.backends.base import Place, Queue, Request, Waited
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.exceptions import BackendError
-from django_sqlsem.runtime.acquisition import Acquisition, State
+from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper
 
 if TYPE_CHECKING:
     from django_sqlsem.database.sessions import Session
-    from django_sqlsem.runtime.keeper import Keeper
 
 
 #: How often a waiting process says that it lives, in seconds.
@@ -29,24 +28,29 @@ FIRST_POLL: Final = 0.004
 LAST_POLL: Final = 0.1
 
 
-class Arbiter:
+class LocalQueue:
     """The queue of one name in one process. ``keeper.queue_lock`` guards it; its statements run on the keeper's side.
 
-    The first in line is *enrolled*: the database knows its permit id, and whoever frees a slot grants it to that.
+    The first in line is *enrolled*: the database knows its permit id, and grants a slot that becomes free to that.
     """
 
-    def __init__(self, keeper: Keeper, key: str) -> None:
+    def __init__(self, keeper: AcquisitionKeeper, key: str) -> None:
         self.keeper = keeper
         self.key = key
-        self.queue: deque[Acquisition] = deque()
+        self.waiting: deque[Acquisition] = deque()
         self.enrolled: Acquisition | None = None
-        #: Places in the queue, or grants, that nobody wants any more.
+        #: Places in the database's queue, or grants, that nobody wants any more.
         self.unwanted: list[Request] = []
         self.next_at = 0.0
         self._refresh_at = 0.0
         self._pause = FIRST_POLL
         self._polls = False
         self._second_look = False
+
+    def add(self, acquisition: Acquisition) -> None:
+        """Put an acquisition at the end; the lock is held."""
+        if acquisition.queue():
+            self.waiting.append(acquisition)
 
     def enrolled_by(self, acquisition: Acquisition, queue: Queue, sent: float) -> None:
         """Note that the database knows the first in line; the lock is held."""
@@ -55,38 +59,46 @@ class Arbiter:
         self._plan(queue, sent, new=True)
 
     def remove(self, acquisition: Acquisition) -> None:
-        """Take a hold out of the queue; the lock is held. The next one is enrolled at the next step."""
-        if acquisition in self.queue:
-            self.queue.remove(acquisition)
+        """Take an acquisition out of the queue; the lock is held. The next one is enrolled at the next step."""
+        if acquisition in self.waiting:
+            self.waiting.remove(acquisition)
         if self.enrolled is acquisition:
             self.enrolled = None
         self.next_at = 0.0
 
+    def give_up(self, acquisition: Acquisition) -> bool:
+        """Take one out that waits no longer; the lock is held. Return ``False`` if its place is given up here."""
+        enrolled = self.enrolled is acquisition
+        if enrolled:
+            self.unwanted.append(acquisition.request)
+        self.remove(acquisition)
+        return not enrolled
+
     @property
     def known(self) -> bool:
         """Whether the database knows the first in line."""
-        return bool(self.queue) and self.enrolled is self.queue[0]
+        return bool(self.waiting) and self.enrolled is self.waiting[0]
 
     @property
     def idle(self) -> bool:
         """Whether nobody waits, and nothing is to be given up."""
-        return not self.queue and not self.unwanted
+        return not self.waiting and not self.unwanted
 
     def step(self, session: Session) -> None:
         """Give up what is unwanted, let the first in line be known, and look around if it is time."""
         while True:
             with self.keeper.queue_lock:
                 unwanted, self.unwanted = self.unwanted, []
-                head = self.queue[0] if self.queue else None
-                served = head is not None and _served(head)
-                waiting = len(self.queue)
+                head = self.waiting[0] if self.waiting else None
+                served = head is not None and _is_served(head)
+                waiting = len(self.waiting)
             for request in unwanted:
                 self._leave(session, request)
             if head is None:
-                if self.keeper.forget_arbiter(self):
+                if self.keeper.forget_queue(self):
                     return
                 continue
-            if served:  # whoever brought its grant was struck before it was out of the queue
+            if served:  # the thread that brought its grant was interrupted before it was out of the queue
                 self.keeper.answer_again(head)
             elif self._look(session, head, waiting):
                 return
@@ -95,7 +107,7 @@ class Arbiter:
         """Take one step of waiting for the first in line. Return whether all is done for now."""
         now = boot_now()
         with self.keeper.queue_lock:
-            if not self.queue or self.queue[0] is not head or _served(head):
+            if not self.waiting or self.waiting[0] is not head or _is_served(head):
                 return False  # it gave up, or was served, while others were let go
             new = self.enrolled is not head
             head.request = self.keeper.present(head.request)
@@ -103,11 +115,11 @@ class Arbiter:
             if new:
                 self.keeper.waiting[head.permit_id] = head
         place = Place(head.arrived, waiting=waiting, patience=patience)
-        head.asked = True
+        head.sent = True
         attempts = session.attempts
         try:
             if new:
-                head.proved = now
+                head.lease.proved = now
                 waited = self.keeper.backend.enrol(session, head.request, place, first=False)
             elif now >= self._refresh_at:
                 waited = self.keeper.backend.wait(session, head.request, place)
@@ -127,8 +139,8 @@ class Arbiter:
         for granted in waited.granted:
             self.keeper.deliver(granted, now, head.request.resource)
         with self.keeper.queue_lock:
-            if _served(head) or head not in self.queue:
-                if new and not _served(head) and waited.queue is not None:
+            if _is_served(head) or head not in self.waiting:
+                if new and not _is_served(head) and waited.queue is not None:
                     self.unwanted.append(head.request)  # it gave up meanwhile
                 return False
             if waited.queue is None:
@@ -136,9 +148,9 @@ class Arbiter:
                 # that got, if it got anything, nobody has accepted.
                 self.keeper.doubt(head.request)
                 self.enrolled = None
-                self.keeper.renew_claim(head)
+                self.keeper.renew_request(head)
                 return False
-            head.proved = now
+            head.lease.proved = now
             if new:
                 self.enrolled_by(head, waited.queue, now)
             elif now >= self._refresh_at:
@@ -152,9 +164,9 @@ class Arbiter:
     def _in_doubt(self, head: Acquisition, *, nothing_asked: bool) -> bool:
         """Have the head ask anew, as the outcome of its claim is unknown, unless it has been served: return whether."""
         with self.keeper.queue_lock:
-            request, served = head.request, head.state is State.HELD and not head.abandoned
+            request, served = head.request, _is_served(head)
             if not served:
-                self.keeper.renew_claim(head)
+                self.keeper.renew_request(head)
         if not nothing_asked:
             # What was served is not to be freed; but the statement may have left something on its session.
             self.keeper.doubt_permit(request.resource, uuid.uuid4().hex if served else request.permit_id)
@@ -163,7 +175,7 @@ class Arbiter:
     def _patience(self, now: float) -> float | None:
         """For how many more seconds the most patient of the waiters waits; ``None``: for ever."""
         latest = 0.0
-        for acquisition in self.queue:
+        for acquisition in self.waiting:
             if acquisition.patient_until is None:
                 return None
             latest = max(latest, acquisition.patient_until)
@@ -173,7 +185,7 @@ class Arbiter:
         """Between heartbeats: has it been granted?"""
         if self._second_look:
             self._second_look = False
-            return self.keeper.backend.wait(session, head.request, Place(head.arrived, len(self.queue)))
+            return self.keeper.backend.wait(session, head.request, Place(head.arrived, len(self.waiting)))
         granted = self.keeper.backend.granted(session, head.request)
         return Waited((granted,) if granted else (), Queue(ahead=0))
 
@@ -204,16 +216,16 @@ class Arbiter:
 
     def _fail(self, error: Exception, only: Acquisition | None = None) -> None:
         with self.keeper.queue_lock:
-            failed = [acquisition for acquisition in self.queue if only is None or acquisition is only]
+            failed = [acquisition for acquisition in self.waiting if only is None or acquisition is only]
             for acquisition in failed:
                 self.remove(acquisition)
                 self.keeper.waiting.pop(acquisition.permit_id, None)
-                acquisition.state = State.OVER
+                acquisition.give_up()
         for acquisition in failed:
             # Each raises one of its own: a traceback grows with every raise, and keeps the frames it passed.
-            acquisition.answer(error if only is not None else _same(error))
+            acquisition.tell(error if only is not None else _same(error))
         if only is None:
-            self.keeper.forget_arbiter(self)
+            self.keeper.forget_queue(self)
 
     def _leave(self, session: Session, request: Request) -> None:
         try:
@@ -222,8 +234,9 @@ class Arbiter:
             self.keeper.doubt(request)
 
 
-def _served(acquisition: Acquisition) -> bool:
-    return acquisition.state is State.HELD
+def _is_served(acquisition: Acquisition) -> bool:
+    # By another thread perhaps, at any moment; it may be given back by now.
+    return acquisition.was_served
 
 
 def _same(error: Exception) -> Exception:

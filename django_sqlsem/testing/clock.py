@@ -30,9 +30,8 @@ from django_sqlsem.core.durations import Seconds, to_seconds
 from django_sqlsem.runtime import acquisition as waiting
 from django_sqlsem.runtime import callers
 from django_sqlsem.runtime.acquisition import Acquisition, State
-from django_sqlsem.runtime.inline import InlineKeeper
 from django_sqlsem.runtime.keepers import all_acquisitions, all_keepers
-from django_sqlsem.runtime.loop import ThreadKeeper
+from django_sqlsem.runtime.loop import ThreadLoop
 from django_sqlsem.testing.forcing import elsewhere
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class Clock:
         self.autojump = autojump
         #: Seconds that this block has moved the clock ahead so far.
         self.elapsed = 0.0
-        self._opener = callers.current_owner()
+        self._opener = callers.current_caller()
         self._closed = False
 
     def advance(self, seconds: Seconds, *, renewed: bool = False) -> None:
@@ -101,7 +100,7 @@ class Clock:
         """Whether the wait that begins is one to jump over."""
         if self.autojump is not None:
             return self.autojump
-        waiter = acquisition.owner() if acquisition.owner is not None else None
+        waiter = acquisition.caller.itself if acquisition.caller is not None else None
         if waiter is self._opener:
             return True
         # What a thread runs in an event loop keeps it from moving the clock.
@@ -111,7 +110,7 @@ class Clock:
     def jump_over(self, acquisition: Acquisition) -> None:
         """Let time pass, as if this process ran on, until a wait has been answered or is over."""
         with _moving:
-            while not acquisition.told:
+            while not acquisition.answer.told:
                 now, until = boot_now(), acquisition.patient_until
                 ends = [at for at in [*_ahead(), until] if at is not None and at > now]
                 if until is not None and until <= now:
@@ -184,14 +183,14 @@ def _at_rest(keepers: list[Keeper]) -> Iterator[None]:
 
     try:
         for keeper in keepers:
-            if isinstance(keeper, ThreadKeeper) and keeper.acquisitions:
+            if isinstance(keeper.loop, ThreadLoop) and keeper.acquisitions:
                 _await(keeper, rest)
         yield
     finally:
         goes_on.set()
 
 
-def _await(keeper: ThreadKeeper, step: Callable[[threading.Event], None]) -> None:
+def _await(keeper: Keeper, step: Callable[[threading.Event], None]) -> None:
     """Have a keeper's thread take a step, and wait for the event that it sets."""
     event = threading.Event()
     keeper.post(lambda: step(event))
@@ -203,7 +202,7 @@ def _ahead() -> list[float]:
     """Return the instants to come at which something ends by itself: long holds, and waits."""
     now, found = boot_now(), []
     for acquisition in all_acquisitions():
-        if acquisition.state is State.HELD and acquisition.max_hold is not None and not acquisition.releasing.locked():
+        if acquisition.has_slots and acquisition.max_hold is not None:
             found.append(acquisition.granted_at + acquisition.max_hold)
         elif acquisition.state is State.QUEUED and acquisition.patient_until is not None:
             found.append(acquisition.patient_until)
@@ -211,25 +210,17 @@ def _ahead() -> list[float]:
 
 
 def _live(keeper: Keeper) -> list[Acquisition]:
-    found = [
-        acquisition
-        for acquisition in list(keeper.acquisitions.values())
-        if acquisition.state is State.HELD and acquisition.grant is not None
-    ]
-    return [
-        acquisition
-        for acquisition in found
-        if acquisition.kept and not acquisition.releasing.locked() and acquisition.loss is None
-    ]
+    found = list(keeper.acquisitions.values())
+    return [each for each in found if each.has_slots and each.kept and each.loss is None]
 
 
 def _renew(keeper: Keeper, seconds: float) -> None:
     """Do what renewals would do for so many seconds."""
-    if isinstance(keeper, InlineKeeper):
+    if not isinstance(keeper.loop, ThreadLoop):
         keeper.backend.renew(keeper.own, [acquisition.acquired for acquisition in _live(keeper)])
     for acquisition in _live(keeper):
-        acquisition.deadline += seconds
-        acquisition.renew_at += seconds
+        acquisition.lease.deadline += seconds
+        acquisition.lease.renew_at += seconds
 
 
 def _move_rows(keeper: Keeper, seconds: float, *, still: bool) -> None:
@@ -267,14 +258,13 @@ def _look_around(keeper: Keeper) -> None:
     """Have a keeper see what the new time means: what is lost, what is overdue, who gets what became free."""
     for acquisition in _live(keeper):
         acquisition.current_loss()
-    if isinstance(keeper, InlineKeeper):
+    if isinstance(keeper.loop, ThreadLoop):
+        _wake(keeper)
+    else:
         for acquisition in _live(keeper):
             if acquisition.overdue and not acquisition.fenced:
                 keeper.forget(acquisition, acquisition.overdue)
-        for arbiter in list(keeper.arbiters.values()):
-            keeper.poke(arbiter)
-    elif isinstance(keeper, ThreadKeeper):
-        _wake(keeper)
+        keeper.look_at_all()
     over = [
         acquisition
         for acquisition in list(keeper.acquisitions.values())
@@ -283,14 +273,14 @@ def _look_around(keeper: Keeper) -> None:
     for acquisition in over:
         keeper.withdraw(acquisition)  # unless it was granted at this very moment
         if acquisition.state is State.OVER:
-            acquisition.answer()
+            acquisition.tell()
 
 
 def _is_over(acquisition: Acquisition) -> bool:
     return acquisition.patient_until is not None and acquisition.patient_until <= boot_now()
 
 
-def _wake(keeper: ThreadKeeper) -> None:
+def _wake(keeper: Keeper) -> None:
     """Have the keeper's thread take a look at everything, and wait until it has."""
     if not keeper.acquisitions:
         return

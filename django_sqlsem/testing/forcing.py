@@ -54,7 +54,7 @@ class _OpenBlocks(list[_Block]):
                 if block.loss is not None:
                     acquisition.lose(block.loss)
                 if block.stop_by:
-                    events.ask(acquisition, block.stop_by)
+                    events.ask_to_stop(acquisition, block.stop_by)
 
 
 _blocks = _OpenBlocks()
@@ -135,13 +135,13 @@ def stop_requested(target: Name | Semaphore | Permit, by: str = "a test") -> Ite
     is written, and nothing is taken from them.
     """
     if isinstance(target, Permit):
-        events.ask(target._acquisition, by)
+        events.ask_to_stop(target._acquisition, by)
         yield
         return
     name = _name(target)
     for acquisition in all_acquisitions():
         if acquisition.request.resource.name == name and acquisition.grant is not None:
-            events.ask(acquisition, by)
+            events.ask_to_stop(acquisition, by)
     with _open(_Block(name, stop_by=by)):
         yield
 

@@ -18,7 +18,6 @@ from django_sqlsem.core.names import Name, validate_name
 from django_sqlsem.core.text import numbers
 from django_sqlsem.locks.semaphore import Semaphore
 from django_sqlsem.runtime.acquisition import Acquisition, State
-from django_sqlsem.runtime.events import held
 from django_sqlsem.runtime.keepers import all_acquisitions, all_keepers
 from django_sqlsem.signals import acquire_timed_out, permit_acquired, permit_forgotten, permit_released
 from django_sqlsem.snapshots import HolderSnapshot, SlotState
@@ -196,7 +195,7 @@ def _left(before: set[int]) -> list[Acquisition]:
 def _is_left(acquisition: Acquisition) -> bool:
     if acquisition.grant is None:
         return acquisition.state is State.QUEUED and not acquisition.abandoned
-    return acquisition.kept and not acquisition.releasing.locked() and not acquisition.released
+    return acquisition.kept and acquisition.has_slots
 
 
 def _told() -> None:
@@ -242,4 +241,4 @@ def _described(acquisition: Acquisition) -> str:
     lost = f", lost ({acquisition.loss})" if acquisition.loss else ""
     slots = f"slot {numbers(acquisition.grant.slots)}"
     where = f"{request.resource.name!r} on {acquisition.keeper.alias!r}"
-    return f"held: {where}, {slots}, for {held(acquisition):.3g} s by {who}{lost}"
+    return f"held: {where}, {slots}, for {acquisition.held_for:.3g} s by {who}{lost}"

@@ -21,8 +21,8 @@ from django.db import connections
 from django_sqlsem import AcquireTimeoutError, Semaphore, semaphore
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.runtime.acquisition import Acquisition
-from django_sqlsem.runtime.keeper import CaringKeeper
-from django_sqlsem.runtime.queue import Arbiter
+from django_sqlsem.runtime.keeper import Keeper
+from django_sqlsem.runtime.queue import LocalQueue
 from tests.support.databases import held_rows
 from tests.support.interruptions import LIBRARY, Place, SoftLimit, Striking, StrikingAwait, without_tracer
 from tests.support.processes import Child
@@ -449,7 +449,7 @@ def test_task_cancelled_after_so_many_steps(database, scenario):
 def test_task_cancelled_at_the_moment_of_the_grant(database, monkeypatch, first, busy):
     answered = []
     targets: dict[str, asyncio.Task[None]] = {}
-    answer = Acquisition.answer
+    answer = Acquisition.tell
 
     def answer_and_cancel(hold: Acquisition, error: BaseException | None = None) -> None:
         task = targets.get(hold.request.resource.name)
@@ -463,7 +463,7 @@ def test_task_cancelled_at_the_moment_of_the_grant(database, monkeypatch, first,
         else:
             answer(hold, error)
 
-    monkeypatch.setattr(Acquisition, "answer", answer_and_cancel)
+    monkeypatch.setattr(Acquisition, "tell", answer_and_cancel)
 
     async def main() -> None:
         for index in range(20):
@@ -489,10 +489,10 @@ def test_struck_as_it_steps_into_the_queue(database, monkeypatch):
     lock = semaphore("stepping", timeout=40, using=database)
     first, results = [], []
     stepped = threading.Event()
-    queue, step, abandon = CaringKeeper._queue, Arbiter.step, CaringKeeper.abandon
+    add, step, abandon = LocalQueue.add, LocalQueue.step, Keeper.abandon
 
-    def queue_and_be_struck(keeper, arbiter, hold):
-        queue(keeper, arbiter, hold)
+    def queue_and_be_struck(local, hold):
+        add(local, hold)
         if not first:
             first.append(hold)
             raise KeyboardInterrupt("struck")
@@ -503,26 +503,26 @@ def test_struck_as_it_steps_into_the_queue(database, monkeypatch):
 
     behind = threading.Thread(target=wait_behind, daemon=True)
 
-    def step_and_tell(arbiter, session):
-        done = len(arbiter.queue) == 2
-        step(arbiter, session)
+    def step_and_tell(local, session):
+        done = len(local.waiting) == 2
+        step(local, session)
         if done:
             stepped.set()
 
     def abandon_late(keeper, hold):
         behind.start()
-        arbiter = keeper.arbiters[hold.request.line]
-        wait_until(lambda: len(arbiter.queue) == 2, timeout=60)
-        keeper.poke(arbiter)
+        local = keeper.queues[hold.request.line]
+        wait_until(lambda: len(local.waiting) == 2, timeout=60)
+        keeper.poke(local)
         assert stepped.wait(60)
         abandon(keeper, hold)
 
     other = lock.acquire()
     other.detach()
     with monkeypatch.context() as patched:
-        patched.setattr(CaringKeeper, "_queue", queue_and_be_struck)
-        patched.setattr(CaringKeeper, "abandon", abandon_late)
-        patched.setattr(Arbiter, "step", step_and_tell)
+        patched.setattr(LocalQueue, "add", queue_and_be_struck)
+        patched.setattr(Keeper, "abandon", abandon_late)
+        patched.setattr(LocalQueue, "step", step_and_tell)
         with pytest.raises(KeyboardInterrupt):
             run_in_threads(1, lambda _nth: lock.acquire(), timeout=120)
     other.release()

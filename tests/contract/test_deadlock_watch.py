@@ -8,23 +8,18 @@ import time
 import weakref
 
 from django_sqlsem import DeadlockError, mutex, semaphore
-from django_sqlsem.backends import get_backend
 from django_sqlsem.deadlocks import graph, watch
 from django_sqlsem.models import WaitRow
-from django_sqlsem.runtime.keepers import keeper_for
 from tests.support.databases import held_rows
+from tests.support.keepers import chore_of, keeper_of
 from tests.support.threads import wait_until
 
 SOON = 20.0
 
 
-def keeper_of(alias):
-    return keeper_for(get_backend(alias))
-
-
 def waits_of(alias):
     """The holds of this process that wait, and hold something meanwhile."""
-    return [hold for hold, _ in list(keeper_of(alias)._watch._waits.values())]
+    return [hold for hold, _ in list(chore_of(alias, "deadlocks")._waits.values())]
 
 
 class Crossed:
@@ -102,10 +97,10 @@ def test_a_slow_database_writes_a_crowd_of_waits_down_a_few_at_a_time(database, 
         real(seconds)
         leisures.append((seconds, time.monotonic() - began))
 
-    keeper, go = keeper_of(database), threading.Event()
-    real = keeper._watch.step
+    go = threading.Event()
+    real = chore_of(database, "deadlocks")._step
     monkeypatch.setattr(watch, "insert", slowly)
-    monkeypatch.setattr(keeper._watch, "step", step)
+    monkeypatch.setattr(chore_of(database, "deadlocks"), "_step", step)
     monkeypatch.setattr(watch, "REST", 1.0)  # on a busy machine a statement may take too long as well
 
     def wait(number):
@@ -130,14 +125,14 @@ def test_a_slow_database_writes_a_crowd_of_waits_down_a_few_at_a_time(database, 
 
 def test_what_nobody_waits_for_any_more_does_not_keep_the_thread(database, monkeypatch):
     monkeypatch.setattr(watch, "LATE", 0.1)
-    keeper = keeper_of(database)
+    keeper, watching = keeper_of(database), chore_of(database, "deadlocks")
     with mutex("outer", using=database), Crossed(database) as crossed:
-        wait_until(lambda: keeper._watch.busy, timeout=SOON)
-        monkeypatch.setattr(keeper._watch, "_rest_until", float("inf"))  # it was refused, and rests
+        wait_until(lambda: watching.busy, timeout=SOON)
+        monkeypatch.setattr(watching, "_rest_until", float("inf"))  # it was refused, and rests
         assert keeper.break_off(crossed.hold, DeadlockError("enough"))
-    wait_until(lambda: not (keeper.acquisitions or keeper.arbiters or keeper._doubts), timeout=SOON)
-    keeper._watch._session.close()  # as a fork does with SQLite's
+    wait_until(lambda: not (keeper.is_in_use() or keeper.doubts.busy), timeout=SOON)
+    watching._session.close()  # as a fork does with SQLite's
     keeper.own.close()
-    keeper._watch._rest_until = 0.0
-    wait_until(lambda: not keeper._watch.busy, timeout=SOON)
-    wait_until(lambda: not keeper._runs(), timeout=SOON)
+    watching._rest_until = 0.0
+    wait_until(lambda: not watching.busy, timeout=SOON)
+    wait_until(lambda: not keeper.loop.runs(), timeout=SOON)

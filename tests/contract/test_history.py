@@ -31,10 +31,9 @@ from django_sqlsem.history import (
 )
 from django_sqlsem.history.events import Event
 from django_sqlsem.models import EventRow, MinuteRow
-from django_sqlsem.runtime.keeper import RecordingKeeper
-from django_sqlsem.runtime.keepers import keeper_for
 from django_sqlsem.snapshots import Loss, LossReason
 from tests.support import applocks, databases, tds
+from tests.support.keepers import chore_of
 from tests.support.processes import Child
 from tests.unit.test_history import clock_us, event, minute
 
@@ -61,25 +60,18 @@ def only(alias: str, what: str, name: str = "reports") -> Event:
     return found
 
 
-def keeper_of(alias: str) -> RecordingKeeper:
-    """The keeper of this process."""
-    keeper = keeper_for(get_backend(alias))
-    assert isinstance(keeper, RecordingKeeper)
-    return keeper
-
-
 @pytest.fixture(autouse=True)
 def anew(request: pytest.FixtureRequest) -> None:
     """This process knows nothing of the minute that goes on: what it wrote in the test before has been deleted."""
     if "database" in request.fixturenames:
-        keeper_of(request.getfixturevalue("database"))._writer.begin_anew()
+        chore_of(request.getfixturevalue("database"), "history").writer.begin_anew()
 
 
 @pytest.fixture
 def sooner(monkeypatch: pytest.MonkeyPatch, database: str) -> None:
     """This process writes what has happened several times a second."""
     monkeypatch.setattr(history_writer, "EVERY", 0.2)
-    keeper_of(database)._writer._write_at = 0.0
+    chore_of(database, "history").writer._write_at = 0.0
 
 
 def test_a_grant_and_its_end_are_seen_from_another_process(database: str) -> None:
@@ -236,7 +228,7 @@ def test_permits_go_on_without_the_tables(database: str, caplog: pytest.LogCaptu
                 time.sleep(0.02)
         told = [record for record in caplog.records if "cannot be written" in record.getMessage()]
         assert len(told) == 1
-        keeper_of(database)._writer._write_at = 0.0  # it rests longer after each failure
+        chore_of(database, "history").writer._write_at = 0.0  # it rests longer after each failure
         assert wait_until(lambda: "written again" in caplog.text)
         permit.check()
     assert "are missing" in caplog.text
@@ -262,12 +254,12 @@ def test_a_locked_table_delays_no_renewal(database: str) -> None:
         ends = time.monotonic() + 4.0
         while time.monotonic() < ends:
             permit.check()
-            refused = max(refused, keeper_of(database)._writer._refusals)
+            refused = max(refused, chore_of(database, "history").writer._refusals)
             with semaphore("others", slots=1, using=database):
                 time.sleep(0.02)
         assert refused
         cursor.execute("ROLLBACK" if vendor == "postgresql" else "UNLOCK TABLES")
-        keeper_of(database)._writer._write_at = 0.0
+        chore_of(database, "history").writer._write_at = 0.0
         assert wait_until(lambda: "granted" in whats(database))  # nothing of it was dropped
         permit.check()
 
@@ -282,9 +274,9 @@ def test_what_a_locked_table_refused_is_written_later(database: str, caplog: pyt
             cursor.execute("BEGIN TRANSACTION")
             cursor.execute(f"ALTER TABLE {history_writer.EVENTS} ADD passing int NULL")
             with semaphore("reports", slots=3, using=database):
-                assert wait_until(lambda: keeper_of(database)._writer._refusals)
+                assert wait_until(lambda: chore_of(database, "history").writer._refusals)
             cursor.execute("ROLLBACK TRANSACTION")
-        keeper_of(database)._writer._write_at = 0.0
+        chore_of(database, "history").writer._write_at = 0.0
         assert wait_until(lambda: whats(database) == ["granted", "released"])
     assert "are missing" not in caplog.text
 
@@ -366,7 +358,7 @@ def test_off_means_that_nothing_is_written(database: str, settings: Any) -> None
         control.revoke("reports", by="ann", kill=applocks.are_at(database), using=database)
         assert wait_until(lambda: permit.lost)
     lifecycle.stop_all()
-    assert not keeper_of(database)._writer.pending
+    assert not chore_of(database, "history").writer.pending
     for model in (EventRow, MinuteRow):
         assert not model.objects.using(database).exists()
 
@@ -404,7 +396,7 @@ def test_tokens_are_granted_and_never_come_back(database: str) -> None:
 
 
 def test_a_minute_is_one_row_however_often_it_is_written(database: str) -> None:
-    writer = keeper_of(database)._writer
+    writer = chore_of(database, "history").writer
     lock = semaphore("reports", slots=3, using=database)
     with lock:
         for _ in range(4):
@@ -479,7 +471,7 @@ def test_pruning_takes_what_has_run_out_and_nothing_else(database: str) -> None:
     MinuteRow.objects.using(database).update(until_us=clock_us(database) - 1)
     kept = [event(database, "lost", ago=60).pk, event(database, "granted", ago=60).pk]
     stays = minute(database, ago=5).pk
-    writer = keeper_of(database)._writer
+    writer = chore_of(database, "history").writer
     with semaphore("others", using=database):
 
         def prune() -> bool:
@@ -529,14 +521,14 @@ def test_the_queue_is_bounded_and_counts_what_it_drops(
     database: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recorder, "MAX_NOTES", 10)
-    keeper = keeper_of(database)
-    monkeypatch.setattr(keeper, "write_history", lambda now: None)  # as if the database were away
-    monkeypatch.setattr(keeper, "end_history", lambda since=None: None)
+    chore = chore_of(database, "history")
+    monkeypatch.setattr(chore, "run", lambda now: None)  # as if the database were away
+    monkeypatch.setattr(chore, "finish", lambda since: None)
     for _ in range(20):
         with semaphore("reports", using=database):
             pass
-    assert len(keeper.history.notes) == 10
-    assert keeper.history.dropped == 30
+    assert len(chore.recorder.notes) == 10
+    assert chore.recorder.dropped == 30
     monkeypatch.undo()
     lifecycle.stop_all()
     assert len(whats(database)) == 10
@@ -563,7 +555,7 @@ def test_a_busy_name_does_not_drown_a_quiet_one() -> None:
     counted = recorder.Tallies()
     while counted.gather(noted, 0):
         pass
-    listed = [entry.claim.resource.name for _, entry in counted.listed]
+    listed = [entry.request.resource.name for _, entry in counted.listed]
     assert listed.count("busy") == recorder.LISTED
     assert listed.count("quiet") == 1
     assert sorted(tally.granted for tally in counted.minutes.values()) == [1, 1000]
@@ -594,14 +586,14 @@ def test_a_fault_of_the_history_is_no_permits_and_no_busy_loop(
 def test_at_the_end_everything_is_given_back_before_it_is_written_down(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeper, held = keeper_of(database), []
-    real = keeper._writer.finish
+    writer, held = chore_of(database, "history").writer, []
+    real = writer.finish
 
     def finish(*args: Any) -> None:
         held.append(len(databases.held_rows(database)))
         real(*args)
 
-    monkeypatch.setattr(keeper._writer, "finish", finish)
+    monkeypatch.setattr(writer, "finish", finish)
     permit = semaphore("reports", using=database).acquire()
     lifecycle.stop_all()
     assert held == [0]
@@ -612,8 +604,8 @@ def test_at_the_end_everything_is_given_back_before_it_is_written_down(
 def test_a_thread_that_ends_leaves_its_history_for_who_comes_then(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeper, there, asked = keeper_of(database), [], []
-    monkeypatch.setattr(type(keeper), "write_history", lambda self, now: None)
+    chore, there, asked = chore_of(database, "history"), [], []
+    monkeypatch.setattr(chore, "run", lambda now: None)
     lock = semaphore("reports", lease=1.0, using=database)
 
     def attempt(seconds: float, in_line: float) -> bool:
@@ -624,7 +616,7 @@ def test_a_thread_that_ends_leaves_its_history_for_who_comes_then(
         time.sleep(0.7)
         return False
 
-    monkeypatch.setattr(keeper._writer, "_attempt", attempt)
+    monkeypatch.setattr(chore.writer, "_attempt", attempt)
     with lock:
         pass
     assert wait_until(lambda: there)
@@ -639,7 +631,7 @@ def test_a_thread_that_ends_leaves_its_history_for_who_comes_then(
 
 @pytest.mark.usefixtures("sooner")
 def test_what_has_run_out_is_deleted_in_a_turn_of_its_own(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, turns = keeper_of(database)._writer, []
+    writer, turns = chore_of(database, "history").writer, []
     for name in ("_attempt", "_prune"):
         real = getattr(writer, name)
         monkeypatch.setattr(writer, name, lambda *args, n=name, r=real: (turns[-1].append(n), r(*args))[1])

@@ -9,9 +9,9 @@ import pytest
 
 from django_sqlsem import semaphore
 from django_sqlsem.runtime import keepers
-from django_sqlsem.runtime.acquisition import Acquisition
-from django_sqlsem.runtime.keeper import CaringKeeper
-from django_sqlsem.runtime.loop import ThreadKeeper
+from django_sqlsem.runtime.acquisition import Acquisition, Reply
+from django_sqlsem.runtime.keeper import Keeper
+from django_sqlsem.runtime.loop import ThreadLoop
 from tests.support.databases import held_rows
 from tests.support.threads import run_in_threads, wait_until
 
@@ -43,26 +43,29 @@ def as_it_is_granted(monkeypatch, messenger):
     granted = Acquisition.granted
 
     def granted_and_struck(hold, *args, **options):
-        granted(hold, *args, **options)
+        noted = granted(hold, *args, **options)
         messenger.strikes()
+        return noted
 
     monkeypatch.setattr(Acquisition, "granted", granted_and_struck)
 
 
 def as_it_is_answered(monkeypatch, messenger):
-    answer = Acquisition.answer
+    give = Reply.give
 
-    def answer_struck(hold, error=None):
-        real = hold._unanswered.release
+    class Lock:
+        def __init__(self, real):
+            self.real, self.acquire = real, real.acquire
 
-        def release():
+        def release(self):
             messenger.strikes()
-            real()
+            self.real.release()
 
-        hold._unanswered.release = release
-        answer(hold, error)
+    def give_and_be_struck(answer, error):
+        answer._lock = Lock(getattr(answer._lock, "real", answer._lock))
+        return give(answer, error)
 
-    monkeypatch.setattr(Acquisition, "answer", answer_struck)
+    monkeypatch.setattr(Reply, "give", give_and_be_struck)
 
 
 def strike_before(monkeypatch, messenger, owner, name):
@@ -82,7 +85,7 @@ def test_struck_as_it_hands_its_slot_on(database, monkeypatch, caplog, where, st
     lock = semaphore("handed on", timeout=60, using=database)
     messenger = Messenger()
     where(monkeypatch, messenger)
-    strike_before(monkeypatch, messenger, CaringKeeper, "answer_again")
+    strike_before(monkeypatch, messenger, Keeper, "answer_again")
     for _ in range(TRIES):  # the keeper may have looked at the very moment of the release, and have brought the grant
         if struck := hand_on(lock, database, messenger, strikes):
             break
@@ -133,7 +136,7 @@ def hand_on(lock, database, messenger, strikes):
     run_in_threads(3, act, timeout=120)
     assert not struck or told[0] - struck[0] < SOON
     keeper = before._acquisition.keeper
-    wait_until(lambda: not keeper.waiting and not keeper.acquisitions and not keeper.arbiters, timeout=SOON)
+    wait_until(lambda: not keeper.waiting and not keeper.acquisitions and not keeper.queues, timeout=SOON)
     return bool(struck)
 
 
@@ -141,12 +144,12 @@ def hand_on(lock, database, messenger, strikes):
 def test_struck_again_as_it_tells_the_keeper_that_it_was_struck(database, monkeypatch, waits):
     lock = semaphore("struck twice", timeout=60, using=database)
     messenger = Messenger()
-    strike_before(monkeypatch, messenger, ThreadKeeper, "inbox_put")
+    strike_before(monkeypatch, messenger, ThreadLoop, "note")
     other = lock.acquire() if waits else None
 
     def act(_number):
         permit = None if waits else lock.acquire()
-        what = (Acquisition, "wait") if permit is None else (ThreadKeeper, "release")
+        what = (Acquisition, "wait") if permit is None else (Keeper, "release")
         with monkeypatch.context() as patched:
             patched.setattr(*what, strike_now)
             with pytest.raises(KeyboardInterrupt):
@@ -183,18 +186,19 @@ def test_an_end_goes_on_after_errors(committed, monkeypatch, caplog):
         raise ValueError("a step that fails")
 
     monkeypatch.setattr(keepers, "_keepers", {-1: Broken(), **keepers._keepers})
-    monkeypatch.setattr(keeper, "_runs", lambda: True)  # nobody takes the steps before the end
-    thread = keeper._thread
-    keeper._stopping = True
-    keeper._alarm.ring()
+    loop = keeper.loop
+    monkeypatch.setattr(loop, "runs", lambda: True)  # nobody takes the steps before the end
+    thread = loop._thread
+    loop._stopping = True
+    loop._alarm.ring()
     thread.join(30)
-    keeper.inbox.put(fail)
+    loop.inbox.put(fail)
     taken = []
-    keeper.inbox.put(lambda: taken.append(keeper.inbox.get_nowait()))  # as its thread does, if it goes on after all
-    keeper.inbox.put(fail)
+    loop.inbox.put(lambda: taken.append(loop.inbox.get_nowait()))  # as its thread does, if it goes on after all
+    loop.inbox.put(fail)
     keepers.stop_all()
     assert taken == [fail]
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError, ValueError]
     assert permit.released
     assert not held_rows("default")
-    assert not keeper._stopping
+    assert not loop._stopping

@@ -179,7 +179,7 @@ def test_a_waiter_of_the_wrong_kind_is_told_so(database):
     patient = threading.Thread(target=wait, args=(semaphore("x", using=database),))
     patient.start()
     wait_until(lambda: semaphore("x", using=database).status().waiting == 1)
-    wait_until(lambda: keeper_for(get_backend(database)).arbiters)  # else the next one asks the database by itself
+    wait_until(lambda: keeper_for(get_backend(database)).queues)  # else the next one asks the database by itself
     wrong = threading.Thread(target=wait, args=(mutex("x", using=database),))
     wrong.start()
     wait_until(lambda: semaphore("x", using=database).status().waiting == 2)

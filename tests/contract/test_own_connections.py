@@ -288,12 +288,12 @@ def test_a_hold_that_was_abandoned_is_not_reported_as_forgotten(database, caplog
     """Its acquire was interrupted after the grant: a step that gives it back is on its way, and nobody forgot it."""
     permit = semaphore("abandoned", using=database).acquire()
     hold = permit._acquisition
-    hold.abandoned = True
+    hold.abandon()
     hold.keeper.forget(hold, "it was garbage-collected")
     assert hold.loss is None
     assert "forgotten" not in caplog.text
-    hold.abandoned = False
-    permit.release()
+    hold.keeper.abandon(hold)
+    wait_until(lambda: not hold.keeper.acquisitions)
 
 
 def test_no_session_is_made_while_a_fork_goes_through_all_of_them():

@@ -19,7 +19,7 @@ from django_sqlsem import (
 )
 from django_sqlsem.backends import get_backend
 from django_sqlsem.backends.rows.backend import RowsBackend
-from django_sqlsem.runtime.keeper import DOUBTS
+from django_sqlsem.runtime.chores import DOUBTS
 from django_sqlsem.runtime.keepers import keeper_for
 from tests.support.applocks import is_connected
 from tests.support.databases import held_rows, raw_connection
@@ -300,7 +300,7 @@ def test_served_while_the_keepers_own_look_fails(database, monkeypatch):
         try:
             wait_until(lambda: failed, timeout=60)
             # What is in doubt is freed again and again: by now it has been.
-            wait_until(lambda: 0 < len(keeper_for(backend)._doubts) < len(DOUBTS) - 1, timeout=60)
+            wait_until(lambda: 0 < len(keeper_for(backend).doubts._doubts) < len(DOUBTS) - 1, timeout=60)
             return [row.slot for row in held_rows(database)]
         finally:
             done.set()

@@ -178,7 +178,7 @@ def test_two_threads_that_ask_at_once_do_not_cost_it_its_place(database, monkeyp
         waited = enrol(backend, session, claim, place, first=first)
         if claim.rank and first:
             queue.ask("newcomer")
-            wait_until(lambda: keeper_for(get_backend(database)).arbiters)
+            wait_until(lambda: keeper_for(get_backend(database)).queues)
         return waited
 
     monkeypatch.setattr(RowsBackend, "enrol", enrol_and_wait)

@@ -17,7 +17,7 @@ from django_sqlsem.runtime import keeper as runtime_keeper
 from django_sqlsem.runtime.acquisition import State
 from django_sqlsem.runtime.keeper import Keeper
 from django_sqlsem.runtime.keepers import keeper_for
-from django_sqlsem.runtime.queue import Arbiter
+from django_sqlsem.runtime.queue import LocalQueue
 from tests.support import applocks
 from tests.support.children import listen, say
 from tests.support.databases import OutsideCounter, held_rows
@@ -86,7 +86,7 @@ def test_served_before_its_own_process_knew_of_its_place(database, monkeypatch, 
     def join_late(keeper, hold, *args):
         places.append(hold)
         assert hold.state is State.NEW
-        wait_until(lambda: hold.state is State.HELD, timeout=60)
+        wait_until(lambda: hold.state is State.GRANTED, timeout=60)
         join(keeper, hold, *args)
 
     monkeypatch.setattr(Keeper, "_join", join_late)
@@ -167,10 +167,10 @@ def test_a_try_when_the_last_waiter_of_its_process_has_just_given_up(database, m
     """Nobody waits any more, although the keeper has not yet said so to the database."""
     monkeypatch.setattr(runtime_keeper, "CLEARED", 60.0)
     asked = threading.Event()
-    left, leave = Keeper._left, Arbiter._leave
+    deserted, leave = Keeper._deserted, LocalQueue._leave
 
     def left_and_noted(*args):
-        found = left(*args)
+        found = deserted(*args)
         asked.set()
         return found
 
@@ -178,8 +178,8 @@ def test_a_try_when_the_last_waiter_of_its_process_has_just_given_up(database, m
         assert asked.wait(60)
         leave(*args)
 
-    monkeypatch.setattr(Keeper, "_left", left_and_noted)
-    monkeypatch.setattr(Arbiter, "_leave", leave_late)
+    monkeypatch.setattr(Keeper, "_deserted", left_and_noted)
+    monkeypatch.setattr(LocalQueue, "_leave", leave_late)
     lock = semaphore("given-up", using=database)
     with Child("hold", database, "given-up") as child:
         child.expect("held", timeout=60)

@@ -267,7 +267,7 @@ class _Borrowed:
 
 def waiters(alias: str, name: str) -> int:
     """Return how many wait for a name: what the rows of the waiting processes say."""
-    from django_sqlsem.models.semaphores import WaiterRow
+    from django_sqlsem.models import WaiterRow
 
     rows = WaiterRow.objects.using(alias).filter(semaphore__name=name)
     return sum(rows.values_list("waiting", flat=True))

@@ -176,15 +176,15 @@ class Queue:
 
     def queued(self, count: int) -> None:
         """Wait until so many threads wait."""
-        wait_until(lambda: sum(len(each.queue) for each in self.queues()) == count)
+        wait_until(lambda: sum(len(each.waiting) for each in self.queues()) == count)
 
     def order(self) -> list[str]:
         """The threads that wait, in order."""
-        return [hold.request.holder.thread for each in self.queues() for hold in each.queue]
+        return [hold.request.holder.thread for each in self.queues() for hold in each.waiting]
 
     def queues(self) -> list[Any]:
         """The queues of all names."""
-        return list(self.keeper.arbiters.values())
+        return list(self.keeper.queues.values())
 
     def statements(self) -> list[str]:
         """All statements so far."""

@@ -30,24 +30,16 @@ DEEP = {
     "ApplockClaims",
     "ApplockFencing",
     "ApplockHolding",
-    "ApplockOperator",
     "ApplockUpgrades",
-    "CaringKeeper",
     "ClientGoneError",
     "FencedError",
-    "InlineKeeper",
-    "LocalBackend",
-    "LocalOperator",
     "MySQLBeacon",
     "MySQLLocking",
     "PostgreSQLBeacon",
     "PostgreSQLLocking",
-    "RecordingKeeper",
     "RowsBackend",
     "RowsClaims",
     "RowsOperator",
-    "RowsSurvey",
-    "ThreadKeeper",
 }
 #: Class names that two modules use.
 SHARED_CLASSES = {
@@ -109,8 +101,6 @@ SHARED_CONSTANTS = {
 #: Modules that import another of ours inside a function, and how often.
 LATE = {
     "apps.py": 1,
-    "backends/__init__.py": 1,
-    "backends/base.py": 1,
     "control.py": 1,
     "deadlocks/watch.py": 1,
     "queries.py": 13,

@@ -37,7 +37,7 @@ NAMELESS = {
     "backends/rows/renewal.py": "Nobody can be asked to stop",
     "contrib/opentelemetry.py": "There are no figures",
     "control.py": "stored procedures",
-    "runtime/keeper.py": "Permits |The keeper of %r met an error",
+    "runtime/chores.py": "Permits ",
     "runtime/loop.py": "The keeper of %r met an error",
     "runtime/keepers.py": "The keeper of %r met an error",
     "runtime/presence.py": "",

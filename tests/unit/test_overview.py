@@ -17,7 +17,7 @@ from django_sqlsem.admin import overview
 from django_sqlsem.admin.display import cells, drawn
 from django_sqlsem.admin.overview import RankedRows
 from django_sqlsem.backends import get_backend
-from django_sqlsem.backends.base import Surveying
+from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.core.names import resource_for
 from django_sqlsem.locks import transaction_lock
 from django_sqlsem.models import MinuteRow, SemaphoreRow, SlotRow
@@ -132,7 +132,7 @@ def test_the_survey_is_what_all_snapshots_amount_to(locks_alias: str) -> None:
     make_semaphore(locks_alias, "shared", slots=4, kind="rwlock")
     hold(locks_alias, "shared", slot=1, left=600)
     backend = get_backend(locks_alias)
-    seen, told = backend.survey(), Surveying.survey(backend)
+    seen, told = backend.survey(), BaseSemaphoreBackend.survey(backend)
     assert (seen.held, seen.stale, seen.waiting, seen.paused, seen.draining) == (5, 1, 3, 2, 1)
     assert (told.held, told.stale, told.waiting, told.paused, told.draining) == (5, 1, 3, 2, 1)
     rows = SemaphoreRow.objects.using(locks_alias)
@@ -141,8 +141,8 @@ def test_the_survey_is_what_all_snapshots_amount_to(locks_alias: str) -> None:
         assert seen.listed(state).counts == told.listed(state).counts, state
         wanted = set(seen.listed(state).counts)
         assert {row.pk for row in rows.filter(backend.in_state(state))} == wanted, state
-        assert {row.pk for row in rows.filter(Surveying.in_state(backend, state))} == wanted, state
-        mine, general = backend.slots_in_state(state), Surveying.slots_in_state(backend, state)
+        assert {row.pk for row in rows.filter(BaseSemaphoreBackend.in_state(backend, state))} == wanted, state
+        mine, general = backend.slots_in_state(state), BaseSemaphoreBackend.slots_in_state(backend, state)
         assert {row.pk for row in slots.filter(mine)} == {row.pk for row in slots.filter(general)}, state
 
 

@@ -220,7 +220,7 @@ def test_upgrades_that_are_over_are_forgotten(world):
             permit.upgrade(timeout=20)
             permit.downgrade()
         permit.upgrade(timeout=20)
-        assert len(permit._acquisition.callbacks) == 1
+        assert len(permit._acquisition.losing.callbacks) == 1
         assert permit._parts[-1] is permit._upgrade._acquisition
         assert len(permit._parts) <= 2  # the keeper may not have forgotten the last one yet
         with pytest.raises(AlreadyHeldError):

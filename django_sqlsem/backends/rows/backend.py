@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from django_sqlsem.backends.base import (
     TOKENS,
     Acquired,
-    Counting,
     Grant,
     Granted,
     Place,
@@ -37,10 +36,11 @@ if TYPE_CHECKING:
     from django_sqlsem.snapshots import Loss, SemaphoreSnapshot
 
 
-class RowsBackend(RowsClaims, Counting):
+class RowsBackend(RowsClaims):
     """The portable backend. The database's row locks keep the invariant; no counter can leak or over-admit."""
 
     keeps_ranks = True
+    keeps_tokens = True
     modes = frozenset({WHOLE, UPDATE, UPGRADE})
 
     def opened(self, connection: BaseDatabaseWrapper) -> None:

@@ -8,7 +8,7 @@ import inspect
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -16,12 +16,11 @@ from asgiref.sync import SyncToAsync
 from django.db import connections
 
 from django_sqlsem.backends.base import TOKENS
-from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.exceptions import DeadlockError
-from django_sqlsem.runtime.acquisition import Acquisition, State
+from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State
+from django_sqlsem.runtime.chores import LOOK_AROUND, Chore
 
 if TYPE_CHECKING:
-    from django_sqlsem.runtime.keeper import Keeper
     from django_sqlsem.snapshots import SemaphoreSnapshot
 
 
@@ -38,26 +37,33 @@ class Knot:
     stuck: tuple[tuple[Acquisition, asyncio.Task[object]], ...]
 
 
-class LentThreads:
+class LentThreads(Chore):
     """Breaks off waits that can get nothing, as all holders need the threads in which they wait.
 
     The keeper only suspects them, as it sees tasks from outside and its own process alone. First their event loops
-    have a turn, to hear of what has been done; then the database is asked who else holds, and how many may.
+    have a turn, to hear of what has been done; then the database is asked for the other holders, and the slots.
     """
 
-    def __init__(self, keeper: Keeper, end: Callable[[Acquisition, Exception], bool]) -> None:
-        self._keeper = keeper
-        self._end = end
-        self._asked_at = -math.inf
+    name = "lent threads"
 
-    def look(self) -> None:
-        """Begin to find out about what looks stuck; on the keeper's thread."""
+    def __init__(self, keeper: AcquisitionKeeper) -> None:
+        self._keeper = keeper
+        self._asked_at = -math.inf
+        self._look_at = 0.0
+
+    def next_at(self) -> float:
+        """Return when to look at the acquisitions again."""
+        return self._look_at if self._keeper.acquisitions else math.inf
+
+    def run(self, now: float) -> None:
+        """Begin to find out about what looks stuck."""
+        self._look_at = now + LOOK_AROUND
         found = _knots(list(self._keeper.acquisitions.values()))
-        if not found or boot_now() - self._asked_at < ASK_AGAIN:
+        if not found or now - self._asked_at < ASK_AGAIN:
             return
-        self._asked_at = boot_now()
+        self._asked_at = now
         tasks = {task for knot in found for _, task in knot.stuck}
-        names = {knot.acquisition.request.resource.name for knot in found}
+        names = {knot.acquisition.name for knot in found}
         self._hear(list({task.get_loop() for task in tasks}), tasks, names)
 
     def _hear(self, loops: list[asyncio.AbstractEventLoop], tasks: set[asyncio.Task[object]], names: set[str]) -> None:
@@ -82,7 +88,7 @@ class LentThreads:
             snapshot = snapshots.get(knot.acquisition.request.resource.name)
             heard = all(task in tasks for _, task in knot.stuck)
             if heard and snapshot is not None and _gets_nothing(knot, snapshot):
-                self._end(knot.acquisition, _error(knot))
+                self._keeper.break_off(knot.acquisition, _error(knot))
 
 
 def _knots(acquisitions: Iterable[Acquisition]) -> list[Knot]:
@@ -90,14 +96,14 @@ def _knots(acquisitions: Iterable[Acquisition]) -> list[Knot]:
     held: list[tuple[Acquisition, asyncio.Task[object]]] = []
     for acquisition in acquisitions:
         if acquisition.state is State.QUEUED and acquisition.request.resource.kind != TOKENS:  # anybody may add tokens
-            thread = acquisition.thread() if acquisition.thread is not None else None
+            thread = acquisition.caller.thread() if acquisition.caller and acquisition.caller.thread else None
             if thread is not None:
                 waiting.append((acquisition, thread))
         # What has a time limit of its own is waited for.
-        elif acquisition.state is State.HELD and acquisition.max_hold is None and not acquisition.releasing.locked():
-            owner = acquisition.owner() if acquisition.owner is not None else None
-            if isinstance(owner, asyncio.Task):
-                held.append((acquisition, owner))
+        elif acquisition.state is State.HELD and acquisition.max_hold is None and acquisition.caller is not None:
+            caller = acquisition.caller.itself
+            if isinstance(caller, asyncio.Task):
+                held.append((acquisition, caller))
     stuck: dict[tuple[str, threading.Thread], list[tuple[Acquisition, asyncio.Task[object]]]] = defaultdict(list)
     if waiting:
         for acquisition, task in held:

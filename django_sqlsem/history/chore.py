@@ -1,0 +1,90 @@
+"""The history as a keeper's chore: it notes what happens, and writes it down when the keeper has time."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.history.recorder import Recorder
+from django_sqlsem.history.writer import LONGEST, Writer
+from django_sqlsem.runtime.chores import Chore
+from django_sqlsem.snapshots import Loss, LossReason
+
+if TYPE_CHECKING:
+    from django_sqlsem.backends.base import Request
+    from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper
+
+
+class HistoryChore(Chore):
+    """Notes what is granted, refused, released and lost, and writes it after all else that the keeper does."""
+
+    name = "history"
+    wakes = False
+
+    def __init__(self, keeper: AcquisitionKeeper) -> None:
+        self._keeper = keeper
+        self.recorder = Recorder(keeper.alias, beside_rows=keeper.backend.released_on_disconnect)
+        self.writer = Writer(self.recorder, keeper.own)
+        #: The acquisitions whose grants were noted, and whose ends were not.
+        self._open: dict[int, Acquisition] = {}
+
+    # What it is told.
+
+    def granted(self, acquisition: Acquisition) -> None:
+        """Note a grant."""
+        if acquisition.grant is not None:
+            if acquisition.kept:
+                self._open[id(acquisition)] = acquisition
+            self.recorder.granted(acquisition.request, acquisition.grant, acquisition.granted_at, acquisition.waited)
+
+    def refused(self, request: Request, waited: float | None) -> None:
+        """Note that a caller got nothing."""
+        self.recorder.turned_away(request, waited)
+
+    def released(self, acquisition: Acquisition) -> None:
+        """Note that a permit was given back; one that was lost ended by that."""
+        loss = acquisition.loss
+        if loss is not None and loss.reason is not LossReason.STOPPED:
+            self.lost(acquisition, loss)  # another thread has found it, and may be about to tell of it
+        elif self._ends(acquisition) and acquisition.grant is not None:
+            detail = str(loss) if loss is not None else ""
+            held = max(0.0, acquisition.releasing_since - acquisition.granted_at)
+            self.recorder.released(acquisition.request, acquisition.grant, acquisition.releasing_since, held, detail)
+
+    def lost(self, acquisition: Acquisition, loss: Loss) -> None:
+        """Note a loss."""
+        if loss.reason is not LossReason.FORKED and self._ends(acquisition) and acquisition.grant is not None:
+            held = boot_now() - acquisition.granted_at
+            self.recorder.lost(acquisition.request, acquisition.grant, held, loss)
+
+    def deadlocked(self, request: Request, waited: float, detail: str) -> None:
+        """Note a deadlock."""
+        self.recorder.deadlock(request, waited, detail)
+
+    def _ends(self, acquisition: Acquisition) -> bool:
+        """Whether a grant that was noted ends now: it does so once."""
+        return self._open.pop(id(acquisition), None) is not None
+
+    # When it is written.
+
+    def next_at(self) -> float:
+        """Return when to write: now, or not yet."""
+        return 0.0 if self.writer.due(boot_now()) else math.inf
+
+    def run(self, now: float) -> None:
+        """Write some of it if time is left."""
+        shares = self.writer.shares
+        if shares and self._keeper.acquisitions and not self._keeper.own.is_open:
+            return  # to open it is no small matter while something is held
+        self.writer.write(min(LONGEST, self._keeper.time_left(now) / (3 if shares else 8)))
+
+    def finish(self, since: float | None) -> None:
+        """Write what there is: the thread ends, or the process."""
+        if self.writer.unfinished:
+            began = time.monotonic() if since is None else since
+            self.writer.finish(began, lambda: since is None and self._keeper.is_in_use())
+        elif since is not None:
+            self.writer.begin_anew()
+        self.writer.leave()

@@ -1,0 +1,321 @@
+"""What a keeper does besides granting and giving back: chores, each with a name and an hour of its own.
+
+Higher rooms plug in chores of their own, when ``apps.ready`` has them do so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from django_sqlsem.backends.base import Request
+from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.exceptions import BackendError
+from django_sqlsem.runtime import callers, events
+from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State
+from django_sqlsem.runtime.presence import Reach
+from django_sqlsem.snapshots import Loss
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from django_sqlsem.core.names import Resource
+
+logger = logging.getLogger("django_sqlsem")
+
+#: How often it looks for forgotten permits and stuck releases while anything is held, in seconds.
+LOOK_AROUND: Final = 1.0
+#: When to free what an interrupted request may have got, in seconds after it: its statement may still be running.
+DOUBTS: Final = (0.0, 0.1, 0.5, 2.0, 6.0)
+#: A holder without its beacon for so long, in seconds, counts its permits as lost; others wait half as long again.
+DARK: Final = 1.0
+#: How often a broken session is opened again meanwhile, in seconds.
+RELIGHT: Final = 0.2
+
+
+class Chore:
+    """One of a keeper's chores. What a chore does not need stays as it is here: nothing is done.
+
+    ``next_at``, ``run`` and what follows them are called on the keeper's thread, the rest on any.
+    """
+
+    name: ClassVar[str]
+    #: Whether the thread wakes for it; else it is done when the thread is awake.
+    wakes: ClassVar[bool] = True
+
+    def next_at(self) -> float:
+        """Return when there is something to do, on the boot clock."""
+        return math.inf
+
+    @property
+    def busy(self) -> bool:
+        """Whether the keeper's thread must not end yet."""
+        return False
+
+    def run(self, now: float) -> None:
+        """Do what is due."""
+
+    def finish(self, since: float | None) -> None:
+        """The thread is about to end; or the process, since an instant of ``time.monotonic()``."""
+
+    def forget(self) -> None:
+        """The keeper closes its connections: know of nothing any more."""
+
+    def after_fork(self) -> None:
+        """In a forked child: let go of what is the parent's."""
+
+    # What it is told.
+
+    def queued(self, acquisition: Acquisition) -> None:
+        """A caller waits."""
+
+    def granted(self, acquisition: Acquisition) -> None:
+        """A caller has its permit."""
+
+    def refused(self, request: Request, waited: float | None) -> None:
+        """A caller got nothing in ``waited`` seconds; ``None``: it did not want to wait."""
+
+    def released(self, acquisition: Acquisition) -> None:
+        """The slots are back."""
+
+    def lost(self, acquisition: Acquisition, loss: Loss) -> None:
+        """A permit was lost."""
+
+    def deadlocked(self, request: Request, waited: float, detail: str) -> None:
+        """A wait is part of a deadlock, in a sentence."""
+
+
+#: What makes the chores of other rooms for a keeper.
+_plugged_in: list[Callable[[AcquisitionKeeper], Chore]] = []
+
+
+def plug_in(make: Callable[[AcquisitionKeeper], Chore]) -> None:
+    """Have every keeper that is made from now on do the chore that ``make(keeper)`` returns. Idempotent."""
+    if make not in _plugged_in:
+        _plugged_in.append(make)
+
+
+def plugged_in(keeper: AcquisitionKeeper) -> list[Chore]:
+    """Return other rooms' chores for a new keeper."""
+    return [make(keeper) for make in _plugged_in]
+
+
+class Renewals(Chore):
+    """Keeps alive what is held, and finds what is lost, forgotten or stuck."""
+
+    name = "renewals"
+
+    def __init__(self, keeper: AcquisitionKeeper) -> None:
+        self._keeper = keeper
+        self._at = 0.0
+        self._failing = False
+
+    def next_at(self) -> float:
+        """Return when to look at what is held."""
+        return self._at if self._keeper.acquisitions else math.inf
+
+    def soon(self, at: float = 0.0) -> None:
+        """Look at what is held at ``at``, if not before."""
+        self._at = min(self._at, at)
+
+    def run(self, now: float) -> None:
+        """Look at everything that is held: what is lost, forgotten, stuck or to be renewed."""
+        self._at = next_at = now + LOOK_AROUND
+        renew: list[Acquisition] = []
+        started = time.monotonic()
+        for each in list(self._keeper.acquisitions.values()):
+            if each.has_slots and each.waits_unanswered:
+                self._keeper.answer_again(each)  # the thread that brought its grant was interrupted
+            if each.given_back or each.abandoned:
+                late = each.abandoned or now - each.releasing_since > LOOK_AROUND
+                if late and not self._keeper.own.unreachable(started):
+                    self._keeper.clear(each)  # its caller may have been interrupted before it could say so
+            elif self._looks_after(each):
+                if each.lease.renew_at - 0.1 * self._keeper.renewal_interval(each.request.lease) <= now:
+                    renew.append(each)
+                next_at = min(next_at, each.lease.renew_at, each.lease.deadline)
+        if renew:
+            self._renew(renew)
+            next_at = min([next_at, *(each.lease.renew_at for each in renew)])
+        self._at = max(next_at, now + 0.02)
+
+    def _looks_after(self, acquisition: Acquisition) -> bool:
+        """Give back what nobody holds any more. Return whether it is to be renewed."""
+        if not acquisition.has_slots or not acquisition.kept:
+            return False
+        if acquisition.state is State.GRANTED and boot_now() >= acquisition.lease.deadline:
+            return False  # its caller will find out that it slept through the grant, and try again
+        why = _forgotten(acquisition)
+        if acquisition.current_loss() is not None:
+            # Nothing to renew; the holder will release it, or forget it.
+            if why:
+                self._keeper.give_back(acquisition, self._keeper.own)
+            return False
+        if why:
+            self._keeper.forget(acquisition, why)
+        return not why
+
+    def _renew(self, acquisitions: list[Acquisition]) -> None:
+        sent = boot_now()
+        for each in acquisitions:
+            each.lease.error = each.lease.error or "the database has not answered yet"
+        try:
+            renewal = self._keeper.backend.renew(self._keeper.own, [each.acquired for each in acquisitions])
+        except BackendError as error:
+            if not self._failing:
+                logger.warning("Permits could not be renewed, trying on until their leases run out: %s", error)
+            self._failing = True
+            for each in acquisitions:
+                _not_renewed(each, str(error.__cause__ or error).strip())
+            return
+        if self._failing:
+            logger.warning("Permits are renewed again.")
+            self._failing = False
+        for each in acquisitions:
+            if each.permit_id in renewal.renewed:
+                each.renewed(sent)
+            elif each.given_back or each.state is State.GRANTED:
+                continue
+            elif each.permit_id in renewal.lost:
+                each.lose(renewal.lost[each.permit_id])
+            else:
+                _not_renewed(each, "somebody's transaction keeps its row locked")
+        for each in acquisitions:  # all renewals are noted by now: what the program does then may take its time
+            if each.permit_id in renewal.asked:
+                events.ask_to_stop(each, renewal.asked[each.permit_id])
+
+
+def _not_renewed(acquisition: Acquisition, why: str) -> None:
+    acquisition.lease.error = why
+    acquisition.lease.renew_at = boot_now() + min(1.0, acquisition.request.lease / 16)
+
+
+def _forgotten(acquisition: Acquisition) -> str:
+    """Say in words why nobody will release it; else empty."""
+    if acquisition.fenced:
+        return ""  # somebody's transaction still counts on it
+    if acquisition.overdue:
+        return acquisition.overdue
+    if callers.caller_is_gone(acquisition):
+        return "the thread or task that took it has ended"
+    if acquisition.permit() is None:  # a signal that raised in its finaliser has cut that short
+        return "it was garbage-collected"
+    return ""
+
+
+class Doubts(Chore):
+    """Frees what requests may have got whose outcome is unknown, until their statements must have ended."""
+
+    name = "doubts"
+
+    def __init__(self, keeper: AcquisitionKeeper) -> None:
+        self._keeper = keeper
+        self._doubts: list[tuple[float, float, Resource, str]] = []
+
+    def add(self, resource: Resource, permit_id: str) -> None:
+        """Doubt a request from now on; on the keeper's thread."""
+        now = boot_now()
+        self._doubts += [(now + delay, delay, resource, permit_id) for delay in DOUBTS]
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are any."""
+        return bool(self._doubts)
+
+    def next_at(self) -> float:
+        """Return when the next one is due."""
+        return min((at for at, *_ in self._doubts), default=math.inf)
+
+    def run(self, now: float) -> None:
+        """Free what the requests that are due may have got."""
+        started, keeper = time.monotonic(), self._keeper
+        later = []
+        for doubt in self._doubts:
+            due, delay, resource, permit_id = doubt
+            if due > now:
+                later.append(doubt)
+                continue
+            with contextlib.suppress(BackendError):
+                if not keeper.own.unreachable(started):
+                    keeper.backend.discard(keeper.own, resource, permit_id)
+                    continue
+            # What was sent before the database went away may reach it when it is back: look then, and a while later.
+            later.append((boot_now() + max(delay, LOOK_AROUND), delay, resource, permit_id))
+        self._doubts[:] = later
+
+    def finish(self, since: float | None) -> None:
+        """The process ends: free what can be freed now."""
+        if since is not None:
+            self.run(boot_now() + max(DOUBTS))
+
+
+class BeaconChore(Chore):
+    """Shows that the process lives: keeps the keeper's session open, and its beacon lit, while anything is held."""
+
+    name = "beacon"
+
+    def __init__(self, keeper: AcquisitionKeeper) -> None:
+        self._keeper = keeper
+        self.reach = Reach(keeper.alias)
+        #: When the beacon went out unasked, on the boot clock, and when to try to light it again.
+        self.dark_since: float | None = None
+        self._open_at = 0.0
+
+    def opened(self, connection: BaseDatabaseWrapper) -> None:
+        """Make a new connection of the keeper's ready. Raises Django's database errors."""
+        self._keeper.backend.opened(connection)
+        self.reach.opened(connection)
+
+    def open(self) -> None:
+        """Open the keeper's session."""
+        self._open_at = boot_now() + RELIGHT
+        with contextlib.suppress(BackendError):  # whatever needs it will hear
+            self._keeper.own.run(lambda cursor: None)
+
+    def next_at(self) -> float:
+        """Return when to try to open the session again."""
+        if self.reach.reopened:
+            return 0.0
+        return self._open_at if self._keeper.acquisitions and not self._keeper.own.is_open else math.inf
+
+    def run(self, now: float) -> None:
+        """See that the keeper's session stands while anything is held or waited for."""
+        own, acquisitions = self._keeper.own, self._keeper.acquisitions
+        if not own.is_open:
+            if self.reach.presence.beacon and self.dark_since is None and self.reach.tied:
+                self.dark_since, self._open_at = now, now
+                self.reach.darken()
+                for each in list(acquisitions.values()):
+                    if each.has_slots:
+                        each.lease.darken(now + DARK)
+            if acquisitions and now >= self._open_at:
+                self.open()
+        if self.reach.reopened and own.is_open:
+            self.reach.reopened = False
+            if self.reach.presence.beacon or self.dark_since is not None:
+                # The rows must say whether the beacon is lit, and are proved anew.
+                for each in list(acquisitions.values()):
+                    if each.has_slots:
+                        each.lease.renew_at = 0.0
+            self.dark_since = None
+            self._keeper.look_at_all()
+
+    def accepted(self, acquisition: Acquisition) -> None:
+        """A grant came: its row was written by what the request said of the beacon."""
+        if self.dark_since is not None and acquisition.request.presence.beacon:
+            acquisition.lease.darken(self.dark_since + DARK)
+        if self.reach.presence.beacon and not acquisition.request.presence.beacon:
+            acquisition.lease.renew_at = 0.0  # its row must say that the beacon is lit
+
+    def forget(self) -> None:
+        """Be reachable no more."""
+        self.reach.close()
+        self.dark_since = None
+
+    def after_fork(self) -> None:
+        """Let go of the parent's sockets and files."""
+        self.reach.after_fork()
