@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -13,23 +12,19 @@ from django.db import connections
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
-from django_sqlsem import backends
-from django_sqlsem.core import identity, testmode
-from django_sqlsem.database import bells, sessions, sqlite
+from django_sqlsem.core import forks, testmode
+from django_sqlsem.database import bells, sqlite
 from django_sqlsem.deadlocks.lent_threads import LentThreads
 from django_sqlsem.deadlocks.watch import Watch
 from django_sqlsem.decorators import busy_log
 from django_sqlsem.history.chore import HistoryChore
-from django_sqlsem.locks import permit
-from django_sqlsem.runtime import acquisition, chores, keepers
+from django_sqlsem.runtime import chores, keepers
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 _installed = False
-#: Locks of the backends that are kept while the process forks.
-_frozen: list[Any] = []
 
 
 def install() -> None:
@@ -47,12 +42,7 @@ def install() -> None:
     _import_drivers()
     atexit.register(stop_all)
     _stop_with_multiprocessing()
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(
-            before=_before_fork,
-            after_in_parent=_after_fork_in_parent,
-            after_in_child=_after_fork_in_child,
-        )
+    forks.register("exits", "a child that ends by os._exit() would leave its slots to their leases", in_child=_in_child)
 
 
 def _import_drivers() -> None:
@@ -71,26 +61,7 @@ def stop_all() -> None:
     bells.stop()
 
 
-def _before_fork() -> None:
-    sessions.before_fork()
-    backends.before_fork(_frozen)
-
-
-def _after_fork_in_parent() -> None:
-    while _frozen:
-        _frozen.pop().release()
-    sessions.after_fork_in_parent()
-
-
-def _after_fork_in_child() -> None:
-    _frozen.clear()
-    acquisition.after_fork()
-    sessions.after_fork_in_child()
-    backends.after_fork()
-    keepers.after_fork()
-    permit.after_fork()
-    identity.after_fork()
-    busy_log.after_fork()
+def _in_child() -> None:
     _stop_with_multiprocessing()
     _stop_with_celery()
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import os
 import re
 import threading
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from django.db import connections
 
 from django_sqlsem import queries, signals
+from django_sqlsem.core import forks
 from django_sqlsem.core.templates import Field, Template
 from django_sqlsem.snapshots import LossReason
 
@@ -99,14 +99,12 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(text if ".+" in text else f"{text}:.+", re.DOTALL)
 
 
-def _after_fork() -> None:
-    """In a forked child: another thread of the parent may have had the lock."""
+def _unlock() -> None:
     global _lock
     _lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+forks.register("metrics", "a label would wait for ever for a lock that a thread of the parent had", in_child=_unlock)
 
 
 class Receivers(abc.ABC):

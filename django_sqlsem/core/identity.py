@@ -14,6 +14,8 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from django_sqlsem.core import forks
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -61,10 +63,12 @@ def process_id() -> str:
     return _process_id
 
 
-def after_fork() -> None:
-    """Give the forked child a name of its own."""
+def _rename() -> None:
     global _process_id
     _process_id = uuid.uuid4().hex
+
+
+forks.register("identity", "parent and child would pass for one process, and free each other's slots", in_child=_rename)
 
 
 def printable(text: str, length: int) -> str:

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from django_sqlsem.core import testmode
+from django_sqlsem.core import forks, testmode
 from django_sqlsem.runtime.chores import Chore
 
 if TYPE_CHECKING:
@@ -102,11 +102,13 @@ def log_rest(*, everything: bool = False) -> None:
     _tell(over, now)
 
 
-def after_fork() -> None:
-    """In a forked child: what the parent has counted is the parent's to tell."""
+def _forget() -> None:
     global _lock
     _lock = threading.Lock()
     _spells.clear()
+
+
+forks.register("log of busy calls", "the child would tell again what the parent has counted", in_child=_forget)
 
 
 def _level(name: str) -> int:

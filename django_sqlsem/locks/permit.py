@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from django_sqlsem.backends import database_for
+from django_sqlsem.core import forks
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.durations import UNSET, Seconds, Unset
 from django_sqlsem.core.modes import UPGRADE
@@ -288,10 +289,12 @@ _lock = threading.Lock()
 _entered: dict[Hashable, list[tuple[weakref.ref[Any], Permit]]] = {}
 
 
-def after_fork() -> None:
-    """In a forked child: another thread of the parent may have had the lock. Blocks that were open end here too."""
+def _unlock() -> None:
     global _lock
     _lock = threading.Lock()
+
+
+forks.register("open blocks", "a block would wait for ever for a lock of a thread of the parent", in_child=_unlock)
 
 
 def push(semaphore: Any, permit: Permit) -> None:

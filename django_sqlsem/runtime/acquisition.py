@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from django_sqlsem.backends.base import Acquired, Grant, Request
+from django_sqlsem.core import forks
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.snapshots import Loss, LossReason
 
@@ -281,10 +282,12 @@ class Announcement:
 _generation = 0
 
 
-def after_fork() -> None:
-    """Disown, in a forked child, every acquisition that was made before."""
+def _disown() -> None:
     global _generation
     _generation += 1
+
+
+forks.register("acquisitions", "the child would give back what its parent holds", in_child=_disown)
 
 
 class Caller:

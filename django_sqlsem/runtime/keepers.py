@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from django.db import connections
 
-from django_sqlsem.core import greenlets
+from django_sqlsem.core import forks, greenlets
 from django_sqlsem.runtime.keeper import Keeper
 
 if TYPE_CHECKING:
@@ -56,11 +56,13 @@ def stop_all() -> None:
             logger.exception("The keeper of %r met an error as it ended; the others end all the same.", keeper.alias)
 
 
-def after_fork() -> None:
-    """In a forked child: start with no keepers; the parent's are kept, untouched, so that nothing is finalised."""
+def _begin_anew() -> None:
     global _keepers_lock
     _keepers_lock = threading.Lock()
     for keeper in _keepers.values():
         keeper.after_fork()
-    _parents.extend(_keepers.values())
+    _parents.extend(_keepers.values())  # so that nothing of them is finalised
     _keepers.clear()
+
+
+forks.register("keepers", "nobody would renew or give back: threads do not survive a fork", in_child=_begin_anew)

@@ -42,9 +42,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
     monkeypatch.setattr(busy_log, "time", clock)
     monkeypatch.setattr(busy_log.testmode, "active", lambda: False)
-    busy_log.after_fork()
+    busy_log._forget()
     yield clock
-    busy_log.after_fork()
+    busy_log._forget()
 
 
 def told(caplog: Any, what: str, level: int = logging.WARNING) -> list[Any]:
