@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 def register() -> None:
     """Have decorators ask what is here. Idempotent."""
-    systems_of_tasks.systems[:] = [celery, tasks]
-    identity.task_labels[:] = [celery.label, tasks.label]
+    systems_of_tasks.systems.update({"celery": celery, **dict.fromkeys(tasks.LIBRARIES, tasks)})
+    identity.task_labels.update({"celery": celery.label, **dict.fromkeys(tasks.LIBRARIES, tasks.label)})
     answers.frameworks[:] = [_rest_framework]
     tasks.listen()
 

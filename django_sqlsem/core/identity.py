@@ -71,6 +71,7 @@ def _rename() -> None:
 forks.register("identity", "parent and child would pass for one process, and free each other's slots", in_child=_rename)
 
 
+@functools.lru_cache(maxsize=1024)
 def printable(text: str, length: int) -> str:
     """Return ``text`` in a form that every database can store: no NUL, no lone surrogate, cut to ``length``."""
     return text.replace("\x00", "").encode("utf-8", "replace").decode("utf-8")[:length]
@@ -95,12 +96,16 @@ def _host() -> str:
     return printable(socket.gethostname(), 255)
 
 
-#: Each returns what operators are shown about the running task, or nothing; ``contrib`` registers them.
-task_labels: list[Callable[[], str]] = []
+#: By the module without which there is nothing to ask: what returns how operators are shown the running task, or
+#: nothing. ``contrib`` registers them.
+task_labels: dict[str, Callable[[], str]] = {}
 
 
 def _task_label() -> str:
-    return next(filter(None, (label() for label in task_labels)), "")
+    for module, label in task_labels.items():
+        if module in sys.modules and (found := label()):
+            return found
+    return ""
 
 
 @functools.cache

@@ -70,21 +70,13 @@ class System(Protocol):
         """Hear of the tasks that start, if nothing else tells what a worker is running. Idempotent."""
 
 
-#: The systems that ``contrib`` has registered.
-systems: list[System] = []
-
-
-def running_task(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> RunningTask | None:
-    """Return the task whose body is ``wrapper``, if a worker is running it right now, else ``None``."""
-    for system in systems:
-        if (task := system.running(wrapper, args)) is not None:
-            return task
-    return None
+#: The systems that ``contrib`` has registered, by the module without which they run nothing.
+systems: dict[str, System] = {}
 
 
 def listen() -> None:
     """Hear of the tasks that start."""
-    for system in systems:
+    for system in systems.values():
         system.listen()
 
 

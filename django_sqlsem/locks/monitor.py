@@ -189,7 +189,7 @@ class MonitorPermit(Permit):
 
     def _leave(self) -> bool:
         self._left = True
-        return self._stay.leave(self) and not self._acquisition.given_back
+        return self._stay.leave(self)
 
     def _abandon(self) -> None:
         self._left = True
@@ -304,6 +304,8 @@ class Monitor(Semaphore):
         permit = MonitorPermit(self, acquisition, stay)
         stay.admit(permit)
         acquisition.permit = stay.outermost
+        if self.on_lost is not None:
+            permit.on_lost(self.on_lost)
         return permit
 
 

@@ -26,9 +26,9 @@ from django_sqlsem.core.text import numbers, shown
 from django_sqlsem.database import transactions
 from django_sqlsem.exceptions import AlreadyHeldError, BackendError, NotEnteredError, PermitLostError
 from django_sqlsem.locks import fences
-from django_sqlsem.locks.acquire import aobtain, obtain, refusal, seconds_to_wait
+from django_sqlsem.locks.acquire import refusal, seconds_to_wait
 from django_sqlsem.runtime import callers, events
-from django_sqlsem.runtime.acquisition import Acquisition, Caller, State
+from django_sqlsem.runtime.acquisition import HAS_NOTHING, Acquisition, Caller, State
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
@@ -157,32 +157,18 @@ class Permit:
         given back when that ends.
         """
         acquisition = self._acquisition
-        if acquisition.fenced:
+        if acquisition.fences and acquisition.fenced:
             acquisition.put_off()
-            return
-        try:
-            if self._leave() and acquisition.keeper.release(acquisition):
-                events.released(self)
-        except BackendError:
-            raise
-        except BaseException:
-            self._abandon()  # else it would be held for as long as the exception is kept
-            raise
+        elif self._leave() and acquisition.keeper.release(acquisition):
+            events.released(self)
 
     async def arelease(self) -> None:
         """Give the slots back from a coroutine. Raises ``BackendError`` like ``release()``."""
         acquisition = self._acquisition
-        if acquisition.fenced:
+        if acquisition.fences and acquisition.fenced:
             acquisition.put_off()
-            return
-        try:
-            if self._leave() and await acquisition.keeper.arelease(acquisition):
-                await events.areleased(self)
-        except BackendError:
-            raise
-        except BaseException:
-            self._abandon()
-            raise
+        elif self._leave() and await acquisition.keeper.arelease(acquisition):
+            await events.areleased(self)
 
     def detach(self) -> None:
         """Untie the permit from this thread or task: its new holder must release it.
@@ -199,8 +185,8 @@ class Permit:
         return grant
 
     def _leave(self) -> bool:
-        """Leave by this permit. Return whether the grant must be given back now."""
-        return not self._acquisition.given_back
+        """Leave by this permit. Return whether the grant must be given back now, unless it was before."""
+        return True
 
     def _abandon(self) -> None:
         """Leave the giving back to the keeper: an exception has interrupted it."""
@@ -257,13 +243,11 @@ class Permit:
 
     def __del__(self) -> None:
         acquisition = getattr(self, "_acquisition", None)
-        if acquisition is None:  # interrupted while it was made
+        if acquisition is None or acquisition.state in HAS_NOTHING or acquisition.foreign:
             return
         # Only a note for the keeper: a finaliser may run at any point, in the keeper's own critical sections too.
         keeper = acquisition.keeper
-        if acquisition.foreign or acquisition.abandoned or acquisition.given_back or acquisition.state is State.OVER:
-            return
-        if acquisition.has_slots and acquisition.state is not State.GRANTED:
+        if acquisition.state in (State.HELD, State.PUT_OFF):
             keeper.note(lambda: keeper.forget(acquisition, "it was garbage-collected"))
         else:
             keeper.note(lambda: keeper.abandon(acquisition))
@@ -297,11 +281,12 @@ def _unlock() -> None:
 forks.register("open blocks", "a block would wait for ever for a lock of a thread of the parent", in_child=_unlock)
 
 
-def push(semaphore: Any, permit: Permit) -> None:
-    """Note that the current task or thread has entered a block of this semaphore."""
-    owner = weakref.ref(callers.current_caller())
+def push(key: Hashable, permit: Permit) -> None:
+    """Note that the one who has just acquired this permit has entered a block with it."""
+    caller = permit._acquisition.caller
+    owner = caller.ref if caller is not None and caller.ref is not None else weakref.ref(callers.current_caller())
     with _lock:
-        _entered.setdefault(semaphore._blocks, []).append((owner, permit))
+        _entered.setdefault(key, []).append((owner, permit))
 
 
 def innermost(semaphore: Any, *, own: bool = False) -> Permit:
@@ -314,20 +299,22 @@ def innermost(semaphore: Any, *, own: bool = False) -> Permit:
         blocks = _entered.get(semaphore._blocks, [])
         if not blocks:
             raise NotEnteredError(f"No open block of {semaphore.name!r} to leave.")
+        if len(blocks) == 1 and not own and not semaphore._left_by_its_own:
+            return blocks[0][1]
         found = _mine(blocks) or [permit for owner, permit in blocks if not own and _ended(owner())]
         if not found and (own or semaphore._left_by_its_own):
             raise NotEnteredError(f"Only the thread or task that entered {semaphore.name!r} may leave it.")
         return found[-1] if found else blocks[-1][1]
 
 
-def remove(semaphore: Any, permit: Permit) -> None:
+def remove(key: Hashable, permit: Permit) -> None:
     """Note that the block of this permit has ended."""
     with _lock:
-        left = [block for block in _entered.get(semaphore._blocks, []) if block[1] is not permit]
-        if left:
-            _entered[semaphore._blocks] = left
-        else:
-            _entered.pop(semaphore._blocks, None)
+        blocks = _entered.get(key, [])
+        if len(blocks) > 1:
+            _entered[key] = [block for block in blocks if block[1] is not permit]
+        elif blocks and blocks[0][1] is permit:
+            del _entered[key]
 
 
 def give_up(semaphore: Any, permit: Permit | None) -> None:
@@ -337,7 +324,7 @@ def give_up(semaphore: Any, permit: Permit | None) -> None:
             permit = innermost(semaphore)
     if permit is not None:
         permit._abandon()
-        remove(semaphore, permit)
+        remove(semaphore._blocks, permit)
 
 
 def _mine(blocks: list[tuple[weakref.ref[Any], Permit]]) -> list[Permit]:
@@ -392,8 +379,12 @@ class UpgradablePermit(Permit):
         permit = self._prepare()
         try:
             self._begin(permit)
-            if obtain(permit._acquisition, self._checked, seconds):
-                return self
+            acquisition = permit._acquisition
+            with acquisition:
+                if acquisition.keeper.acquire(acquisition, seconds):
+                    self.check()
+                    return self
+                acquisition.keeper.drop(acquisition)
         finally:
             self._unless_granted(permit)
         raise refusal(self.semaphore.status(), seconds, self.semaphore.kind, 0, UPGRADE)
@@ -404,8 +395,12 @@ class UpgradablePermit(Permit):
         permit = self._prepare()
         try:
             self._begin(permit)
-            if await aobtain(permit._acquisition, self._achecked, seconds):
-                return self
+            acquisition = permit._acquisition
+            with acquisition:
+                if await acquisition.keeper.aacquire(acquisition, seconds):
+                    self.check()
+                    return self
+                acquisition.keeper.drop(acquisition)
         finally:
             self._unless_granted(permit)
         raise refusal(await self.semaphore.astatus(), seconds, self.semaphore.kind, 0, UPGRADE)
@@ -467,12 +462,12 @@ class UpgradablePermit(Permit):
         self.check()
         mine = self._acquisition
         request = dataclasses.replace(
-            mine.request, permit_id=uuid.uuid4().hex, mode=UPGRADE, take=0, rank="", presence=mine.keeper.presence
+            mine.request, permit_id=uuid.uuid4().hex, mode=UPGRADE, take=0, rank="", presence=mine.keeper.reach.presence
         )
         acquisition = Acquisition(mine.keeper, request, max_hold=None)
         acquisition.part_of = mine  # who is asked to stop, is asked once
         flow = {id(each): each for each in (*callers.taken_here(), mine)}
-        acquisition.caller = Caller(None, None)
+        acquisition.caller = Caller()
         acquisition.caller.beside = callers.beside(callers.current_caller(), flow.values())
 
         def lost_without_it(_permit: Permit) -> None:
@@ -493,13 +488,6 @@ class UpgradablePermit(Permit):
                 mine.losing.callbacks.append(_lose_parts)
             going = [part for part in self._parts if id(part) in part.keeper.acquisitions]
             self._parts = (*going, permit._acquisition)
-
-    def _checked(self) -> bool:
-        self.check()
-        return True
-
-    async def _achecked(self) -> bool:
-        return self._checked()
 
     def _unless_granted(self, permit: Permit) -> None:
         if self._upgrade is permit and not permit._acquisition.has_slots:

@@ -9,10 +9,8 @@ import dataclasses
 import uuid
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
-from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.base import Request
 from django_sqlsem.busy import validate_on_busy
 from django_sqlsem.conf import MIN_LEASE, config
@@ -24,20 +22,11 @@ from django_sqlsem.core.names import Name, part_texts, resource_for, validate_na
 from django_sqlsem.core.text import shown
 from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.locks import permit as blocks
-from django_sqlsem.locks.acquire import (
-    aobtain,
-    aread_status,
-    force,
-    is_refused_by_test,
-    keeper_of,
-    obtain,
-    read_status,
-    refusal,
-    seconds_to_wait,
-)
+from django_sqlsem.locks.acquire import aread_status, read_status, refusal, refused_by_tests, seconds_to_wait
 from django_sqlsem.locks.permit import Permit, UpgradablePermit
 from django_sqlsem.runtime import callers, events
 from django_sqlsem.runtime.acquisition import Acquisition
+from django_sqlsem.runtime.keepers import keeper_at
 from django_sqlsem.snapshots import SemaphoreSnapshot
 
 if TYPE_CHECKING:
@@ -47,7 +36,6 @@ if TYPE_CHECKING:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
 
 RELEASE_POLICIES = ("on_exit", "on_commit")
 
@@ -139,7 +127,7 @@ class Semaphore:
     def __enter__(self) -> Permit:
         permit = self.acquire()
         try:
-            blocks.push(self, permit)
+            blocks.push(self._blocks, permit)
             return permit
         except BaseException:
             blocks.give_up(self, permit)
@@ -149,7 +137,7 @@ class Semaphore:
         try:  # before all else: whatever interrupts this, the permit goes back
             permit = blocks.innermost(self)
             permit._finish()
-            blocks.remove(self, permit)
+            blocks.remove(self._blocks, permit)
         except BaseException:
             blocks.give_up(self, locals().get("permit"))
             raise
@@ -157,7 +145,7 @@ class Semaphore:
     async def __aenter__(self) -> Permit:
         permit = await self.aacquire()
         try:
-            blocks.push(self, permit)
+            blocks.push(self._blocks, permit)
             return permit
         except BaseException:
             blocks.give_up(self, permit)
@@ -167,7 +155,7 @@ class Semaphore:
         try:  # before all else: whatever interrupts this, the permit goes back
             permit = blocks.innermost(self)
             await permit._afinish()
-            blocks.remove(self, permit)
+            blocks.remove(self._blocks, permit)
         except BaseException:
             blocks.give_up(self, locals().get("permit"))
             raise
@@ -183,7 +171,7 @@ class Semaphore:
     @property
     def _has_whole_mode(self) -> bool:
         """Whether one permit may be of all slots, however many there are."""
-        return WHOLE in get_backend(database_for(self.using)).modes
+        return WHOLE in self._keeper().backend.modes
 
     def _whole(self, slots: int | None) -> Semaphore:
         """Return the semaphore whose permits drain this one. ``slots``: how many, where no mode says *all*."""
@@ -210,73 +198,72 @@ class Semaphore:
 
     def _acquire(self, timeout: float | None, rank: str = "", client: Client | None = None) -> Permit | None:
         callers.refuse_event_loop()
-        if is_refused_by_test(self.name):
+        if self.name in refused_by_tests:
             return None
-        return obtain(*self._prepare(self._granted, rank, client), timeout) or self._missed(client)
+        acquisition = self._asks(rank)
+        acquisition.client = client
+        with acquisition:
+            if acquisition.keeper.acquire(acquisition, timeout):
+                return events.granted(self._permit(acquisition))
+            acquisition.keeper.drop(acquisition)
+        if client is not None:
+            client.check(self.name)
+        return None
 
     async def _aacquire(self, timeout: float | None, rank: str = "") -> Permit | None:
         callers.refuse_other_loops()
-        if is_refused_by_test(self.name):
+        if self.name in refused_by_tests:
             return None
-        return await aobtain(*self._prepare(self._agranted, rank), timeout)
+        acquisition = self._asks(rank)
+        with acquisition:
+            if await acquisition.keeper.aacquire(acquisition, timeout):
+                return await events.agranted(self._permit(acquisition))
+            acquisition.keeper.drop(acquisition)
+        return None
 
-    def _prepare(
-        self, granted: Callable[[Permit], T], rank: str, client: Client | None = None
-    ) -> tuple[Acquisition, Callable[[], T]]:
-        """Return the record of an acquire, and what is done with its permit once that is granted."""
+    def _asks(self, rank: str) -> Acquisition:
+        """Return the record of an acquire that begins."""
         if self.key is not None:
             raise TypeError(
                 f"key= gets a decorated function's arguments, and here is none: put the key into {self.name!r}."
             )
         keeper = self._keeper()
         acquisition = Acquisition(keeper, self._request(keeper, rank), max_hold=self.max_hold)
-        acquisition.client = client
-        if self.on_lost is not None:
-            acquisition.losing.callbacks.append(self.on_lost)
-        callers.enter(callers.current_caller(), keeper.alias, acquisition)
-        return acquisition, partial(granted, self._permit(acquisition))
+        callers.enter(keeper.alias, acquisition)
+        return acquisition
 
     def _permit(self, acquisition: Acquisition) -> Permit:
-        return (UpgradablePermit if self.mode == UPDATE else Permit)(self, acquisition)
+        """Return the permit of a grant."""
+        permit = (UpgradablePermit if self.mode == UPDATE else Permit)(self, acquisition)
+        if self.on_lost is not None:
+            permit.on_lost(self.on_lost)
+        return permit
 
     def _keeper(self) -> Keeper:
-        return keeper_of(get_backend(database_for(self.using)))
+        return keeper_at(self.using)
 
     def _request(self, keeper: Keeper, rank: str) -> Request:
-        alias = keeper.alias
-        mode, take = self.mode, 0 if self.mode in EXCLUSIVE else self.take
-        if mode and mode not in keeper.backend.modes:
-            if mode != WHOLE:
-                raise SemaphoreError(f"The locks of {alias!r} have no readers that may become the writer.")
-            mode, take = SHARED, self.slots or 1
+        mode, take, settings = self.mode, self.take, config(keeper.alias)
+        if mode:
+            if mode in EXCLUSIVE:
+                take = 0
+            if mode not in keeper.backend.modes:
+                if mode != WHOLE:
+                    raise SemaphoreError(f"The locks of {keeper.alias!r} have no readers that may become the writer.")
+                mode, take = SHARED, self.slots or 1
         return Request(
             resource=resource_for(self.name, self.kind),
             permit_id=uuid.uuid4().hex,
             slots=self.slots,
             take=take,
             mode=mode,
-            lease=config(alias).lease if self.lease is None else self.lease,
+            lease=settings.lease if self.lease is None else self.lease,
             fair=self.fair,
             holder=identity.current(),
-            presence=keeper.presence,
+            presence=keeper.reach.presence,
             rank=rank if keeper.backend.keeps_ranks else "",
-            durable=self.durable if self.durable is not None else config(alias).durable,
+            durable=settings.durable if self.durable is None else self.durable,
         )
-
-    def _granted(self, permit: Permit) -> Permit:
-        force(permit._acquisition)
-        events.granted(permit)
-        return permit
-
-    async def _agranted(self, permit: Permit) -> Permit:
-        force(permit._acquisition)
-        await events.agranted(permit)
-        return permit
-
-    def _missed(self, client: Client | None) -> Permit | None:
-        if client is not None:
-            client.check(self.name)
-        return None
 
     def _refuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
         # In no variable: the error's traceback keeps the frames, which would keep the error.

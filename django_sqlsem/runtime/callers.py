@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 _task: contextvars.ContextVar[weakref.ref[asyncio.Task[Any]] | None] = contextvars.ContextVar(
     "sqlsem_task", default=None
 )
-#: Whom tests let hold something, instead of themselves.
-_stranger: contextvars.ContextVar[Stranger | None] = contextvars.ContextVar("sqlsem_stranger", default=None)
 #: What this flow of control took: a task, and what it calls in threads. Of a parent task's, a child knows but the past.
 _taken: contextvars.ContextVar[tuple[weakref.ref[Acquisition], ...]] = contextvars.ContextVar(
     "sqlsem_taken", default=()
@@ -33,19 +31,14 @@ _taken: contextvars.ContextVar[tuple[weakref.ref[Acquisition], ...]] = contextva
 _followed: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
 
 
-class Stranger:
-    """Somebody who is neither a task nor a thread of this process."""
-
-
 @contextlib.contextmanager
 def as_stranger() -> Iterator[None]:
-    """Take the permits inside in nobody's name, as if another process did. They must be detached at once."""
-    stranger = Stranger()
-    reset = _stranger.set(stranger)
+    """For tests: take the permits inside as if nothing had been taken before. They must be detached at once."""
+    reset = _taken.set(())
     try:
         yield
     finally:
-        _stranger.reset(reset)
+        _taken.reset(reset)
 
 
 def current_caller() -> Any:
@@ -53,25 +46,24 @@ def current_caller() -> Any:
 
     A task that ``async_to_sync`` made works for the thread that called it, and ends with that call.
     """
-    stranger = _stranger.get()
-    if stranger is not None:
-        return stranger
+    carried = _task.get()
+    in_loop = asyncio._get_running_loop() is not None
+    if carried is None and not in_loop:
+        return threading.current_thread()
     task, thread = _running()
     if task is not None:
         _task.set(weakref.ref(task))
         return task
-    carried = _task.get()
     caller = carried() if carried else None
-    if caller is not None and not caller.done():
-        return caller
-    return thread
+    return thread if caller is None or caller.done() else caller
 
 
-def enter(caller: Any, alias: str, acquisition: Acquisition) -> None:
-    """Note that ``caller`` asks for a lock.
+def enter(alias: str, acquisition: Acquisition) -> None:
+    """Note that the current caller asks for a lock.
 
     Raises ``AlreadyHeldError`` if it has a live permit of the same one: waiting for itself would never end.
     """
+    caller = current_caller()
     key = acquisition.request.resource.key
     scope, flow = (id(caller), alias, key), taken_here() if _taken.get() else []
     for other in flow:
@@ -81,7 +73,8 @@ def enter(caller: Any, alias: str, acquisition: Acquisition) -> None:
                 f"You have acquired {acquisition.name!r} already, in this very "
                 f"{'task' if isinstance(caller, asyncio.Task) else 'thread'} (slot {numbers(slots)})."
             )
-    found = acquisition.caller = Caller(caller, scope)
+    found = acquisition.caller = Caller()
+    found.ref, found.scope = weakref.ref(caller), scope
     if isinstance(caller, asyncio.Task):
         task, thread = _running()
         if task is not caller:
@@ -127,7 +120,7 @@ def beside(caller: Any, flow: Iterable[Acquisition]) -> tuple[weakref.ref[Acquis
 def is_held(acquisition: Acquisition) -> bool:
     """Whether the program still has the permit."""
     # One that was abandoned or garbage-collected is on its way back, though the keeper may not have got to it.
-    return acquisition.has_slots and acquisition.permit() is not None and acquisition.current_loss() is None
+    return acquisition.has_slots and not acquisition.is_dropped and acquisition.current_loss() is None
 
 
 def leave(acquisition: Acquisition) -> None:
@@ -154,9 +147,7 @@ def caller_is_gone(acquisition: Acquisition) -> bool:
 
 def in_event_loop() -> bool:
     """Whether this thread runs an event loop, and so must not block."""
-    return (
-        asyncio._get_running_loop() is not None
-    )  # without the exception of its public twin, which costs more than all
+    return asyncio._get_running_loop() is not None  # its public twin raises an exception, which costs more than all
 
 
 def refuse_event_loop(

@@ -16,8 +16,7 @@ from django_sqlsem.backends.base import Request
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.runtime import callers, events
-from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State
-from django_sqlsem.runtime.presence import Reach
+from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State, renewal_interval
 from django_sqlsem.snapshots import Loss
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class Renewals(Chore):
         """Look at everything that is held: what is lost, forgotten, stuck or to be renewed."""
         self._at = next_at = now + LOOK_AROUND
         renew: list[Acquisition] = []
-        started = time.monotonic()
+        started, heartbeat = time.monotonic(), self._keeper.backend.heartbeat
         for each in list(self._keeper.acquisitions.values()):
             if each.has_slots and each.waits_unanswered:
                 self._keeper.answer_again(each)  # the thread that brought its grant was interrupted
@@ -135,7 +134,7 @@ class Renewals(Chore):
                 if late and not self._keeper.own.unreachable(started):
                     self._keeper.clear(each)  # its caller may have been interrupted before it could say so
             elif self._looks_after(each):
-                if each.lease.renew_at - 0.1 * self._keeper.renewal_interval(each.request.lease) <= now:
+                if each.lease.renew_at - 0.1 * renewal_interval(each.request.lease, heartbeat) <= now:
                     renew.append(each)
                 next_at = min(next_at, each.lease.renew_at, each.lease.deadline)
         if renew:
@@ -202,7 +201,7 @@ def _forgotten(acquisition: Acquisition) -> str:
         return acquisition.overdue
     if callers.caller_is_gone(acquisition):
         return "the thread or task that took it has ended"
-    if acquisition.permit() is None:  # a signal that raised in its finaliser has cut that short
+    if acquisition.is_dropped:  # a signal that raised in its finaliser has cut that short
         return "it was garbage-collected"
     return ""
 
@@ -260,7 +259,7 @@ class BeaconChore(Chore):
 
     def __init__(self, keeper: AcquisitionKeeper) -> None:
         self._keeper = keeper
-        self.reach = Reach(keeper.alias)
+        self.reach = keeper.reach
         #: When the beacon went out unasked, on the boot clock, and when to try to light it again.
         self.dark_since: float | None = None
         self._open_at = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from django_sqlsem.core.text import numbers
 from django_sqlsem.runtime.acquisition import Acquisition, Announcement
@@ -42,20 +42,25 @@ class Told(Protocol):
     def waited(self) -> float: ...
 
 
-def granted(permit: Told) -> None:
-    """A permit was granted."""
+P = TypeVar("P", bound=Told)
+
+
+def granted(permit: P) -> P:
+    """Tell that a permit was granted, and return it."""
     if logger.isEnabledFor(logging.DEBUG):
         _log_grant(permit)
-    if permit_acquired.heard:
+    if permit_acquired.receivers or permit_acquired.inline.receivers:
         permit_acquired.send_robust(type(permit.semaphore), **_grant(permit))
+    return permit
 
 
-async def agranted(permit: Told) -> None:
-    """A permit was granted to a coroutine."""
+async def agranted(permit: P) -> P:
+    """Tell that a permit was granted to a coroutine, and return it."""
     if logger.isEnabledFor(logging.DEBUG):
         _log_grant(permit)
     if permit_acquired.heard:
         await permit_acquired.asend_robust(type(permit.semaphore), **_grant(permit))
+    return permit
 
 
 def _grant(permit: Told) -> dict[str, Any]:
@@ -80,7 +85,7 @@ def _log_grant(permit: Told) -> None:
 
 def released(permit: Told) -> None:
     """A permit was given back by its holder."""
-    if permit_released.heard:
+    if permit_released.receivers or permit_released.inline.receivers:
         permit_released.send_robust(type(permit.semaphore), **_release(permit))
 
 
@@ -169,6 +174,8 @@ def ask_to_stop(acquisition: Acquisition, by: str) -> None:
     The request is for one grant: the next holder of the slot knows nothing of it.
     """
     whole = acquisition.part_of or acquisition
+    if not whole.has_permit:
+        return  # it is being made: the next renewal says so again
     acquisition.stop_by = acquisition.stop_by or by or SOMEBODY
     if whole.foreign or whole.given_back or not whole.stopping.once():
         return

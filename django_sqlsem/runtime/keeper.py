@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import connections
 
-from django_sqlsem.backends.base import UNREACHED, Granted, Place, Presence
+from django_sqlsem.backends.base import Granted, Place
 from django_sqlsem.conf import config
 from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import boot_now
@@ -32,13 +32,13 @@ from django_sqlsem.runtime import callers, events
 from django_sqlsem.runtime.acquisition import Acquisition, State
 from django_sqlsem.runtime.chores import LOOK_AROUND, BeaconChore, Chore, Doubts, Renewals, plugged_in
 from django_sqlsem.runtime.loop import NAP, InlineLoop, ThreadLoop
+from django_sqlsem.runtime.presence import Reach
 from django_sqlsem.runtime.queue import LocalQueue
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
-    from django_sqlsem.backends.base import BaseSemaphoreBackend, Grant, Queue, Request
+    from django_sqlsem.backends.base import BaseSemaphoreBackend, Grant, Presence, Queue, Request
     from django_sqlsem.core.names import Resource
-    from django_sqlsem.runtime.presence import Reach
 
 
 logger = logging.getLogger("django_sqlsem")
@@ -68,6 +68,10 @@ class Keeper:
         #: The acquisitions that the database knows as waiting, by permit id.
         self.waiting: dict[str, Acquisition] = {}
         self.queue_lock = threading.Lock()
+        #: How others reach this process: without a thread, not at all.
+        self.reach = Reach(self.alias)
+        #: On SQLite there is one writer, and it may be the caller's own transaction: waiting for that would never end.
+        self._shares_writer = not backend.process_local and connections[self.alias].vendor == "sqlite"
         self.beacon: BeaconChore | None = None
         self.renewals = Renewals(self)
         self.doubts = Doubts(self)
@@ -98,28 +102,21 @@ class Keeper:
 
     @property
     def presence(self) -> Presence:
-        """How others reach this process now; without a thread, nobody has to."""
-        return UNREACHED if self.beacon is None else self.beacon.reach.presence
+        """How others reach this process now."""
+        return self.reach.presence
 
     def present(self, request: Request) -> Request:
         """Return the request with the way to reach this process as it is now."""
-        presence = self.presence
+        presence = self.reach.presence
         if request.presence is presence or request.presence == presence:
             return request
         return dataclasses.replace(request, presence=presence)
 
     def session_here(self) -> Session:
         """Return where the calling thread's statements go: on SQLite, inside ``atomic()``, its own connection."""
-        if not self.backend.process_local:
-            connection = connections[self.alias]
-            # There is one writer, and it may be this very transaction: waiting for it would never end.
-            if connection.in_atomic_block and connection.vendor == "sqlite":
-                return CallerSession(connection)
+        if self._shares_writer and (connection := connections[self.alias]).in_atomic_block:
+            return CallerSession(connection)
         return self.work
-
-    def renewal_interval(self, lease: float) -> float:
-        """Return how often a lease is renewed, in seconds."""
-        return min(lease / 4, self.backend.heartbeat)
 
     # Steps on the keeper's side.
 
@@ -170,16 +167,16 @@ class Keeper:
         acquisition.patient_until = None if timeout is None else acquisition.arrived + timeout
         self._register(acquisition)
         session = self.session_here()
-        mine = not isinstance(session, CallerSession)
+        mine = session is self.work
         if mine and self.queues:
             self._prepare_first_try(acquisition, session, timeout)
-        while (first := self._is_first(acquisition)) or self._may_go_first(acquisition):
+        while (first := not self.queues or self._is_first(acquisition)) or self._may_go_first(acquisition):
             if not self._try_now(acquisition, session, enrol=first and mine and timeout != 0):
                 break
             if not mine:
                 # If that transaction is rolled back, so is this grant: have the keeper look at once.
                 transactions.at_transaction_end(self.alias, lambda: self.renew_now(acquisition))
-            if self._settled(acquisition, True):
+            if acquisition.state is not State.GRANTED or self._taken(acquisition, acquisition.granted_at):
                 return True
         if timeout == 0:
             return False
@@ -255,7 +252,7 @@ class Keeper:
 
     def _is_first(self, acquisition: Acquisition) -> bool:
         """Whether nobody of this process waits for the name."""
-        return not self.queues or acquisition.request.line not in self.queues
+        return acquisition.request.line not in self.queues
 
     def _may_go_first(self, acquisition: Acquisition) -> bool:
         """Whether the request barges, or has a place of its own, though others of this process wait for the name."""
@@ -263,10 +260,10 @@ class Keeper:
 
     def _try_now(self, acquisition: Acquisition, session: Session, *, enrol: bool) -> bool:
         """Ask once, without waiting; ``enrol``: or else take a place in the queue. Return whether it is granted."""
-        beacon = self.beacon
-        if beacon is not None and not (self.own.is_open and beacon.reach.known):
-            self._see_to_beacon(beacon, session)
-        acquisition.request = self.present(acquisition.request)
+        if self.beacon is not None and not (self.own.is_open and self.reach.known):
+            self._see_to_beacon(self.beacon, session)
+        if acquisition.request.presence is not self.reach.presence:
+            acquisition.request = self.present(acquisition.request)
         while True:
             sent = acquisition.lease.proved = boot_now()
             acquisition.sent = True
@@ -278,7 +275,7 @@ class Keeper:
                         return False
                     lease = acquisition.request.lease
                     return self._accept(acquisition, acquisition.permit_id, grant, sent, lease, at_once=True)
-                self.waiting[acquisition.permit_id] = acquisition
+                self.waiting[acquisition.request.permit_id] = acquisition
                 place = Place(acquisition.arrived, waiting=1, patience=acquisition.patience(sent))
                 waited = self.backend.enrol(session, acquisition.request, place, first=True)
             except BackendError as error:
@@ -318,13 +315,17 @@ class Keeper:
             self.withdraw(acquisition)
         if acquisition.has_error:
             raise acquisition.take_error()
-        if acquisition.state is State.GRANTED:
-            if acquisition.slept_through():
-                self.doubt(acquisition.request)
-                acquisition.ask_anew()
-                return False
-            if acquisition.taken() and acquisition.kept:
-                self.tell("granted", acquisition)
+        return acquisition.state is not State.GRANTED or self._taken(acquisition, boot_now())
+
+    def _taken(self, acquisition: Acquisition, now: float) -> bool:
+        """Let the caller have what it was granted. Return ``False`` if that was slept through, and it asks anew."""
+        if acquisition.slept_through(now):
+            self.doubt(acquisition.request)
+            acquisition.ask_anew()
+            return False
+        if acquisition.taken() and acquisition.kept:
+            for listener in self._listeners["granted"]:
+                listener(acquisition)
         return True
 
     # Waiting in this process.
@@ -458,16 +459,18 @@ class Keeper:
     ) -> bool:
         """Give a grant to its acquisition, unless that has given up meanwhile: then the slots go back."""
         with self.queue_lock:
-            if acquisition.permit_id != permit_id:
+            if acquisition.request.permit_id != permit_id:
                 return False  # it asks anew by now, and the old request is in doubt already
             wanted = acquisition.granted(grant, sent, lasts, at_once=at_once)
-            local = self._unqueue(acquisition)  # again too: the first messenger may have been interrupted before that
+            # Again too: the first messenger may have been interrupted before that.
+            self.waiting.pop(permit_id, None)
+            local = self._unqueue(acquisition) if self.queues else None
         if not wanted and not acquisition.was_served:  # else it is the same news by two ways
             self.doubt(acquisition.request)
         elif local is not None and not local.known:
             self._reconsider(local)
         if wanted and self.beacon is not None:
-            if self.beacon.dark_since is not None or self.presence is not acquisition.request.presence:
+            if self.beacon.dark_since is not None or self.reach.presence is not acquisition.request.presence:
                 self.beacon.accepted(acquisition)
             renew_at = acquisition.lease.renew_at
             if renew_at < acquisition.granted_at + LOOK_AROUND:  # one that ends soon is looked after sooner
@@ -478,7 +481,7 @@ class Keeper:
     def _unqueue(self, acquisition: Acquisition) -> LocalQueue | None:
         """Have it wait no longer; the lock is held. Return the queue of its name, if there still is one."""
         self.waiting.pop(acquisition.permit_id, None)
-        local = self.queues.get(acquisition.request.line) if self.queues else None
+        local = self.queues.get(acquisition.request.line)
         if local is not None and acquisition in local.waiting:
             local.remove(acquisition)
             if local.idle:
@@ -501,7 +504,7 @@ class Keeper:
 
         Raises ``BackendError``: then the keeper goes on trying by itself.
         """
-        if acquisition.foreign or not acquisition.release():
+        if not acquisition.release():
             return False
         if callers.in_event_loop():
             callers.leave(acquisition)
@@ -512,7 +515,7 @@ class Keeper:
 
     async def arelease(self, acquisition: Acquisition) -> bool:
         """Give a permit back from a coroutine, on the keeper's side; see ``release()``."""
-        if acquisition.foreign or not acquisition.release():
+        if not acquisition.release():
             return False
         await self.call(lambda: self._give_back(acquisition, self.own))
         return True
@@ -525,7 +528,8 @@ class Keeper:
 
     def _give_back(self, acquisition: Acquisition, session: Session) -> None:
         callers.leave(acquisition)
-        acquisition.releasing_since = boot_now()  # it may have waited for its turn
+        if session is self.own:
+            acquisition.releasing_since = boot_now()  # it has waited for its turn
         mine = not isinstance(session, CallerSession)
         try:
             # One that had to wait is likely to leave others waiting.
@@ -554,7 +558,8 @@ class Keeper:
         self.acquisitions.pop(id(acquisition), None)
         if not freed and acquisition.loss is None and not acquisition.freed_elsewhere:
             acquisition.lose(self.backend.taken_away(acquisition.acquired) or NO_LONGER_ITS_OWN)
-        self.tell("released", acquisition)
+        for listener in self._listeners["released"]:
+            listener(acquisition)
         if isinstance(self.loop, InlineLoop):
             # An upgrade first, which waits in a queue of its own.
             key = acquisition.request.resource.key
@@ -700,15 +705,15 @@ class Keeper:
         """Return what becomes readable when there is something to hear."""
         own = self.own
         connection = own.connection if isinstance(own, OwnSession) and own.is_open else None
-        return self._reach.descriptors(connection)
+        return self.reach.descriptors(connection)
 
     def is_quiet(self) -> bool:
         """Whether nothing has been heard that was not told yet."""
-        return self._reach.quiet()
+        return self.reach.quiet()
 
     def hear(self) -> None:
         """Act on grants that were announced, and on words about permits."""
-        reach = self._reach
+        reach = self.reach
         heard = reach.heard()
         if reach.ended:
             self.own.close()
@@ -755,11 +760,6 @@ class Keeper:
         self.work.close()
         for chore in self.chores:
             chore.forget()
-
-    @property
-    def _reach(self) -> Reach:
-        assert self.beacon is not None  # noqa: S101 - only the thread asks
-        return self.beacon.reach
 
     def _unused(self) -> float:
         return time.monotonic() - max(self.own.last_used, self.work.last_used)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from django.db import connections
+from django.core.signals import setting_changed
+from django.db import connections, router
+from django.dispatch import receiver
 
-from django_sqlsem.core import forks, greenlets
+from django_sqlsem.backends import database_for, get_backend, get_counting_backend
+from django_sqlsem.conf import config
+from django_sqlsem.core import forks, greenlets, testmode
 from django_sqlsem.runtime.keeper import Keeper
 
 if TYPE_CHECKING:
@@ -37,6 +41,33 @@ def keeper_for(backend: BaseSemaphoreBackend) -> Keeper:
     return keeper
 
 
+#: By ``using``, and whether for tokens: the keepers that outside of tests stay those of their database.
+_lasting: dict[tuple[str | None, bool], Keeper] = {}
+
+
+def keeper_at(using: str | None, *, tokens: bool = False) -> Keeper:
+    """Return this process's keeper of the locks, or of the tokens, of ``using``: see ``backends.database_for()``.
+
+    Raises what Django does if the running test may not use that database.
+    """
+    testing = testmode.active()
+    if not testing and (found := _lasting.get((using, tokens))) is not None:
+        return found
+    alias = database_for(using)
+    backend = get_counting_backend(alias) if tokens else get_backend(alias)
+    if not backend.process_local:
+        testmode.refuse_forbidden(connections[alias])
+    keeper = keeper_for(backend)
+    if not testing and (using is not None or config().database is not None or not router.routers):
+        _lasting[using, tokens] = keeper
+    return keeper
+
+
+@receiver(setting_changed, dispatch_uid="sqlsem_keepers")
+def _forget_settings(**kwargs: Any) -> None:
+    _lasting.clear()
+
+
 def all_keepers() -> list[Keeper]:
     """Return the keepers that this process has."""
     return list(_keepers.values())
@@ -63,6 +94,7 @@ def _begin_anew() -> None:
         keeper.after_fork()
     _parents.extend(_keepers.values())  # so that nothing of them is finalised
     _keepers.clear()
+    _lasting.clear()
 
 
 forks.register("keepers", "nobody would renew or give back: threads do not survive a fork", in_child=_begin_anew)

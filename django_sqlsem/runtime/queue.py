@@ -191,7 +191,7 @@ class LocalQueue:
 
     def _plan(self, queue: Queue, now: float, *, new: bool = False) -> None:
         self._refresh_at = now + HEARTBEAT * random.uniform(0.9, 1.0)  # noqa: S311 - no two processes in step
-        self._polls = not queue.told and (queue.strangers > 0 or not self.keeper.presence.channel)
+        self._polls = not queue.told and (queue.strangers > 0 or not self.keeper.reach.presence.channel)
         self._second_look = new
         self.next_at = self._next(now)
         if new:
