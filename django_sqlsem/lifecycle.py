@@ -6,9 +6,10 @@ import atexit
 import contextlib
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
@@ -20,9 +21,6 @@ from django_sqlsem.decorators import busy_log
 from django_sqlsem.history.chore import HistoryChore
 from django_sqlsem.runtime import chores, keepers
 from django_sqlsem.snapshots import Loss, LossReason
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 _installed = False
 

@@ -11,17 +11,15 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from django.db import connections
 
 from django_sqlsem import queries, signals
 from django_sqlsem.core import forks
 from django_sqlsem.core.templates import Field, Template
+from django_sqlsem.locks.semaphore import Semaphore
 from django_sqlsem.snapshots import LossReason
-
-if TYPE_CHECKING:
-    from django_sqlsem.locks.semaphore import Semaphore
 
 #: Upper bounds of waits and holds, in seconds. One that was granted at once waited 0.
 WAIT_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)

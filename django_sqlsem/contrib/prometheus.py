@@ -6,17 +6,15 @@ Needs the extra ``prometheus``. See ``docs/observability.md``, also for several 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from django_sqlsem.contrib.metrics import HOLD_BUCKETS, MOST, WAIT_BUCKETS, Labels, Receivers, Standing
 from django_sqlsem.exceptions import BackendError
-
-if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
 
 _LABELS: Final = ("database", "semaphore")
 

@@ -12,16 +12,14 @@ import datetime
 import importlib
 import random
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from django.utils import timezone
 
 from django_sqlsem.contrib.celery import MAX_COUNTDOWN
 from django_sqlsem.decorators.tasks import SentAgain, is_below
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 #: The only key of the value of an attempt that was refused; under it is the id of the next attempt's result.
 SENT_AGAIN_AS: Final = "sqlsem_sent_again_as"

@@ -11,14 +11,11 @@ import socket
 import sys
 import threading
 import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from django_sqlsem.core import forks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 MAX_LABEL_LENGTH: Final = 200
 MAX_USER_LENGTH: Final = 150

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from django.http import HttpResponse
 from django.http.response import HttpResponseBase
 
 from django_sqlsem.busy import Busy, busy_response, of_ninja
+from django_sqlsem.decorators.calls import Call
 from django_sqlsem.decorators.views import leads_to
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from django.http import HttpResponse
-
-    from django_sqlsem.decorators.calls import Call
 
 #: What ``contrib`` has registered: each returns a framework's own answer, or ``None`` for views that are not its own.
 frameworks: list[Callable[[Busy, Call, int], HttpResponse | None]] = []

@@ -7,17 +7,14 @@ import math
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from django.http import HttpRequest
+from django.http.response import HttpResponseBase
+
+from django_sqlsem.busy import Busy
 from django_sqlsem.core import forks, testmode
 from django_sqlsem.runtime.chores import Chore
-
-if TYPE_CHECKING:
-    from django.http import HttpRequest
-    from django.http.response import HttpResponseBase
-
-    from django_sqlsem.busy import Busy
-
 
 logger = logging.getLogger("django_sqlsem")
 

@@ -6,24 +6,20 @@ import contextlib
 import functools
 import inspect
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
+from django.http import HttpRequest
 
 from django_sqlsem import conf
 from django_sqlsem.core import identity
 from django_sqlsem.core.durations import Unset
 from django_sqlsem.core.templates import django_request, resolved_user
 from django_sqlsem.decorators.tasks import RunningTask, rank_of, systems
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-
-    from django.http import HttpRequest
-
-    from django_sqlsem.locks.semaphore import Semaphore
+from django_sqlsem.locks.semaphore import Semaphore
 
 
 @dataclass(frozen=True, slots=True)

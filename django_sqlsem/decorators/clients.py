@@ -14,23 +14,18 @@ import select
 import socket
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import asgiref
 from asgiref.sync import SyncToAsync, async_to_sync
 from django.core.exceptions import BadRequest
-from django.http import HttpResponse
+from django.http import HttpRequest, HttpResponse
 from django.utils.version import get_version_tuple
 
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.decorators.calls import Call
 from django_sqlsem.exceptions import AcquireTimeoutError
-
-if TYPE_CHECKING:
-    from django.http import HttpRequest
-
-    from django_sqlsem.decorators.calls import Call
-    from django_sqlsem.runtime.acquisition import Client, Reply
-
+from django_sqlsem.runtime.acquisition import Client, Reply
 
 logger = logging.getLogger("django_sqlsem")
 

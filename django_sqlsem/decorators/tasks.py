@@ -10,20 +10,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from django_sqlsem.exceptions import BackendError
+from django_sqlsem.exceptions import AcquireTimeoutError, BackendError
+from django_sqlsem.locks.semaphore import Semaphore
 from django_sqlsem.runtime import callers
 from django_sqlsem.snapshots import retry_after
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from django_sqlsem.exceptions import AcquireTimeoutError
-    from django_sqlsem.locks.semaphore import Semaphore
-
 
 logger = logging.getLogger("django_sqlsem")
 

@@ -11,19 +11,14 @@ import functools
 import inspect
 import types
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Self, cast
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Final, Self, cast
 
 from django.db import connections, transaction
-from django.http import FileResponse
+from django.http import FileResponse, HttpRequest
 from django.views.generic import View
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-
-    from django.http import HttpRequest
-
-    from django_sqlsem.locks.permit import Permit
-
+from django_sqlsem.locks.permit import Permit
 
 #: So many steps suffice for any view, and end a walk through something strange.
 MOST_STEPS: Final = 400

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from typing import Any, TypeVar, cast
 
 from asgiref.sync import sync_to_async
 from django.http.response import HttpResponseBase
@@ -20,12 +20,8 @@ from django_sqlsem.decorators.busy_log import log_busy, log_busy_response
 from django_sqlsem.decorators.calls import PLAIN, Call, classify, is_async_dispatch, refuse, refuse_skipped_view
 from django_sqlsem.decorators.clients import ClientGoneError, client_of, gone_response
 from django_sqlsem.exceptions import AcquireTimeoutError
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Generator
-
-    from django_sqlsem.locks.permit import Permit
-    from django_sqlsem.locks.semaphore import Semaphore
+from django_sqlsem.locks.permit import Permit
+from django_sqlsem.locks.semaphore import Semaphore
 
 
 class CallPermit:

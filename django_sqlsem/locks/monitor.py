@@ -21,11 +21,7 @@ from django_sqlsem.locks import permit as blocks
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore, one_slot
 from django_sqlsem.runtime import callers
-from django_sqlsem.runtime.acquisition import State
-
-if TYPE_CHECKING:
-    from django_sqlsem.runtime.acquisition import Acquisition, Client
-
+from django_sqlsem.runtime.acquisition import Acquisition, Client, State
 
 logger = logging.getLogger("django_sqlsem")
 

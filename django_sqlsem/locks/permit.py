@@ -14,9 +14,10 @@ import uuid
 import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from django_sqlsem.backends import database_for
+from django_sqlsem.backends.base import Grant
 from django_sqlsem.core import forks
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.durations import UNSET, Seconds, Unset
@@ -30,10 +31,6 @@ from django_sqlsem.locks.acquire import refusal, seconds_to_wait
 from django_sqlsem.runtime import callers, events
 from django_sqlsem.runtime.acquisition import HAS_NOTHING, Acquisition, Caller, State
 from django_sqlsem.snapshots import Loss, LossReason
-
-if TYPE_CHECKING:
-    from django_sqlsem.backends.base import Grant
-
 
 logger = logging.getLogger("django_sqlsem")
 

@@ -9,10 +9,10 @@ import dataclasses
 import uuid
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from django_sqlsem.backends.base import Request
-from django_sqlsem.busy import validate_on_busy
+from django_sqlsem.busy import OnBusy, validate_on_busy
 from django_sqlsem.conf import MIN_LEASE, config
 from django_sqlsem.core import hooks, identity
 from django_sqlsem.core.clocks import boot_now
@@ -25,15 +25,10 @@ from django_sqlsem.locks import permit as blocks
 from django_sqlsem.locks.acquire import aread_status, read_status, refusal, refused_by_tests, seconds_to_wait
 from django_sqlsem.locks.permit import Permit, UpgradablePermit
 from django_sqlsem.runtime import callers, events
-from django_sqlsem.runtime.acquisition import Acquisition
+from django_sqlsem.runtime.acquisition import Acquisition, Client
+from django_sqlsem.runtime.keeper import Keeper
 from django_sqlsem.runtime.keepers import keeper_at
 from django_sqlsem.snapshots import SemaphoreSnapshot
-
-if TYPE_CHECKING:
-    from django_sqlsem.busy import OnBusy
-    from django_sqlsem.runtime.acquisition import Client
-    from django_sqlsem.runtime.keeper import Keeper
-
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from django_sqlsem.backends.base import LAPSE_US, TOKENS, Request
 from django_sqlsem.core import identity
@@ -21,18 +21,14 @@ from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.names import Resource, resource_for, validate_name
 from django_sqlsem.core.text import shown
 from django_sqlsem.database import transactions
-from django_sqlsem.database.sessions import CallerSession, OwnSession
+from django_sqlsem.database.sessions import CallerSession, OwnSession, Session
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, wrong_kind
 from django_sqlsem.locks.acquire import aread_status, read_status, refused_by_tests, seconds_to_wait
 from django_sqlsem.runtime import callers
 from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper
+from django_sqlsem.runtime.keeper import Keeper
 from django_sqlsem.runtime.keepers import keeper_at
 from django_sqlsem.snapshots import SemaphoreSnapshot
-
-if TYPE_CHECKING:
-    from django_sqlsem.database.sessions import Session
-    from django_sqlsem.runtime.keeper import Keeper
-
 
 logger = logging.getLogger("django_sqlsem")
 

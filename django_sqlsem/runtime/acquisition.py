@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import enum
@@ -17,20 +18,15 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
-from django_sqlsem.backends.base import Acquired, Grant, Request
+from django_sqlsem.backends.base import Acquired, BaseSemaphoreBackend, Grant, Granted, Request
 from django_sqlsem.core import forks
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.names import Resource
+from django_sqlsem.database.sessions import KeeperSession, Session
+from django_sqlsem.runtime.presence import Reach
 from django_sqlsem.snapshots import Loss, LossReason
-
-if TYPE_CHECKING:
-    import concurrent.futures
-
-    from django_sqlsem.backends.base import BaseSemaphoreBackend, Granted
-    from django_sqlsem.core.names import Resource
-    from django_sqlsem.database.sessions import KeeperSession, Session
-    from django_sqlsem.runtime.presence import Reach
 
 T = TypeVar("T")
 
@@ -533,7 +529,8 @@ class Acquisition:
 
     def used(self) -> None:
         """Its tokens were taken for good."""
-        self._happens(Transition.USE)
+        if self.grant is not None or not self.abandoned:  # it was abandoned before it was granted anything
+            self._happens(Transition.USE)
 
     def put_back(self) -> bool:
         """Tokens that were taken go back. Return whether this call has to see to that."""

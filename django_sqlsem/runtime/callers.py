@@ -7,7 +7,8 @@ import contextlib
 import contextvars
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from asgiref.sync import AsyncToSync
 from django.core.exceptions import SynchronousOnlyOperation
@@ -15,10 +16,6 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django_sqlsem.core.text import numbers
 from django_sqlsem.exceptions import AlreadyHeldError
 from django_sqlsem.runtime.acquisition import Acquisition, Caller
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
 
 #: The task that last took a permit in this context: ``sync_to_async`` carries it into its worker thread.
 _task: contextvars.ContextVar[weakref.ref[asyncio.Task[Any]] | None] = contextvars.ContextVar(

@@ -10,19 +10,17 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
+
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_sqlsem.backends.base import Request
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.names import Resource
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.runtime import callers, events
 from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State, renewal_interval
 from django_sqlsem.snapshots import Loss
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
-    from django_sqlsem.core.names import Resource
 
 logger = logging.getLogger("django_sqlsem")
 

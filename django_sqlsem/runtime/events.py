@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from django_sqlsem.core.text import numbers
+from django_sqlsem.exceptions import AcquireTimeoutError
 from django_sqlsem.runtime.acquisition import Acquisition, Announcement
 from django_sqlsem.signals import (
     acquire_timed_out,
@@ -18,10 +19,6 @@ from django_sqlsem.signals import (
     permit_stop_requested,
 )
 from django_sqlsem.snapshots import SOMEBODY, LossReason
-
-if TYPE_CHECKING:
-    from django_sqlsem.exceptions import AcquireTimeoutError
-
 
 logger = logging.getLogger("django_sqlsem")
 

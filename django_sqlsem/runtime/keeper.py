@@ -17,14 +17,15 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from django.db import connections
 
-from django_sqlsem.backends.base import Granted, Place
+from django_sqlsem.backends.base import BaseSemaphoreBackend, Grant, Granted, Place, Presence, Queue, Request
 from django_sqlsem.conf import config
 from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.names import Resource
 from django_sqlsem.database import transactions
 from django_sqlsem.database.sessions import CallerSession, OwnSession, Session
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError
@@ -35,11 +36,6 @@ from django_sqlsem.runtime.loop import NAP, InlineLoop, ThreadLoop
 from django_sqlsem.runtime.presence import Reach
 from django_sqlsem.runtime.queue import LocalQueue
 from django_sqlsem.snapshots import Loss, LossReason
-
-if TYPE_CHECKING:
-    from django_sqlsem.backends.base import BaseSemaphoreBackend, Grant, Presence, Queue, Request
-    from django_sqlsem.core.names import Resource
-
 
 logger = logging.getLogger("django_sqlsem")
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.core.signals import setting_changed
 from django.db import connections, router
 from django.dispatch import receiver
 
 from django_sqlsem.backends import database_for, get_backend, get_counting_backend
+from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.conf import config
 from django_sqlsem.core import forks, greenlets, testmode
+from django_sqlsem.runtime.acquisition import Acquisition
 from django_sqlsem.runtime.keeper import Keeper
-
-if TYPE_CHECKING:
-    from django_sqlsem.backends.base import BaseSemaphoreBackend
-    from django_sqlsem.runtime.acquisition import Acquisition
-
 
 logger = logging.getLogger("django_sqlsem")
 

@@ -6,16 +6,13 @@ import copy
 import random
 import uuid
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from django_sqlsem.backends.base import Place, Queue, Request, Waited
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.database.sessions import Session
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper
-
-if TYPE_CHECKING:
-    from django_sqlsem.database.sessions import Session
-
 
 #: How often a waiting process says that it lives, in seconds.
 HEARTBEAT: Final = 0.65

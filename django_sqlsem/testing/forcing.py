@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from django.db import connections
 
@@ -15,12 +15,10 @@ from django_sqlsem.locks.acquire import refused_by_tests
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore, semaphore
 from django_sqlsem.runtime import callers, events
+from django_sqlsem.runtime.acquisition import Acquisition
 from django_sqlsem.runtime.keepers import all_acquisitions
 from django_sqlsem.signals import permit_acquired
 from django_sqlsem.snapshots import Loss, LossReason
-
-if TYPE_CHECKING:
-    from django_sqlsem.runtime.acquisition import Acquisition
 
 T = TypeVar("T")
 
