@@ -17,7 +17,7 @@ from django_sqlsem.core import forks, testmode
 from django_sqlsem.database import bells, sqlite
 from django_sqlsem.deadlocks.lent_threads import LentThreads
 from django_sqlsem.deadlocks.watch import Watch
-from django_sqlsem.decorators import busy_log
+from django_sqlsem.decorators import answers
 from django_sqlsem.history.chore import HistoryChore
 from django_sqlsem.runtime import chores, keepers
 from django_sqlsem.snapshots import Loss, LossReason
@@ -32,7 +32,7 @@ def install() -> None:
         return
     _installed = True
     testmode.install()
-    for chore in (LentThreads, Watch, HistoryChore, busy_log.LogRest):
+    for chore in (LentThreads, Watch, HistoryChore, answers.LogRest):
         chores.plug_in(chore)
     connection_created.connect(_guard_test_database, dispatch_uid="sqlsem_lifecycle")
     connection_created.connect(sqlite.remember, dispatch_uid="sqlsem_sqlite_files")
@@ -55,7 +55,7 @@ def _import_drivers() -> None:
 def stop_all() -> None:
     """Give back everything that this process holds and close the library's connections; later use starts anew."""
     keepers.stop_all()
-    busy_log.log_rest(everything=True)
+    answers.log_rest(everything=True)
     bells.stop()
 
 

@@ -65,19 +65,15 @@ class PrometheusReceivers(Receivers):
         self._losses = Counter("sqlsem_losses", "Permits that were lost, or forgotten by their program.", **named)
 
     def waited(self, of: tuple[str, str], seconds: float, name: str, slots: tuple[int, ...]) -> None:
-        """A permit was granted after so long."""
         self._waits.labels(*of).observe(seconds)
 
     def held(self, of: tuple[str, str], seconds: float) -> None:
-        """A permit was given back after so long."""
         self._holds.labels(*of).observe(seconds)
 
     def timed_out(self, of: tuple[str, str], seconds: float, name: str) -> None:
-        """An acquire was refused after so long."""
         self._timeouts.labels(*of).inc()
 
     def lost(self, of: tuple[str, str], reason: str) -> None:
-        """A permit was lost, or forgotten."""
         self._losses.labels(*of, reason).inc()
 
 

@@ -77,7 +77,10 @@ def printable(text: str, length: int) -> str:
 def current(label: str = "") -> HolderIdentity:
     """Return the identity of the calling thread and of the work it does."""
     doing = _activity.get()
-    label = label or (doing.label if doing else "") or _task_label() or _command_line()
+    label = label or (doing.label if doing else "")
+    if not label:
+        asked = (ask() for module, ask in task_labels.items() if module in sys.modules)
+        label = next(filter(None, asked), "") or _command_line()
     return HolderIdentity(
         host=_host(),
         pid=os.getpid(),
@@ -96,13 +99,6 @@ def _host() -> str:
 #: By the module without which there is nothing to ask: what returns how operators are shown the running task, or
 #: nothing. ``contrib`` registers them.
 task_labels: dict[str, Callable[[], str]] = {}
-
-
-def _task_label() -> str:
-    for module, label in task_labels.items():
-        if module in sys.modules and (found := label()):
-            return found
-    return ""
 
 
 @functools.cache

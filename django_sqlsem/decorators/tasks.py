@@ -98,7 +98,7 @@ def rank_of(task_id: str) -> str:
 def step_aside(lock: Semaphore, task: RunningTask, refusal: AcquireTimeoutError) -> float:
     """Keep the rank of a task that will be sent again. Returns in how many seconds that should be."""
     snapshot = refusal._snapshot
-    if snapshot is None or not task.id or callers.in_event_loop():
+    if snapshot is None or not task.id or callers.running_loop() is not None:
         return refusal.retry_after
     twin = next((holder for holder in snapshot.holders if holder.label.endswith(f"[{task.id}]")), None)
     if twin is not None:
@@ -122,7 +122,7 @@ def step_aside(lock: Semaphore, task: RunningTask, refusal: AcquireTimeoutError)
 
 def hand_on(lock: Semaphore, task: RunningTask, refusal: AcquireTimeoutError, task_id: str) -> None:
     """Let a task that comes back under another id have the rank that was kept for this one."""
-    if refusal._snapshot is None or not task_id or not task.id or callers.in_event_loop():
+    if refusal._snapshot is None or not task_id or not task.id or callers.running_loop() is not None:
         return
     try:
         lock._hand_rank_on(rank_of(task.id), rank_of(task_id))

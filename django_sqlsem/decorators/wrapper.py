@@ -15,8 +15,7 @@ from django_sqlsem.busy import Busy
 from django_sqlsem.core.templates import ANYTHING, CallName, is_coroutine_function, signature_of
 from django_sqlsem.database.transactions import at_transaction_end
 from django_sqlsem.decorators import tasks, views
-from django_sqlsem.decorators.answers import answer_view, refuse_answer
-from django_sqlsem.decorators.busy_log import log_busy, log_busy_response
+from django_sqlsem.decorators.answers import answer_view, log_busy, log_busy_response, refuse_answer
 from django_sqlsem.decorators.calls import PLAIN, Call, classify, is_async_dispatch, refuse, refuse_skipped_view
 from django_sqlsem.decorators.clients import ClientGoneError, client_of, gone_response
 from django_sqlsem.exceptions import AcquireTimeoutError
@@ -87,7 +86,7 @@ class CallPermit:
         """The call of a coroutine has ended."""
         self.refusal = None
         if self.permit is not None:
-            await self.permit._afinish()
+            await self.permit._aclose()
             self.permit = None
 
     def leave_to_stream(self, response: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from django_sqlsem.backends import database_for
 from django_sqlsem.conf import config
 from django_sqlsem.core.durations import Seconds, Unset, to_seconds
 from django_sqlsem.core.modes import refused
@@ -15,11 +14,11 @@ from django_sqlsem.snapshots import SemaphoreSnapshot, retry_after
 refused_by_tests: list[str] = []
 
 
-def seconds_to_wait(timeout: Seconds | Unset | None, usual: float | Unset | None, using: str | None) -> float | None:
+def seconds_to_wait(timeout: Seconds | Unset | None, usual: float | Unset | None, alias: str) -> float | None:
     """Return for how long to wait: as the call says, or else the lock, or else the settings."""
     if timeout is not usual and not isinstance(timeout, Unset):
         return to_seconds(timeout, what="timeout", allow_none=True)
-    return config(database_for(using)).timeout if isinstance(usual, Unset) else usual
+    return config(alias).timeout if isinstance(usual, Unset) else usual
 
 
 def read_status(keeper: Keeper, resource: Resource) -> SemaphoreSnapshot | None:

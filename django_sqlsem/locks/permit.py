@@ -153,19 +153,11 @@ class Permit:
         returns at once: ``arelease()`` waits for it. While a transaction that is fenced with it is open, it is only
         given back when that ends.
         """
-        acquisition = self._acquisition
-        if acquisition.fences and acquisition.fenced:
-            acquisition.put_off()
-        elif self._leave() and acquisition.keeper.release(acquisition):
-            events.released(self)
+        self._give_back()
 
     async def arelease(self) -> None:
         """Give the slots back from a coroutine. Raises ``BackendError`` like ``release()``."""
-        acquisition = self._acquisition
-        if acquisition.fences and acquisition.fenced:
-            acquisition.put_off()
-        elif self._leave() and await acquisition.keeper.arelease(acquisition):
-            await events.areleased(self)
+        await self._agive_back()
 
     def detach(self) -> None:
         """Untie the permit from this thread or task: its new holder must release it.
@@ -181,9 +173,19 @@ class Permit:
             raise PermitLostError(f"The permit of {self.name!r} was never granted.")
         return grant
 
-    def _leave(self) -> bool:
-        """Leave by this permit. Return whether the grant must be given back now, unless it was before."""
-        return True
+    def _give_back(self) -> None:
+        acquisition = self._acquisition
+        if acquisition.fences and acquisition.fenced:
+            acquisition.put_off()
+        elif acquisition.keeper.release(acquisition):
+            events.released(self)
+
+    async def _agive_back(self) -> None:
+        acquisition = self._acquisition
+        if acquisition.fences and acquisition.fenced:
+            acquisition.put_off()
+        elif await acquisition.keeper.arelease(acquisition):
+            await events.areleased(self)
 
     def _abandon(self) -> None:
         """Leave the giving back to the keeper: an exception has interrupted it."""
@@ -197,21 +199,17 @@ class Permit:
         else:
             self._close()
 
-    async def _afinish(self) -> None:
-        """End an async block. Django's transactions are synchronous, so that none of them can be open here."""
-        await self._aclose()
-
     def _close(self) -> None:
         """Release at the end of a block: its work is done, so a database error is logged instead of raised."""
         try:
-            self.release()
+            self._give_back()
         except BackendError as error:
             self._log_failed_release(error)
 
     async def _aclose(self) -> None:
-        """Release at the end of an async block; see ``_close``."""
+        """Release at the end of an async block. Django's transactions are synchronous, so that none is open here."""
         try:
-            await self.arelease()
+            await self._agive_back()
         except BackendError as error:
             self._log_failed_release(error)
 
@@ -230,7 +228,7 @@ class Permit:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._afinish()
+        await self._aclose()
 
     def __repr__(self) -> str:
         acquisition = self._acquisition
@@ -372,7 +370,7 @@ class UpgradablePermit(Permit):
         reader still. Raises ``AlreadyHeldError`` if it is the writer, or about to be, and ``PermitLostError``.
         """
         callers.refuse_event_loop("A permit can't be upgraded synchronously here: use `await aupgrade()`.")
-        seconds = seconds_to_wait(timeout, self.semaphore.timeout, self.semaphore.using)
+        seconds = seconds_to_wait(timeout, self.semaphore.timeout, self._acquisition.keeper.alias)
         permit = self._prepare()
         try:
             self._begin(permit)
@@ -388,7 +386,7 @@ class UpgradablePermit(Permit):
 
     async def aupgrade(self, timeout: Seconds | Unset | None = UNSET) -> Self:
         """Become the writer, from a coroutine: see ``upgrade()``."""
-        seconds = seconds_to_wait(timeout, self.semaphore.timeout, self.semaphore.using)
+        seconds = seconds_to_wait(timeout, self.semaphore.timeout, self._acquisition.keeper.alias)
         permit = self._prepare()
         try:
             self._begin(permit)
@@ -419,19 +417,17 @@ class UpgradablePermit(Permit):
             if self.lost is not None:
                 self.check()
 
-    def release(self) -> None:
-        """Give it all back; see ``Permit.release()``."""
+    def _give_back(self) -> None:
         try:
             self._step_down()
         finally:
-            super().release()
+            super()._give_back()
 
-    async def arelease(self) -> None:
-        """Give it all back from a coroutine; see ``Permit.arelease()``."""
+    async def _agive_back(self) -> None:
         try:
             await self._astep_down()
         finally:
-            await super().arelease()
+            await super()._agive_back()
 
     def _step_down(self) -> None:
         upgrade, self._upgrade = self._upgrade, None

@@ -83,7 +83,7 @@ class Semaphore:
 
     def try_acquire(self) -> Permit | None:
         """Take a permit if one is free, without waiting; else return ``None``."""
-        return self._acquire(0.0)
+        return self._acquire(self._keeper(), 0.0)
 
     async def aacquire(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
         """Take a permit from a coroutine: see ``acquire()``. Waiting holds no thread."""
@@ -91,7 +91,7 @@ class Semaphore:
 
     async def atry_acquire(self) -> Permit | None:
         """Take a permit if one is free; else return ``None``."""
-        return await self._aacquire(0.0)
+        return await self._aacquire(self._keeper(), 0.0)
 
     def drain(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
         """Keep newcomers out, wait for the holders to leave, and return the permit of the drained semaphore.
@@ -149,7 +149,7 @@ class Semaphore:
     async def __aexit__(self, *exc_info: object) -> None:
         try:  # before all else: whatever interrupts this, the permit goes back
             permit = blocks.innermost(self)
-            await permit._afinish()
+            await permit._aclose()
             blocks.remove(self._blocks, permit)
         except BaseException:
             blocks.give_up(self, locals().get("permit"))
@@ -180,49 +180,53 @@ class Semaphore:
 
     def _take(self, timeout: Seconds | Unset | None, rank: str = "", client: Client | None = None) -> Permit:
         """Do what ``acquire()`` does. The wait ends when the client goes."""
-        seconds, asked = seconds_to_wait(timeout, self.timeout, self.using), boot_now()
+        keeper, asked = self._keeper(), boot_now()
+        seconds = seconds_to_wait(timeout, self.timeout, keeper.alias)
         # Returned by the statement that gets it: if an exception came between, this frame would keep the permit.
-        return self._acquire(seconds, rank, client) or self._refuse(boot_now() - asked, self.status(), seconds)
+        return self._acquire(keeper, seconds, rank, client) or self._refuse(boot_now() - asked, self.status(), seconds)
 
     async def _atake(self, timeout: Seconds | Unset | None, rank: str = "") -> Permit:
         """Do what ``aacquire()`` does."""
-        seconds, asked = seconds_to_wait(timeout, self.timeout, self.using), boot_now()
-        return await self._aacquire(seconds, rank) or await self._arefuse(
+        keeper, asked = self._keeper(), boot_now()
+        seconds = seconds_to_wait(timeout, self.timeout, keeper.alias)
+        return await self._aacquire(keeper, seconds, rank) or await self._arefuse(
             boot_now() - asked, await self.astatus(), seconds
         )
 
-    def _acquire(self, timeout: float | None, rank: str = "", client: Client | None = None) -> Permit | None:
-        callers.refuse_event_loop()
+    def _acquire(
+        self, keeper: Keeper, timeout: float | None, rank: str = "", client: Client | None = None
+    ) -> Permit | None:
+        if callers.running_loop() is not None:
+            callers.refuse_event_loop()
         if self.name in refused_by_tests:
             return None
-        acquisition = self._asks(rank)
+        acquisition = self._asks(keeper, rank)
         acquisition.client = client
         with acquisition:
-            if acquisition.keeper.acquire(acquisition, timeout):
+            if keeper.acquire(acquisition, timeout):
                 return events.granted(self._permit(acquisition))
-            acquisition.keeper.drop(acquisition)
+            keeper.drop(acquisition)
         if client is not None:
             client.check(self.name)
         return None
 
-    async def _aacquire(self, timeout: float | None, rank: str = "") -> Permit | None:
+    async def _aacquire(self, keeper: Keeper, timeout: float | None, rank: str = "") -> Permit | None:
         callers.refuse_other_loops()
         if self.name in refused_by_tests:
             return None
-        acquisition = self._asks(rank)
+        acquisition = self._asks(keeper, rank)
         with acquisition:
-            if await acquisition.keeper.aacquire(acquisition, timeout):
+            if await keeper.aacquire(acquisition, timeout):
                 return await events.agranted(self._permit(acquisition))
-            acquisition.keeper.drop(acquisition)
+            keeper.drop(acquisition)
         return None
 
-    def _asks(self, rank: str) -> Acquisition:
+    def _asks(self, keeper: Keeper, rank: str) -> Acquisition:
         """Return the record of an acquire that begins."""
         if self.key is not None:
             raise TypeError(
                 f"key= gets a decorated function's arguments, and here is none: put the key into {self.name!r}."
             )
-        keeper = self._keeper()
         acquisition = Acquisition(keeper, self._request(keeper, rank), max_hold=self.max_hold)
         callers.enter(keeper.alias, acquisition)
         return acquisition

@@ -117,7 +117,7 @@ class Tokens:
         ``SQLSEM["TIMEOUT"]``. First come, first served: who wants many is not overtaken. Raises
         ``AcquireTimeoutError``; ``BackendError``.
         """
-        take, seconds = self._wanted(n), seconds_to_wait(timeout, self.timeout, self.using)
+        take, seconds = self._wanted(n), seconds_to_wait(timeout, self.timeout, self._keeper().alias)
         return self._acquire(take, seconds) or self._refuse(self.status(), take, seconds)
 
     def try_acquire(self, n: int | None = None) -> TakenTokens | None:
@@ -126,7 +126,7 @@ class Tokens:
 
     async def aacquire(self, n: int | None = None, *, timeout: Seconds | Unset | None = UNSET) -> TakenTokens:
         """Take ``n`` tokens from a coroutine: see ``acquire()``. Waiting holds no thread."""
-        take, seconds = self._wanted(n), seconds_to_wait(timeout, self.timeout, self.using)
+        take, seconds = self._wanted(n), seconds_to_wait(timeout, self.timeout, self._keeper().alias)
         return await self._aacquire(take, seconds) or self._refuse(await self.astatus(), take, seconds)
 
     async def atry_acquire(self, n: int | None = None) -> TakenTokens | None:

@@ -643,10 +643,6 @@ class Acquisition:
             return Loss(LossReason.CUT_OFF, "it could not be renewed: the database has not answered yet")
         return Loss(LossReason.EXPIRED, "its lease ran out while this process did not run")
 
-    def slept_through(self, now: float) -> bool:
-        """Whether a grant is over before its caller has it: then the caller asks again, and is told of no loss."""
-        return self.loss is not None or (now >= self.lease.deadline and self.keeper.backend.supports_renewal)
-
     def lose(self, loss: Loss) -> None:
         """Latch a loss, and tell the program once."""
         if self.loss is None:

@@ -8,7 +8,7 @@ import contextvars
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from asgiref.sync import AsyncToSync
 from django.core.exceptions import SynchronousOnlyOperation
@@ -17,6 +17,9 @@ from django_sqlsem.core.text import numbers
 from django_sqlsem.exceptions import AlreadyHeldError
 from django_sqlsem.runtime.acquisition import Acquisition, Caller
 
+#: Returns the event loop that this thread runs, and so must not block. Its public twin raises an exception if there is
+#: none, which costs more than all the rest.
+running_loop: Final = asyncio._get_running_loop
 #: The task that last took a permit in this context: ``sync_to_async`` carries it into its worker thread.
 _task: contextvars.ContextVar[weakref.ref[asyncio.Task[Any]] | None] = contextvars.ContextVar(
     "sqlsem_task", default=None
@@ -44,8 +47,7 @@ def current_caller() -> Any:
     A task that ``async_to_sync`` made works for the thread that called it, and ends with that call.
     """
     carried = _task.get()
-    in_loop = asyncio._get_running_loop() is not None
-    if carried is None and not in_loop:
+    if carried is None and running_loop() is None:
         return threading.current_thread()
     task, thread = _running()
     if task is not None:
@@ -79,7 +81,7 @@ def enter(alias: str, acquisition: Acquisition) -> None:
         elif caller not in _followed:
             _followed.add(caller)
             caller.add_done_callback(_hand_over)
-    if asyncio._get_running_loop() is None:
+    if running_loop() is None:
         found.thread = weakref.ref(threading.current_thread())
     if flow:
         found.beside = beside(caller, flow)
@@ -142,11 +144,6 @@ def caller_is_gone(acquisition: Acquisition) -> bool:
     return isinstance(itself, threading.Thread) and not itself.is_alive()
 
 
-def in_event_loop() -> bool:
-    """Whether this thread runs an event loop, and so must not block."""
-    return asyncio._get_running_loop() is not None  # its public twin raises an exception, which costs more than all
-
-
 def refuse_event_loop(
     message: str = "A semaphore can't be acquired synchronously from an async context: use `async with`, `await "
     "semaphore.aacquire()` or sync_to_async.",
@@ -155,13 +152,13 @@ def refuse_event_loop(
 
     Raises ``SynchronousOnlyOperation`` with this message.
     """
-    if asyncio._get_running_loop() is not None:
+    if running_loop() is not None:
         raise SynchronousOnlyOperation(message)
 
 
 def refuse_other_loops() -> None:
     """Asynchronous calls are answered through an event loop of asyncio. Raises ``RuntimeError`` where none runs."""
-    if not in_event_loop():
+    if running_loop() is None:
         raise RuntimeError(
             "A semaphore's asynchronous calls need a running event loop of asyncio: asyncio.run(), uvloop, an ASGI "
             "server, async_to_sync(), or anyio with its asyncio backend. Under trio, call the synchronous ones in "
@@ -172,7 +169,7 @@ def refuse_other_loops() -> None:
 def _running() -> tuple[asyncio.Task[Any] | None, threading.Thread]:
     """Return the task that runs, if one does on its own account, and the thread that stands behind this code."""
     thread = threading.current_thread()
-    task = None if asyncio._get_running_loop() is None else asyncio.current_task()
+    task = None if running_loop() is None else asyncio.current_task()
     if task is None or not getattr(task.get_coro(), "__qualname__", "").startswith(AsyncToSync.__qualname__ + "."):
         return task, thread
     # The thread lends itself, while it waits, to what the coroutine has to run in it: that tells which one it is.

@@ -112,7 +112,6 @@ class Renewals(Chore):
         self._failing = False
 
     def next_at(self) -> float:
-        """Return when to look at what is held."""
         return self._at if self._keeper.acquisitions else math.inf
 
     def soon(self, at: float = 0.0) -> None:
@@ -220,15 +219,12 @@ class Doubts(Chore):
 
     @property
     def busy(self) -> bool:
-        """Whether there are any."""
         return bool(self._doubts)
 
     def next_at(self) -> float:
-        """Return when the next one is due."""
         return min((at for at, *_ in self._doubts), default=math.inf)
 
     def run(self, now: float) -> None:
-        """Free what the requests that are due may have got."""
         started, keeper = time.monotonic(), self._keeper
         later = []
         for doubt in self._doubts:
@@ -274,7 +270,6 @@ class BeaconChore(Chore):
             self._keeper.own.run(lambda cursor: None)
 
     def next_at(self) -> float:
-        """Return when to try to open the session again."""
         if self.reach.reopened:
             return 0.0
         return self._open_at if self._keeper.acquisitions and not self._keeper.own.is_open else math.inf
@@ -309,10 +304,8 @@ class BeaconChore(Chore):
             acquisition.lease.renew_at = 0.0  # its row must say that the beacon is lit
 
     def forget(self) -> None:
-        """Be reachable no more."""
         self.reach.close()
         self.dark_since = None
 
     def after_fork(self) -> None:
-        """Let go of the parent's sockets and files."""
         self.reach.after_fork()

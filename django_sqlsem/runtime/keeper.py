@@ -161,7 +161,8 @@ class Keeper:
     def acquire(self, acquisition: Acquisition, timeout: float | None) -> bool:
         """Have it granted within ``timeout`` seconds, blocking this thread. Return whether it was."""
         acquisition.patient_until = None if timeout is None else acquisition.arrived + timeout
-        self._register(acquisition)
+        self.acquisitions[id(acquisition)] = acquisition
+        self.loop.ensure()
         session = self.session_here()
         mine = session is self.work
         if mine and self.queues:
@@ -194,7 +195,8 @@ class Keeper:
     async def aacquire(self, acquisition: Acquisition, timeout: float | None) -> bool:
         """Have it granted within ``timeout`` seconds, holding no thread meanwhile. Return whether it was."""
         acquisition.patient_until = None if timeout is None else acquisition.arrived + timeout
-        self._register(acquisition)
+        self.acquisitions[id(acquisition)] = acquisition
+        self.loop.ensure()
         future = acquisition.answer.prepare_future()
         self.post(lambda: self._first_try(acquisition, timeout))
         remaining = None if timeout in (None, 0) else timeout
@@ -205,11 +207,6 @@ class Keeper:
             future = acquisition.answer.prepare_future()
             remaining = acquisition.patience(boot_now())
             self._enqueue(acquisition)
-
-    def _register(self, acquisition: Acquisition) -> None:
-        """Know of an acquisition before anything is sent for it, and see that somebody looks after it."""
-        self.acquisitions[id(acquisition)] = acquisition
-        self.loop.ensure()
 
     def _first_try(self, acquisition: Acquisition, timeout: float | None) -> None:
         if acquisition.state is not State.NEW:
@@ -315,7 +312,7 @@ class Keeper:
 
     def _taken(self, acquisition: Acquisition, now: float) -> bool:
         """Let the caller have what it was granted. Return ``False`` if that was slept through, and it asks anew."""
-        if acquisition.slept_through(now):
+        if acquisition.loss is not None or (now >= acquisition.lease.deadline and self.backend.supports_renewal):
             self.doubt(acquisition.request)
             acquisition.ask_anew()
             return False
@@ -502,7 +499,7 @@ class Keeper:
         """
         if not acquisition.release():
             return False
-        if callers.in_event_loop():
+        if callers.running_loop() is not None:
             callers.leave(acquisition)
             self.post(lambda: self.clear(acquisition))
         else:
@@ -523,7 +520,8 @@ class Keeper:
                 self._give_back(acquisition, session)
 
     def _give_back(self, acquisition: Acquisition, session: Session) -> None:
-        callers.leave(acquisition)
+        if acquisition.caller is not None:
+            acquisition.caller.leave()
         if session is self.own:
             acquisition.releasing_since = boot_now()  # it has waited for its turn
         mine = not isinstance(session, CallerSession)
@@ -671,7 +669,6 @@ class Keeper:
     # What the thread has to do: see ``loop.Duties``.
 
     def pause(self) -> float:
-        """Return for how many seconds nothing will be due."""
         now = boot_now()
         due = min((chore.next_at() for chore in self.chores if chore.wakes), default=math.inf)
         if not (self.is_in_use() or any(chore.busy for chore in self.chores)):
@@ -698,13 +695,11 @@ class Keeper:
                 _run_if_due(chore)
 
     def descriptors(self) -> list[int]:
-        """Return what becomes readable when there is something to hear."""
         own = self.own
         connection = own.connection if isinstance(own, OwnSession) and own.is_open else None
         return self.reach.descriptors(connection)
 
     def is_quiet(self) -> bool:
-        """Whether nothing has been heard that was not told yet."""
         return self.reach.quiet()
 
     def hear(self) -> None:
@@ -736,22 +731,18 @@ class Keeper:
                         self._renew_soon(acquisition)
 
     def has_work(self) -> bool:
-        """Whether the thread must go on."""
         if self.is_in_use() or any(chore.busy for chore in self.chores):
             return True
         return self._unused() < self._idle()
 
     def is_in_use(self) -> bool:
-        """Whether anything is held, or waited for."""
         return bool(self.acquisitions or self.queues)
 
     def say_goodbye(self) -> None:
-        """The thread is about to end: have the chores do what is left."""
         for chore in self.chores:
             chore.finish(None)
 
     def close(self) -> None:
-        """Close the connections; what comes later opens new ones."""
         self.own.close()
         self.work.close()
         for chore in self.chores:

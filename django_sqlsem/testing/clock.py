@@ -148,7 +148,6 @@ class _Jumper:
     """Asks the open clocks about waits."""
 
     def jump(self, acquisition: Acquisition) -> None:
-        """Jump over a thread's wait."""
         if (found := self._clock_for(acquisition)) is not None:
             found.jump_over(acquisition)
 
