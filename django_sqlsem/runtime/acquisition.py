@@ -455,7 +455,6 @@ class Acquisition:
         """Whether it was granted, and its release has not begun."""
         return self.state in (State.GRANTED, State.HELD, State.PUT_OFF)
 
-    @property
     def was_served(self) -> bool:
         """Whether it was granted, also if it has been given back since; not if its caller went before it knew."""
         return self.grant is not None and self.state is not State.ABANDONED

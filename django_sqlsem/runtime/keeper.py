@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 
 from django.db import connections
 
-from django_sqlsem.backends.base import BaseSemaphoreBackend, Grant, Granted, Place, Presence, Queue, Request
+from django_sqlsem.backends.base import BaseSemaphoreBackend, Grant, Granted, Place, Queue, Request
 from django_sqlsem.conf import config
 from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import boot_now
@@ -95,11 +95,6 @@ class Keeper:
             listener(*about)
 
     # How others reach this process.
-
-    @property
-    def presence(self) -> Presence:
-        """How others reach this process now."""
-        return self.reach.presence
 
     def present(self, request: Request) -> Request:
         """Return the request with the way to reach this process as it is now."""
@@ -326,7 +321,7 @@ class Keeper:
     def _join(self, acquisition: Acquisition, queue: Queue, sent: float, session: Session) -> None:
         """The database knows that it waits: let the process know too, unless it has been granted by now."""
         with self.queue_lock:
-            if acquisition.was_served:
+            if acquisition.was_served():
                 return
             wanted = acquisition.state is State.NEW
             if wanted:
@@ -458,7 +453,7 @@ class Keeper:
             # Again too: the first messenger may have been interrupted before that.
             self.waiting.pop(permit_id, None)
             local = self._unqueue(acquisition) if self.queues else None
-        if not wanted and not acquisition.was_served:  # else it is the same news by two ways
+        if not wanted and not acquisition.was_served():  # else it is the same news by two ways
             self.doubt(acquisition.request)
         elif local is not None and not local.known:
             self._reconsider(local)

@@ -87,7 +87,7 @@ class LocalQueue:
             with self.keeper.queue_lock:
                 unwanted, self.unwanted = self.unwanted, []
                 head = self.waiting[0] if self.waiting else None
-                served = head is not None and _is_served(head)
+                served = head is not None and head.was_served()
                 waiting = len(self.waiting)
             for request in unwanted:
                 self._leave(session, request)
@@ -104,7 +104,7 @@ class LocalQueue:
         """Take one step of waiting for the first in line. Return whether all is done for now."""
         now = boot_now()
         with self.keeper.queue_lock:
-            if not self.waiting or self.waiting[0] is not head or _is_served(head):
+            if not self.waiting or self.waiting[0] is not head or head.was_served():
                 return False  # it gave up, or was served, while others were let go
             new = self.enrolled is not head
             head.request = self.keeper.present(head.request)
@@ -136,8 +136,8 @@ class LocalQueue:
         for granted in waited.granted:
             self.keeper.deliver(granted, now, head.request.resource)
         with self.keeper.queue_lock:
-            if _is_served(head) or head not in self.waiting:
-                if new and not _is_served(head) and waited.queue is not None:
+            if head.was_served() or head not in self.waiting:
+                if new and not head.was_served() and waited.queue is not None:
                     self.unwanted.append(head.request)  # it gave up meanwhile
                 return False
             if waited.queue is None:
@@ -161,7 +161,7 @@ class LocalQueue:
     def _in_doubt(self, head: Acquisition, *, nothing_asked: bool) -> bool:
         """Have the head ask anew, as the outcome of its claim is unknown, unless it has been served: return whether."""
         with self.keeper.queue_lock:
-            request, served = head.request, _is_served(head)
+            request, served = head.request, head.was_served()
             if not served:
                 self.keeper.renew_request(head)
         if not nothing_asked:
@@ -229,11 +229,6 @@ class LocalQueue:
             self.keeper.backend.leave(session, request)
         except BackendError:
             self.keeper.doubt(request)
-
-
-def _is_served(acquisition: Acquisition) -> bool:
-    # By another thread perhaps, at any moment; it may be given back by now.
-    return acquisition.was_served
 
 
 def _same(error: Exception) -> Exception:

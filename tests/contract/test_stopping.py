@@ -97,7 +97,7 @@ def test_the_first_grant_of_a_process_says_how_that_is_reached(database, monkeyp
     monkeypatch.setattr(ThreadLoop, "ensure", ensure_and_let_begin)
     with semaphore("first", lease=LONG, using=database).acquire() as permit:
         (row,) = held_rows(database)
-        assert row.channel == keeper_for(get_backend(database)).presence.channel != ""
+        assert row.channel == keeper_for(get_backend(database)).reach.presence.channel != ""
         assert row.beacon
         assert len(control.request_stop("first", by="ann", using=database)) == 1
         wait_until(lambda: permit.stop_requested, timeout=SOON)
