@@ -68,7 +68,6 @@ def _rename() -> None:
 forks.register("identity", "parent and child would pass for one process, and free each other's slots", in_child=_rename)
 
 
-@functools.lru_cache(maxsize=1024)
 def printable(text: str, length: int) -> str:
     """Return ``text`` in a form that every database can store: no NUL, no lone surrogate, cut to ``length``."""
     return text.replace("\x00", "").encode("utf-8", "replace").decode("utf-8")[:length]
@@ -81,13 +80,18 @@ def current(label: str = "") -> HolderIdentity:
     if not label:
         asked = (ask() for module, ask in task_labels.items() if module in sys.modules)
         label = next(filter(None, asked), "") or _command_line()
+    return _identity(os.getpid(), threading.current_thread().name, label, doing.user if doing else "", _process_id)
+
+
+@functools.lru_cache(maxsize=1024)
+def _identity(pid: int, thread: str, label: str, user: str, process: str) -> HolderIdentity:
     return HolderIdentity(
         host=_host(),
-        pid=os.getpid(),
-        thread=printable(threading.current_thread().name, 100),
+        pid=pid,
+        thread=printable(thread, 100),
         label=printable(label, MAX_LABEL_LENGTH),
-        user=printable(doing.user, MAX_USER_LENGTH) if doing else "",
-        process=_process_id,
+        user=printable(user, MAX_USER_LENGTH),
+        process=process,
     )
 
 

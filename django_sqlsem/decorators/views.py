@@ -206,7 +206,7 @@ def leave_to(response: Any, permit: Permit, request: HttpRequest | None = None) 
     """
     if not isinstance(response, FileResponse):  # of which WSGI's servers may take the file itself
         # Not through the property, whose iterators refer to the response: it would be on a cycle.
-        response._iterator = (_Parts if response.is_async else _SyncParts)(response._iterator, permit)
+        response._iterator = (_AsyncParts if response.is_async else _sync_parts)(response._iterator, permit)
     end = _End(permit)
     response._resource_closers.append(end)
     if request is not None:
@@ -241,7 +241,7 @@ def _handled(response: weakref.ref[Any], permit: Permit, task: asyncio.Task[Any]
         permit._abandon()  # Django has nothing left to close
 
 
-class _Parts:
+class _AsyncParts:
     """The parts of an asynchronous stream."""
 
     def __init__(self, parts: AsyncIterator[Any], permit: Permit) -> None:
@@ -261,24 +261,13 @@ class _Parts:
             raise
 
 
-class _SyncParts:
-    """The parts of a synchronous stream."""
-
-    def __init__(self, parts: Iterator[Any], permit: Permit) -> None:
-        self.parts = parts
-        self.permit = permit
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self.parts)
-        except StopIteration:
-            raise
-        except Exception:
-            self.permit._close()
-            raise
+def _sync_parts(parts: Iterator[Any], permit: Permit) -> Iterator[Any]:
+    """Yield the parts of a synchronous stream."""
+    try:
+        yield from parts
+    except Exception:
+        permit._close()
+        raise
 
 
 class _End:

@@ -154,14 +154,8 @@ class MonitorPermit(Permit):
 
     async def arelease(self) -> None:
         """Leave, from a coroutine; see ``release()``."""
-        try:
-            self._refuse_strangers()
-            await self._agive_back()
-        except (BackendError, NotEnteredError):
-            raise
-        except BaseException:
-            self._abandon()
-            raise
+        self._refuse_strangers()
+        await self._agive_back()
 
     def detach(self) -> None:
         """Untie this entry from its thread or task: its new holder must release it."""

@@ -9,12 +9,12 @@ import contextlib
 import dataclasses
 import datetime
 import logging
+import secrets
 import threading
-import uuid
 import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from django_sqlsem.backends import database_for
 from django_sqlsem.backends.base import Grant
@@ -263,6 +263,8 @@ def current_permit(name: Name, *, using: str | None = None) -> Permit | None:
     return None
 
 
+P = TypeVar("P", bound=Permit)
+
 _lock = threading.Lock()
 #: The open blocks, by what may leave them: who entered, and the permit.
 _entered: dict[Hashable, list[tuple[weakref.ref[Any], Permit]]] = {}
@@ -276,12 +278,13 @@ def _unlock() -> None:
 forks.register("open blocks", "a block would wait for ever for a lock of a thread of the parent", in_child=_unlock)
 
 
-def push(key: Hashable, permit: Permit) -> None:
-    """Note that the one who has just acquired this permit has entered a block with it."""
+def push(key: Hashable, permit: P) -> P:
+    """Note that the one who has just acquired this permit has entered a block with it. Return it."""
     caller = permit._acquisition.caller
     owner = caller.ref if caller is not None and caller.ref is not None else weakref.ref(callers.current_caller())
     with _lock:
         _entered.setdefault(key, []).append((owner, permit))
+    return permit
 
 
 def innermost(semaphore: Any, *, own: bool = False) -> Permit:
@@ -454,9 +457,7 @@ class UpgradablePermit(Permit):
         """Return a permit for an upgrade, which no keeper knows yet."""
         self.check()
         mine = self._acquisition
-        request = dataclasses.replace(
-            mine.request, permit_id=uuid.uuid4().hex, mode=UPGRADE, take=0, rank="", presence=mine.keeper.reach.presence
-        )
+        request = dataclasses.replace(mine.request, permit_id=secrets.token_hex(16), mode=UPGRADE, take=0, rank="")
         acquisition = Acquisition(mine.keeper, request, max_hold=None)
         acquisition.part_of = mine  # who is asked to stop, is asked once
         flow = {id(each): each for each in (*callers.taken_here(), mine)}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-import uuid
+import secrets
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -83,7 +83,7 @@ class Semaphore:
 
     def try_acquire(self) -> Permit | None:
         """Take a permit if one is free, without waiting; else return ``None``."""
-        return self._acquire(self._keeper(), 0.0)
+        return self._acquire(self._keeper(to_acquire=True), 0.0)
 
     async def aacquire(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
         """Take a permit from a coroutine: see ``acquire()``. Waiting holds no thread."""
@@ -122,8 +122,7 @@ class Semaphore:
     def __enter__(self) -> Permit:
         permit = self.acquire()
         try:
-            blocks.push(self._blocks, permit)
-            return permit
+            return blocks.push(self._blocks, permit)
         except BaseException:
             blocks.give_up(self, permit)
             raise
@@ -138,22 +137,14 @@ class Semaphore:
             raise
 
     async def __aenter__(self) -> Permit:
-        permit = await self.aacquire()
-        try:
-            blocks.push(self._blocks, permit)
-            return permit
-        except BaseException:
-            blocks.give_up(self, permit)
-            raise
+        return blocks.push(self._blocks, await self.aacquire())
 
     async def __aexit__(self, *exc_info: object) -> None:
-        try:  # before all else: whatever interrupts this, the permit goes back
-            permit = blocks.innermost(self)
+        permit = blocks.innermost(self)
+        try:
             await permit._aclose()
+        finally:
             blocks.remove(self._blocks, permit)
-        except BaseException:
-            blocks.give_up(self, locals().get("permit"))
-            raise
 
     def _named(self, name: str) -> Semaphore:
         """Return this semaphore under another name, which was validated: a decorator's template, filled in."""
@@ -180,14 +171,14 @@ class Semaphore:
 
     def _take(self, timeout: Seconds | Unset | None, rank: str = "", client: Client | None = None) -> Permit:
         """Do what ``acquire()`` does. The wait ends when the client goes."""
-        keeper, asked = self._keeper(), boot_now()
+        keeper, asked = self._keeper(to_acquire=True), boot_now()
         seconds = seconds_to_wait(timeout, self.timeout, keeper.alias)
         # Returned by the statement that gets it: if an exception came between, this frame would keep the permit.
         return self._acquire(keeper, seconds, rank, client) or self._refuse(boot_now() - asked, self.status(), seconds)
 
     async def _atake(self, timeout: Seconds | Unset | None, rank: str = "") -> Permit:
         """Do what ``aacquire()`` does."""
-        keeper, asked = self._keeper(), boot_now()
+        keeper, asked = self._keeper(to_acquire=True), boot_now()
         seconds = seconds_to_wait(timeout, self.timeout, keeper.alias)
         return await self._aacquire(keeper, seconds, rank) or await self._arefuse(
             boot_now() - asked, await self.astatus(), seconds
@@ -223,10 +214,6 @@ class Semaphore:
 
     def _asks(self, keeper: Keeper, rank: str) -> Acquisition:
         """Return the record of an acquire that begins."""
-        if self.key is not None:
-            raise TypeError(
-                f"key= gets a decorated function's arguments, and here is none: put the key into {self.name!r}."
-            )
         acquisition = Acquisition(keeper, self._request(keeper, rank), max_hold=self.max_hold)
         callers.enter(keeper.alias, acquisition)
         return acquisition
@@ -238,7 +225,11 @@ class Semaphore:
             permit.on_lost(self.on_lost)
         return permit
 
-    def _keeper(self) -> Keeper:
+    def _keeper(self, *, to_acquire: bool = False) -> Keeper:
+        if to_acquire and self.key is not None:
+            raise TypeError(
+                f"key= gets a decorated function's arguments, and here is none: put the key into {self.name!r}."
+            )
         return keeper_at(self.using)
 
     def _request(self, keeper: Keeper, rank: str) -> Request:
@@ -252,7 +243,7 @@ class Semaphore:
                 mode, take = SHARED, self.slots or 1
         return Request(
             resource=resource_for(self.name, self.kind),
-            permit_id=uuid.uuid4().hex,
+            permit_id=secrets.token_hex(16),
             slots=self.slots,
             take=take,
             mode=mode,

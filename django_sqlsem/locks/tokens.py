@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import secrets
 import threading
-import uuid
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -211,7 +211,7 @@ class Tokens:
     def _acquisition(self, keeper: Keeper, take: int) -> Acquisition:
         request = Request(
             resource=self._resource(),
-            permit_id=uuid.uuid4().hex,
+            permit_id=secrets.token_hex(16),
             slots=self.initial,
             take=take,
             lease=LAPSE,

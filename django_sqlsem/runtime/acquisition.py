@@ -13,9 +13,9 @@ import dataclasses
 import enum
 import functools
 import math
+import secrets
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
@@ -598,8 +598,7 @@ class Acquisition:
 
     def fresh_request(self) -> None:
         """Ask under a new permit id: what became of the old one is unknown."""
-        request = self.request
-        self.request = dataclasses.replace(request, permit_id=uuid.uuid4().hex, presence=self.keeper.reach.presence)
+        self.request = dataclasses.replace(self.request, permit_id=secrets.token_hex(16))
         self.sent = False
 
     def stand_apart(self) -> None:

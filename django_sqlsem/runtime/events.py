@@ -28,7 +28,8 @@ P = TypeVar("P")
 
 def granted(permit: P) -> P:
     """Tell that a permit was granted, and return it."""
-    _log_grant(permit)
+    if logger.isEnabledFor(logging.DEBUG):
+        _log_grant(permit)
     if permit_acquired.receivers or permit_acquired.inline.receivers:
         permit_acquired.send_robust(**_grant(permit))
     return permit
@@ -36,7 +37,8 @@ def granted(permit: P) -> P:
 
 async def agranted(permit: P) -> P:
     """Tell that a permit was granted to a coroutine, and return it."""
-    _log_grant(permit)
+    if logger.isEnabledFor(logging.DEBUG):
+        _log_grant(permit)
     if permit_acquired.heard:
         await permit_acquired.asend_robust(**_grant(permit))
     return permit
@@ -48,10 +50,9 @@ def _grant(permit: Any) -> dict[str, Any]:
 
 
 def _log_grant(permit: Any) -> None:
-    if logger.isEnabledFor(logging.DEBUG):
-        name, slots, waited = permit.name, permit.slots, permit.waited
-        extra = {"semaphore": name, "what": "granted", "slots": slots, "token": permit.token, "waited": waited}
-        logger.debug("Granted %r, slot %s, after %.3f s.", name, slots, waited, extra=extra)
+    name, slots, waited = permit.name, permit.slots, permit.waited
+    extra = {"semaphore": name, "what": "granted", "slots": slots, "token": permit.token, "waited": waited}
+    logger.debug("Granted %r, slot %s, after %.3f s.", name, slots, waited, extra=extra)
 
 
 def released(permit: Any) -> None:

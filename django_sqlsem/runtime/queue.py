@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-import uuid
+import secrets
 from collections import deque
 from typing import Final
 
@@ -166,7 +166,7 @@ class LocalQueue:
                 self.keeper.renew_request(head)
         if not nothing_asked:
             # What was served is not to be freed; but the statement may have left something on its session.
-            self.keeper.doubt_permit(request.resource, uuid.uuid4().hex if served else request.permit_id)
+            self.keeper.doubt_permit(request.resource, secrets.token_hex(16) if served else request.permit_id)
         return served
 
     def _patience(self, now: float) -> float | None:
