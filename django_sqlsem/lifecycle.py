@@ -91,7 +91,7 @@ def _finalise_with_multiprocessing(*_: object) -> None:
 
 
 def _lose_flushed(using: str, **kwargs: Any) -> None:
-    """A ``TransactionTestCase`` has emptied the tables: what it left held is nobody's any more."""
+    """A ``TransactionTestCase`` has emptied the tables: what it left held is lost."""
     # Not with serialized_rollback or available_apps, which keep the signal from being sent: see the guard below.
     if testmode.active() and "plan" not in kwargs:  # a migration has a plan, a flush has none
         for keeper in keepers.all_keepers():

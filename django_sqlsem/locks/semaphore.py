@@ -166,8 +166,7 @@ class Semaphore:
             self, take=slots or 1, mode=mode, fair=True, release_policy="on_exit", max_hold=None, on_lost=None
         )
 
-    # Acquiring. A decorator says in whose name: ``rank`` is that of a task that was refused before, ``client`` whom the
-    # view would answer.
+    # Acquiring. A decorator gives the ``rank`` of a task that was refused before, and the ``client`` of a view.
 
     def _take(self, timeout: Seconds | Unset | None, rank: str = "", client: Client | None = None) -> Permit:
         """Do what ``acquire()`` does. The wait ends when the client goes."""

@@ -87,7 +87,7 @@ class Tokens:
     using: str | None = None
 
     def release(self, n: int = 1) -> None:
-        """Add ``n`` tokens, and wake whom they suffice for. Anybody may, also who never acquired one.
+        """Add ``n`` tokens, and wake the waiters that they suffice for. Any program may, also one that acquires none.
 
         They are there at once, whatever becomes of the caller's transaction; on SQLite inside ``atomic()``, with its
         commit. Raises ``BackendError``.

@@ -34,7 +34,7 @@ T = TypeVar("T")
 class State(enum.Enum):
     """Where an acquisition stands."""
 
-    #: Nobody waits for an answer yet; its first request may be on its way.
+    #: Its caller does not wait yet; its first request may be on its way.
     NEW = "new"
     #: Its caller waits in this process's queue of the name.
     QUEUED = "queued"
@@ -210,7 +210,7 @@ class Reply:
             self._future = None
 
     def give(self, error: BaseException | None) -> bool:
-        """Wake the waiter. Return ``False`` if its event loop was closed, so that nobody will take the permit."""
+        """Wake the waiter. Return ``False`` if its event loop was closed, so that the permit will not be taken."""
         self.error = error
         self.told = True
         with contextlib.suppress(RuntimeError):  # it was answered before
@@ -469,7 +469,7 @@ class Acquisition:
     def granted(self, grant: Grant, sent: float, lasts: float, *, at_once: bool) -> bool:
         """Note the grant; ``sent`` is the boot clock from which its ``lasts`` seconds count here.
 
-        ``at_once``: the request's own statement was granted, as no slot was missing and nobody stood before it.
+        ``at_once``: the request's own statement was granted, as a slot was free and no waiter came before it.
         Return ``False`` if it was granted before, or its caller does not want it any more.
         """
         with self._lock:

@@ -185,7 +185,7 @@ def _hand_over(task: asyncio.Task[Any]) -> None:
 
 
 def _returned_acquisition(task: asyncio.Task[Any]) -> Acquisition | None:
-    # Not by exception(), which would count as somebody having looked at it.
+    # Not by exception(), which would mark the exception as retrieved.
     if task.cancelled() or getattr(task, "_exception", None) is not None:
         return None
     acquisition: Acquisition | None = getattr(task.result(), "_acquisition", None)

@@ -140,7 +140,7 @@ class Renewals(Chore):
         self._at = max(next_at, now + 0.02)
 
     def _looks_after(self, acquisition: Acquisition) -> bool:
-        """Give back what nobody holds any more. Return whether it is to be renewed."""
+        """Give back a permit that the program has dropped. Return whether it is to be renewed."""
         if not acquisition.has_slots or not acquisition.kept:
             return False
         if acquisition.state is State.GRANTED and boot_now() >= acquisition.lease.deadline:
@@ -191,7 +191,7 @@ def _not_renewed(acquisition: Acquisition, why: str) -> None:
 
 
 def _forgotten(acquisition: Acquisition) -> str:
-    """Say in words why nobody will release it; else empty."""
+    """Say why the program will not release it; empty: it may."""
     if acquisition.fenced:
         return ""  # somebody's transaction still counts on it
     if acquisition.overdue:

@@ -42,7 +42,7 @@ logger = logging.getLogger("django_sqlsem")
 T = TypeVar("T")
 
 NO_LONGER_ITS_OWN: Final = Loss(LossReason.EXPIRED, "when it was released, its slot was no longer its own")
-#: For how long one that does not wait lets the process give up a place in which nobody waits any more, in seconds.
+#: For how long a try without waiting lets the process give up its own deserted place in the queue first, in seconds.
 CLEARED: Final = 1.0
 #: The first chores are the keeper's own: beacon, renewals and doubts.
 OWN_CHORES: Final = 3
@@ -234,12 +234,12 @@ class Keeper:
                 cleared.wait(CLEARED)
 
     def _deserted(self, request: Request) -> LocalQueue | None:
-        """Return the queue of the name if nobody waits in it any more, and its place is just being given up."""
+        """Return the queue of the name if its last waiter has left, and its place is just being given up."""
         queue = self.queues.get(request.resource.key)
         return None if queue is None or queue.waiting else queue
 
     def _is_first(self, acquisition: Acquisition) -> bool:
-        """Whether nobody of this process waits for the name."""
+        """Whether no other caller of this process waits for the name."""
         return acquisition.request.line not in self.queues
 
     def _may_go_first(self, acquisition: Acquisition) -> bool:
@@ -288,7 +288,7 @@ class Keeper:
     def _see_to_beacon(self, beacon: BeaconChore, session: Session) -> None:
         """Have the keeper's session open first: if this process is killed after its grant, others will see that."""
         own = self.own
-        # The keeper's thread may be about to open it: a grant that came meanwhile would be one that nobody reaches.
+        # The keeper's thread may be about to open it: the holder of a grant that came before could not be reached.
         if own.is_open and not isinstance(own, OwnSession):
             return
         if beacon.dark_since is None and isinstance(session, OwnSession):
@@ -398,7 +398,7 @@ class Keeper:
         acquisition.fresh_request()
 
     def forget_queue(self, queue: LocalQueue) -> bool:
-        """Drop a queue nobody waits in. Return whether it was dropped."""
+        """Drop an empty queue. Return whether it was dropped."""
         with self.queue_lock:
             if not queue.idle:
                 return False
@@ -509,7 +509,7 @@ class Keeper:
         return True
 
     def give_back(self, acquisition: Acquisition, session: Session) -> None:
-        """Give back what nobody will use, without a word to the caller."""
+        """Give back what the program will not use, without telling its caller."""
         if acquisition.release():
             with contextlib.suppress(BackendError):
                 self._give_back(acquisition, session)
@@ -542,7 +542,7 @@ class Keeper:
             self.backend.hand_out(self.own, resource)
 
     def _released(self, acquisition: Acquisition, freed: bool) -> None:
-        """Note that the database has the slots back, or had given them to somebody else already."""
+        """Note that the database has the slots back, or had given them to another holder already."""
         acquisition.released()
         self.acquisitions.pop(id(acquisition), None)
         if not freed and acquisition.loss is None and not acquisition.freed_elsewhere:
@@ -777,7 +777,9 @@ class Keeper:
         for each in list(self.acquisitions.values()):
             if each.grant is not None and not each.fenced and each.state is not State.RELEASED:
                 each.loss = each.loss or Loss(LossReason.STOPPED, "the process is ending")
-                if not self.own.unreachable(started):  # else the leases run out: nobody waits for every one of them
+                if not self.own.unreachable(
+                    started
+                ):  # else the leases run out: the process does not wait for each of them
                     self.clear(each)
         for chore in self.chores:
             if chore is not self.doubts:

@@ -49,7 +49,7 @@ class Duties(Protocol):
         """Whether the thread must go on."""
 
     def is_in_use(self) -> bool:
-        """Whether somebody registered something, who may count on a thread that runs."""
+        """Whether something is registered that counts on a running thread."""
 
     def say_goodbye(self) -> None:
         """The thread is about to end: do what only it would do."""
@@ -127,7 +127,7 @@ class InlineLoop:
         self.inbox.put(step)
 
     def wake_by(self, at: float) -> None:
-        """Nobody sleeps here."""
+        """Do nothing: no thread sleeps here."""
 
 
 class ThreadLoop:

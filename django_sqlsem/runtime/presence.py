@@ -33,7 +33,7 @@ class Reach:
         self.beacon: Beacon | None = None
         #: Whether ``presence`` has been found out: a moment after the first connection is open, on the opener's thread.
         self.known = False
-        #: Whether a connection has been opened since somebody asked.
+        #: Whether a connection has been opened since this was cleared.
         self.reopened = False
         self.ended = False
         self._bell: Bell | None = None

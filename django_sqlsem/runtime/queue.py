@@ -20,7 +20,7 @@ HEARTBEAT: Final = 0.65
 SECOND_LOOK: Final = 0.025
 #: A holder seems to be dead: look again after so many seconds.
 SUSPECTED: Final = 0.2
-#: Where nobody can wake it, a waiter looks after this long at first, and never later than that, in seconds.
+#: A waiter that no other process can wake polls: first after so long, then more and more slowly, in seconds.
 FIRST_POLL: Final = 0.004
 LAST_POLL: Final = 0.1
 
@@ -36,7 +36,7 @@ class LocalQueue:
         self.key = key
         self.waiting: deque[Acquisition] = deque()
         self.enrolled: Acquisition | None = None
-        #: Places in the database's queue, or grants, that nobody wants any more.
+        #: Places in the database's queue, or grants, that are to be given up.
         self.unwanted: list[Request] = []
         self.next_at = 0.0
         self._refresh_at = 0.0
@@ -78,7 +78,7 @@ class LocalQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits, and nothing is to be given up."""
+        """Whether it is empty, and nothing is to be given up."""
         return not self.waiting and not self.unwanted
 
     def step(self, session: Session) -> None:
@@ -124,7 +124,7 @@ class LocalQueue:
                 waited = self._glance(session, head)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with this one, its waiter must hear it
             if self._in_doubt(head, nothing_asked=new and session.attempts == attempts):
-                return False  # it was served by somebody else's statement
+                return False  # another caller's statement has served it
             self.enrolled = None
             if not isinstance(error, BackendError):
                 self._fail(error, only=head)
@@ -141,8 +141,8 @@ class LocalQueue:
                     self.unwanted.append(head.request)  # it gave up meanwhile
                 return False
             if waited.queue is None:
-                # It was away for too long: once more, under a new id, as word of the old one may be on its way. What
-                # that got, if it got anything, nobody has accepted.
+                # Its place had lapsed: once more, under a new id, as word of the old one may be on its way. What the
+                # old one may have got was never accepted.
                 self.keeper.doubt(head.request)
                 self.enrolled = None
                 self.keeper.renew_request(head)
@@ -192,7 +192,7 @@ class LocalQueue:
         self._second_look = new
         self.next_at = self._next(now)
         if new:
-            # Those further back were most likely seen by whoever frees a slot.
+            # A releaser has most likely seen those further back.
             self.next_at = min(self.next_at, now + SECOND_LOOK * (1 + min(queue.ahead, 5)))
         if queue.suspects:
             self._refresh_at = self.next_at = min(self.next_at, now + SUSPECTED)
