@@ -29,7 +29,7 @@ def boot_now() -> float:
 
 def boot_now_us() -> int:
     """Microseconds since the host booted, time spent suspended included."""
-    return host_now_us() + ahead_us()
+    return host_now_us() + (ahead_us() if _ahead else 0)
 
 
 def ahead_us() -> int:

@@ -78,12 +78,14 @@ def current(label: str = "") -> HolderIdentity:
     doing = _activity.get()
     label = label or (doing.label if doing else "")
     if not label:
-        asked = (ask() for module, ask in task_labels.items() if module in sys.modules)
-        label = next(filter(None, asked), "") or _command_line()
+        for module, ask in task_labels.items():
+            if module in sys.modules and (label := ask()):
+                break
+        label = label or _command_line()
     return _identity(os.getpid(), threading.current_thread().name, label, doing.user if doing else "", _process_id)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def _identity(pid: int, thread: str, label: str, user: str, process: str) -> HolderIdentity:
     return HolderIdentity(
         host=_host(),

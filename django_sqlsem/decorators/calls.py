@@ -7,7 +7,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +39,15 @@ class Call:
             return f"{self.request.method} {self.request.path}"
         return self.task.label if self.task is not None else ""
 
-    def activity(self) -> AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def activity(self) -> Iterator[None]:
         """Label the permits taken inside with this request or task."""
-        if self.request is None and self.task is None:
-            return contextlib.nullcontext()
-        labelled = identity.activity(self.label, _user_name(self.given, self.request))
-        return labelled if self.task is None else _both(labelled, self.task.entered())
+        with contextlib.ExitStack() as stack:
+            if self is not PLAIN:
+                stack.enter_context(identity.activity(self.label, _user_name(self.given, self.request)))
+            if self.task is not None:
+                stack.enter_context(self.task.entered())
+            yield
 
     def timeout(self, semaphore: Semaphore) -> Unset | float | None:
         """Return how long this call waits: as the semaphore says, or else as the settings say for its kind."""
@@ -93,12 +95,6 @@ def classify(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Call:
         if module in sys.modules and (task := system.running(wrapper, args)) is not None:
             return Call(task=task)
     return PLAIN
-
-
-@contextlib.contextmanager
-def _both(outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 def _user_name(given: object, request: HttpRequest | None) -> str:

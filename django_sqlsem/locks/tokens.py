@@ -300,19 +300,19 @@ def _get_ready(keeper: Keeper) -> None:
         _open(keeper.work)
     if isinstance(keeper.own, OwnSession) and not keeper.own.is_open:
         opened = threading.Event()
-        keeper.post(lambda: _try_to_open(keeper.own))
-        keeper.post(opened.set)
+
+        def open_own() -> None:
+            with contextlib.suppress(BackendError):  # then the claim meets it too
+                _open(keeper.own)
+            opened.set()
+
+        keeper.post(open_own)
         opened.wait(LONGEST_LOGIN)
 
 
 def _open(session: Session) -> None:
     if isinstance(session, OwnSession) and not session.is_open:
         session.run(lambda cursor: None)
-
-
-def _try_to_open(session: Session) -> None:
-    with contextlib.suppress(BackendError):  # then the claim meets it too
-        _open(session)
 
 
 def _take_here(acquisition: Acquisition) -> bool:
