@@ -79,9 +79,11 @@ def current(label: str = "") -> HolderIdentity:
     label = label or (doing.label if doing else "")
     if not label:
         for module, ask in task_labels.items():
-            if module in sys.modules and (label := ask()):
+            if module in sys.modules and (found := ask()):
+                label = found
                 break
-        label = label or _command_line()
+        else:
+            label = _command_line()
     return _identity(os.getpid(), threading.current_thread().name, label, doing.user if doing else "", _process_id)
 
 
