@@ -161,13 +161,11 @@ def _ends_at_once(connection: Any) -> bool:
 
 
 def _select() -> Any:
-    """Return the system's own module: that of gevent or eventlet would let others run, or knows less."""
+    """Return the system's own module: gevent's would let others run, and knows less."""
     if (gevent := sys.modules.get("gevent.monkey")) is not None and gevent.is_module_patched("select"):
         names = ("poll", "select", "POLLRDHUP", "POLLHUP", "POLLERR")
         found = {name: gevent.get_original("select", name) for name in names if hasattr(select, name)}
         return type("select", (), {name: staticmethod(one) if callable(one) else one for name, one in found.items()})
-    if (eventlet := sys.modules.get("eventlet.patcher")) is not None:
-        return eventlet.original("select")
     return select
 
 

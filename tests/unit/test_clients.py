@@ -90,16 +90,10 @@ def test_a_socket_that_the_server_has_closed_tells_nothing(system: str) -> None:
     there.close()
 
 
-@pytest.mark.parametrize("library", ["gevent", "eventlet"])
-def test_under_green_threads_the_system_is_asked(library: str) -> None:
-    pytest.importorskip(library)
-    patch = (
-        "from gevent import monkey; monkey.patch_all()"
-        if library == "gevent"
-        else ("import eventlet; eventlet.monkey_patch()")
-    )
-    code = f"""
-{patch}
+def test_under_green_threads_the_system_is_asked() -> None:
+    pytest.importorskip("gevent")
+    code = """
+from gevent import monkey; monkey.patch_all()
 import socket
 from django_sqlsem.decorators import clients
 here, there = socket.socketpair()
