@@ -20,6 +20,7 @@ def register() -> None:
     """Have decorators ask what is here. Idempotent."""
     systems_of_tasks.systems.update({"celery": celery, **dict.fromkeys(tasks.LIBRARIES, tasks)})
     identity.task_labels.update({"celery": celery.label, **dict.fromkeys(tasks.LIBRARIES, tasks.label)})
+    systems_of_tasks.listeners[:] = [tasks.listen]
     answers.frameworks[:] = [_rest_framework]
     tasks.listen()
 

@@ -62,10 +62,6 @@ def running(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> CeleryTask | 
     return CeleryTask(task._get_current_object())
 
 
-def listen() -> None:
-    """Nothing to hear: Celery itself says what a worker is running."""
-
-
 def label() -> str:
     """Return what operators are shown about the running task, if there is one, else an empty string."""
     task = _current()

@@ -61,18 +61,13 @@ class System(Protocol):
     def running(self, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> RunningTask | None:
         """Return the task whose body is ``wrapper``, if a worker is running it right now, else ``None``."""
 
-    def listen(self) -> None:
-        """Hear of the tasks that start, if nothing else tells what a worker is running. Idempotent."""
-
 
 #: The systems that ``contrib`` has registered, by the module without which they run nothing.
 systems: dict[str, System] = {}
 
 
-def listen() -> None:
-    """Hear of the tasks that start."""
-    for system in systems.values():
-        system.listen()
+#: Called at each decoration, for systems that only tell of tasks as they start.
+listeners: list[Callable[[], None]] = []
 
 
 def is_below(wrapper: Callable[..., Any], *functions: Any) -> bool:

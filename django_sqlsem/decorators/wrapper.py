@@ -134,7 +134,8 @@ def decorate(semaphore: Semaphore, func: F) -> F:
     if issubclass(descriptor, (staticmethod, classmethod)):
         return cast("F", descriptor(decorate(semaphore, cast("Any", func).__func__)))
     refuse(semaphore, func)
-    tasks.listen()
+    for listen in tasks.listeners:
+        listen()
     decorated = _Decorated(semaphore, func)
     if inspect.isasyncgenfunction(func):
         wrapper = decorated.async_generator()

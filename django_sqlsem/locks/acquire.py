@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from django_sqlsem.conf import config
-from django_sqlsem.core.durations import Seconds, Unset, to_seconds
+from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.modes import refused
 from django_sqlsem.core.names import Resource
 from django_sqlsem.exceptions import AcquireTimeoutError, never_met, wrong_kind
@@ -14,7 +14,9 @@ from django_sqlsem.snapshots import SemaphoreSnapshot, retry_after
 refused_by_tests: list[str] = []
 
 
-def seconds_to_wait(timeout: Seconds | Unset | None, usual: float | Unset | None, alias: str) -> float | None:
+def seconds_to_wait(
+    timeout: Seconds | Unset | None, usual: float | Unset | None = UNSET, alias: str | None = None
+) -> float | None:
     """Return for how long to wait: as the call says, or else the lock, or else the settings."""
     if timeout is not usual and not isinstance(timeout, Unset):
         return to_seconds(timeout, what="timeout", allow_none=True)

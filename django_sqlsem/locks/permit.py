@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -374,33 +374,21 @@ class UpgradablePermit(Permit):
         """
         callers.refuse_event_loop("A permit can't be upgraded synchronously here: use `await aupgrade()`.")
         seconds = seconds_to_wait(timeout, self.semaphore.timeout, self._acquisition.keeper.alias)
-        permit = self._prepare()
-        try:
-            self._begin(permit)
-            acquisition = permit._acquisition
-            with acquisition:
-                if acquisition.keeper.acquire(acquisition, seconds):
-                    self.check()
-                    return self
-                acquisition.keeper.drop(acquisition)
-        finally:
-            self._unless_granted(permit)
+        with self._upgrading() as acquisition:
+            if acquisition.keeper.acquire(acquisition, seconds):
+                self.check()
+                return self
+            acquisition.keeper.drop(acquisition)
         raise refusal(self.semaphore.status(), seconds, self.semaphore.kind, 0, UPGRADE)
 
     async def aupgrade(self, timeout: Seconds | Unset | None = UNSET) -> Self:
         """Become the writer, from a coroutine: see ``upgrade()``."""
         seconds = seconds_to_wait(timeout, self.semaphore.timeout, self._acquisition.keeper.alias)
-        permit = self._prepare()
-        try:
-            self._begin(permit)
-            acquisition = permit._acquisition
-            with acquisition:
-                if await acquisition.keeper.aacquire(acquisition, seconds):
-                    self.check()
-                    return self
-                acquisition.keeper.drop(acquisition)
-        finally:
-            self._unless_granted(permit)
+        with self._upgrading() as acquisition:
+            if await acquisition.keeper.aacquire(acquisition, seconds):
+                self.check()
+                return self
+            acquisition.keeper.drop(acquisition)
         raise refusal(await self.semaphore.astatus(), seconds, self.semaphore.kind, 0, UPGRADE)
 
     def downgrade(self) -> None:
@@ -453,6 +441,18 @@ class UpgradablePermit(Permit):
             self._upgrade._abandon()
         super()._abandon()
 
+    @contextlib.contextmanager
+    def _upgrading(self) -> Iterator[Acquisition]:
+        """Ask for the upgrade inside the block. At its end there is none unless it was granted."""
+        permit = self._prepare()
+        try:
+            self._begin(permit)
+            with permit._acquisition:
+                yield permit._acquisition
+        finally:
+            if self._upgrade is permit and not permit._acquisition.has_slots:
+                self._upgrade = None
+
     def _prepare(self) -> Permit:
         """Return a permit for an upgrade, which no keeper knows yet."""
         self.check()
@@ -482,10 +482,6 @@ class UpgradablePermit(Permit):
                 mine.losing.callbacks.append(_lose_parts)
             going = [part for part in self._parts if id(part) in part.keeper.acquisitions]
             self._parts = (*going, permit._acquisition)
-
-    def _unless_granted(self, permit: Permit) -> None:
-        if self._upgrade is permit and not permit._acquisition.has_slots:
-            self._upgrade = None
 
 
 def _lose_parts(permit: Permit) -> None:

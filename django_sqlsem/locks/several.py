@@ -12,11 +12,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
 from django_sqlsem.backends import database_for
-from django_sqlsem.conf import config
 from django_sqlsem.core.clocks import boot_now
-from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
+from django_sqlsem.core.durations import UNSET, Seconds, Unset
 from django_sqlsem.core.text import shown
 from django_sqlsem.exceptions import BackendError
+from django_sqlsem.locks.acquire import seconds_to_wait
 from django_sqlsem.locks.tokens import TakenTokens
 
 logger = logging.getLogger("django_sqlsem")
@@ -163,7 +163,7 @@ def acquire_all(locks: Iterable[Any], *, timeout: Seconds | Unset | None = UNSET
 
     Raises ``TypeError`` or ``ValueError`` for a bad argument, and what ``acquire`` of the locks raises.
     """
-    wanted, left = _in_order(locks), _time_left(_seconds(timeout))
+    wanted, left = _in_order(locks), _time_left(seconds_to_wait(timeout))
     permits = Permits()
     with contextlib.ExitStack() as all_or_none:
         all_or_none.callback(permits._undo)
@@ -175,7 +175,7 @@ def acquire_all(locks: Iterable[Any], *, timeout: Seconds | Unset | None = UNSET
 
 def aacquire_all(locks: Iterable[Any], *, timeout: Seconds | Unset | None = UNSET) -> PendingPermits:
     """Take several locks from a coroutine: ``async with aacquire_all(...)``, or ``await`` it; see ``acquire_all()``."""
-    return PendingPermits(_in_order(locks), _seconds(timeout))
+    return PendingPermits(_in_order(locks), seconds_to_wait(timeout))
 
 
 def _in_order(locks: Iterable[Any]) -> list[_Wanted]:
@@ -193,12 +193,6 @@ def _in_order(locks: Iterable[Any]) -> list[_Wanted]:
         if one[:2] == other[:2]:
             raise ValueError(f"locks names {one.name!r} twice: it would wait for itself. Use take= for more of one.")
     return wanted
-
-
-def _seconds(timeout: Seconds | Unset | None) -> float | None:
-    if isinstance(timeout, Unset):
-        return config().timeout
-    return to_seconds(timeout, what="timeout", allow_none=True)
 
 
 def _time_left(timeout: float | None) -> Callable[[], float | None]:

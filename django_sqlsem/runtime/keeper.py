@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 
 from django.db import connections
 
-from django_sqlsem.backends.base import BaseSemaphoreBackend, Grant, Granted, Place, Queue, Request
+from django_sqlsem.backends.base import BaseSemaphoreBackend, Grant, Granted, Place, Queue, Released, Request
 from django_sqlsem.conf import config
 from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import boot_now
@@ -532,20 +532,20 @@ class Keeper:
         if not mine:
             # If that transaction is rolled back, so is this release.
             transactions.at_transaction_end(self.alias, lambda: self.post(lambda: self._discard_again(acquisition)))
-        for granted in released.granted:
-            self.deliver(granted, acquisition.releasing_since, acquisition.request.resource)
-        self._released(acquisition, released.freed)
+        self._released(acquisition, released)
 
     def _discard_again(self, acquisition: Acquisition) -> None:
         resource = acquisition.request.resource
         if not self.backend.discard(self.own, resource, acquisition.permit_id):
             self.backend.hand_out(self.own, resource)
 
-    def _released(self, acquisition: Acquisition, freed: bool) -> None:
+    def _released(self, acquisition: Acquisition, released: Released) -> None:
         """Note that the database has the slots back, or had given them to another holder already."""
+        for granted in released.granted:
+            self.deliver(granted, acquisition.releasing_since, acquisition.request.resource)
         acquisition.released()
         self.acquisitions.pop(id(acquisition), None)
-        if not freed and acquisition.loss is None and not acquisition.freed_elsewhere:
+        if not (released.freed or acquisition.loss or acquisition.freed_elsewhere):
             acquisition.lose(self.backend.taken_away(acquisition.acquired) or NO_LONGER_ITS_OWN)
         for listener in self._listeners["released"]:
             listener(acquisition)
@@ -578,9 +578,7 @@ class Keeper:
                 extra = {"semaphore": acquisition.name, "what": "release_failed"}
                 logger.warning("%s could not be given back yet: %s", acquisition.name, error, extra=extra)
                 return
-            for granted in released.granted:
-                self.deliver(granted, acquisition.releasing_since, acquisition.request.resource)
-            self._released(acquisition, True)
+            self._released(acquisition, released)
 
     def abandon(self, acquisition: Acquisition) -> None:
         """The caller has gone in the middle of an acquire: nothing that was or will be granted may stay."""
