@@ -168,7 +168,10 @@ class Keeper:
             if not mine:
                 # If that transaction is rolled back, so is this grant: have the keeper look at once.
                 transactions.at_transaction_end(self.alias, lambda: self.renew_now(acquisition))
-            if acquisition.state is not State.GRANTED or self._taken(acquisition, acquisition.granted_at):
+            if acquisition.state is State.GRANTED:
+                if self._taken(acquisition, acquisition.granted_at):
+                    return True
+            elif self._settled(acquisition, True):  # it was given up meanwhile, as the process ends
                 return True
         if timeout == 0:
             return False
