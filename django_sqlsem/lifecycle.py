@@ -52,7 +52,7 @@ def _import_drivers() -> None:
             importlib.import_module("mssql_python")
 
 
-def stop_all() -> None:
+def stop_all(**_: object) -> None:
     """Give back everything that this process holds and close the library's connections; later use starts anew."""
     keepers.stop_all()
     answers.log_rest(everything=True)
@@ -79,11 +79,7 @@ def _stop_with_celery() -> None:
     # A child of Celery's prefork pool ends by os._exit() too, and tells only its signal.
     signals: Any = sys.modules.get("celery.signals")
     if signals is not None:
-        signals.worker_process_shutdown.connect(_stopped_by_celery, dispatch_uid="sqlsem_lifecycle")
-
-
-def _stopped_by_celery(**kwargs: Any) -> None:
-    stop_all()
+        signals.worker_process_shutdown.connect(stop_all, dispatch_uid="sqlsem_lifecycle")
 
 
 def _finalise_with_multiprocessing(*_: object) -> None:
