@@ -6,11 +6,10 @@ A grant is not kept: its tokens are taken for good at once, on the keeper's side
 
 from __future__ import annotations
 
-import contextlib
+import concurrent.futures
 import dataclasses
 import logging
 import secrets
-import threading
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -299,15 +298,7 @@ def _get_ready(keeper: Keeper) -> None:
     if not isinstance(keeper.session_here(), CallerSession):
         _open(keeper.work)
     if isinstance(keeper.own, OwnSession) and not keeper.own.is_open:
-        opened = threading.Event()
-
-        def open_own() -> None:
-            with contextlib.suppress(BackendError):  # then the claim meets it too
-                _open(keeper.own)
-            opened.set()
-
-        keeper.post(open_own)
-        opened.wait(LONGEST_LOGIN)
+        concurrent.futures.wait([keeper.submit(lambda: _open(keeper.own))], LONGEST_LOGIN)
 
 
 def _open(session: Session) -> None:

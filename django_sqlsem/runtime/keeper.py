@@ -231,10 +231,7 @@ class Keeper:
             if session is self.own:
                 queue.step(self.own)
             else:
-                cleared = threading.Event()
-                self.post(partial(queue.step, self.own))
-                self.post(cleared.set)
-                cleared.wait(CLEARED)
+                concurrent.futures.wait([self.submit(partial(queue.step, self.own))], CLEARED)
 
     def _deserted(self, request: Request) -> LocalQueue | None:
         """Return the queue of the name if its last waiter has left, and its place is just being given up."""
