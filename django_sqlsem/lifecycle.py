@@ -13,7 +13,7 @@ from django.db import connections
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
-from django_sqlsem import backends
+from django_sqlsem import backends, checks, contrib
 from django_sqlsem.core import identity, testmode
 from django_sqlsem.database import bells, sessions, sqlite
 from django_sqlsem.deadlocks.lent_threads import LentThreads
@@ -39,6 +39,8 @@ def install() -> None:
         return
     _installed = True
     testmode.install()
+    checks.register()
+    contrib.register()
     for chore in (LentThreads, Watch, HistoryChore, busy_log.LogRest):
         chores.plug_in(chore)
     connection_created.connect(_guard_test_database, dispatch_uid="sqlsem_lifecycle")

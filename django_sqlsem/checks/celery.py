@@ -1,4 +1,4 @@
-"""System checks of how leases and waits fit Celery's limits. Every id has a heading in ``docs/checks.md``."""
+"""System checks of how leases and waits fit Celery's limits, and of greenlets."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any, Final
 
 from django.apps import AppConfig
 from django.conf import settings
-from django.core import checks
+from django.core.checks import CheckMessage
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from django_sqlsem.backends import database_for
+from django_sqlsem.checks.messages import error, warning
 from django_sqlsem.conf import Config, config
 from django_sqlsem.core import greenlets
 
@@ -93,60 +94,46 @@ def _seconds(value: object) -> float | None:
         return None
 
 
-def check_celery(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Iterable[checks.CheckMessage]:
+def check_celery(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Iterable[CheckMessage]:
     """Report leases, waits and countdowns that do not fit Celery's limits."""
     try:
-        ours, tasks = config(database_for(None)), config()
-    except ImproperlyConfigured:  # sqlsem.E001
+        alias = database_for(None)
+        ours, tasks = config(alias), config()
+    except ImproperlyConfigured:  # E001 says it
         return
     found = limits()
     if found is not None:
         yield from messages(found, ours, tasks.task_timeout)
-    yield from pool_messages(found.pool if found is not None else greenlets.library(), database_for(None))
+    yield from _of_greenlets(found.pool if found is not None else greenlets.library(), alias)
 
 
-def pool_messages(pool: str, alias: str) -> Iterable[checks.CheckMessage]:
+def _of_greenlets(pool: str, alias: str) -> Iterable[CheckMessage]:
     """Yield what does not suit greenlets: those of Celery's pool, or of this very interpreter."""
     try:
         connection = connections[alias]
-    except ImproperlyConfigured:  # a driver that is not there: sqlsem.E003, or Django's own words
+    except ImproperlyConfigured:  # a driver that is not there: E003, or Django's own words
         return
     if why := greenlets.refusal(pool, connection.vendor, alias):
-        yield checks.Error(why, hint="See docs/checks.md#sqlseme008.", id="sqlsem.E008")
+        yield error("E008", why)
     elif slow := greenlets.reproach(pool, connection):
-        yield checks.Warning(
-            f"Locks of {alias!r} are taken under gevent: {slow}",
-            hint="See docs/checks.md#sqlsemw017.",
-            id="sqlsem.W017",
-        )
+        yield warning("W017", f"Locks of {alias!r} are taken under gevent: {slow}")
 
 
-def messages(found: Limits, ours: Config, task_timeout: float | None) -> Iterable[checks.CheckMessage]:
+def messages(found: Limits, ours: Config, task_timeout: float | None) -> Iterable[CheckMessage]:
     """Yield what does not fit."""
-    if found.visibility is not None and found.visibility <= LONGEST_COUNTDOWN:
-        yield checks.Warning(
-            f"The broker delivers again after {found.visibility:g} s what nobody has acknowledged, and a busy task is"
-            f" put off for up to {LONGEST_COUNTDOWN:g} s.",
-            hint="Raise visibility_timeout, or such tasks come twice. See docs/checks.md#sqlsemw007.",
-            id="sqlsem.W007",
-        )
-    elif found.visibility is not None and found.acks_late and (found.hard or float("inf")) >= found.visibility:
-        yield checks.Warning(
-            f"The broker delivers again after {found.visibility:g} s what nobody has acknowledged, and a task may run"
-            f" {'longer' if found.hard is None else f'for {found.hard:g} s'}, being acknowledged at its end.",
-            hint="Raise visibility_timeout above the tasks' time limit. See docs/checks.md#sqlsemw007.",
-            id="sqlsem.W007",
-        )
+    if found.visibility is not None:
+        again = f"The broker delivers again after {found.visibility:g} s what nobody has acknowledged, and"
+        if found.visibility <= LONGEST_COUNTDOWN:
+            text = f"{again} a busy task is put off for up to {LONGEST_COUNTDOWN:g} s."
+            yield warning("W007", text, "Raise visibility_timeout, or such tasks come twice.")
+        elif found.acks_late and (found.hard or float("inf")) >= found.visibility:
+            runs = "longer" if found.hard is None else f"for {found.hard:g} s"
+            text = f"{again} a task may run {runs}, being acknowledged at its end."
+            yield warning("W007", text, "Raise visibility_timeout above the tasks' time limit.")
     if found.shortest is not None and (task_timeout is None or task_timeout >= found.shortest):
         waits = "without a limit" if task_timeout is None else f"for up to {task_timeout:g} s"
-        yield checks.Warning(
-            f"A task waits for a slot {waits}, and is stopped after {found.shortest:g} s, waiting or not.",
-            hint='Lower SQLSEM["TASK_TIMEOUT"]: 0 sends it again for later. See docs/checks.md#sqlsemw008.',
-            id="sqlsem.W008",
-        )
+        text = f"A task waits for a slot {waits}, and is stopped after {found.shortest:g} s, waiting or not."
+        yield warning("W008", text, 'Lower SQLSEM["TASK_TIMEOUT"]: 0 sends it again for later.')
     if not ours.beacons and found.hard is not None and ours.lease > found.hard:
-        yield checks.Warning(
-            f"A task is killed after {found.hard:g} s, and its slot stays taken for a lease of {ours.lease:g} s.",
-            hint='Shorten SQLSEM["LEASE"], or leave BEACONS on. See docs/checks.md#sqlsemw009.',
-            id="sqlsem.W009",
-        )
+        text = f"A task is killed after {found.hard:g} s, and its slot stays taken for a lease of {ours.lease:g} s."
+        yield warning("W009", text, 'Shorten SQLSEM["LEASE"], or leave BEACONS on.')

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import django_sqlsem
+from tests.support.databases import ROOT, child_environment
 
 PACKAGE = Path(django_sqlsem.__file__).parent
 MODULES = {
@@ -19,7 +23,6 @@ LONGEST = 60
 LONG = {
     "backends/applock/acquire.py:attempt",
     "backends/rows/handoff.py:hand_over",
-    "management/arguments.py:add_arguments",
     "refresh/__init__.py:refresh_every",
 }
 #: Modules besides ``__init__`` that one folder may have.
@@ -57,23 +60,17 @@ SHARED_CONSTANTS = {
     "ANSWER_TIMEOUT",
     "AT_ONCE",
     "BEGIN",
-    "BUSY",
     "CHUNK",
     "CROWD",
     "DEADLOCKS",
     "DECLARE",
     "ERRORS",
     "FEW",
-    "GRACE",
     "GRANTED",
-    "HEADERS",
-    "HOLD",
-    "HOLDER",
     "KEPT",
     "KIND",
     "KINDS",
     "LEFT",
-    "LISTED",
     "LOCK_PATIENCE",
     "LONGEST",
     "LOOK",
@@ -89,22 +86,23 @@ SHARED_CONSTANTS = {
     "QUEUE",
     "REMEMBERED",
     "ROW",
-    "SESSION",
     "SHORTEST",
     "SWEEP",
     "TABLE",
     "TRIES",
     "TURN",
-    "WIDTH",
     "WORDS",
 }
 #: Modules that import another of ours inside a function, and how often.
 LATE = {
-    "apps.py": 1,
     "control.py": 1,
     "deadlocks/watch.py": 1,
     "queries.py": 13,
 }
+#: Modules that ``manage.py locks list`` loads beyond ``django.setup()``, without those of the backend.
+MOST_FOR_LIST = 12
+#: Modules of the backend that it loads, as the first acquire of a process does.
+BACKEND_FOR_LIST = 15
 #: Places that catch what interrupts a thread.
 INTERRUPTIONS = 41
 
@@ -187,3 +185,23 @@ def test_few_places_catch_interruptions() -> None:
         if isinstance(node, ast.ExceptHandler) and node.type is not None and "BaseException" in ast.unparse(node.type)
     ]
     assert len(caught) <= INTERRUPTIONS, caught
+
+
+def test_a_verb_of_the_command_loads_no_other(committed: None) -> None:
+    code = """
+import json, sys
+import django
+from django.core.management import execute_from_command_line
+django.setup()
+before = set(sys.modules)
+execute_from_command_line(["manage.py", "locks", "list"])
+print(json.dumps([name for name in set(sys.modules) - before if name.startswith("django_sqlsem")]))
+"""
+    environment = child_environment()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    listed, loaded = done.stdout.splitlines()
+    assert listed.startswith("Nothing is held"), done.stderr
+    backend = [name for name in json.loads(loaded) if name.startswith("django_sqlsem.backends")]
+    others = [name for name in json.loads(loaded) if name not in backend]
+    assert len(backend) <= BACKEND_FOR_LIST, backend
+    assert len(others) <= MOST_FOR_LIST, others
