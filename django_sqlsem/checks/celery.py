@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from django_sqlsem.core import greenlets
 
 #: For how many seconds a busy task is put off at the most: that of ``contrib.celery``.
 LONGEST_COUNTDOWN: Final = 300.0
-#: Transports that deliver a message again which nobody acknowledges, and after how many seconds by default.
+#: Transports that deliver an unacknowledged message again, and after how many seconds by default.
 REDELIVERING: Final = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
 
 
@@ -30,10 +30,10 @@ class Limits:
 
     soft: float | None = None
     hard: float | None = None
-    #: After what time the broker delivers again what nobody has acknowledged.
+    #: After what time the broker delivers an unacknowledged message again.
     visibility: float | None = None
     acks_late: bool = False
-    #: Whose greenlets its workers use: ``gevent``, ``eventlet``, or nobody's.
+    #: The library whose greenlets its workers use: ``gevent``, ``eventlet``, or none.
     pool: str = ""
 
     @property
@@ -47,44 +47,28 @@ def limits() -> Limits | None:
 
     ``None`` if neither is there.
     """
-    found = _of_app() or {name[7:].lower(): getattr(settings, name) for name in dir(settings) if name[:7] == "CELERY_"}
-    if not found:
-        return None
+    ours = {name[7:].lower(): getattr(settings, name) for name in dir(settings) if name[:7] == "CELERY_"}
+    state: Any = sys.modules.get("celery._state")  # never imported for its own sake
+    try:
+        # Asking for the current app would make one, were there none.
+        app = state and (state._tls.current_app or state.default_app)
+        return _limits(app.conf if app else ours) if app or ours else None
+    except Exception:  # noqa: BLE001 - of the project's own configuration: Celery says so when it starts
+        return _limits(ours) if ours else None
+
+
+def _limits(found: Mapping[str, Any]) -> Limits:
     scheme = str(found.get("broker_url") or "").partition("://")[0].partition("+")[0].lower()
     options = found.get("broker_transport_options") or {}
     visibility = options.get("visibility_timeout", REDELIVERING.get(scheme)) if isinstance(options, dict) else None
+    pool = greenlets.library() or str(found.get("worker_pool") or "").rpartition(".")[2].lower()
     return Limits(
         _seconds(found.get("task_soft_time_limit")),
         _seconds(found.get("task_time_limit")),
         _seconds(visibility),
         bool(found.get("task_acks_late")),
-        _pool(found),
+        pool if pool in ("gevent", "eventlet") else "",
     )
-
-
-_KEYS: Final = (
-    "broker_url",
-    "broker_transport_options",
-    "task_soft_time_limit",
-    "task_time_limit",
-    "task_acks_late",
-    "worker_pool",
-)
-
-
-def _pool(found: dict[str, Any]) -> str:
-    pool = greenlets.library() or str(found.get("worker_pool") or "").rpartition(".")[2].lower()
-    return pool if pool in ("gevent", "eventlet") else ""
-
-
-def _of_app() -> dict[str, Any]:
-    state: Any = sys.modules.get("celery._state")  # never imported for its own sake
-    try:
-        # Asking for the current app would make one, were there none.
-        app = None if state is None else state._tls.current_app or state.default_app
-        return {} if app is None else {key: app.conf.get(key) for key in _KEYS}
-    except Exception:  # noqa: BLE001 - of the project's own configuration: Celery says so when it starts
-        return {}
 
 
 def _seconds(value: object) -> float | None:
@@ -115,14 +99,14 @@ def _of_greenlets(pool: str, alias: str) -> Iterable[CheckMessage]:
         return
     if why := greenlets.refusal(pool, connection.vendor, alias):
         yield error("E008", why)
-    elif slow := greenlets.reproach(pool, connection):
+    elif slow := greenlets.slowness(pool, connection):
         yield warning("W017", f"Locks of {alias!r} are taken under gevent: {slow}")
 
 
 def messages(found: Limits, ours: Config, task_timeout: float | None) -> Iterable[CheckMessage]:
     """Yield what does not fit."""
     if found.visibility is not None:
-        again = f"The broker delivers again after {found.visibility:g} s what nobody has acknowledged, and"
+        again = f"The broker delivers an unacknowledged message again after {found.visibility:g} s, and"
         if found.visibility <= LONGEST_COUNTDOWN:
             text = f"{again} a busy task is put off for up to {LONGEST_COUNTDOWN:g} s."
             yield warning("W007", text, "Raise visibility_timeout, or such tasks come twice.")

@@ -62,7 +62,7 @@ def examine(using: str | None = None, *, acquire: bool = True) -> Iterator[Check
 
 @contextlib.contextmanager
 def _own_name(alias: str) -> Iterator[str]:
-    """A name that nobody else has. It is deleted afterwards, once nobody holds it."""
+    """Yield a name of its own, and delete it afterwards, once it is free."""
     name = f"sqlsem:doctor:{uuid.uuid4().hex}"
     try:
         yield name

@@ -44,7 +44,7 @@ SKEW: Final = 1.0
 CROWDED: Final = 0.8
 #: Seconds that the project's own statements should wait for SQLite's one writer.
 PATIENT: Final = 5.0
-#: File systems of other hosts: what locks of files and shared memory mean there is anybody's guess.
+#: File systems of other hosts, where locks of files and shared memory cannot be relied on.
 NETWORK: Final = frozenset(
     {"9p", "afs", "ceph", "cifs", "fuse.glusterfs", "fuse.s3fs", "fuse.sshfs", "gfs2", "glusterfs", "lustre"}
     | {"ncpfs", "nfs", "nfs4", "ocfs2", "smb2", "smb3", "smbfs", "virtiofs"}
@@ -67,7 +67,7 @@ class Server:
         self.alias, self.connection, self.config = alias, connection, config(alias)
         self.settings: dict[str, Any] = connections.settings[alias]
         self.options: dict[str, Any] = dict(self.settings.get("OPTIONS") or {})
-        #: Why the slots of dead processes wait for their leases; empty if beacons should work.
+        #: What keeps beacons from working, so that a dead process's slots come back with its lease.
         self.no_beacons: list[str] = []
         #: Whether the tables are there, so that more can be looked at.
         self.has_tables = True
@@ -156,7 +156,7 @@ class Server:
         ahead = "ahead of" if skew >= 0 else "behind"
         text = f"The database's clock is {milliseconds(abs(skew))} {ahead} this host's."
         if abs(skew) > SKEW + uncertainty:
-            advice = "Leases are not touched by that, as they go by the database's clock. Compare logs with care."
+            advice = "Leases go by the database's clock, and are right. Compare logs with care."
             yield note("D004", text, advice)
         else:
             yield ok("D004", text)
@@ -170,8 +170,8 @@ class Server:
             return
         self.no_beacons.append("a pooler stands in between")
         text = (
-            "A pooler such as PgBouncer stands in between, and lends its sessions to anybody: waiters look for slots"
-            " at intervals instead of being woken, and a killed process's slots come back with its lease."
+            "A pooler such as PgBouncer stands in between, and shares its sessions between clients: waiters look for"
+            " slots at intervals instead of being woken, and a killed process's slots come back with its lease."
         )
         advice = "Name an alias that leads to the server itself in SQLSEM['DATABASE']; or shorten LEASE"
         yield warning("D005", text, f"{advice} ({self.config.lease:g} s).")
@@ -210,7 +210,7 @@ class Server:
             yield ok("D010", text)
         else:
             text += " One that began before it got a lock goes on seeing the data as they were before."
-            advice = "Take locks before the transaction begins; the library's own are not touched."
+            advice = "Take locks before the transaction begins. The library's own transactions are not affected."
             yield note("D010", text, advice)
 
     def _crowd(self) -> Iterator[CheckMessage]:

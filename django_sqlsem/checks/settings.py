@@ -69,7 +69,7 @@ def check_alias(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Itera
         text = "TENANT_APPS has django_sqlsem: each tenant's schema gets lock tables that no acquire uses."
         yield warning("W020", text, "Let SHARED_APPS alone have it: locks are in the schema public.")
     if why := _read_only(options):
-        text = f"The database {alias!r}, where locks are kept, is asked for as a read-only one: {why}."
+        text = f"The database {alias!r}, where locks are kept, is opened read-only: {why}."
         yield warning("W021", text, 'Name an alias that leads to the primary in SQLSEM["DATABASE"].')
     if not options.get("AUTOCOMMIT", True):
         text = f"AUTOCOMMIT is off for {alias!r}, where locks are kept: operators' acts are refused there."

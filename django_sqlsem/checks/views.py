@@ -51,7 +51,7 @@ def check_views(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Itera
     for view in views.values():
         try:
             yield from list(messages(view))
-        except Exception:  # noqa: BLE001, S112 - a view that nobody understands is not for us to judge
+        except Exception:  # noqa: BLE001, S112 - a view of an unknown kind
             continue
 
 
@@ -81,8 +81,8 @@ def messages(view: Any) -> Iterable[CheckMessage]:
         asking = [layer.semaphore for layer in layers if layer.semaphore and _asks_for_user(layer.semaphore)]
         if asking:
             text = (
-                f"The name {asking[0].name!r} of the view {name} asks for the user before Django REST framework has"
-                " authenticated anybody."
+                f"The name {asking[0].name!r} of the view {name} asks for the user before Django REST framework knows"
+                " its user."
             )
             advice = "Decorate the method, such as get() or an action, or put the semaphore below @api_view."
             yield warning("W016", text, advice)
@@ -97,7 +97,9 @@ def messages(view: Any) -> Iterable[CheckMessage]:
 
 
 def _layers(view: Any) -> Iterator[Layer]:
-    """Yield what is known of the decorators of a view, from the outermost on."""
+    """Yield what is known of the decorators of a view, of its class's ``dispatch()``, and of what these stand upon."""
+    api: Any = getattr(sys.modules.get("rest_framework.views"), "APIView", ())  # never imported for its own sake
+    rest = None
     for _ in range(_DEEPEST):
         if isinstance(view, functools.partial):
             view = view.func
@@ -105,29 +107,21 @@ def _layers(view: Any) -> Iterator[Layer]:
         inner = getattr(view, "__dict__", {}).get("__wrapped__")
         # What as_view() makes has the attributes of dispatch(), also its __wrapped__; what decorates it has view_class.
         if (found := view_class(view)) is not None and (inner is None or view_class(inner) is None):
-            yield from _layers_of_class(found)
-            return
-        view = inner
-
-
-def _layers_of_class(found: type) -> Iterator[Layer]:
-    """Yield the decorators of ``dispatch()``, by ``method_decorator`` or at its definition, and mixins below them."""
-    dispatch: Any = inspect.getattr_static(found, "dispatch", None)
-    for _ in range(_DEEPEST):
-        yield from _layer(dispatch)
-        cells = _closure(dispatch)
-        given = cells.get("decorators", ())  # of method_decorator(), in the order of their application
-        for decorator in reversed(given) if isinstance(given, (list, tuple)) else [given]:
-            yield from [Layer(decorator)] if isinstance(decorator, Semaphore) else _layer(decorator)
-        inner = getattr(dispatch, "__dict__", {}).get("__wrapped__") or cells.get("method")
+            rest = found if issubclass(found, api) else None
+            inner = inspect.getattr_static(found, "dispatch", None)
+        elif _qualname(view) == "_multi_decorate.<locals>._wrapper":  # of method_decorator()
+            cells = _closure(view)
+            inner, given = inner or cells["method"], cells["decorators"]
+            # It keeps them in the order of their application.
+            for decorator in reversed(given) if isinstance(given, (list, tuple)) else [given]:
+                yield from [Layer(decorator)] if isinstance(decorator, Semaphore) else _layer(decorator)
         if inner is None:
             break
-        dispatch = inner
-    if getattr(dispatch, "__module__", "") == "django.contrib.auth.mixins":
+        view = inner
+    if getattr(view, "__module__", "") == "django.contrib.auth.mixins":
         yield Layer(words=_LOGIN)
-    api: Any = getattr(sys.modules.get("rest_framework.views"), "APIView", None)  # never imported for its own sake
-    if api is not None and issubclass(found, api):
-        yield Layer(rest=found)
+    if rest is not None:
+        yield Layer(rest=rest)
 
 
 def _layer(func: Any) -> Iterator[Layer]:
@@ -137,12 +131,17 @@ def _layer(func: Any) -> Iterator[Layer]:
     cells = _closure(func)
     if func.__code__.co_filename == wrapper.__file__ and func.__code__.co_name == "wrapper":
         yield Layer(cells["self"].semaphore)
-    elif words := _KNOWN.get((func.__globals__["__name__"], func.__code__.co_qualname.partition(".")[0])):
+    elif words := _KNOWN.get((func.__globals__["__name__"], _qualname(func).partition(".")[0])):
         yield Layer(words=words)
     elif func.__globals__["__name__"] == "django.utils.decorators":
         made = cells.get("middleware_class") or type(_closure(cells.get("_pre_process_request")).get("middleware"))
         if words := _MIDDLEWARE.get(made):
             yield Layer(words=words)
+
+
+def _qualname(func: Any) -> str:
+    """Return where a function was written; its ``__qualname__`` is that of what it decorates."""
+    return func.__code__.co_qualname if isinstance(func, types.FunctionType) else ""
 
 
 def _closure(func: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ exit codes:
        (doctor) something is wrong, (waits) there is a deadlock,
        or (run) the permit was lost although the command ended with 0
   2    wrong arguments
-  75   run: no slot became free within the timeout; drain: somebody had not left within --wait
+  75   run: no slot became free within the timeout; drain: a holder had not left within --wait
   126  run: the command can't be executed; 127: it was not found
   else run: the command's own exit code, 128+n if signal n ended it
 """

@@ -59,7 +59,7 @@ class Console:
             self.say(f"{indent}{line}")
 
     def agreed(self, interactive: bool) -> bool:
-        """Ask whether to go on. Raises ``CommandError`` if nobody can be asked."""
+        """Ask whether to go on. Raises ``CommandError`` without a terminal."""
         if not interactive:
             return True
         if not sys.stdin or not sys.stdin.isatty():

@@ -24,7 +24,6 @@ _INDENT: Final = " " * 9
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Declare what the doctor takes besides the alias."""
     arguments.add_database(parser, "--using")
     arguments.add_format(parser, "text", "json")
     parser.add_argument("--no-acquire", action="store_false", dest="acquire", help="take no lock, kill no child")

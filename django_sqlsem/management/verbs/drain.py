@@ -19,7 +19,6 @@ _LOOK_EVERY: Final = 0.5
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Declare how long the holders are waited for."""
     arguments.add_name(parser)
     told = "wait so long for the holders to leave: 90s, 15m, none (for ever); default: not at all"
     parser.add_argument("--wait", metavar="AGE", type=arguments.timeout, default=UNSET, help=told)
@@ -45,7 +44,7 @@ def handle(console: Console, *, name: str, wait: float | Unset | None, database:
 
 
 def _wait_for(name: str, by: str, wait: float | None, database: str | None) -> list[HolderSnapshot]:
-    """Return who has not left after so many seconds."""
+    """Return the holders that have not left after so many seconds."""
     give_up = float("inf") if wait is None else time.monotonic() + wait
     while True:
         found = queries.semaphore(name, using=database)

@@ -28,7 +28,6 @@ def _interval(text: str) -> float:
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Declare the options."""
     parser.add_argument("--stale", action="store_true", help="only slots whose holder seems gone")
     arguments.add_glob(parser)
     arguments.add_format(parser, "table", "json", "csv")

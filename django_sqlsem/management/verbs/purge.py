@@ -12,7 +12,6 @@ from django_sqlsem.management.console import Console
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Declare what is purged."""
     parser.add_argument("--idle", action="store_true", help="also delete names that nobody holds or waits for")
     told = "only leases that ran out, and names last granted, so long ago: 2h"
     parser.add_argument("--older-than", metavar="AGE", type=arguments.age, help=told)

@@ -13,7 +13,6 @@ from django_sqlsem.management.console import Console
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Declare whose slots are taken."""
     arguments.add_name(parser)
     arguments.add_slot(parser)
     parser.add_argument("--kill", action="store_true", help="SQL Server: end the holders' sessions, with all they hold")
@@ -46,6 +45,4 @@ def handle(
     ]
     console.done(f"Revoked {output.count(len(shown) - len(changed), 'slot')}.")
     if changed:
-        raise CommandError(
-            f"The holder of slot {', '.join(changed)} has changed since: whoever holds it now was not disturbed."
-        )
+        raise CommandError(f"The holder of slot {', '.join(changed)} has changed since: the new one was not disturbed.")

@@ -48,7 +48,6 @@ def _stop_signal(text: str) -> int | None:
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Declare what is taken, and what the command gets."""
     options = "[--slots N] [--timeout AGE] [--stop-signal SIGNAL] [--database ALIAS]"
     parser.usage = f"%(prog)s NAME {options} -- COMMAND..."
     arguments.add_name(parser)
@@ -156,7 +155,7 @@ class _Run:
                 say(f"The permit for {permit.name!r} is lost: {permit.lost}. The command is being stopped.")
                 self._stop(ended)
         code: int = child.returncode if child.returncode >= 0 else 128 - child.returncode
-        return code or int(lost)  # it may have ended in peace, but not under the permit
+        return code or int(lost)  # a command that ended with 0, but without its permit, has failed
 
     def _send(self, number: int) -> bool:
         """Send a signal; return whether there was anyone to get it. Number 0 only asks."""
@@ -187,7 +186,7 @@ class _Run:
 
 
 def _end_with_parent() -> Callable[[], object] | None:
-    """Have Linux send SIGTERM to the command if this process is killed: nobody would renew its permit then."""
+    """Have Linux send SIGTERM to the command if this process is killed: its permit would not be renewed then."""
     try:
         return functools.partial(ctypes.CDLL(None).prctl, 1, int(signal.SIGTERM))  # 1: PR_SET_PDEATHSIG, prctl(2)
     except (OSError, AttributeError, TypeError):  # another system: Windows has no library without a name

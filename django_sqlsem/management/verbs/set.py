@@ -17,7 +17,6 @@ def _slots_or_default(text: str) -> Any:
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Declare what is set."""
     arguments.add_name(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     told = "a number, or 'default': as in the code"

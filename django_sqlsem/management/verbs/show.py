@@ -12,7 +12,6 @@ from django_sqlsem.management.console import Console
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Declare the name and the formats."""
     arguments.add_name(parser)
     arguments.add_format(parser, "table", "json")
 

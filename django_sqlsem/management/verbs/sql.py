@@ -16,7 +16,6 @@ _PROCEDURE = re.compile(r"^(?:ALTER|DROP) PROCEDURE (?:IF EXISTS )?(\w+\.(?!inte
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Declare what is done with them."""
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--apply", action="store_true", help="install them")
     what.add_argument("--drop", action="store_true", help="remove them")

@@ -13,7 +13,6 @@ from django_sqlsem.management.console import Console
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Declare who is asked."""
     arguments.add_name(parser)
     arguments.add_slot(parser)
     parser.add_argument("--token", metavar="TOKEN", type=int, help="only if its holder still has this token")
@@ -38,4 +37,4 @@ def handle(console: Console, *, name: str, slot: int | None, token: int | None, 
     elif token is not None:
         raise CommandError(f"{token} is not the token of {which} any more: the holder of now was not asked.")
     else:
-        console.say(f"Nobody holds {which}: there is nobody to ask.")
+        console.say(f"Nobody holds {which}: no holder was asked.")

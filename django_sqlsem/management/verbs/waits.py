@@ -25,7 +25,6 @@ _AS: Final = {WHOLE: "all of it", UPDATE: "upgradable", UPGRADE: "upgrade"}
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Declare the formats."""
     arguments.add_format(parser, "table", "json")
 
 
