@@ -27,6 +27,24 @@ LONG = {
 }
 #: Modules besides ``__init__`` that one folder may have.
 MOST_MODULES = 15
+#: Modules in all, ``__init__`` and the root's included: a new one replaces another. This number may only fall.
+MODULES_IN_ALL = 190
+#: A module of fewer lines is a leaf that several others import.
+SHORT = 60
+#: Shorter modules that fewer than two import: what Django finds by name, the command's verbs, and what should go.
+ALONE = {
+    "apps.py",
+    "backends/applock/tsql/texts.py",
+    "management/verbs/purge.py",
+    "management/verbs/revoke.py",
+    "management/verbs/set.py",
+    "management/verbs/show.py",
+    "management/verbs/sql.py",
+    "management/verbs/stop.py",
+    "models/fields.py",
+}
+#: Fields of ``Acquisition``, the one record of an acquisition.
+FIELDS_OF_THE_RECORD = 26
 #: Classes that inherit from a class of ours that inherits from a class of ours.
 DEEP = {
     "ApplockBackend",
@@ -163,6 +181,33 @@ def test_a_folder_is_one_job() -> None:
     assert {folder: len(names) for folder, names in folders.items() if len(names) > MOST_MODULES} == {}
     families = Counter((folder, name.split("_")[0]) for folder, names in folders.items() for name in names)
     assert {family for family, count in families.items() if count > 2} == set(), "a prefix of three is a missing folder"
+
+
+def test_a_module_is_one_idea() -> None:
+    assert len(MODULES) <= MODULES_IN_ALL
+    importers = defaultdict(set)
+    for module, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("django_sqlsem"):
+                for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
+                    importers[f"{name}.py".replace(".", "/", name.count(".")).partition("/")[2]].add(module)
+    short = {module for module in MODULES if len((PACKAGE / module).read_text(encoding="utf-8").splitlines()) < SHORT}
+    alone = {module for module in short if not module.endswith("__init__.py") and len(importers[module]) < 2}
+    assert alone == ALONE
+
+
+def test_the_record_of_an_acquisition_stays_small() -> None:
+    (record,) = [
+        node
+        for node in MODULES["runtime/acquisition.py"].body
+        if isinstance(node, ast.ClassDef) and node.name == "Acquisition"
+    ]
+    fields = {
+        node.attr
+        for node in ast.walk(record)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+    assert len(fields) <= FIELDS_OF_THE_RECORD, fields
 
 
 def test_imports_stand_at_the_top() -> None:
