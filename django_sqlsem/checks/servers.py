@@ -58,10 +58,8 @@ LONG_NAME: Final = MAX_NAME_LENGTH - 10
 class Server:
     """A database over a connection of the library's kind; of one that it knows nothing more of, little is asked."""
 
-    #: Its clock is this host's.
-    own_clock: ClassVar[bool] = False
-    #: Django's cursors outlive a transaction there, unless they are told not to.
-    needs_client_cursors: ClassVar[bool] = False
+    #: What it is asked, by the names of the methods.
+    questions: ClassVar[tuple[str, ...]] = ("version", "round_trip", "clock", "connections")
 
     def __init__(self, alias: str, connection: BaseDatabaseWrapper) -> None:
         self.alias, self.connection, self.config = alias, connection, config(alias)
@@ -78,48 +76,21 @@ class Server:
             cursor.execute(sql)
             return tuple(cursor.fetchone())
 
-    # What a kind of server knows to answer; ``None``: it is not asked.
-
-    def sessions(self) -> tuple[Any, Any] | None:
-        """Return the number of this session, as the server and as the driver know it."""
-
-    def many_writers(self) -> bool | None:
-        """Whether the server is one of several that are written to."""
-
-    def read_only(self) -> bool | None:
-        """Whether it can't be written to."""
-
-    def isolation(self) -> str | None:
-        """Return the isolation of the project's own transactions."""
-
-    def connected(self) -> tuple[int, int, str] | None:
-        """Return how many connections there may be, how many there are, and what else is known of them."""
-
-    def loose(self) -> list[str] | None:
-        """Return the settings by which a crash of the server may undo its last commits."""
-
     def wrong_engines(self, tables: set[str]) -> list[str]:
         """Return those of the tables that have no transactions."""
         return []
 
-    def file(self) -> Iterator[CheckMessage]:
-        """Look at the file that the database is."""
-        return iter(())
-
-    # What is said of the answers.
-
     def examine(self) -> Iterator[CheckMessage]:
         """Ask the server everything, each on its own. What it refuses to tell is a note."""
-        parts = (self._version, self._round_trip, self._clock, self._pooler, self._cluster, self._writable)
-        for part in (*parts, self._isolation, self._crowd, self._durability, self._connections, self.file):
+        for question in self.questions:
             try:
-                yield from part()
+                yield from getattr(self, question)()
             except (DatabaseError, KeyError, TypeError, AttributeError) as refused:
-                what = part.__name__.strip("_").replace("_", " ")
-                text = f"The server does not tell about: {what} ({str(refused).strip()})."
+                text = f"The server does not tell about: {question.replace('_', ' ')} ({str(refused).strip()})."
                 yield note("D001", text, "The login may lack a right. Locks do not need it.")
 
-    def _version(self) -> Iterator[CheckMessage]:
+    def version(self) -> Iterator[CheckMessage]:
+        """Say what answers. Django itself refuses one that is too old."""
         connection: Any = self.connection
         try:
             number = ".".join(map(str, connection.get_database_version()))
@@ -127,7 +98,8 @@ class Server:
             number = ""
         yield ok("D001", f"{f'{connection.display_name} {number}'.strip()} answers.")
 
-    def _round_trip(self) -> Iterator[CheckMessage]:
+    def round_trip(self) -> Iterator[CheckMessage]:
+        """Say how long one statement takes."""
         took = []
         for _ in range(ROUND_TRIPS):
             started = time.perf_counter()
@@ -141,10 +113,8 @@ class Server:
         else:
             yield note("D003", text, advice) if median >= SLOW else ok("D003", text)
 
-    def _clock(self) -> Iterator[CheckMessage]:
-        if self.own_clock:
-            yield ok("D004", "The database's clock is this host's.")
-            return
+    def clock(self) -> Iterator[CheckMessage]:
+        """Compare this host's clock with the database's."""
         skews = []
         for _ in range(5):
             before = time.time()
@@ -156,84 +126,11 @@ class Server:
         ahead = "ahead of" if skew >= 0 else "behind"
         text = f"The database's clock is {milliseconds(abs(skew))} {ahead} this host's."
         if abs(skew) > SKEW + uncertainty:
-            advice = "Leases go by the database's clock, and are right. Compare logs with care."
-            yield note("D004", text, advice)
+            yield note("D004", text, "Leases go by the database's clock, and are right. Compare logs with care.")
         else:
             yield ok("D004", text)
 
-    def _pooler(self) -> Iterator[CheckMessage]:
-        sessions = self.sessions()
-        if sessions is None:
-            return
-        if sessions[0] == sessions[1]:
-            yield ok("D005", "No pooler stands in between: sessions are the library's own.")
-            return
-        self.no_beacons.append("a pooler stands in between")
-        text = (
-            "A pooler such as PgBouncer stands in between, and shares its sessions between clients: waiters look for"
-            " slots at intervals instead of being woken, and a killed process's slots come back with its lease."
-        )
-        advice = "Name an alias that leads to the server itself in SQLSEM['DATABASE']; or shorten LEASE"
-        yield warning("D005", text, f"{advice} ({self.config.lease:g} s).")
-        if self.needs_client_cursors and not self.settings.get("DISABLE_SERVER_SIDE_CURSORS"):
-            text = "DISABLE_SERVER_SIDE_CURSORS is not set, which Django needs behind a pooler in transaction mode."
-            yield warning("D005", text, "Set it for this alias, unless the pooler is in session mode.")
-
-    def _cluster(self) -> Iterator[CheckMessage]:
-        many = self.many_writers()
-        if many:
-            self.no_beacons.append("every node of a cluster has locks of its own")
-            text = (
-                "The server is a node of a cluster with several writers (Galera, or group replication): two claims of"
-                " one slot on two nodes are only told apart when they commit, and a killed process's slots come back"
-                " with its lease."
-            )
-            advice = "Send all writes to one node, and shorten LEASE"
-            yield warning("D006", text, f"{advice} ({self.config.lease:g} s) if crashes are frequent.")
-        elif many is not None:
-            yield ok("D006", "The server is the only one that is written to.")
-
-    def _writable(self) -> Iterator[CheckMessage]:
-        read_only = self.read_only()
-        if read_only:
-            text = "The database cannot be written to: it is a standby or a replica, or it was set to read-only."
-            yield error("D007", text, "Keep the locks under an alias that leads to the primary.")
-        elif read_only is not None:
-            yield ok("D007", "The database can be written to.")
-
-    def _isolation(self) -> Iterator[CheckMessage]:
-        level = self.isolation()
-        if level is None:
-            return
-        text = f"The project's transactions on this alias are {level}."
-        if level in ("read committed", "read uncommitted"):
-            yield ok("D010", text)
-        else:
-            text += " One that began before it got a lock goes on seeing the data as they were before."
-            advice = "Take locks before the transaction begins. The library's own transactions are not affected."
-            yield note("D010", text, advice)
-
-    def _crowd(self) -> Iterator[CheckMessage]:
-        if (connected := self.connected()) is None:
-            return
-        most, used, more = connected
-        text = (
-            f"{used} of the server's {most} connections are in use{more}; a process that uses locks has up to 2 more."
-        )
-        if used >= CROWDED * most:
-            yield warning("D011", text, "Raise max_connections, or have fewer processes or persistent connections.")
-        else:
-            yield ok("D011", text)
-
-    def _durability(self) -> Iterator[CheckMessage]:
-        loose = self.loose() if self.config.durable else None
-        if loose:
-            text = f"The server may lose its last commits in a crash ({', '.join(loose)}), and with them grants."
-            yield note("D012", text, "Two may then hold one slot for at most one lease. Tokens and fence() tell.")
-        elif loose is not None:
-            yield ok("D012", "Commits survive a crash of the server.")
-
-    def _connections(self) -> Iterator[CheckMessage]:
+    def connections(self) -> Iterator[CheckMessage]:
         """Say how pools and persistent connections stand to the library's own connections."""
         beside = "Those for locks, up to 2 a process, come beside them."
         age = self.settings.get("CONN_MAX_AGE", 0)
@@ -249,39 +146,55 @@ class Server:
 class PostgreSQLServer(Server):
     """PostgreSQL, and what speaks like it."""
 
-    needs_client_cursors = True
+    questions = (
+        "version", "round_trip", "clock", "pooler", "writable", "isolation", "limits", "durability", "connections",
+    )  # fmt: skip
 
-    def sessions(self) -> tuple[Any, Any]:
+    def pooler(self) -> Iterator[CheckMessage]:
+        """Find a pooler by the number of the session's process."""
         connection: Any = self.connection
-        return self.row("SELECT pg_backend_pid()")[0], connection.connection.info.backend_pid
+        pooled = self.row("SELECT pg_backend_pid()")[0] != connection.connection.info.backend_pid
+        yield _pooler(self, pooled)
+        if pooled and not self.settings.get("DISABLE_SERVER_SIDE_CURSORS"):
+            text = "DISABLE_SERVER_SIDE_CURSORS is not set, which Django needs behind a pooler in transaction mode."
+            yield warning("D005", text, "Set it for this alias, unless the pooler is in session mode.")
 
-    def read_only(self) -> bool:
-        found = self.row("SELECT pg_is_in_recovery(), current_setting('default_transaction_read_only')")
-        return bool(found[0]) or found[1] == "on"
+    def writable(self) -> Iterator[CheckMessage]:
+        """Find a standby, and a database that writes nothing by default."""
+        recovers, read_only = self.row("SELECT pg_is_in_recovery(), current_setting('default_transaction_read_only')")
+        yield _writable(not recovers and read_only != "on")
 
-    def isolation(self) -> str:
-        # The session's own was set by the library.
+    def isolation(self) -> Iterator[CheckMessage]:
+        """Look into the options, else ask the role, the database or the server: the session's own is the library's."""
         sql = "SELECT reset_val FROM pg_settings WHERE name = 'default_transaction_isolation'"
         level = str(self.options.get("isolation_level") or self.row(sql)[0])
         numbers = {"1": "read uncommitted", "2": "read committed", "3": "repeatable read", "4": "serializable"}
-        return numbers.get(level, level.rpartition(".")[2].replace("_", " ").lower())
+        yield _isolation(numbers.get(level, level.rpartition(".")[2].replace("_", " ").lower()))
 
-    def connected(self) -> tuple[int, int, str]:
+    def limits(self) -> Iterator[CheckMessage]:
+        """Count the connections of clients, and those for locks."""
         most, used, own = self.row(
             "SELECT current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int,"
             " (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'),"
             " (SELECT count(*) FROM pg_stat_activity WHERE application_name = 'sqlsem')"
         )
-        return most, used, f", {own} of them for locks"
+        yield _limits(most, used, f", {own} of them for locks")
 
-    def loose(self) -> list[str]:
-        names = ("fsync", "synchronous_commit")
-        found = self.row("SELECT current_setting('fsync'), current_setting('synchronous_commit')")
-        return [f"{name} = {value}" for name, value in zip(names, found, strict=True) if value == "off"]
+    def durability(self) -> Iterator[CheckMessage]:
+        """Look whether ``fsync`` and ``synchronous_commit`` are on."""
+        if self.config.durable:
+            names = ("fsync", "synchronous_commit")
+            found = self.row("SELECT current_setting('fsync'), current_setting('synchronous_commit')")
+            yield _durability([f"{name} = {value}" for name, value in zip(names, found, strict=True) if value == "off"])
 
 
 class MySQLServer(Server):
     """MySQL and MariaDB."""
+
+    questions = (
+        "version", "round_trip", "clock", "pooler", "cluster", "writable", "isolation", "limits", "durability",
+        "connections",
+    )  # fmt: skip
 
     def _variable(self, name: str, default: str) -> str:
         with self.connection.cursor() as cursor:
@@ -289,29 +202,49 @@ class MySQLServer(Server):
             row = cursor.fetchone()
         return str(row[1]).upper() if row else default
 
-    def sessions(self) -> tuple[Any, Any]:
+    def pooler(self) -> Iterator[CheckMessage]:
+        """Find a pooler by the number of the connection."""
         connection: Any = self.connection
-        return self.row("SELECT CONNECTION_ID()")[0], connection.connection.thread_id()
+        yield _pooler(self, self.row("SELECT CONNECTION_ID()")[0] != connection.connection.thread_id())
 
-    def many_writers(self) -> bool:
+    def cluster(self) -> Iterator[CheckMessage]:
+        """Find a cluster with several writers."""
         with self.connection.cursor() as cursor:
-            return several_writers(cursor)
+            several = several_writers(cursor)
+        if not several:
+            yield ok("D006", "The server is the only one that is written to.")
+            return
+        self.no_beacons.append("every node of a cluster has locks of its own")
+        text = (
+            "The server is a node of a cluster with several writers (Galera, or group replication): two claims of one"
+            " slot on two nodes are only told apart when they commit, and a killed process's slots come back with its"
+            " lease."
+        )
+        advice = "Send all writes to one node, and shorten LEASE"
+        yield warning("D006", text, f"{advice} ({self.config.lease:g} s) if crashes are frequent.")
 
-    def read_only(self) -> bool:
-        return self._variable("read_only", "OFF") not in ("OFF", "0")
+    def writable(self) -> Iterator[CheckMessage]:
+        """Find a server that was set to read-only."""
+        yield _writable(self._variable("read_only", "OFF") in ("OFF", "0"))
 
-    def isolation(self) -> str:
-        return str(self.options.get("isolation_level", "read committed") or "the server's default").lower()
+    def isolation(self) -> Iterator[CheckMessage]:
+        """Look into the options; without one it is Django's own."""
+        yield _isolation(str(self.options.get("isolation_level", "read committed") or "the server's default").lower())
 
-    def connected(self) -> tuple[int, int, str]:
+    def limits(self) -> Iterator[CheckMessage]:
+        """Count the connections."""
         used = int(self.row("SHOW GLOBAL STATUS LIKE 'Threads_connected'")[1])
-        return int(self._variable("max_connections", "")), used, ""
+        yield _limits(int(self._variable("max_connections", "")), used)
 
-    def loose(self) -> list[str]:
-        value = self._variable("innodb_flush_log_at_trx_commit", "1")
-        return [] if value in ("1", "3") else [f"innodb_flush_log_at_trx_commit = {value}"]
+    def durability(self) -> Iterator[CheckMessage]:
+        """Look whether InnoDB's log is flushed at each commit."""
+        name = "innodb_flush_log_at_trx_commit"
+        if self.config.durable:
+            value = self._variable(name, "1")
+            yield _durability([] if value in ("1", "3") else [f"{name} = {value}"])
 
     def wrong_engines(self, tables: set[str]) -> list[str]:
+        """Return the tables that are not of InnoDB, with their engines."""
         with self.connection.cursor() as cursor:
             cursor.execute("SELECT table_name, engine FROM information_schema.tables WHERE table_schema = DATABASE()")
             found = [(str(table), str(engine).upper()) for table, engine in cursor.fetchall()]
@@ -321,7 +254,11 @@ class MySQLServer(Server):
 class SQLiteFile(Server):
     """SQLite: the file, what it lies on, and how the project's own connections use it."""
 
-    own_clock = True
+    questions = ("version", "round_trip", "clock", "connections", "file")
+
+    def clock(self) -> Iterator[CheckMessage]:
+        """Say whose the clock is."""
+        yield ok("D004", "The database's clock is this host's.")
 
     def file(self) -> Iterator[CheckMessage]:
         """Look at the file, its journal, and the place of the beacons beside it."""
@@ -367,6 +304,51 @@ class SQLiteFile(Server):
             self.no_beacons.append("the directory of the beacons cannot be written to")
             text = f"{place!r} cannot be written to, so that a killed process's slots come back with its lease."
             yield warning("D008", text, f"Let this user create {directory!r}, with a file for each process.")
+
+
+# What is said of answers that PostgreSQL and MySQL both give.
+
+
+def _pooler(server: Server, pooled: bool) -> CheckMessage:
+    if not pooled:
+        return ok("D005", "No pooler stands in between: sessions are the library's own.")
+    server.no_beacons.append("a pooler stands in between")
+    text = (
+        "A pooler such as PgBouncer stands in between, and shares its sessions between clients: waiters look for slots"
+        " at intervals instead of being woken, and a killed process's slots come back with its lease."
+    )
+    advice = "Name an alias that leads to the server itself in SQLSEM['DATABASE']; or shorten LEASE"
+    return warning("D005", text, f"{advice} ({server.config.lease:g} s).")
+
+
+def _writable(writable: bool) -> CheckMessage:
+    if writable:
+        return ok("D007", "The database can be written to.")
+    text = "The database cannot be written to: it is a standby or a replica, or it was set to read-only."
+    return error("D007", text, "Keep the locks under an alias that leads to the primary.")
+
+
+def _isolation(level: str) -> CheckMessage:
+    text = f"The project's transactions on this alias are {level}."
+    if level in ("read committed", "read uncommitted"):
+        return ok("D010", text)
+    text += " One that began before it got a lock goes on seeing the data as they were before."
+    advice = "Take locks before the transaction begins. The library's own transactions are not affected."
+    return note("D010", text, advice)
+
+
+def _limits(most: int, used: int, more: str = "") -> CheckMessage:
+    text = f"{used} of the server's {most} connections are in use{more}; a process that uses locks has up to 2 more."
+    if used >= CROWDED * most:
+        return warning("D011", text, "Raise max_connections, or have fewer processes or persistent connections.")
+    return ok("D011", text)
+
+
+def _durability(loose: list[str]) -> CheckMessage:
+    if not loose:
+        return ok("D012", "Commits survive a crash of the server.")
+    text = f"The server may lose its last commits in a crash ({', '.join(loose)}), and with them grants."
+    return note("D012", text, "Two may then hold one slot for at most one lease. Tokens and fence() tell.")
 
 
 _SERVERS: Final = {"postgresql": PostgreSQLServer, "mysql": MySQLServer, "sqlite": SQLiteFile}
