@@ -33,16 +33,16 @@ from django_sqlsem.models import (
 
 _ALL: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 #: What every acquire reads and writes, unless nothing is recorded.
-ACQUIRES: Final = {
+ACQUIRE_RIGHTS: Final = {
     SemaphoreRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
     SlotRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
     WaiterRow._meta.db_table: _ALL,
 }
 #: What goes on beside it: without these rights the locks work, and less is known of them.
-HISTORY: Final = {EventRow._meta.db_table: ("SELECT", "INSERT", "DELETE"), MinuteRow._meta.db_table: _ALL}
-DEADLOCKS: Final = {WaitRow._meta.db_table: _ALL}
+HISTORY_RIGHTS: Final = {EventRow._meta.db_table: ("SELECT", "INSERT", "DELETE"), MinuteRow._meta.db_table: _ALL}
+DEADLOCK_RIGHTS: Final = {WaitRow._meta.db_table: _ALL}
 #: What only some kinds of locks use.
-KINDS: Final = {
+KIND_RIGHTS: Final = {
     TransactionLockRow._meta.db_table: ("SELECT",),
     ClaimRow._meta.db_table: ("SELECT", "INSERT", "DELETE"),
     RefreshRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
@@ -73,7 +73,7 @@ SELECT @rc AS rc, (SELECT login_time FROM sys.dm_exec_sessions WHERE session_id 
 SET NOCOUNT OFF;
 """
 #: Azure SQL Database has other names for the right, and tiers without it: there only trying tells.
-LOOK: Final = "SELECT TOP (1) request_mode FROM sys.dm_tran_locks WHERE request_session_id = @@SPID;\n"
+SEE_LOCKS: Final = "SELECT TOP (1) request_mode FROM sys.dm_tran_locks WHERE request_session_id = @@SPID;\n"
 #: Runs one query and returns its first row.
 Row = Callable[[str], tuple[Any, ...]]
 
@@ -242,7 +242,7 @@ def _asked(alias: str, where: str, row: Row) -> Iterator[CheckMessage]:
     yield from _lacking(alias, f"{where} does not let the login {login!r}", row)
     if 1 not in (server_state, performance_state):
         try:
-            row(LOOK)
+            row(SEE_LOCKS)
         except Exception as failed:  # noqa: BLE001 - of the driver, whatever it is
             text = f"{where} does not show the login {login!r} who else waits or holds application locks: {failed}"
             yield note("I001", text, "GRANT VIEW SERVER STATE, if you want to see that.")
@@ -251,13 +251,13 @@ def _asked(alias: str, where: str, row: Row) -> Iterator[CheckMessage]:
 def _lacking(alias: str, refuses: str, row: Row) -> Iterator[CheckMessage]:
     """Yield what rights the login lacks. Tables that are not there count as granted."""
     settings = config(alias)
-    if missing := _missing_rights(row, ACQUIRES if settings.record else {}):
+    if missing := _missing_rights(row, ACQUIRE_RIGHTS if settings.record else {}):
         yield error("E006", f"{refuses} record who holds what: {missing}.", "Grant these rights.")
-    beside = (HISTORY if settings.history else {}) | (DEADLOCKS if settings.deadlocks != "ignore" else {})
+    beside = (HISTORY_RIGHTS if settings.history else {}) | (DEADLOCK_RIGHTS if settings.deadlocks != "ignore" else {})
     if missing := _missing_rights(row, beside):
         advice = 'Grant these rights, or turn it off: SQLSEM["HISTORY"], SQLSEM["DEADLOCKS"].'
         yield warning("W013", f"{refuses} record what happens, or who waits for whom: {missing}.", advice)
-    if missing := _missing_rights(row, KINDS):
+    if missing := _missing_rights(row, KIND_RIGHTS):
         advice = "Grant these rights if you use claims, refresh_every() or transaction_lock()."
         yield note("I002", f"{refuses} use all kinds of locks: {missing}.", advice)
 

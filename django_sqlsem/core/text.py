@@ -7,7 +7,7 @@ from typing import Final
 
 MAX_SHOWN: Final = 100
 #: So many numbers in a row are told by the first and the last.
-MANY: Final = 8
+MANY_NUMBERS: Final = 8
 
 
 def shown(value: object) -> str:
@@ -22,6 +22,6 @@ def shown(value: object) -> str:
 
 def numbers(slots: Sequence[int]) -> str:
     """Return the numbers of slots: ``1, 2, 3``, and of many in a row ``1-100``."""
-    if len(slots) > MANY and slots[-1] - slots[0] == len(slots) - 1:
+    if len(slots) > MANY_NUMBERS and slots[-1] - slots[0] == len(slots) - 1:
         return f"{slots[0]}-{slots[-1]}"
     return ", ".join(map(str, slots))

@@ -80,7 +80,6 @@ SHARED_CONSTANTS = {
     "BEGIN",
     "CHUNK",
     "CROWD",
-    "DEADLOCKS",
     "DECLARE",
     "ERRORS",
     "FEW",
