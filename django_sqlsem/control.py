@@ -13,6 +13,7 @@ from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.core.durations import to_seconds
 from django_sqlsem.core.names import Name, literal_prefix, matcher, validate_name, validate_slots
 from django_sqlsem.database.sessions import backend_error
+from django_sqlsem.history import acts
 from django_sqlsem.signals import operator_acted
 from django_sqlsem.snapshots import SOMEBODY, SlotState
 
@@ -262,8 +263,6 @@ def _acted(
     told = f": {detail}" if detail else ""
     logger.log(level, "%s of %r by %s%s", action, name, by or "somebody", told, extra=extra)
     if not backend.process_local:
-        from django_sqlsem.history import acts  # it needs the models, which this module must not
-
         acts.record(backend.alias, action, name, by, detail, holder)
     for receiver, result in operator_acted.send_robust(sender=None, action=action, name=name, by=by, detail=detail):
         if isinstance(result, Exception):  # the act is done: a receiver's fault must not hide that

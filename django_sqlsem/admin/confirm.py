@@ -10,19 +10,18 @@ from django.contrib import messages
 from django.contrib.admin import helpers
 from django.contrib.admin.utils import unquote
 from django.core.exceptions import ValidationError
-from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
-from django_sqlsem import queries
-from django_sqlsem.admin.display import EMPTY, STATES, held_since, lease_left, program_of, users, visible
+from django_sqlsem.admin import live, tables
+from django_sqlsem.admin.display import users, visible
 from django_sqlsem.core.modes import WRITER
 from django_sqlsem.core.names import MAX_SLOTS, key_of, validate_name
 from django_sqlsem.models import SemaphoreRow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from django import forms
     from django.db.models import QuerySet
@@ -35,16 +34,16 @@ class DamagedFormError(Exception):
     """The confirmation did not come back as it was sent."""
 
 
+class ChangedError(Exception):
+    """Whom a button was beside is gone: the message says where."""
+
+
 class ActionForm(helpers.ActionForm):
     """Chooses an action. django-unfold shows the button beside it once what ``x-model`` names has a value."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.fields["action"].widget.attrs["x-model"] = "action"
-
-
-class ChangedError(Exception):
-    """Whom a button was beside is gone: the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,51 +64,29 @@ class Page:
     form: forms.Form | None = None
     dangerous: bool = False
 
-    @property
-    def named(self) -> str:
-        """The name of the one lock that it is about."""
-        names = {each.name for each in self.semaphores} | {each.name for each in (*self.holders, *self.others)}
-        return users(names.pop()) if len(names) == 1 else ""
-
 
 def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResponse:
-    # Any one row makes the list view call the action again; whom it means is said by the targets alone.
-    selected = request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)[:1]
-    site, opts = model_admin.admin_site, model_admin.opts
-    lock = one_lock(request)
+    """Return the page that asks."""
+    site, opts, lock = model_admin.admin_site, model_admin.opts, one_lock(request)
     back = lock and reverse(f"admin:{opts.app_label}_{opts.model_name}_change", args=[lock], current_app=site.name)
+    names = {each.name for each in page.semaphores} | {each.name for each in (*page.holders, *page.others)}
     context = {
-        **site.each_context(request),
         "title": page.title,
-        "opts": opts,
         "page": page,
-        "semaphores": [(users(each.name), each) for each in page.semaphores],
-        "holders": [_cells(holder) for holder in page.holders],
-        "others": [_cells(holder) for holder in page.others],
+        "tables": [
+            tables.semaphores(page.semaphores),
+            tables.meant("sqlsem-meant", _("Holders"), page.holders),
+            tables.meant("sqlsem-others", page.others_title, page.others),
+        ],
         "targets": json.dumps(page.targets),
-        "selected": selected,
+        # Any one row makes the list view call the action again; whom it means is said by the targets alone.
+        "selected": request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)[:1],
         "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
         "back": back or request.get_full_path(),
-        "one": page.named if lock else "",
-        "media": model_admin.media,
+        "one": users(names.pop()) if lock and len(names) == 1 else "",
     }
-    request.current_app = site.name
-    return TemplateResponse(request, "admin/sqlsem/confirm_action.html", context)
-
-
-def _cells(holder: HolderSnapshot) -> list[Any]:
-    return [
-        users(holder.name),
-        holder.place,
-        STATES[holder.state],
-        program_of(holder),
-        users(holder.label),
-        users(holder.user),
-        held_since(holder),
-        lease_left(holder),
-        f"{holder.acquired_at:%Y-%m-%d %H:%M:%S} UTC" if holder.recorded else EMPTY,
-        str(holder.token),
-    ]
+    answer: HttpResponse = live.page(model_admin, request, "admin/sqlsem/confirm_action.html", context)
+    return answer
 
 
 def one_lock(request: HttpRequest) -> str:
@@ -144,25 +121,15 @@ def check_selected(model_admin: Any, request: HttpRequest) -> None:
             raise DamagedFormError
 
 
-def confirmed(request: HttpRequest) -> list[Any] | None:
-    """Return the targets of a confirmed page, or ``None`` if it has not been shown yet."""
-    if "confirmed" not in request.POST:
-        return None
-    try:
-        targets = json.loads(request.POST.get("targets", ""))
-    except (ValueError, RecursionError):
-        targets = None
-    if not isinstance(targets, list):
-        raise DamagedFormError
-    return targets
+def is_confirmed(request: HttpRequest) -> bool:
+    """Whether this is the answer to a confirmation page."""
+    return "confirmed" in request.POST
 
 
-def slot_targets(request: HttpRequest) -> list[tuple[str, int, int]] | None:
-    targets = confirmed(request)
-    if targets is None:
-        return None
+def slot_targets(request: HttpRequest) -> list[tuple[str, int, int]]:
+    """Return the holders that a confirmed page means. Raises ``DamagedFormError``."""
     found = []
-    for target in targets:
+    for target in _targets(request):
         match target:
             case [str() as name, int() as slot, int() as token]:
                 found.append((_name(name), *_place(slot, token)))
@@ -171,8 +138,19 @@ def slot_targets(request: HttpRequest) -> list[tuple[str, int, int]] | None:
     return found
 
 
-def name_targets(targets: list[Any]) -> list[str]:
-    return [_name(target) for target in targets]
+def name_targets(request: HttpRequest) -> list[str]:
+    """Return the names that a confirmed page means. Raises ``DamagedFormError``."""
+    return [_name(target) for target in _targets(request)]
+
+
+def _targets(request: HttpRequest) -> list[Any]:
+    try:
+        targets = json.loads(request.POST.get("targets", ""))
+    except (ValueError, RecursionError):
+        targets = None
+    if not isinstance(targets, list):
+        raise DamagedFormError
+    return targets
 
 
 def _int(text: str) -> int:
@@ -199,40 +177,35 @@ def shown(request: HttpRequest, queryset: QuerySet[Any]) -> tuple[list[Semaphore
 
     Raises ``ChangedError`` if that one has gone since the button was shown.
     """
-    if queryset.model is SemaphoreRow:
-        snapshots = queries.by_name(queryset.values_list("name", flat=True))
-        holders = [holder for snapshot in snapshots.values() for holder in snapshot.holders]
-    else:
-        rows = set(queryset.values_list("semaphore__name", "slot"))
-        snapshots = queries.by_name({name for name, _slot in rows})
-        holders = [
-            holder
-            for snapshot in snapshots.values()
-            for holder in snapshot.holders
-            if any((holder.name, slot) in rows for slot in holder.numbers)
-        ]
+    slots = queryset.model is not SemaphoreRow
+    rows = set(queryset.values_list("semaphore__name", "slot") if slots else queryset.values_list("name"))
+    snapshots = list(live.reading_of(request).by_name(name for name, *_slot in rows).values())
+    holders = [
+        holder
+        for snapshot in snapshots
+        for holder in snapshot.holders
+        if not slots or any((holder.name, slot) in rows for slot in holder.numbers)
+    ]
     beside = button(request)[1]
     if beside is not None:
         holders = [holder for holder in holders if (holder.slot, holder.token) == beside]
         if not holders:
-            raise ChangedError(place(next(iter(snapshots), ""), beside[0]))
-    return list(snapshots.values()), holders
-
-
-def targets_of(holders: Iterable[HolderSnapshot]) -> list[tuple[str, int, int]]:
-    return [(holder.name, holder.slot, holder.token) for holder in holders]
+            raise ChangedError(place(snapshots[0].name if snapshots else "", beside[0]))
+    return snapshots, holders
 
 
 def log(model_admin: Any, request: HttpRequest, name: str, message: str) -> None:
-    row = SemaphoreRow(key=key_of(name), name=name)
-    model_admin.log_change(request, row, visible(message))
+    """Note an act in Django's log, under the semaphore's name."""
+    model_admin.log_change(request, SemaphoreRow(key=key_of(name), name=name), visible(message))
 
 
 def by(request: HttpRequest) -> str:
+    """Return who acts."""
     return str(request.user.get_username())
 
 
 def report_changed(model_admin: Any, request: HttpRequest, changed: Sequence[str]) -> None:
+    """Say which holders were left alone."""
     if changed:
         text = ngettext(
             "The holder of %(slots)s has changed since it was shown: nobody there was disturbed.",
@@ -243,4 +216,5 @@ def report_changed(model_admin: Any, request: HttpRequest, changed: Sequence[str
 
 
 def place(name: str, slot: int) -> str:
+    """Return a slot of a name in words."""
     return _("%(name)s slot %(slot)d") % {"name": visible(name), "slot": slot}

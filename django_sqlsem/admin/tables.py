@@ -1,4 +1,4 @@
-"""The tables on the page of one lock: holders, waiters, recent events, and the drawings' figures."""
+"""The tables on the page of one lock and on those that ask before an act."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from django.utils.html import format_html, format_html_join
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext, pgettext_lazy
 
-from django_sqlsem.admin import drawing
-from django_sqlsem.admin.display import EMPTY, STATES, held_since, instant, lease_left
-from django_sqlsem.admin.drawing import length
+from django_sqlsem.admin.display import EMPTY, STATES, held_since, instant, lease_left, length, program_of, users
+from django_sqlsem.core.names import key_of
 from django_sqlsem.history import events
 
 if TYPE_CHECKING:
@@ -80,11 +79,11 @@ def holders(snapshot: SemaphoreSnapshot, beside: Callable[[HolderSnapshot], Sequ
         found.sort(key=lambda each: (each.state.value != "stale", not each.stop_by, -each.age))
     rows = []
     for holder in found[:MAX_ROWS]:
-        state: Any = drawing.users(str(STATES[holder.state]))
+        state: Any = users(str(STATES[holder.state]))
         if role := snapshot.role(holder):
             state = format_html("{} ({})", state, role)
         if holder.stop_by:
-            asked = drawing.users(holder.stop_by)
+            asked = users(holder.stop_by)
             state = format_html(_('{} <span class="sqlsem-asked">asked to stop by {}</span>'), state, asked)
         cells = [
             holder.place,
@@ -103,6 +102,50 @@ def holders(snapshot: SemaphoreSnapshot, beside: Callable[[HolderSnapshot], Sequ
         _left_out(len(snapshot.holders), _("the stale ones and the oldest are listed")),
         _("Nobody holds it."),
     )
+
+
+def semaphores(found: Sequence[SemaphoreSnapshot]) -> Table:
+    """Return the locks that an act is about."""
+    rows = [
+        Row(
+            f"semaphore {key_of(each.name)}",
+            [
+                users(each.name),
+                each.slots,
+                each.declared_slots,
+                each.held,
+                each.waiting,
+                _("yes") if each.paused else _("no"),
+            ],
+        )
+        for each in found
+    ]
+    columns = [_("Name"), _("Slots"), _("Declared by the code"), _("Held"), _("Waiting"), _("Paused")]
+    return Table("sqlsem-semaphores", _("Semaphores"), columns, rows)
+
+
+def meant(key: str, caption: str, found: Sequence[HolderSnapshot]) -> Table:
+    """Return the holders that an act is about, or not about, with all that tells them from others."""
+    rows = [
+        Row(
+            f"holder {key_of(each.name)} {each.slot} {each.token}",
+            [
+                users(each.name),
+                each.place,
+                STATES[each.state],
+                program_of(each),
+                users(each.label) or EMPTY,
+                users(each.user) or EMPTY,
+                held_since(each),
+                lease_left(each),
+                f"{each.acquired_at:%Y-%m-%d %H:%M:%S} UTC" if each.recorded else EMPTY,
+                str(each.token),
+            ],
+        )
+        for each in found
+    ]
+    columns = [_("Name"), _("Slot"), _("State"), _("Holder"), _("Work"), _("User"), _("Age"), _("Lease left")]
+    return Table(key, caption, [*columns, _("Since"), _("Token")], rows)
 
 
 def waiters(snapshot: SemaphoreSnapshot) -> Table:
@@ -133,7 +176,7 @@ def waiters(snapshot: SemaphoreSnapshot) -> Table:
 def rare(found: Sequence[Event]) -> Table:
     """Return losses, deadlocks and what operators did, the newest first: these are kept for long."""
     rows = [
-        Row(_event_key(event), [*_what(event), drawing.users(event.by) or EMPTY, drawing.users(event.detail) or EMPTY])
+        Row(_event_key(event), [*_what(event), users(event.by) or EMPTY, users(event.detail) or EMPTY])
         for event in found[:MAX_ROWS]
     ]
     columns = [_("When"), _("What"), _("Slot"), _("Who"), _("Work"), _("By"), _("Detail")]
@@ -149,7 +192,7 @@ def recent_events(found: Sequence[Event]) -> Table:
                 *_what(event),
                 EMPTY if event.waited is None else length(event.waited),
                 EMPTY if event.held is None else length(event.held),
-                drawing.users(" ".join(filter(None, (event.by, event.detail)))) or EMPTY,
+                users(" ".join(filter(None, (event.by, event.detail)))) or EMPTY,
             ],
         )
         for event in found
@@ -167,8 +210,8 @@ def _what(event: Event) -> list[Any]:
         moment(event.at),
         format_html('<span class="sqlsem-event sqlsem-{}">{}</span>', event.what, word(event.what)),
         EMPTY if event.slot is None else ", ".join(map(str, event.slots[:8])),
-        drawing.users(_place(event)) or EMPTY,
-        drawing.users(event.label) or EMPTY,
+        users(_place(event)) or EMPTY,
+        users(event.label) or EMPTY,
     ]
 
 
@@ -183,7 +226,7 @@ def bars(found: Sequence[Span]) -> Table:
                 moment(span.start),
                 moment(span.end),
                 length((span.end - span.start).total_seconds()),
-                format_html("{} {}", _program(span.event), drawing.users(span.event.label)),
+                format_html("{} {}", _program(span.event), users(span.event.label)),
                 word(span.event.what),
             ],
         )
@@ -244,16 +287,16 @@ def program_text(someone: HolderSnapshot | WaiterSnapshot | Event) -> str:
 
 def _program(someone: HolderSnapshot | WaiterSnapshot | Event) -> SafeString:
     quiet = [_("pid %(pid)d") % {"pid": someone.pid}] if someone.pid else []
-    quiet.append(drawing.users(someone.thread))
+    quiet.append(users(someone.thread))
     if session := getattr(someone, "session_id", None):
         quiet.append(_("session %(session)d") % {"session": session})
-    quiet += [drawing.users(getattr(someone, each, "")) for each in ("login", "program")]
+    quiet += [users(getattr(someone, each, "")) for each in ("login", "program")]
     second = format_html_join(" \N{MIDDLE DOT} ", "{}", ((each,) for each in quiet if each))
-    return format_html('{} <span class="sqlsem-second">{}</span>', drawing.users(someone.host) or EMPTY, second)
+    return format_html('{} <span class="sqlsem-second">{}</span>', users(someone.host) or EMPTY, second)
 
 
 def _work(someone: HolderSnapshot | WaiterSnapshot) -> SafeString:
-    work, user = drawing.users(someone.label) or EMPTY, drawing.users(someone.user)
+    work, user = users(someone.label) or EMPTY, users(someone.user)
     return format_html('{} <span class="sqlsem-second">{}</span>', work, user) if user else format_html("{}", work)
 
 

@@ -52,7 +52,6 @@ SHARED_CLASSES = {
 }
 #: Names of public constants that two modules use for different values.
 SHARED_CONSTANTS = {
-    "ACTS",
     "AGAIN",
     "ANSWER_TIMEOUT",
     "AT_ONCE",
@@ -101,9 +100,7 @@ SHARED_CONSTANTS = {
 #: Modules that import another of ours inside a function, and how often.
 LATE = {
     "apps.py": 1,
-    "control.py": 1,
     "deadlocks/watch.py": 1,
-    "queries.py": 13,
 }
 #: Places that catch what interrupts a thread.
 INTERRUPTIONS = 41
