@@ -18,6 +18,8 @@ from django_sqlsem.signals import operator_acted
 from django_sqlsem.snapshots import SOMEBODY, SlotState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from django_sqlsem.backends.base import BaseSemaphoreBackend
     from django_sqlsem.core.durations import Seconds
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
@@ -75,7 +77,7 @@ def revoke(
         holder = backend.revoke(name, number, shown, by=by, kill=kill)
         if holder is not None:
             revoked.append(holder)
-            _acted(backend, "revoke", name, by, str(holder), logging.WARNING, holder=holder)
+            _acted(backend, "revoke", name, by, holder=holder)
     return revoked
 
 
@@ -100,13 +102,10 @@ def drain(name: Name, *, by: str, using: str | None = None) -> bool:
     It is done when nobody holds any more: nobody is waited for here, and nothing is taken from anybody. This is not
     ``Semaphore.drain()``, by which a program has the semaphore for itself.
     """
-    name = validate_name(name)
-    backend = get_backend(database_for(using))
-    if not backend.set_paused(name, True):
+    if not _set("drain", name, lambda backend, text: backend.set_paused(text, True), by, using):
         return False
-    _acted(backend, "drain", name, by, "")
-    holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
-    _ask(backend, name, [(holder.slot, holder.token) for holder in holders if holder.recorded], by)
+    name, backend = validate_name(name), get_backend(database_for(using))
+    _ask(backend, name, [(holder.slot, holder.token) for holder in _holders(backend, name) if holder.recorded], by)
     return True
 
 
@@ -116,7 +115,7 @@ def _ask(backend: BaseSemaphoreBackend, name: str, meant: list[tuple[int, int]],
         holder = backend.request_stop(name, number, shown, by=by or SOMEBODY)
         if holder is not None:
             asked.append(holder)
-            _acted(backend, "stop", name, by, str(holder), holder=holder)
+            _acted(backend, "stop", name, by, holder=holder)
     return asked
 
 
@@ -126,8 +125,12 @@ def _meant(backend: BaseSemaphoreBackend, name: str, slot: int | None, token: in
         raise ValueError("A token belongs to a slot: give the slot too.")
     if slot is not None and token is not None:
         return [(slot, token)]
-    holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
+    holders = _holders(backend, name)
     return [(holder.slot, holder.token) for holder in holders if slot is None or slot in holder.numbers]
+
+
+def _holders(backend: BaseSemaphoreBackend, name: str) -> list[HolderSnapshot]:
+    return [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
 
 
 def plan_purge(
@@ -182,7 +185,7 @@ def execute_purge(plan: PurgePlan, *, by: str) -> PurgeResult:
     for holder in plan.slots:
         if backend.purge_slot(holder.name, holder.slot, holder.token):
             freed.append(holder)
-            _acted(backend, "purge", holder.name, by, str(holder), holder=holder)
+            _acted(backend, "purge", holder.name, by, holder=holder)
         else:
             changed.append(holder)
     for snapshot in plan.names:
@@ -200,24 +203,20 @@ def set_slots(name: Name, slots: int | None, *, by: str, using: str | None = Non
     No holder is interrupted: after a shrink nothing is granted until fewer are held. Returns ``False`` if there is
     no such name. Raises ``ValueError`` for a number out of range, or for a mutex or a monitor and any number but 1.
     """
-    name = validate_name(name)
     if slots is not None:
         validate_slots(slots)
-    backend = get_backend(database_for(using))
-    done = backend.set_slots(name, slots)
-    if done:
-        _acted(backend, "set slots", name, by, "as declared by the code" if slots is None else f"{slots} slots")
-    return done
+    detail = "as declared by the code" if slots is None else f"{slots} slots"
+    return _set("set slots", name, lambda backend, text: backend.set_slots(text, slots), by, using, detail)
 
 
 def pause(name: Name, *, by: str, using: str | None = None) -> bool:
     """Grant nothing more until ``resume``; holders keep what they have. ``False`` if there is no such name."""
-    return _set_paused(name, True, by, using)
+    return _set("pause", name, lambda backend, text: backend.set_paused(text, True), by, using)
 
 
 def resume(name: Name, *, by: str, using: str | None = None) -> bool:
     """Grant again. ``False`` if there is no such name."""
-    return _set_paused(name, False, by, using)
+    return _set("resume", name, lambda backend, text: backend.set_paused(text, False), by, using)
 
 
 def procedures(*, drop: bool = False, using: str | None = None) -> tuple[str, ...]:
@@ -240,12 +239,19 @@ def change_procedures(*, drop: bool = False, by: str, using: str | None = None) 
     logger.info("stored procedures of %r %s by %s", alias, "removed" if drop else "installed", by or "somebody")
 
 
-def _set_paused(name: Name, paused: bool, by: str, using: str | None) -> bool:
+def _set(
+    action: str,
+    name: Name,
+    change: Callable[[BaseSemaphoreBackend, str], bool],
+    by: str,
+    using: str | None,
+    detail: str = "",
+) -> bool:
     name = validate_name(name)
     backend = get_backend(database_for(using))
-    done = backend.set_paused(name, paused)
+    done = change(backend, name)
     if done:
-        _acted(backend, "pause" if paused else "resume", name, by, "")
+        _acted(backend, action, name, by, detail)
     return done
 
 
@@ -254,11 +260,13 @@ def _acted(
     action: str,
     name: str,
     by: str,
-    detail: str,
-    level: int = logging.INFO,
+    detail: str = "",
     *,
     holder: HolderSnapshot | None = None,
 ) -> None:
+    """Log an act, note it in the history and tell the signal's receivers. ``holder``: on whom it was done."""
+    detail = detail or str(holder or "")
+    level = logging.WARNING if action == "revoke" else logging.INFO
     extra = {"semaphore": name, "what": "acted", "action": action, "by": by, "detail": detail}
     told = f": {detail}" if detail else ""
     logger.log(level, "%s of %r by %s%s", action, name, by or "somebody", told, extra=extra)

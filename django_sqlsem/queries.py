@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from django_sqlsem import conf, serialize
 from django_sqlsem.backends import database_for, get_backend
@@ -18,7 +18,7 @@ from django_sqlsem.refresh import rows as refresh_rows
 
 if TYPE_CHECKING:
     import datetime
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from django.db.models import Q
 
@@ -59,14 +59,6 @@ __all__ = [
 ]
 
 State: TypeAlias = Literal["held", "stale", "waiting", "free", "paused"]
-
-_STATES: dict[State, Callable[[SemaphoreSnapshot], bool]] = {
-    "held": lambda snapshot: snapshot.held > 0,
-    "stale": lambda snapshot: snapshot.stale > 0,
-    "waiting": lambda snapshot: snapshot.waiting > 0,
-    "free": lambda snapshot: snapshot.free > 0,
-    "paused": lambda snapshot: snapshot.paused,
-}
 
 
 def locks_database(using: str | None = None) -> str:
@@ -146,15 +138,14 @@ def semaphores(
     ``name_glob`` is a shell pattern with case (``reports:*``). ``state`` keeps the semaphores that have a slot or
     a waiter in that state. Raises ``ValueError`` for an unknown state and ``BackendError`` if the database fails.
     """
-    if state is not None and state not in _STATES:
-        raise ValueError(f"state must be one of {', '.join(_STATES)}, not {state!r}.")
+    if state is not None and state not in get_args(State):
+        raise ValueError(f"state must be one of {', '.join(get_args(State))}, not {state!r}.")
     prefix = literal_prefix(name_glob)
     if prefix is None:
         return []
     matches = matcher(name_glob)
-    wanted = _STATES[state] if state else None
     found = get_backend(database_for(using)).inspect(prefix=prefix)
-    return [snapshot for snapshot in found if matches(snapshot.name) and (wanted is None or wanted(snapshot))]
+    return [snapshot for snapshot in found if matches(snapshot.name) and (state is None or getattr(snapshot, state))]
 
 
 def semaphore(name: Name, using: str | None = None) -> SemaphoreSnapshot | None:

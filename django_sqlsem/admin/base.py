@@ -15,34 +15,30 @@ from django_sqlsem import queries
 from django_sqlsem.admin import actions, confirm, live
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from django.db.models import QuerySet
     from django.http import HttpRequest, HttpResponse
     from django.urls import URLPattern
+    from django.utils.functional import _StrPromise
 
     from django_sqlsem.queries import Reading
 
-    ModelAdmin = admin.ModelAdmin
-else:
 
-    class ModelAdmin(admin.ModelAdmin):
-        """Django's class does not take a type parameter when it runs."""
-
-        def __class_getitem__(cls, model: Any) -> Any:
-            return cls
+def column(text: _StrPromise, show: Callable[[Any], Any], ordering: Any = None) -> Any:
+    """Return a column of a list, or a field of a page: what it shows of a row, under these words."""
+    return admin.display(lambda _admin, row: show(row), description=text, ordering=ordering)
 
 
 class ReadChangeList(ChangeList):
     """A list that reads what its model admin knows of all rows of a page at once."""
 
     def get_results(self, request: HttpRequest) -> None:
-        """Read the page, and then what belongs to its rows."""
         super().get_results(request)
         self.result_list = self.model_admin.known(request, self.result_list)  # type: ignore[attr-defined]
 
 
-class OperatorAdmin(ModelAdmin[Any]):
+class OperatorAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """Shows rows of the locks database and changes nothing but through actions, which ask first.
 
     A list declares its columns, and what there is to know of rows besides their fields: ``read()`` returns it, and each
@@ -67,7 +63,6 @@ class OperatorAdmin(ModelAdmin[Any]):
         return found
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """Read from the database that keeps the locks."""
         return super().get_queryset(request).using(queries.locks_database())
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
@@ -76,7 +71,6 @@ class OperatorAdmin(ModelAdmin[Any]):
         return row if row is None else self.known(request, [row])[0]
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
-        """Read a page at once, not row by row."""
         return ReadChangeList
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
@@ -93,7 +87,7 @@ class OperatorAdmin(ModelAdmin[Any]):
         return urls
 
     def own_urls(self) -> list[URLPattern]:
-        """Return what comes before Django's own addresses, whose last one would take any."""
+        """Return what comes before Django's own addresses: the last of those takes any."""
         return []
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
@@ -120,26 +114,18 @@ class OperatorAdmin(ModelAdmin[Any]):
             for note in queries.notes():
                 self.message_user(request, note, messages.INFO)
 
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """The library makes the rows: by acquiring, claiming, building."""
+    def _never(self, request: HttpRequest, obj: Any = None) -> bool:
+        """The library alone makes and changes rows, and ``manage.py locks purge --idle`` deletes idle names."""
         return False
 
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Only actions change something, and the library."""
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """``manage.py locks purge --idle`` deletes idle names."""
-        return False
+    has_add_permission = has_change_permission = has_delete_permission = _never
 
     def has_operate_permission(self, request: HttpRequest) -> bool:
-        """Whether the user may ask to stop, revoke and purge."""
         return request.user.has_perm("sqlsem.operate_semaphorerow")
 
     def has_configure_permission(self, request: HttpRequest) -> bool:
-        """Whether the user may set slots, pause and resume."""
         return request.user.has_perm("sqlsem.configure_semaphorerow")
 
     def has_drain_permission(self, request: HttpRequest) -> bool:
-        """Whether the user may drain, which is to pause and to ask holders to stop."""
+        """To drain is to pause and to ask holders to stop."""
         return self.has_configure_permission(request) and self.has_operate_permission(request)

@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
 
-STATES: Final[dict[SlotState, _StrPromise]] = {
-    SlotState.FREE: gettext_lazy("free"),
-    SlotState.HELD: gettext_lazy("held"),
-    SlotState.STALE: gettext_lazy("stale"),
+#: The states of a slot, in the order in which groups of cells stand.
+STATES: Final[dict[str, _StrPromise]] = {
+    "stale": gettext_lazy("stale"),
+    "held": gettext_lazy("held"),
+    "draining": gettext_lazy("draining"),
+    "paused": gettext_lazy("paused"),
+    "free": gettext_lazy("free"),
 }
 #: What stands in a cell that has nothing to say.
 EMPTY: Final = "-"
@@ -41,7 +44,7 @@ _DISORDERLY: Final = frozenset(
 
 
 #: What each kind of lock is called.
-KINDS: Final[dict[str, _StrPromise]] = {
+KIND_WORDS: Final[dict[str, _StrPromise]] = {
     "semaphore": gettext_lazy("semaphore"),
     "mutex": gettext_lazy("mutex"),
     "monitor": gettext_lazy("monitor"),
@@ -54,7 +57,7 @@ KINDS: Final[dict[str, _StrPromise]] = {
 
 def kind_of(kind: str) -> str:
     """Return what a kind of lock is called."""
-    return str(KINDS.get(kind, kind))
+    return str(KIND_WORDS.get(kind, kind))
 
 
 def visible(text: str) -> str:
@@ -134,15 +137,7 @@ def program_of(holder: HolderSnapshot) -> str:
 
 
 #: More slots than these are drawn as groups.
-MANY: Final = 40
-#: The states in the order in which groups stand.
-WORDS: Final[dict[str, _StrPromise]] = {
-    "stale": gettext_lazy("stale"),
-    "held": gettext_lazy("held"),
-    "draining": gettext_lazy("draining"),
-    "paused": gettext_lazy("paused"),
-    "free": gettext_lazy("free"),
-}
+_MANY: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +162,12 @@ def cells(snapshot: SemaphoreSnapshot) -> list[Cell]:
     lone = {WRITER} if any(holder.numbers == (WRITER,) for holder in snapshot.holders) else set()
     slots = sorted({*range(1, snapshot.slots + 1), *(holders.keys() - {WRITER}), *lone})
     states = {slot: _state(snapshot, holders.get(slot)) for slot in slots}
-    if len(slots) > MANY:
+    if len(slots) > _MANY:
         counts = Counter(states.values())
         first = {state: min(slot for slot in slots if states[slot] == state) for state in counts}
         return [
             Cell(first[state], state, _("%(count)d %(state)s") % {"count": counts[state], "state": word}, counts[state])
-            for state, word in WORDS.items()
+            for state, word in STATES.items()
             if state in counts
         ]
     return [Cell(slot, states[slot], _title(slot, states[slot], holders.get(slot))) for slot in slots]
@@ -194,7 +189,7 @@ def drawn(snapshot: SemaphoreSnapshot) -> SafeString | str:
         )
     said = ", ".join(
         _("%(count)d %(state)s") % {"count": counts[state], "state": word}
-        for state, word in WORDS.items()
+        for state, word in STATES.items()
         if state in counts
     )
     label = escape(_("Slots: %(states)s") % {"states": said})
@@ -213,5 +208,5 @@ def _state(snapshot: SemaphoreSnapshot, holder: HolderSnapshot | None) -> str:
 def _title(slot: int, state: str, holder: HolderSnapshot | None) -> str:
     place = _("Upgradable place") if slot == WRITER else _("Slot %(slot)s") % {"slot": slot}
     who = [] if holder is None else [program_of(holder), holder.label, holder.user]
-    said = ", ".join([str(WORDS[state]), *(visible(part) for part in who if part)])
+    said = ", ".join([str(STATES[state]), *(visible(part) for part in who if part)])
     return _("%(place)s: %(state)s") % {"place": place, "state": said}

@@ -68,7 +68,7 @@ def drawing(*content: str, key: str, height: float, title: str, description: str
         element("desc", visible(description), id=f"{key}-about"),
         *content,
         xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {svg_number(WIDTH)} {svg_number(height)}",
+        viewBox=f"0 0 {svg_number(DRAWING_WIDTH)} {svg_number(height)}",
         class_="sqlsem-drawing",
         role="img",
         aria_labelledby=f"{key}-title",
@@ -78,9 +78,9 @@ def drawing(*content: str, key: str, height: float, title: str, description: str
 
 
 #: All drawings are as wide, so that one minute stands above the same minute of the others.
-WIDTH: Final = 960.0
-LEFT: Final = 56.0
-RIGHT: Final = 130.0
+DRAWING_WIDTH: Final = 960.0
+PLOT_LEFT: Final = 56.0
+PLOT_RIGHT: Final = 130.0
 TICK: Final = datetime.timedelta(minutes=10)
 #: One step of the charts, in seconds.
 MINUTE: Final = 60.0
@@ -98,17 +98,17 @@ class TimeScale:
     @property
     def pixels(self) -> float:
         """How many pixels a second has."""
-        return (WIDTH - LEFT - RIGHT) / self.window
+        return (DRAWING_WIDTH - PLOT_LEFT - PLOT_RIGHT) / self.window
 
     def x(self, at: datetime.datetime) -> float:
         """Return where an instant is; what is outside is at the edge."""
         before = (self.now - at).total_seconds()
-        return WIDTH - RIGHT - min(self.window, max(0.0, before)) * self.pixels
+        return DRAWING_WIDTH - PLOT_RIGHT - min(self.window, max(0.0, before)) * self.pixels
 
     def minute(self, at: datetime.datetime) -> tuple[float, float]:
         """Return where the minute that begins at an instant stands, and its width; it ends now at the latest."""
         left = self.x(at)
-        return left, min(WIDTH - RIGHT - left, MINUTE * self.pixels)
+        return left, min(DRAWING_WIDTH - PLOT_RIGHT - left, MINUTE * self.pixels)
 
     def ticks(self) -> list[datetime.datetime]:
         """Return the round instants within, in the current time zone."""
@@ -127,10 +127,10 @@ class TimeScale:
         for tick in self.ticks():
             x = self.x(tick)
             parts.append(element("line", x1=x, x2=x, y1=top, y2=bottom + 4, class_="sqlsem-grid"))
-            if WIDTH - RIGHT - x > 40:
+            if DRAWING_WIDTH - PLOT_RIGHT - x > 40:
                 parts.append(text(f"{tick:%H:%M}", x, bottom + 16, "sqlsem-tick", "middle"))
-        right = WIDTH - RIGHT
-        parts.append(element("line", x1=LEFT, x2=right, y1=bottom, y2=bottom, class_="sqlsem-axis"))
+        right = DRAWING_WIDTH - PLOT_RIGHT
+        parts.append(element("line", x1=PLOT_LEFT, x2=right, y1=bottom, y2=bottom, class_="sqlsem-axis"))
         parts.append(text(_("now"), right, bottom + 16, "sqlsem-tick", "end"))
         return parts
 
@@ -163,8 +163,8 @@ class LengthScale:
         parts = []
         for step in self.steps:
             y = self.y(step)
-            parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="sqlsem-grid"))
-            parts.append(text(length(step), LEFT - 6, y + 4, "sqlsem-tick", "end"))
+            parts.append(element("line", x1=PLOT_LEFT, x2=DRAWING_WIDTH - PLOT_RIGHT, y1=y, y2=y, class_="sqlsem-grid"))
+            parts.append(text(length(step), PLOT_LEFT - 6, y + 4, "sqlsem-tick", "end"))
         return parts
 
 
@@ -244,11 +244,11 @@ def numbers(key: str, title: str, minutes: Sequence[Minute], scale: TimeScale) -
         key,
         title,
         _("In the last hour: %(granted)d granted, %(away)d turned away, %(lost)d lost.") % totals,
-        text(str(most), LEFT - 6, _TOP + 4, "sqlsem-tick", "end"),
-        element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=_TOP, y2=_TOP, class_="sqlsem-grid"),
-        text("0", LEFT - 6, _MIDDLE + 4, "sqlsem-tick", "end"),
+        text(str(most), PLOT_LEFT - 6, _TOP + 4, "sqlsem-tick", "end"),
+        element("line", x1=PLOT_LEFT, x2=DRAWING_WIDTH - PLOT_RIGHT, y1=_TOP, y2=_TOP, class_="sqlsem-grid"),
+        text("0", PLOT_LEFT - 6, _MIDDLE + 4, "sqlsem-tick", "end"),
         *scale.axis(_TOP, _BOTTOM),
-        element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=_MIDDLE, y2=_MIDDLE, class_="sqlsem-axis"),
+        element("line", x1=PLOT_LEFT, x2=DRAWING_WIDTH - PLOT_RIGHT, y1=_MIDDLE, y2=_MIDDLE, class_="sqlsem-axis"),
         *parts,
         *labels,
         *hovers,
@@ -260,7 +260,7 @@ def _chart(key: str, title: str, about: str, *content: str) -> SafeString:
 
 
 def _label(words: str, y: float, kind: str) -> SafeString:
-    return text(words, WIDTH - RIGHT + 8, y, f"sqlsem-label sqlsem-{kind}")
+    return text(words, DRAWING_WIDTH - PLOT_RIGHT + 8, y, f"sqlsem-label sqlsem-{kind}")
 
 
 def _line(
@@ -302,7 +302,7 @@ MAX_MARKS: Final = 30
 #: Past bars that are narrower are merged, in pixels.
 _LEAST: Final = 1.5
 _LANE, _BAR, _LANES_TOP = 22.0, 14.0, 34.0
-_RIGHT_EDGE: Final = WIDTH - RIGHT
+_RIGHT_EDGE: Final = DRAWING_WIDTH - PLOT_RIGHT
 #: The words over the marks: so many rows of them, each character about so wide.
 _ROWS, _CHARACTER = 2, 6.2
 
@@ -369,7 +369,7 @@ def _merged(narrow: Sequence[Bar], wide: float) -> list[Bar]:
     """Return one bar for all that begin in the same ``wide`` pixels of a lane: the denser, the more they fill it."""
     bins: dict[tuple[int | None, int], list[Bar]] = {}
     for bar in narrow:
-        bins.setdefault((bar.slot, math.floor((bar.x - LEFT) / wide)), []).append(bar)
+        bins.setdefault((bar.slot, math.floor((bar.x - PLOT_LEFT) / wide)), []).append(bar)
     found = []
     for (slot, number), parts in bins.items():
         if len(parts) == 1:
@@ -377,7 +377,7 @@ def _merged(narrow: Sequence[Bar], wide: float) -> list[Bar]:
             continue
         title = ngettext("slot %(slot)s: %(count)d hold", "slot %(slot)s: %(count)d short holds", len(parts))
         title %= {"slot": slot, "count": len(parts)}
-        left = LEFT + number * wide
+        left = PLOT_LEFT + number * wide
         filled = density(sum(part.width for part in parts) / wide)
         found.append(Bar(slot, left, min(wide, _RIGHT_EDGE - left), DENSE, title, filled, len(parts)))
     return found
@@ -419,8 +419,8 @@ def _hatch() -> SafeString:
 def _lane(lane: Lane, y: float) -> list[SafeString]:
     middle = y + _LANE / 2
     return [
-        element("line", x1=LEFT, x2=_RIGHT_EDGE, y1=middle, y2=middle, class_="sqlsem-lane"),
-        text(lane.word, LEFT - 8, middle + 4, "sqlsem-word", "end"),
+        element("line", x1=PLOT_LEFT, x2=_RIGHT_EDGE, y1=middle, y2=middle, class_="sqlsem-lane"),
+        text(lane.word, PLOT_LEFT - 8, middle + 4, "sqlsem-word", "end"),
         _label(lane.now, middle + 4, lane.kind),
     ]
 
@@ -456,12 +456,12 @@ def _bar(bar: Bar, y: float) -> list[SafeString]:
 def _marks(marks: Sequence[Mark], scale: TimeScale, bottom: float) -> list[SafeString]:
     """Return the marks, the newest last; a word that has no room is left to the line's own title."""
     parts = []
-    free = [LEFT] * _ROWS  # where the next word of each row may begin
+    free = [PLOT_LEFT] * _ROWS  # where the next word of each row may begin
     for mark in sorted(marks, key=lambda each: each.at)[-MAX_MARKS:]:
         x = scale.x(mark.at)
         words = element("title", visible(mark.title))
         wide = len(mark.word) * _CHARACTER
-        left = min(x, WIDTH - wide)
+        left = min(x, DRAWING_WIDTH - wide)
         row = next((number for number, least in enumerate(free) if left >= least), None)
         top = _LANES_TOP - 6 if row is None else 4.0 + row * 13
         parts.append(element("line", words, x1=x, x2=x, y1=top, y2=bottom, class_="sqlsem-mark"))

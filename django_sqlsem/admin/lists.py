@@ -9,7 +9,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from django_sqlsem.admin import actions
-from django_sqlsem.admin.base import OperatorAdmin
+from django_sqlsem.admin.base import OperatorAdmin, column
 from django_sqlsem.admin.display import EMPTY, STATES, held_since, instant, lease_left, program, program_of, users
 from django_sqlsem.admin.live import reading_of
 from django_sqlsem.core.durations import duration
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
     from django.db.models import QuerySet
     from django.http import HttpRequest
-    from django.utils.safestring import SafeString
 
     from django_sqlsem.queries import Reading
-    from django_sqlsem.snapshots import HolderSnapshot
+    from django_sqlsem.snapshots import HolderSnapshot, RefreshSnapshot
 
 
 class StateFilter(admin.SimpleListFilter):
@@ -34,13 +33,16 @@ class StateFilter(admin.SimpleListFilter):
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        """Return the states."""
         return [("held", _("held")), ("stale", _("stale")), ("waiting", _("waited for"))]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Ask the query layer, whose clock is the database's."""
         state = cast("Any", self.value())
         return queryset if state is None else queryset.filter(reading_of(request).slots_in_state(state))
+
+
+def worker(row: ClaimRow | RefreshRow) -> str:
+    """Return the program that works on a row."""
+    return program(row.host, row.pid, row.thread)
 
 
 @admin.register(SlotRow)
@@ -68,33 +70,13 @@ class SlotAdmin(OperatorAdmin):
         places = ((row.pk, (row.semaphore.name, row.slot)) for row in rows)
         return {key: holders[place] for key, place in places if place in holders}
 
-    @admin.display(description=gettext_lazy("name"), ordering="semaphore__name")
-    def name(self, row: SlotRow) -> str:
-        return users(row.semaphore.name)
-
-    @admin.display(description=gettext_lazy("state"))
-    def state(self, row: Any) -> str:
-        return str(STATES[row.known.state if row.known else SlotState.FREE])
-
-    @admin.display(description=gettext_lazy("age"))
-    def age(self, row: Any) -> str:
-        return held_since(row.known) if row.known else EMPTY
-
-    @admin.display(description=gettext_lazy("lease left"))
-    def lease_left(self, row: Any) -> str:
-        return lease_left(row.known) if row.known else EMPTY
-
-    @admin.display(description=gettext_lazy("holder"))
-    def holder(self, row: Any) -> str:
-        return program_of(row.known) if row.known else EMPTY
-
-    @admin.display(description=gettext_lazy("work"))
-    def work(self, row: Any) -> str:
-        return users(row.known.label if row.known else "") or EMPTY
-
-    @admin.display(description=gettext_lazy("user"))
-    def user_name(self, row: Any) -> str:
-        return users(row.known.user if row.known else "") or EMPTY
+    name = column(gettext_lazy("name"), lambda row: users(row.semaphore.name), ordering="semaphore__name")
+    state = column(gettext_lazy("state"), lambda row: STATES[row.known.state if row.known else SlotState.FREE])
+    age = column(gettext_lazy("age"), lambda row: held_since(row.known) if row.known else EMPTY)
+    lease_left = column(gettext_lazy("lease left"), lambda row: lease_left(row.known) if row.known else EMPTY)
+    holder = column(gettext_lazy("holder"), lambda row: program_of(row.known) if row.known else EMPTY)
+    work = column(gettext_lazy("work"), lambda row: (row.known and users(row.known.label)) or EMPTY)
+    user_name = column(gettext_lazy("user"), lambda row: (row.known and users(row.known.user)) or EMPTY)
 
 
 @admin.register(RefreshRow)
@@ -106,35 +88,24 @@ class RefreshAdmin(OperatorAdmin):
     ordering = ("name",)
 
     def read(self, reading: Reading, rows: list[RefreshRow]) -> Mapping[Any, Any]:
-        """Return the snapshots."""
         return reading.refreshed(rows)
 
-    @admin.display(description=gettext_lazy("built"))
-    def built(self, row: Any) -> str:
-        return EMPTY if row.known.built_at is None else instant(row.known.age, row.known.built_at)
+    built = column(
+        gettext_lazy("built"), lambda row: instant(row.known.age, row.known.built_at) if row.known.built_at else EMPTY
+    )
+    built_by = column(gettext_lazy("built by"), lambda row: worker(row) if row.known.built_at else EMPTY)
+    work = column(gettext_lazy("work"), lambda row: row.label or EMPTY)
+    took = column(gettext_lazy("build took"), lambda row: EMPTY if row.known.took is None else duration(row.known.took))
+    period = column(gettext_lazy("every"), lambda row: duration(row.known.period))
+    due = column(gettext_lazy("due"), lambda row: _due(row.known))
 
-    @admin.display(description=gettext_lazy("built by"))
-    def built_by(self, row: RefreshRow) -> str:
-        return EMPTY if row.built_us is None else program(row.host, row.pid, row.thread)
 
-    @admin.display(description=gettext_lazy("work"))
-    def work(self, row: RefreshRow) -> str:
-        return row.label or EMPTY
-
-    @admin.display(description=gettext_lazy("build took"))
-    def took(self, row: Any) -> str:
-        return EMPTY if row.known.took is None else duration(row.known.took)
-
-    @admin.display(description=gettext_lazy("every"))
-    def period(self, row: RefreshRow) -> str:
-        return duration(row.period_us / 1e6)
-
-    @admin.display(description=gettext_lazy("due"))
-    def due(self, row: Any) -> str:
-        when = _("in %(time)s") % {"time": duration(row.known.due_in)} if row.known.due_in else _("now")
-        if row.known.failed is None:
-            return when
-        return _("%(when)s, failed %(age)s ago") % {"when": when, "age": duration(row.known.failed)}
+def _due(found: RefreshSnapshot) -> str:
+    """Return when the next caller rebuilds a value, and whether the last build failed."""
+    when = _("in %(time)s") % {"time": duration(found.due_in)} if found.due_in else _("now")
+    if found.failed is None:
+        return when
+    return _("%(when)s, failed %(age)s ago") % {"when": when, "age": duration(found.failed)}
 
 
 @admin.register(ClaimRow)
@@ -152,17 +123,9 @@ class ClaimAdmin(OperatorAdmin):
         """Return for how long rows have been claimed, and since when."""
         return reading.claimed(rows)
 
-    @admin.display(description=gettext_lazy("since"), ordering="claimed_us")
-    def since(self, row: Any) -> SafeString:
-        return instant(*row.known)
-
-    @admin.display(description=gettext_lazy("worker"))
-    def worker(self, row: ClaimRow) -> str:
-        return program(row.host, row.pid, row.thread)
-
-    @admin.display(description=gettext_lazy("work"))
-    def work(self, row: ClaimRow) -> str:
-        return row.label or EMPTY
+    since = column(gettext_lazy("since"), lambda row: instant(*row.known), ordering="claimed_us")
+    worker = column(gettext_lazy("worker"), worker)
+    work = column(gettext_lazy("work"), lambda row: row.label or EMPTY)
 
 
 @admin.register(TransactionLockRow)

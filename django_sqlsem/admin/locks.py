@@ -13,7 +13,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from django_sqlsem.admin import actions, live, lock_page
-from django_sqlsem.admin.base import OperatorAdmin
+from django_sqlsem.admin.base import OperatorAdmin, column
 from django_sqlsem.admin.display import declared, drawn, kind_of, percent, users, visible
 from django_sqlsem.admin.overview import KindFilter, OverviewChangeList, OverviewStateFilter, overview_answer, searched
 from django_sqlsem.core.durations import duration
@@ -56,7 +56,6 @@ class SemaphoreAdmin(OperatorAdmin):
         css = {"all": ("sqlsem/locks.css", "sqlsem/overview.css")}
 
     def read(self, reading: Reading, rows: list[SemaphoreRow]) -> Mapping[Any, SemaphoreSnapshot]:
-        """Return the snapshots."""
         found = reading.by_name(row.name for row in rows)
         return {row.pk: found[row.name] for row in rows if row.name in found}
 
@@ -94,75 +93,56 @@ class SemaphoreAdmin(OperatorAdmin):
             _("Choose %(name)s for an action") % {"name": visible(row.name)},
         )
 
-    @admin.display(description=gettext_lazy("name"), ordering="name")
-    def lock_name(self, row: SemaphoreRow) -> SafeString:
-        return users(row.name)
+    lock_name = column(gettext_lazy("name"), lambda row: users(row.name), ordering="name")
+    cells = column(
+        gettext_lazy("slots"), lambda row: _cells(row), ordering=Coalesce("operator_slots", "declared_slots")
+    )
+    held = column(gettext_lazy("held"), lambda row: _held(row.known), ordering="held")
+    waiting = column(gettext_lazy("waiting"), lambda row: _marked(row.known.waiting, "waiting"), ordering="waiting")
+    stale = column(gettext_lazy("stale"), lambda row: _marked(row.known.stale, "stale"), ordering="stale")
+    utilisation = column(gettext_lazy("utilisation"), lambda row: _meter(row.lately.utilisation))
+    longest_hold = column(gettext_lazy("longest hold"), lambda row: _length(row.lately.longest_hold))
+    longest_wait = column(gettext_lazy("longest wait"), lambda row: _length(row.lately.longest_wait))
+    turned_away = column(gettext_lazy("turned away"), lambda row: _marked(row.lately.turned_away or 0, "away"))
+    kind_word = column(gettext_lazy("kind"), lambda row: kind_of(row.kind), ordering="kind")
+    declared = column(gettext_lazy("declared"), lambda row: declared(row.known))
 
-    @admin.display(description=gettext_lazy("kind"), ordering="kind")
-    def kind_word(self, row: SemaphoreRow) -> str:
-        return kind_of(row.kind)
 
-    @admin.display(description=gettext_lazy("slots"), ordering=Coalesce("operator_slots", "declared_slots"))
-    def cells(self, row: Any) -> SafeString | str:
-        """Return the slots as cells, with what an operator must know of all of them in a word."""
-        snapshot = row.known
-        shown: SafeString | str = drawn(snapshot)
-        if snapshot.tokens is not None:
-            shown = _("%(tokens)d tokens") % {"tokens": snapshot.tokens}
-        badges = []
-        if row.deadlocked:
-            badges.append(("bad", _("deadlock")))
-        if snapshot.paused:
-            badges.append(("draining", _("draining")) if snapshot.draining else ("paused", _("paused")))
-        if snapshot.operator_slots is not None:
-            badges.append(("operator", _("set by operator")))
-        for state, word in badges:
-            shown = format_html('{} <span class="sqlsem-badge sqlsem-{}">{}</span>', shown, state, word)
-        return shown
+def _cells(row: Any) -> SafeString | str:
+    """Return the slots as cells, with what an operator must know of all of them in a word."""
+    snapshot = row.known
+    shown: SafeString | str = drawn(snapshot)
+    if snapshot.tokens is not None:
+        shown = _("%(tokens)d tokens") % {"tokens": snapshot.tokens}
+    badges = []
+    if row.deadlocked:
+        badges.append(("bad", _("deadlock")))
+    if snapshot.paused:
+        badges.append(("draining", _("draining")) if snapshot.draining else ("paused", _("paused")))
+    if snapshot.operator_slots is not None:
+        badges.append(("operator", _("set by operator")))
+    for state, word in badges:
+        shown = format_html('{} <span class="sqlsem-badge sqlsem-{}">{}</span>', shown, state, word)
+    return shown
 
-    @admin.display(description=gettext_lazy("held"), ordering="held")
-    def held(self, row: Any) -> SafeString | str:
-        if row.known.tokens is not None:
-            return NONE
-        return _("%(held)d of %(slots)d") % {"held": row.known.held, "slots": row.known.slots}
 
-    @admin.display(description=gettext_lazy("stale"), ordering="stale")
-    def stale(self, row: Any) -> SafeString:
-        return _marked(row.known.stale, "stale")
+def _held(snapshot: SemaphoreSnapshot) -> SafeString | str:
+    if snapshot.tokens is not None:
+        return NONE
+    return _("%(held)d of %(slots)d") % {"held": snapshot.held, "slots": snapshot.slots}
 
-    @admin.display(description=gettext_lazy("waiting"), ordering="waiting")
-    def waiting(self, row: Any) -> SafeString:
-        return _marked(row.known.waiting, "waiting")
 
-    @admin.display(description=gettext_lazy("utilisation"))
-    def utilisation(self, row: Any) -> SafeString:
-        """Return which part of the slots' time they were held in the last hour, as a bar with the number."""
-        used = row.lately.utilisation
-        if used is None:
-            return NONE
-        return format_html(
-            '<span class="sqlsem-used"><svg class="sqlsem-meter" viewBox="0 0 100 10" preserveAspectRatio="none"'
-            ' aria-hidden="true" focusable="false"><rect class="sqlsem-meter-all" width="100" height="10"/>'
-            '<rect class="sqlsem-meter-used" width="{}" height="10"/></svg> {}</span>',
-            f"{100 * used:.1f}",
-            percent(used),
-        )
-
-    @admin.display(description=gettext_lazy("longest hold"))
-    def longest_hold(self, row: Any) -> SafeString | str:
-        return _length(row.lately.longest_hold)
-
-    @admin.display(description=gettext_lazy("longest wait"))
-    def longest_wait(self, row: Any) -> SafeString | str:
-        return _length(row.lately.longest_wait)
-
-    @admin.display(description=gettext_lazy("turned away"))
-    def turned_away(self, row: Any) -> SafeString:
-        return _marked(row.lately.turned_away or 0, "away")
-
-    @admin.display(description=gettext_lazy("declared"))
-    def declared(self, row: Any) -> str:
-        return declared(row.known)
+def _meter(used: float | None) -> SafeString:
+    """Return which part of the slots' time they were held in the last hour, as a bar with the number."""
+    if used is None:
+        return NONE
+    return format_html(
+        '<span class="sqlsem-used"><svg class="sqlsem-meter" viewBox="0 0 100 10" preserveAspectRatio="none"'
+        ' aria-hidden="true" focusable="false"><rect class="sqlsem-meter-all" width="100" height="10"/>'
+        '<rect class="sqlsem-meter-used" width="{}" height="10"/></svg> {}</span>',
+        f"{100 * used:.1f}",
+        percent(used),
+    )
 
 
 def _marked(count: int, state: str) -> SafeString:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from django.contrib import admin
 from django.contrib.admin.options import IncorrectLookupParameters
-from django.contrib.admin.views.main import ORDER_VAR, PAGE_VAR, ChangeList
+from django.contrib.admin.views.main import ORDER_VAR, ChangeList
 from django.core.paginator import InvalidPage
 from django.db.models import Value
 from django.db.models.functions import Upper
@@ -21,14 +21,14 @@ from django.utils.translation import gettext_lazy, ngettext
 
 from django_sqlsem import queries
 from django_sqlsem.admin import live
-from django_sqlsem.admin.display import KINDS, visible
+from django_sqlsem.admin.display import KIND_WORDS, visible
 from django_sqlsem.admin.lists import StateFilter
 from django_sqlsem.core.names import key_of
 from django_sqlsem.models import SemaphoreRow
 from django_sqlsem.snapshots import MOST_NAMES, SURVEY_STATES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from django.db.models import QuerySet
     from django.http import HttpRequest, HttpResponse
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 #: A search that finds no more than this is known by its names from then on.
-FEW: Final = 1000
+FEW_NAMES: Final = 1000
 #: A search lists no more than this: to count all of a hundred thousand names takes longer than the page.
 SEARCHED: Final = 10_000
 #: The columns that rank a few names before all others, which have none.
@@ -124,18 +124,29 @@ class OverviewStateFilter(StateFilter):
     """Keeps the names of a state. The survey that the page needs anyway has most of them."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        """Return the states."""
-        return [*super().lookups(request, model_admin), ("paused", _("paused")), ("draining", _("draining"))]
+        survey = self.survey = live.reading_of(request).survey
+        return [
+            ("held", ngettext("slot held", "slots held", survey.held)),
+            ("stale", _("stale")),
+            ("waiting", _("waiting")),
+            ("paused", ngettext("name paused", "names paused", survey.paused)),
+            ("draining", _("draining")),
+        ]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Go by the survey if it lists them all."""
-        state, reading = cast("Any", self.value()), live.reading_of(request)
+        state = cast("Any", self.value())
         if state not in SURVEY_STATES:
             return queryset
-        listed = reading.survey.listed(state)
+        listed = self.survey.listed(state)
         if listed.complete:
             return queryset.filter(pk__in=list(listed.counts))
-        return queryset.filter(reading.in_state(state))
+        return queryset.filter(live.reading_of(request).in_state(state))
+
+    def choices(self, changelist: Any) -> Iterator[Any]:
+        """Add how many there are."""
+        for choice, state in zip(super().choices(changelist), ("", *SURVEY_STATES), strict=True):
+            yield {**choice, "state": state, "count": getattr(self.survey, state, "")}
 
 
 class KindFilter(admin.SimpleListFilter):
@@ -145,15 +156,13 @@ class KindFilter(admin.SimpleListFilter):
     parameter_name = "kind"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        """Return the kinds that there are, whether or not anything is of that kind."""
-        return [(kind, str(word)) for kind, word in KINDS.items()]
+        return [(kind, str(word)) for kind, word in KIND_WORDS.items()]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Compare the kind."""
         kind = self.value()
         if kind is None:
             return queryset
-        return queryset.filter(kind=kind) if kind in KINDS else queryset.none()
+        return queryset.filter(kind=kind) if kind in KIND_WORDS else queryset.none()
 
 
 class OverviewChangeList(ChangeList):
@@ -185,7 +194,7 @@ class OverviewChangeList(ChangeList):
         """Search and filter once: what finds few names is known by these from then on."""
         found = super().get_queryset(request, exclude_parameters)
         if self.query or self.has_active_filters:
-            few = MOST_NAMES if self.params.get("state") else FEW
+            few = MOST_NAMES if self.params.get("state") else FEW_NAMES
             names = dict(found.order_by().values_list("pk", "name")[: few + 1])
             if len(names) <= few:
                 self._names = names
@@ -238,29 +247,14 @@ def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpRespons
         return live.plain(_("There is no such page any more."), 404)
     if not isinstance(response, TemplateResponse) or "cl" not in (context := cast("Any", response.context_data)):
         return response
-    changelist, reading = context["cl"], live.reading_of(request)
-    survey, chosen = reading.survey, changelist.params.get("state")
-    context["refresh_seconds"] = live.REFRESH_SECONDS
-    context["sqlsem_deadlocks"] = [visible(str(each)) for each in reading.deadlocks]
-    context["sqlsem_states"] = [
-        {
-            "state": state,
-            "count": getattr(survey, state, ""),
-            "word": word,
-            "chosen": chosen == (state or None),
-            "url": changelist.get_query_string({"state": state or None}, [PAGE_VAR]),
-        }
-        for state, word in (
-            ("", _("All")),
-            ("held", ngettext("slot held", "slots held", survey.held)),
-            ("stale", _("stale")),
-            ("waiting", _("waiting")),
-            ("paused", ngettext("name paused", "names paused", survey.paused)),
-            ("draining", _("draining")),
-        )
-    ]
-    kinds = (spec for spec in changelist.filter_specs if isinstance(spec, KindFilter))
-    context["sqlsem_kinds"] = [choice for spec in kinds for choice in spec.choices(changelist)]
+    changelist = context["cl"]
+    filters = {spec.parameter_name: spec.choices(changelist) for spec in changelist.filter_specs}
+    context |= {
+        "refresh_seconds": live.REFRESH_SECONDS,
+        "sqlsem_deadlocks": [visible(str(each)) for each in changelist.reading.deadlocks],
+        "sqlsem_states": filters["state"],
+        "sqlsem_kinds": filters["kind"],
+    }
     if not live.is_fragment(request):
         return response
     return live.fragment(request, "admin/sqlsem/semaphorerow/_overview.html", context)

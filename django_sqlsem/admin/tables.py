@@ -12,7 +12,7 @@ from django.utils.html import format_html, format_html_join
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext, pgettext_lazy
 
-from django_sqlsem.admin.display import EMPTY, STATES, held_since, instant, lease_left, length, program_of, users
+from django_sqlsem.admin.display import EMPTY, STATES, held_since, instant, lease_left, length, users
 from django_sqlsem.core.names import key_of
 from django_sqlsem.history import events
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_ROWS: Final = 25
 
 #: What happened, in a word or two.
-WORDS: Final[dict[str, _StrPromise]] = {
+_WORDS: Final[dict[str, _StrPromise]] = {
     events.GRANTED: pgettext_lazy("event", "granted"),
     events.RELEASED: pgettext_lazy("event", "released"),
     events.TIMED_OUT: pgettext_lazy("event", "turned away"),
@@ -77,75 +77,54 @@ def holders(snapshot: SemaphoreSnapshot, beside: Callable[[HolderSnapshot], Sequ
     found = list(snapshot.holders)
     if len(found) > MAX_ROWS:  # what may need somebody's attention
         found.sort(key=lambda each: (each.state.value != "stale", not each.stop_by, -each.age))
-    rows = []
-    for holder in found[:MAX_ROWS]:
-        state: Any = users(str(STATES[holder.state]))
-        if role := snapshot.role(holder):
-            state = format_html("{} ({})", state, role)
-        if holder.stop_by:
-            asked = users(holder.stop_by)
-            state = format_html(_('{} <span class="sqlsem-asked">asked to stop by {}</span>'), state, asked)
-        cells = [
-            holder.place,
-            format_html('<span class="sqlsem-state sqlsem-{}">{}</span>', holder.state.value, state),
-            _program(holder),
-            _work(holder),
-            format_html('{} <span class="sqlsem-second">{}</span>', held_since(holder), _token(holder.token)),
-            lease_left(holder),
-        ]
-        rows.append(Row(f"holder {holder.slot} {holder.token}", cells, beside(holder)))
-    return Table(
-        "sqlsem-holders",
-        _("Holders"),
-        [_("Slot"), _("State"), _("Held by"), _("Work, user"), _("For, token"), _("Lease left")],
-        rows,
-        _left_out(len(snapshot.holders), _("the stale ones and the oldest are listed")),
-        _("Nobody holds it."),
-    )
-
-
-def semaphores(found: Sequence[SemaphoreSnapshot]) -> Table:
-    """Return the locks that an act is about."""
     rows = [
-        Row(
-            f"semaphore {key_of(each.name)}",
-            [
-                users(each.name),
-                each.slots,
-                each.declared_slots,
-                each.held,
-                each.waiting,
-                _("yes") if each.paused else _("no"),
-            ],
-        )
-        for each in found
+        Row(f"holder {each.slot} {each.token}", _holder(each, snapshot.role(each)), beside(each))
+        for each in found[:MAX_ROWS]
     ]
-    columns = [_("Name"), _("Slots"), _("Declared by the code"), _("Held"), _("Waiting"), _("Paused")]
-    return Table("sqlsem-semaphores", _("Semaphores"), columns, rows)
+    note = _left_out(len(snapshot.holders), _("the stale ones and the oldest are listed"))
+    return Table("sqlsem-holders", _("Holders"), _holder_columns(), rows, note, _("Nobody holds it."))
 
 
 def meant(key: str, caption: str, found: Sequence[HolderSnapshot]) -> Table:
     """Return the holders that an act is about, or not about, with all that tells them from others."""
-    rows = [
-        Row(
-            f"holder {key_of(each.name)} {each.slot} {each.token}",
-            [
-                users(each.name),
-                each.place,
-                STATES[each.state],
-                program_of(each),
-                users(each.label) or EMPTY,
-                users(each.user) or EMPTY,
-                held_since(each),
-                lease_left(each),
-                f"{each.acquired_at:%Y-%m-%d %H:%M:%S} UTC" if each.recorded else EMPTY,
-                str(each.token),
-            ],
-        )
-        for each in found
+    rows = []
+    for each in found:
+        since = f"{each.acquired_at:%Y-%m-%d %H:%M:%S} UTC" if each.recorded else EMPTY
+        row = f"{key} {key_of(each.name)} {each.slot} {each.token}"
+        rows.append(Row(row, [users(each.name), *_holder(each), since]))
+    return Table(key, caption, [_("Name"), *_holder_columns(), _("Since")], rows)
+
+
+def _holder_columns() -> list[str]:
+    return [_("Slot"), _("State"), _("Held by"), _("Work, user"), _("For, token"), _("Lease left")]
+
+
+def _holder(holder: HolderSnapshot, role: str = "") -> list[Any]:
+    state: Any = users(str(STATES[holder.state]))
+    if role:
+        state = format_html("{} ({})", state, role)
+    if holder.stop_by:
+        asked = users(holder.stop_by)
+        state = format_html(_('{} <span class="sqlsem-asked">asked to stop by {}</span>'), state, asked)
+    return [
+        holder.place,
+        format_html('<span class="sqlsem-state sqlsem-{}">{}</span>', holder.state.value, state),
+        _program(holder),
+        _work(holder),
+        format_html('{} <span class="sqlsem-second"><code>{}</code></span>', held_since(holder), holder.token),
+        lease_left(holder),
     ]
-    columns = [_("Name"), _("Slot"), _("State"), _("Holder"), _("Work"), _("User"), _("Age"), _("Lease left")]
-    return Table(key, caption, [*columns, _("Since"), _("Token")], rows)
+
+
+def semaphores(found: Sequence[SemaphoreSnapshot]) -> Table:
+    """Return the locks that an act is about."""
+    rows = []
+    for each in found:
+        paused = _("yes") if each.paused else _("no")
+        cells = [users(each.name), each.slots, each.declared_slots, each.held, each.waiting, paused]
+        rows.append(Row(f"semaphore {key_of(each.name)}", cells))
+    columns = [_("Name"), _("Slots"), _("Declared by the code"), _("Held"), _("Waiting"), _("Paused")]
+    return Table("sqlsem-semaphores", _("Semaphores"), columns, rows)
 
 
 def waiters(snapshot: SemaphoreSnapshot) -> Table:
@@ -261,7 +240,7 @@ def by_minute(found: Sequence[Minute]) -> Table:
 
 def word(what: str) -> str:
     """Return an event in a word."""
-    return str(WORDS.get(what, what))
+    return str(_WORDS.get(what, what))
 
 
 def moment(at: datetime.datetime) -> SafeString:
@@ -298,10 +277,6 @@ def _program(someone: HolderSnapshot | WaiterSnapshot | Event) -> SafeString:
 def _work(someone: HolderSnapshot | WaiterSnapshot) -> SafeString:
     work, user = users(someone.label) or EMPTY, users(someone.user)
     return format_html('{} <span class="sqlsem-second">{}</span>', work, user) if user else format_html("{}", work)
-
-
-def _token(token: int) -> SafeString:
-    return format_html("<code>{}</code>", token)
 
 
 def _wanted(snapshot: SemaphoreSnapshot, waiter: WaiterSnapshot) -> str:

@@ -209,7 +209,7 @@ def test_revoke_names_the_holder_asks_and_logs(operator: Client, locks_alias: st
     hold(locks_alias, slot=2, token=8, host="web9")
     page = ask(operator, SEMAPHORES, "revoke", key())
     shown = text(page)
-    assert re.search(r"reports 1 held web1 pid 4711 MainThread(, session \d+)? GET /reports/ ann", shown)
+    assert re.search(r"reports 1 held web1 pid 4711 · MainThread( · session \d+)? GET /reports/ ann", shown)
     assert "web9" in shown
     assert slot_row(locks_alias).permit_id
     response = confirm(operator, SEMAPHORES, page)

@@ -16,9 +16,9 @@ from django_sqlsem.admin import (
 )
 from django_sqlsem.admin.display import length, users, visible
 from django_sqlsem.admin.drawing import (
-    LEFT,
-    RIGHT,
-    WIDTH,
+    DRAWING_WIDTH,
+    PLOT_LEFT,
+    PLOT_RIGHT,
     Bar,
     Lane,
     LengthScale,
@@ -72,11 +72,11 @@ def test_users_text_cannot_reorder_or_hide() -> None:
 
 
 def test_instants_stand_where_they_should() -> None:
-    assert SCALE.x(NOW) == WIDTH - RIGHT
-    assert SCALE.x(ago(3600)) == pytest.approx(LEFT)
-    assert SCALE.x(ago(1800)) == pytest.approx((LEFT + WIDTH - RIGHT) / 2)
-    assert SCALE.x(ago(9999)) == pytest.approx(LEFT)
-    assert SCALE.x(NOW + SECOND) == WIDTH - RIGHT
+    assert SCALE.x(NOW) == DRAWING_WIDTH - PLOT_RIGHT
+    assert SCALE.x(ago(3600)) == pytest.approx(PLOT_LEFT)
+    assert SCALE.x(ago(1800)) == pytest.approx((PLOT_LEFT + DRAWING_WIDTH - PLOT_RIGHT) / 2)
+    assert SCALE.x(ago(9999)) == pytest.approx(PLOT_LEFT)
+    assert SCALE.x(NOW + SECOND) == DRAWING_WIDTH - PLOT_RIGHT
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_short_holds_become_denser_pieces_and_none_is_forgotten() -> None:
     dense = [piece for piece in pieces if piece.kind == admin_drawing.DENSE]
     assert {piece.density for piece in dense} <= {1, 2, 3, 4}
     for piece in pieces:
-        assert piece.x >= LEFT - 0.1
-        assert piece.x + piece.width <= WIDTH - RIGHT + 1.1
+        assert piece.x >= PLOT_LEFT - 0.1
+        assert piece.x + piece.width <= DRAWING_WIDTH - PLOT_RIGHT + 1.1
     busy = admin_drawing.fewer([past(1, 100 - at / 10, 99.9 - at / 10) for at in range(200)])
     assert max(piece.density for piece in busy) == 4
 

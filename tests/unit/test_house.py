@@ -62,7 +62,6 @@ SHARED_CONSTANTS = {
     "DEADLOCKS",
     "DECLARE",
     "ERRORS",
-    "FEW",
     "GRACE",
     "GRANTED",
     "HEADERS",
@@ -94,8 +93,6 @@ SHARED_CONSTANTS = {
     "TABLE",
     "TRIES",
     "TURN",
-    "WIDTH",
-    "WORDS",
 }
 #: Modules that import another of ours inside a function, and how often.
 LATE = {

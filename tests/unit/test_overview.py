@@ -14,7 +14,7 @@ from django.urls import reverse
 
 from django_sqlsem import queries
 from django_sqlsem.admin import overview
-from django_sqlsem.admin.display import KINDS, cells, drawn
+from django_sqlsem.admin.display import KIND_WORDS, cells, drawn
 from django_sqlsem.admin.overview import ranked
 from django_sqlsem.backends import get_backend
 from django_sqlsem.backends.base import BaseSemaphoreBackend
@@ -161,7 +161,7 @@ def test_more_than_a_survey_lists(locks_alias: str, operator: Client, monkeypatc
     fill(locks_alias)
     for module in ("backends.rows.reading", "admin.overview", "snapshots"):
         monkeypatch.setattr(f"django_sqlsem.{module}.MOST_NAMES", 1)
-    monkeypatch.setattr(overview, "FEW", 1)
+    monkeypatch.setattr(overview, "FEW_NAMES", 1)
     monkeypatch.setattr(overview, "SEARCHED", 3)
     survey = queries.survey(using=locks_alias)
     assert (survey.held, survey.stale, survey.waiting) == (4, 1, 3)
@@ -247,7 +247,7 @@ def test_without_a_history(operator: Client, locks_alias: str, settings: Any) ->
 
 
 def test_all_kinds_have_a_word(operator: Client, locks_alias: str) -> None:
-    for kind, word in KINDS.items():
+    for kind, word in KIND_WORDS.items():
         make_semaphore(locks_alias, f"a {kind}", slots=1, kind=kind, tokens=7 if kind == "tokens" else None)
         assert str(word) in text(operator.get(reverse(SEMAPHORES), {"kind": kind, "q": f"a {kind}"}))
     assert "7 tokens" in text(operator.get(reverse(SEMAPHORES), {"kind": "tokens"}))
