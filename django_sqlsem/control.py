@@ -18,8 +18,6 @@ from django_sqlsem.signals import operator_acted
 from django_sqlsem.snapshots import SOMEBODY, SlotState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from django_sqlsem.backends.base import BaseSemaphoreBackend
     from django_sqlsem.core.durations import Seconds
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
@@ -102,10 +100,13 @@ def drain(name: Name, *, by: str, using: str | None = None) -> bool:
     It is done when nobody holds any more: nobody is waited for here, and nothing is taken from anybody. This is not
     ``Semaphore.drain()``, by which a program has the semaphore for itself.
     """
-    if not _set("drain", name, lambda backend, text: backend.set_paused(text, True), by, using):
+    name = validate_name(name)
+    backend = get_backend(database_for(using))
+    if not backend.set_paused(name, True):
         return False
-    name, backend = validate_name(name), get_backend(database_for(using))
-    _ask(backend, name, [(holder.slot, holder.token) for holder in _holders(backend, name) if holder.recorded], by)
+    _acted(backend, "drain", name, by)
+    holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
+    _ask(backend, name, [(holder.slot, holder.token) for holder in holders if holder.recorded], by)
     return True
 
 
@@ -125,12 +126,8 @@ def _meant(backend: BaseSemaphoreBackend, name: str, slot: int | None, token: in
         raise ValueError("A token belongs to a slot: give the slot too.")
     if slot is not None and token is not None:
         return [(slot, token)]
-    holders = _holders(backend, name)
+    holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
     return [(holder.slot, holder.token) for holder in holders if slot is None or slot in holder.numbers]
-
-
-def _holders(backend: BaseSemaphoreBackend, name: str) -> list[HolderSnapshot]:
-    return [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
 
 
 def plan_purge(
@@ -203,20 +200,24 @@ def set_slots(name: Name, slots: int | None, *, by: str, using: str | None = Non
     No holder is interrupted: after a shrink nothing is granted until fewer are held. Returns ``False`` if there is
     no such name. Raises ``ValueError`` for a number out of range, or for a mutex or a monitor and any number but 1.
     """
+    name = validate_name(name)
     if slots is not None:
         validate_slots(slots)
-    detail = "as declared by the code" if slots is None else f"{slots} slots"
-    return _set("set slots", name, lambda backend, text: backend.set_slots(text, slots), by, using, detail)
+    backend = get_backend(database_for(using))
+    done = backend.set_slots(name, slots)
+    if done:
+        _acted(backend, "set slots", name, by, "as declared by the code" if slots is None else f"{slots} slots")
+    return done
 
 
 def pause(name: Name, *, by: str, using: str | None = None) -> bool:
     """Grant nothing more until ``resume``; holders keep what they have. ``False`` if there is no such name."""
-    return _set("pause", name, lambda backend, text: backend.set_paused(text, True), by, using)
+    return _set_paused(name, True, by, using)
 
 
 def resume(name: Name, *, by: str, using: str | None = None) -> bool:
     """Grant again. ``False`` if there is no such name."""
-    return _set("resume", name, lambda backend, text: backend.set_paused(text, False), by, using)
+    return _set_paused(name, False, by, using)
 
 
 def procedures(*, drop: bool = False, using: str | None = None) -> tuple[str, ...]:
@@ -239,19 +240,12 @@ def change_procedures(*, drop: bool = False, by: str, using: str | None = None) 
     logger.info("stored procedures of %r %s by %s", alias, "removed" if drop else "installed", by or "somebody")
 
 
-def _set(
-    action: str,
-    name: Name,
-    change: Callable[[BaseSemaphoreBackend, str], bool],
-    by: str,
-    using: str | None,
-    detail: str = "",
-) -> bool:
+def _set_paused(name: Name, paused: bool, by: str, using: str | None) -> bool:
     name = validate_name(name)
     backend = get_backend(database_for(using))
-    done = change(backend, name)
+    done = backend.set_paused(name, paused)
     if done:
-        _acted(backend, action, name, by, detail)
+        _acted(backend, "pause" if paused else "resume", name, by)
     return done
 
 
@@ -261,10 +255,8 @@ def _acted(
     name: str,
     by: str,
     detail: str = "",
-    *,
     holder: HolderSnapshot | None = None,
 ) -> None:
-    """Log an act, note it in the history and tell the signal's receivers. ``holder``: on whom it was done."""
     detail = detail or str(holder or "")
     level = logging.WARNING if action == "revoke" else logging.INFO
     extra = {"semaphore": name, "what": "acted", "action": action, "by": by, "detail": detail}

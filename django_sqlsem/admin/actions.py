@@ -47,7 +47,6 @@ def stop(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> Htt
         if not new:
             return _("Nobody holds any of these who has not been asked already.")
         return Page(
-            action="stop",
             title=_("Ask to stop"),
             question=_(
                 "These holders will be asked to stop. They keep their slots until they are done; nothing is taken from"
@@ -63,6 +62,7 @@ def stop(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> Htt
         model_admin,
         request,
         queryset,
+        "stop",
         ask,
         partial(control.request_stop, **_who(request)),
         gettext_lazy("Asked %(holder)s to stop."),
@@ -83,7 +83,6 @@ def revoke(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> H
         end = _("These slots belong to database sessions. The sessions will be ended, with whatever else they hold."
                 " Each holder learns it within 2 seconds, and may still be at work until it heeds that.")  # fmt: skip
         return Page(
-            action="revoke",
             title=_("Revoke permits"),
             question=end if kills else lose,
             confirm=_("Yes, end the sessions") if kills else _("Yes, revoke"),
@@ -97,6 +96,7 @@ def revoke(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> H
         model_admin,
         request,
         queryset,
+        "revoke",
         ask,
         partial(control.revoke, **_who(request), kill=True),
         gettext_lazy("Revoked %(holder)s."),
@@ -111,7 +111,6 @@ def purge_stale(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any])
     def ask(holders: Sequence[HolderSnapshot]) -> Page | str:
         others = [holder for holder in holders if holder.state is SlotState.STALE and not holder.expired]
         page = Page(
-            action="purge_stale",
             title=_("Purge stale slots"),
             question=_(
                 "The leases of these holders have run out, or their sessions have ended. Their slots will be freed; no"
@@ -143,6 +142,7 @@ def purge_stale(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any])
         model_admin,
         request,
         queryset,
+        "purge_stale",
         ask,
         purge,
         gettext_lazy("Purged %(holder)s."),
@@ -158,6 +158,7 @@ def _on_holders(
     model_admin: Any,
     request: HttpRequest,
     queryset: QuerySet[Any],
+    action: str,
     ask: Callable[[Sequence[HolderSnapshot]], Page | str],
     act: Callable[[str, int, int], Sequence[HolderSnapshot]],
     entry: _StrPromise,
@@ -168,11 +169,11 @@ def _on_holders(
         page = ask(confirm.shown(request, queryset)[1])
         if isinstance(page, Page):
             targets = [(holder.name, holder.slot, holder.token) for holder in page.holders]
-            return confirm.confirmation(model_admin, request, replace(page, targets=targets))
+            return confirm.confirmation(model_admin, request, replace(page, action=action, targets=targets))
         model_admin.message_user(request, page, messages.INFO)
         return None
     count, changed = 0, []
-    for name, slot, token in confirm.slot_targets(request):
+    for name, slot, token in confirm.targets(request, action):
         try:
             holders = act(name, slot, token)
         except SemaphoreError as error:
@@ -269,15 +270,17 @@ def _on_names(
     model_admin: Any, request: HttpRequest, queryset: QuerySet[Any], page: Page, act: Any, message: str
 ) -> HttpResponse | None:
     """Show the page; after a confirmation without mistakes, act on every name, log it, and say what happened."""
-    if not confirm.is_confirmed(request):
-        semaphores, holders = confirm.shown(request, queryset)
-        if page.form is not None and len(semaphores) == 1:
-            page.form.initial["slots"] = semaphores[0].operator_slots
-        return _ask(model_admin, request, page, semaphores, holders)
-    names = confirm.name_targets(request)
-    if page.form is not None and not page.form.is_valid():
-        semaphores = list(live.reading_of(request).by_name(names).values())
-        return _ask(model_admin, request, page, semaphores, [each for found in semaphores for each in found.holders])
+    form, names = page.form, confirm.targets(request, page.action) if confirm.is_confirmed(request) else None
+    if names is None or (form is not None and not form.is_valid()):
+        if names is None:
+            semaphores = confirm.shown(request, queryset)[0]
+        else:
+            semaphores = list(live.reading_of(request).by_name(names).values())
+        if form is not None and len(semaphores) == 1:
+            form.initial["slots"] = semaphores[0].operator_slots
+        targets, holders = [each.name for each in semaphores], [each for found in semaphores for each in found.holders]
+        page = replace(page, targets=targets, semaphores=semaphores, others=holders)
+        return confirm.confirmation(model_admin, request, page)
     done = 0
     for name in names:
         try:
@@ -295,19 +298,6 @@ def _on_names(
         text = ngettext("%(count)d semaphore: %(message)s", "%(count)d semaphores: %(message)s", done)
         model_admin.message_user(request, text % {"count": done, "message": message}, messages.SUCCESS)
     return None
-
-
-def _ask(
-    model_admin: Any,
-    request: HttpRequest,
-    page: Page,
-    semaphores: Sequence[SemaphoreSnapshot],
-    holders: Sequence[HolderSnapshot],
-) -> HttpResponse:
-    names = [snapshot.name for snapshot in semaphores]
-    return confirm.confirmation(
-        model_admin, request, replace(page, targets=names, semaphores=semaphores, others=holders)
-    )
 
 
 #: By the names that they have on lists, which are those of the functions.

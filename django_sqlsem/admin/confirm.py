@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from django.contrib import messages
 from django.contrib.admin import helpers
 from django.contrib.admin.utils import unquote
+from django.core import signing
 from django.core.exceptions import ValidationError
 from django.urls import reverse
 from django.utils.translation import gettext as _
@@ -16,8 +17,7 @@ from django.utils.translation import ngettext
 
 from django_sqlsem.admin import live, tables
 from django_sqlsem.admin.display import users, visible
-from django_sqlsem.core.modes import WRITER
-from django_sqlsem.core.names import MAX_SLOTS, key_of, validate_name
+from django_sqlsem.core.names import key_of
 from django_sqlsem.models import SemaphoreRow
 
 if TYPE_CHECKING:
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponse
 
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
+
+
+#: What the targets of a page are signed with, before the name of its act.
+_SALT: Final = "django_sqlsem.admin."
+#: What a button sends: an act, and the slot and token of the holder that it is beside.
+_BUTTON: Final = re.compile(r"(?P<act>[a-z_]*)(?: (?P<slot>[0-9]{1,9}) (?P<token>[0-9]{1,19}))?")
 
 
 class DamagedFormError(Exception):
@@ -50,10 +56,10 @@ class ActionForm(helpers.ActionForm):
 class Page:
     """What a confirmation page says."""
 
-    action: str
     title: str
     question: str
     confirm: str
+    action: str = ""
     #: What the confirmation brings back: names, or names with slots and tokens.
     targets: Sequence[Any] = ()
     holders: Sequence[HolderSnapshot] = ()
@@ -78,7 +84,7 @@ def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResp
             tables.meant("sqlsem-meant", _("Holders"), page.holders),
             tables.meant("sqlsem-others", page.others_title, page.others),
         ],
-        "targets": json.dumps(page.targets),
+        "targets": signing.dumps(page.targets, salt=_SALT + page.action),
         # Any one row makes the list view call the action again; whom it means is said by the targets alone.
         "selected": request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)[:1],
         "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
@@ -100,13 +106,10 @@ def button(request: HttpRequest) -> tuple[str, tuple[int, int] | None]:
 
     ``("", None)``: no such button was pressed. Raises ``DamagedFormError``.
     """
-    match request.POST.get("do", "").split(" "):
-        case [act]:
-            return act, None
-        case [act, slot, token]:
-            return act, _place(_int(slot), _int(token))
-        case _:
-            raise DamagedFormError
+    found = _BUTTON.fullmatch(request.POST.get("do", ""))
+    if found is None or int(found["token"] or 0) >= 2**63:
+        raise DamagedFormError
+    return found["act"], (int(found["slot"]), int(found["token"])) if found["token"] else None
 
 
 def check_selected(model_admin: Any, request: HttpRequest) -> None:
@@ -126,49 +129,11 @@ def is_confirmed(request: HttpRequest) -> bool:
     return "confirmed" in request.POST
 
 
-def slot_targets(request: HttpRequest) -> list[tuple[str, int, int]]:
-    """Return the holders that a confirmed page means. Raises ``DamagedFormError``."""
-    found = []
-    for target in _targets(request):
-        match target:
-            case [str() as name, int() as slot, int() as token]:
-                found.append((_name(name), *_place(slot, token)))
-            case _:
-                raise DamagedFormError
-    return found
-
-
-def name_targets(request: HttpRequest) -> list[str]:
-    """Return the names that a confirmed page means. Raises ``DamagedFormError``."""
-    return [_name(target) for target in _targets(request)]
-
-
-def _targets(request: HttpRequest) -> list[Any]:
+def targets(request: HttpRequest, action: str) -> list[Any]:
+    """Return what the confirmed page of this very act means. Raises ``DamagedFormError``."""
     try:
-        targets = json.loads(request.POST.get("targets", ""))
-    except (ValueError, RecursionError):
-        targets = None
-    if not isinstance(targets, list):
-        raise DamagedFormError
-    return targets
-
-
-def _int(text: str) -> int:
-    if len(text) > 20 or not (text.isascii() and text.isdigit()):
-        raise DamagedFormError
-    return int(text)
-
-
-def _place(slot: int, token: int) -> tuple[int, int]:
-    if WRITER <= slot <= MAX_SLOTS and 0 <= token < 2**63:
-        return slot, token
-    raise DamagedFormError
-
-
-def _name(target: object) -> str:
-    try:
-        return validate_name(target)
-    except (TypeError, ValueError):
+        return list(signing.loads(request.POST.get("targets", ""), salt=_SALT + action))
+    except signing.BadSignature:
         raise DamagedFormError from None
 
 

@@ -55,8 +55,15 @@ def recent(reading: Reading, snapshot: SemaphoreSnapshot) -> dict[str, Any]:
         "facts": _facts(reading, snapshot, minutes),
         "charts": _charts(minutes, scale),
         "minutes": tables.by_minute(minutes),
-        "acts": tables.rare(rare),
-        "events": tables.recent_events(queries.events(name, limit=tables.MAX_ROWS)),
+        "acts": tables.happened(
+            "sqlsem-rare", _("Losses, deadlocks and operators' acts"), rare, _("None is recorded.")
+        ),
+        "events": tables.happened(
+            "sqlsem-events",
+            _("Recent events"),
+            queries.events(name, limit=tables.MAX_ROWS),
+            _("Nothing is recorded."),
+        ),
     }
 
 
@@ -66,18 +73,9 @@ def _facts(reading: Reading, snapshot: SemaphoreSnapshot, minutes: Sequence[Minu
         return []
     holds = [each.holds.longest for each in minutes if each.holds]
     waits = [each.waits.longest for each in minutes if each.waits]
-    found = lately(
-        snapshot,
-        Totals(
-            granted=sum(each.granted for each in minutes),
-            released=sum(each.released for each in minutes),
-            turned_away=sum(each.turned_away for each in minutes),
-            lost=sum(each.lost for each in minutes),
-            held=sum(each.held for each in minutes),
-            longest_hold=max(holds, default=0.0),
-            longest_wait=max(waits, default=0.0),
-        ),
-    )
+    added = ("granted", "released", "turned_away", "lost", "held")
+    sums: dict[str, Any] = {field: sum(getattr(each, field) for each in minutes) for field in added}
+    found = lately(snapshot, Totals(**sums, longest_hold=max(holds, default=0.0), longest_wait=max(waits, default=0.0)))
     facts = [
         (_("granted"), str(found.granted)),
         (_("turned away"), str(found.turned_away)),
@@ -93,13 +91,14 @@ def _facts(reading: Reading, snapshot: SemaphoreSnapshot, minutes: Sequence[Minu
 def _charts(minutes: Sequence[Minute], scale: TimeScale) -> list[dict[str, Any]]:
     """Return the drawings, each under its heading."""
     waits, holds = [(each.at, each.waits) for each in minutes], [(each.at, each.holds) for each in minutes]
-    title = _("Granted and turned away, minute by minute")
-    found = [(title, drawing.numbers("sqlsem-numbers", title, minutes, scale))]
-    title = _("Waits, minute by minute")
-    found.append((title, drawing.lengths("sqlsem-waits", title, waits, scale)))
-    title = _("Holds, minute by minute")
-    found.append((title, drawing.lengths("sqlsem-holds", title, holds, scale)))
-    return [{"title": title, "drawing": chart} for title, chart in found if chart is not None]
+    of_numbers, of_waits = _("Granted and turned away, minute by minute"), _("Waits, minute by minute")
+    of_holds = _("Holds, minute by minute")
+    found = {
+        of_numbers: drawing.numbers("sqlsem-numbers", of_numbers, minutes, scale),
+        of_waits: drawing.lengths("sqlsem-waits", of_waits, waits, scale),
+        of_holds: drawing.lengths("sqlsem-holds", of_holds, holds, scale),
+    }
+    return [{"title": title, "drawing": chart} for title, chart in found.items() if chart is not None]
 
 
 def _lanes(snapshot: SemaphoreSnapshot, spans: Sequence[Span]) -> list[Lane]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from django.contrib import admin
-from django.contrib.admin.options import IncorrectLookupParameters
 from django.contrib.admin.views.main import ORDER_VAR, ChangeList
-from django.core.paginator import InvalidPage
 from django.db.models import Value
 from django.db.models.functions import Upper
 from django.db.models.lookups import Contains
@@ -45,7 +43,10 @@ RANKED: Final = ("held", "stale", "waiting")
 
 
 class Joined:
-    """Several sequences as one, for a paginator: of each, with its length, only what a page shows is read."""
+    """Several sequences as one: of each, with its length, only what a page shows is read.
+
+    It is what Django's list and its paginator need of a queryset.
+    """
 
     ordered = True
 
@@ -55,6 +56,9 @@ class Joined:
     def count(self) -> int:
         """Return how many there are."""
         return sum(count for _rows, count in self._parts)
+
+    def _clone(self) -> Joined:
+        return self
 
     def __getitem__(self, part: slice) -> list[Any]:
         start, stop = part.start or 0, self.count() if part.stop is None else part.stop
@@ -203,23 +207,14 @@ class OverviewChangeList(ChangeList):
 
     def get_results(self, request: HttpRequest) -> None:
         """Read the names of one page, and then their snapshots and what they were like in the last hour."""
-        most = SEARCHED if self.query else None
-        names = ranked(self.queryset, self._ranks(), last=self.ranking in RANKED, names=self._names, most=most)
-        self.paginator = self.model_admin.get_paginator(request, cast("Any", names), self.list_per_page)
-        self.result_count = self.paginator.count
-        self.show_full_result_count, self.full_result_count = False, None
+        queryset, most = self.queryset, SEARCHED if self.query else None
+        last = self.ranking in RANKED
+        names: Any = ranked(queryset, self._ranks(), last=last, names=self._names, most=most)
+        self.queryset = names
+        super().get_results(request)
+        self.queryset, self.result_list = queryset, self._rows(self.result_list[:])
         self.show_admin_actions = bool(self.result_count)
-        self.can_show_all = self.result_count <= self.list_max_show_all
-        self.multi_page = self.result_count > self.list_per_page
         self.cut_off = self.result_count == most
-        if (self.show_all and self.can_show_all) or not self.multi_page:
-            page = names[:]
-        else:
-            try:
-                page = self.paginator.page(self.page_num).object_list
-            except InvalidPage:
-                raise IncorrectLookupParameters from None
-        self.result_list = self._rows(page)
 
     def _ranks(self) -> dict[str, Any]:
         if self.ranking:

@@ -152,46 +152,27 @@ def waiters(snapshot: SemaphoreSnapshot) -> Table:
     )
 
 
-def rare(found: Sequence[Event]) -> Table:
-    """Return losses, deadlocks and what operators did, the newest first: these are kept for long."""
-    rows = [
-        Row(_event_key(event), [*_what(event), users(event.by) or EMPTY, users(event.detail) or EMPTY])
-        for event in found[:MAX_ROWS]
-    ]
-    columns = [_("When"), _("What"), _("Slot"), _("Who"), _("Work"), _("By"), _("Detail")]
-    return Table("sqlsem-rare", _("Losses, deadlocks and operators' acts"), columns, rows, empty=_("None is recorded."))
-
-
-def recent_events(found: Sequence[Event]) -> Table:
-    """Return what happened lately, the newest first."""
+def happened(key: str, caption: str, found: Sequence[Event], empty: str) -> Table:
+    """Return events, the newest first."""
     rows = [
         Row(
-            _event_key(event),
+            f"{key} {event.at.timestamp():.6f} {event.what} {event.slot} {event.pid}",
             [
-                *_what(event),
+                moment(event.at),
+                format_html('<span class="sqlsem-event sqlsem-{}">{}</span>', event.what, word(event.what)),
+                EMPTY if event.slot is None else ", ".join(map(str, event.slots[:8])),
+                users(_place(event)) or EMPTY,
+                users(event.label) or EMPTY,
                 EMPTY if event.waited is None else length(event.waited),
                 EMPTY if event.held is None else length(event.held),
-                users(" ".join(filter(None, (event.by, event.detail)))) or EMPTY,
+                users(event.by) or EMPTY,
+                users(event.detail) or EMPTY,
             ],
         )
-        for event in found
+        for event in found[:MAX_ROWS]
     ]
-    columns = [_("When"), _("What"), _("Slot"), _("Who"), _("Work"), _("Waited"), _("Held"), _("Detail")]
-    return Table("sqlsem-events", _("Recent events"), columns, rows, empty=_("Nothing is recorded."))
-
-
-def _event_key(event: Event) -> str:
-    return f"event {event.at.timestamp():.6f} {event.what} {event.slot} {event.pid}"
-
-
-def _what(event: Event) -> list[Any]:
-    return [
-        moment(event.at),
-        format_html('<span class="sqlsem-event sqlsem-{}">{}</span>', event.what, word(event.what)),
-        EMPTY if event.slot is None else ", ".join(map(str, event.slots[:8])),
-        users(_place(event)) or EMPTY,
-        users(event.label) or EMPTY,
-    ]
+    columns = [_("When"), _("What"), _("Slot"), _("Who"), _("Work"), _("Waited"), _("Held"), _("By"), _("Detail")]
+    return Table(key, caption, columns, rows, empty=empty)
 
 
 def bars(found: Sequence[Span]) -> Table:
