@@ -13,6 +13,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
+from django_sqlsem import checks, contrib
 from django_sqlsem.core import forks, testmode
 from django_sqlsem.database import bells, sqlite
 from django_sqlsem.deadlocks.lent_threads import LentThreads
@@ -32,6 +33,8 @@ def install() -> None:
         return
     _installed = True
     testmode.install()
+    checks.register()
+    contrib.register()
     for chore in (LentThreads, Watch, HistoryChore, answers.LogRest):
         chores.plug_in(chore)
     connection_created.connect(_guard_test_database, dispatch_uid="sqlsem_lifecycle")
