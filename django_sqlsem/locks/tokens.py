@@ -218,9 +218,7 @@ class Tokens:
             holder=identity.current(),
             presence=keeper.reach.presence,
         )
-        acquisition = Acquisition(keeper, request, max_hold=None, kept=False)
-        acquisition.undo = self._put_back
-        return acquisition
+        return Acquisition(keeper, request, max_hold=None, undo=self._put_back)
 
     def _taken(self, acquisition: Acquisition) -> TakenTokens:
         told = {

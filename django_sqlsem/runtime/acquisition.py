@@ -372,13 +372,19 @@ class Acquisition:
     """One acquisition, from its request to its end. The program has its ``Permit``."""
 
     def __init__(
-        self, keeper: AcquisitionKeeper, request: Request, *, max_hold: float | None, kept: bool = True
+        self,
+        keeper: AcquisitionKeeper,
+        request: Request,
+        *,
+        max_hold: float | None,
+        undo: Callable[[Acquisition], object] | None = None,
     ) -> None:
         self.keeper = keeper
         self.request = request
         self.max_hold = max_hold
-        #: Whether a grant is kept until it is released; else its caller takes it for good in a moment.
-        self.kept = kept
+        #: Undoes on the keeper's side what its caller takes for good in a moment; ``None``: a grant is kept until it is
+        #: released.
+        self.undo = undo
         self.grant: Grant | None = None
         self.loss: Loss | None = None
         #: By whom its holder was asked to stop; empty: by nobody.
@@ -400,8 +406,6 @@ class Acquisition:
         self.part_of: Acquisition | None = None
         #: Returns its permit while the program has it.
         self.permit: Callable[[], Any] = _no_permit_yet
-        #: What else the keeper does if the caller goes in the middle.
-        self.undo: Callable[[Acquisition], object] | None = None
         self.client: Client | None = None
         self.caller: Caller | None = None
         # These are made when they are needed: most acquisitions are granted at once, and end without a word.
@@ -439,6 +443,11 @@ class Acquisition:
             if self.state in ignoring:
                 return False
         raise IllegalTransitionError(f"{event.value!r} cannot happen to {self!r}.")
+
+    @property
+    def kept(self) -> bool:
+        """Whether a grant is kept until it is released; else its caller takes it for good in a moment."""
+        return self.undo is None
 
     @property
     def given_back(self) -> bool:

@@ -311,7 +311,7 @@ class Keeper:
             self.doubt(acquisition.request)
             acquisition.ask_anew()
             return False
-        if acquisition.taken() and acquisition.kept:
+        if acquisition.taken() and acquisition.undo is None:
             for listener in self._listeners["granted"]:
                 listener(acquisition)
         return True
