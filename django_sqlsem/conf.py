@@ -59,9 +59,10 @@ class Config:
 
 DEADLOCKS: Final = ("report", "break", "ignore")
 
-_OPTIONAL_SECONDS = ("TIMEOUT", "VIEW_TIMEOUT", "TASK_TIMEOUT")
+#: The type of each key's values, as ``Config`` writes it: a float is a number of seconds.
+_TYPES: Final = {field.name.upper(): field.type for field in fields(Config)}
 _NOT_PER_ALIAS = ("DATABASE", "VIEW_TIMEOUT", "TASK_TIMEOUT", "BUSY_STATUS", "DATABASES")
-KEYS: Final = (*sorted(field.name.upper() for field in fields(Config)), "DATABASES")
+KEYS: Final = (*sorted(_TYPES), "DATABASES")
 
 
 def _read(raw: dict[str, Any], where: str, allowed: tuple[str, ...]) -> dict[str, Any]:
@@ -78,17 +79,14 @@ def _read(raw: dict[str, Any], where: str, allowed: tuple[str, ...]) -> dict[str
 
 
 def _value(key: str, value: object, name: str) -> object:
-    if key in _OPTIONAL_SECONDS:
-        return to_seconds(value, what=name, allow_none=True)
-    if key == "LEASE":
-        return to_seconds(value, what=name, minimum=MIN_LEASE)
-    if key == "IDLE" or key.startswith("HISTORY_"):
-        return to_seconds(value, what=name)
+    if _TYPES[key] in ("float", "float | None"):
+        minimum = MIN_LEASE if key == "LEASE" else 0.0
+        return to_seconds(value, what=name, minimum=minimum, allow_none=_TYPES[key] == "float | None")
     if key == "DEADLOCKS":
         if value not in DEADLOCKS:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, DEADLOCKS))}, not {shown(value)}.")
         return value
-    if key in ("DURABLE", "BEACONS", "RECORD", "HISTORY"):
+    if _TYPES[key] == "bool":
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, not {shown(value)}.")
         return value

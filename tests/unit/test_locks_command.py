@@ -50,6 +50,7 @@ class Terminal(io.StringIO):
 
 def test_list_shows_holders_and_waiters(database: str, capsys: Any) -> None:
     make_semaphore(database)
+    printed(capsys, "list", "--database", database)  # loads what it needs, so that ages are told at once after this
     hold(database, slot=1)
     hold(database, slot=3, left=-20, age=80, host="web9", label="app.tasks.report[1]", user="")
     wait(database)
