@@ -537,7 +537,7 @@ class Acquisition:
     def acquired(self) -> Acquired:
         """What to tell the backend of a grant."""
         assert self.grant is not None  # noqa: S101
-        return Acquired(self.keeper.present(self.request), self.grant, bool(self.stop_by))
+        return Acquired(self.keeper.present(self.request), self.grant)
 
     @property
     def foreign(self) -> bool:

@@ -18,7 +18,6 @@ LONGEST = 60
 #: Functions of more than LONGEST lines.
 LONG = {
     "backends/applock/acquire.py:attempt",
-    "backends/rows/handoff.py:hand_over",
     "management/arguments.py:add_arguments",
     "refresh/__init__.py:refresh_every",
 }
@@ -37,9 +36,6 @@ DEEP = {
     "MySQLLocking",
     "PostgreSQLBeacon",
     "PostgreSQLLocking",
-    "RowsBackend",
-    "RowsClaims",
-    "RowsOperator",
 }
 #: Class names that two modules use.
 SHARED_CLASSES = {
@@ -48,12 +44,10 @@ SHARED_CLASSES = {
     "Outcome",
     "State",
     "Watch",
-    "_Attempt",
 }
 #: Names of public constants that two modules use for different values.
 SHARED_CONSTANTS = {
     "ACTS",
-    "AGAIN",
     "ANSWER_TIMEOUT",
     "AT_ONCE",
     "BEGIN",
@@ -61,15 +55,12 @@ SHARED_CONSTANTS = {
     "CHUNK",
     "CROWD",
     "DEADLOCKS",
-    "DECLARE",
     "ERRORS",
     "FEW",
     "GRACE",
-    "GRANTED",
     "HEADERS",
     "HOLD",
     "HOLDER",
-    "KEPT",
     "KIND",
     "KINDS",
     "LEFT",
@@ -86,9 +77,7 @@ SHARED_CONSTANTS = {
     "PATIENCE_US",
     "PAUSE",
     "PAUSED",
-    "QUEUE",
     "REMEMBERED",
-    "ROW",
     "SESSION",
     "SHORTEST",
     "SWEEP",
