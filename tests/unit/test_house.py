@@ -47,7 +47,6 @@ SHARED_CLASSES = {
 }
 #: Names of public constants that two modules use for different values.
 SHARED_CONSTANTS = {
-    "ACTS",
     "ANSWER_TIMEOUT",
     "AT_ONCE",
     "BEGIN",
@@ -56,7 +55,6 @@ SHARED_CONSTANTS = {
     "CROWD",
     "DEADLOCKS",
     "ERRORS",
-    "FEW",
     "GRACE",
     "HEADERS",
     "HOLD",
@@ -84,15 +82,11 @@ SHARED_CONSTANTS = {
     "TABLE",
     "TRIES",
     "TURN",
-    "WIDTH",
-    "WORDS",
 }
 #: Modules that import another of ours inside a function, and how often.
 LATE = {
     "apps.py": 1,
-    "control.py": 1,
     "deadlocks/watch.py": 1,
-    "queries.py": 13,
 }
 #: Places that catch what interrupts a thread.
 INTERRUPTIONS = 41

@@ -217,11 +217,3 @@ def read_snapshot(session: Session, resource: Resource) -> SemaphoreSnapshot | N
         )
 
     return session.run(read)
-
-
-def names_in_use(alias: str, most: int) -> list[str]:
-    """Return at most so many names, by one query; of more, whichever the database finds. Raises ``BackendError``."""
-    taken = SlotRow.objects.using(alias).filter(expires_us__isnull=False).order_by().values_list("semaphore__name")
-    wanted = WaiterRow.objects.using(alias).order_by().values_list("semaphore__name")
-    with database_errors(alias):
-        return [name for (name,) in taken.union(wanted)[:most]]
