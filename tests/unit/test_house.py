@@ -33,15 +33,11 @@ DEEP = {
     "ClientGoneError",
     "FencedError",
     "MySQLBeacon",
-    "MySQLLocking",
     "PostgreSQLBeacon",
-    "PostgreSQLLocking",
 }
 #: Class names that two modules use.
 SHARED_CLASSES = {
     "Knot",
-    "Mark",
-    "Outcome",
     "State",
     "Watch",
 }
@@ -49,7 +45,6 @@ SHARED_CLASSES = {
 SHARED_CONSTANTS = {
     "ANSWER_TIMEOUT",
     "AT_ONCE",
-    "BEGIN",
     "BUSY",
     "CHUNK",
     "CROWD",
@@ -79,7 +74,6 @@ SHARED_CONSTANTS = {
     "SESSION",
     "SHORTEST",
     "SWEEP",
-    "TABLE",
     "TRIES",
     "TURN",
 }
