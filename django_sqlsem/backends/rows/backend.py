@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from django_sqlsem.backends.base import (
     TOKENS,
@@ -13,7 +13,6 @@ from django_sqlsem.backends.base import (
     Granted,
     Place,
     Released,
-    Renewal,
     Request,
     Waited,
 )
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from django_sqlsem.backends.clock import RowClock
     from django_sqlsem.core.names import Resource
     from django_sqlsem.database.sessions import Session
-    from django_sqlsem.snapshots import HolderSnapshot, Loss, SemaphoreSnapshot, Survey, SurveyState
+    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, Survey, SurveyState
 
 
 class RowsBackend(BaseSemaphoreBackend):
@@ -43,8 +42,18 @@ class RowsBackend(BaseSemaphoreBackend):
     keeps_tokens = True
     modes = frozenset({WHOLE, UPDATE, UPGRADE})
 
-    def opened(self, connection: BaseDatabaseWrapper) -> None:
-        note_server(connection)
+    # What needs nothing of the backend's own.
+    opened = staticmethod(note_server)
+    step_aside = staticmethod(queue.step_aside)
+    keeps_place = staticmethod(queue.keeps_place)
+    hand_rank_on = staticmethod(queue.hand_rank_on)
+    renew = staticmethod(renewal.renew)
+    fate = staticmethod(renewal.fate)
+    snapshot = staticmethod(reading.read_snapshot)
+    take = staticmethod(tokens.take)
+    fence = staticmethod(fences.fence)
+    extend = staticmethod(fences.extend)
+    fenced_sql = staticmethod(fences.fenced_sql)
 
     # The holder's side.
 
@@ -74,15 +83,6 @@ class RowsBackend(BaseSemaphoreBackend):
         else:
             queue.leave(session, request)
 
-    def step_aside(self, session: Session, request: Request, estimate: Callable[[int], float]) -> float:
-        return queue.step_aside(session, request, estimate)
-
-    def keeps_place(self, session: Session, request: Request) -> bool:
-        return queue.keeps_place(session, request)
-
-    def hand_rank_on(self, session: Session, request: Request, heir: str) -> None:
-        queue.hand_rank_on(session, request, heir)
-
     def release(self, session: Session, held: Acquired, *, wanted: bool = False, hand_on: bool = True) -> Released:
         if held.resource.kind == TOKENS:  # they were handed over, and nobody took them
             return Released(tokens.discard(session, held.resource, held.permit_id))
@@ -99,15 +99,6 @@ class RowsBackend(BaseSemaphoreBackend):
         else:
             handoff.hand_out(session, resource.key)
 
-    def renew(self, session: Session, held: Sequence[Acquired]) -> Renewal:
-        return renewal.renew(session, held)
-
-    def fate(self, session: Session, held: Acquired) -> Loss | None:
-        return renewal.fate(session, held)
-
-    def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
-        return reading.read_snapshot(session, resource)
-
     def add(
         self,
         session: Session,
@@ -121,22 +112,8 @@ class RowsBackend(BaseSemaphoreBackend):
         here, witness = process_id(), presence.beacon
         return tokens.add(session, resource, count, initial=initial, witness=witness, here=here, hand_on=hand_on)
 
-    def take(self, session: Session, permit_id: str) -> bool:
-        return tokens.take(session, permit_id)
-
-    # Fences.
-
-    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool:
-        return fences.fence(caller, session, held)
-
     def keeps_renewals_out(self, caller: BaseDatabaseWrapper) -> bool:
         return dialect_for(caller).fence == "writer"
-
-    def extend(self, caller: BaseDatabaseWrapper, held: Acquired) -> bool:
-        return fences.extend(caller, held)
-
-    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
-        return fences.fenced_sql(caller, held)
 
     # The operator's side.
 

@@ -171,12 +171,12 @@ def unfenced(rows: QuerySet[SlotRow], alias: str) -> list[int]:
     return [pk for pk, _token, _fenced in found if pk not in there - alone]
 
 
-def fenced_sql(connection: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
-    """Return a condition, for a statement on ``connection``, that the permit is live, and its parameters.
+def fenced_sql(caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
+    """Return a condition, for a statement on ``caller``, that the permit is live, and its parameters.
 
     On PostgreSQL it also fences the transaction in which the statement runs.
     """
-    dialect = dialect_for(connection)
+    dialect = dialect_for(caller)
     lock = " FOR KEY SHARE" if dialect.fence == "key share" else ""
     live, names = positional(dialect.expand("{live_now}"))
     values = [dialect.parameters()[name] for name in names]

@@ -91,12 +91,13 @@ _TRIES: Final = 8
 def free_sql(dialect: Dialect, rows: int, unwanted: bool) -> str:
     """Free some rows of one permit; ``unwanted``: only if nobody waits."""
     text = f"{FREED} WHERE id IN ({', '.join(f'%(row{each})s' for each in range(rows))}) AND permit_id = %(permit_id)s"
-    if unwanted:
-        # Who waits for the writer's place beside readers is in nobody's way.
-        text += (
-            " AND NOT EXISTS (SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {w.waits}"
-            " AND w.lock_mode <> 'update')"
-        )
+    if not unwanted:
+        return text
+    # Who waits for the writer's place beside readers is in nobody's way.
+    text += (
+        " AND NOT EXISTS (SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {w.waits}"
+        " AND w.lock_mode <> 'update')"
+    )
     # A release that a crash undoes is only an expiry that comes later.
     return f"{text} RETURNING id{{unflushed}}" if dialect.unflushed else text
 

@@ -95,10 +95,8 @@ def request_parameters(request: Request, place: Place | None = None) -> dict[str
         "process_id": holder.process,
         "channel": presence.channel,
         "near": presence.near,
-        "bells": presence.bells,
         "beacon": presence.beacon,
         "witness": presence.beacon,
-        "durable": request.durable,
         "rank": request.rank,
         "mode": request.mode,
     }

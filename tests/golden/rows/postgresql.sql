@@ -155,15 +155,13 @@ WHERE id IN ({ids});
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
       WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
-WHERE id IN (%(row0)s) AND permit_id = %(permit_id)s
-RETURNING id, set_config('synchronous_commit', 'off', true);
+WHERE id IN (%(row0)s) AND permit_id = %(permit_id)s;
 
 -- free two
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
       WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
-WHERE id IN (%(row0)s, %(row1)s) AND permit_id = %(permit_id)s
-RETURNING id, set_config('synchronous_commit', 'off', true);
+WHERE id IN (%(row0)s, %(row1)s) AND permit_id = %(permit_id)s;
 
 -- free unwanted
 UPDATE sqlsem_slot
