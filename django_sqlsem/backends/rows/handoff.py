@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -324,7 +324,7 @@ def serve(statements: Statements, free: str = "") -> HandOff:
         shrinking, whole = exclusive.settle(statements, operator_slots)
         paused = paused or whole
     served: list[Served] = []
-    for head in () if paused else waiters(statements):
+    for head in () if paused else _line(statements):
         limit = bound(operator_slots, head["slots"], declared_slots)
         if head["take"] > limit:
             # It wants more than there is since an operator's act, and does not keep those behind it from less.
@@ -349,6 +349,14 @@ def serve(statements: Statements, free: str = "") -> HandOff:
 def waiters(statements: Statements) -> list[dict[str, Any]]:
     """Return those that may be served, in order, by their columns."""
     return [dict(zip(_HEAD, row, strict=True)) for row in statements.rows(_HEADS)]
+
+
+def _line(statements: Statements) -> Iterator[dict[str, Any]]:
+    """Yield those that may be served, in order, and those that come meanwhile."""
+    seen: set[int] = set()
+    while heads := [head for head in waiters(statements) if head["id"] not in seen]:
+        seen.update(head["id"] for head in heads)
+        yield from heads
 
 
 def _free_rows(statements: Statements, take: int, limit: int, *, shrinking: bool) -> list[tuple[int, ...]]:
