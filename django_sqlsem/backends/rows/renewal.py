@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from django_sqlsem.backends.base import Acquired, Renewal
@@ -41,33 +40,22 @@ _FATE: Final = f"SELECT id, permit_id, {_ASKED}, revoked_token, revoked_by FROM 
 _Rows: TypeAlias = dict[int, Row]
 
 
-@dataclass(slots=True)
-class _Told:
-    """What the database has said of grants, by permit id."""
-
-    renewed: set[str] = field(default_factory=set)
-    lost: dict[str, Loss] = field(default_factory=dict)
-    #: Who asks their holders to stop.
-    asked: dict[str, str] = field(default_factory=dict)
-
-    def note_asked(self, held: Sequence[Acquired], rows: _Rows) -> None:
-        """Note by whom holders were asked to stop."""
-        ours = {each.permit_id for each in held}
-        self.asked.update((row[0], row[1]) for row in rows.values() if row[1] is not None and row[0] in ours)
-
-
 def renew(session: Session, held: Sequence[Acquired]) -> Renewal:
     """Extend all these grants, some hundred to a statement."""
-    told = _Told()
+    renewed: set[str] = set()
+    lost: dict[str, Loss] = {}
+    asked: dict[str, str] = {}
     for start in range(0, len(held), _AT_ONCE):
         some = held[start : start + _AT_ONCE]
         rows = _extend(session, some)
-        told.note_asked(some, rows)
-        told.renewed.update(each.permit_id for each in some if _carried(each, rows))
-        doubtful = [each for each in some if each.permit_id not in told.renewed]
-        if doubtful:
-            _ask_fate(session, doubtful, told)
-    return Renewal(frozenset(told.renewed), told.lost, told.asked)
+        asked |= _asked(some, rows)
+        renewed |= {each.permit_id for each in some if _carried(each, rows)}
+        doubtful = [each for each in some if each.permit_id not in renewed]
+        if doubtful:  # those that are not lost were locked
+            rows = _fates(session, doubtful)
+            asked |= _asked(doubtful, rows)
+            lost |= {each.permit_id: loss for each in doubtful if (loss := _loss(each, rows)) is not None}
+    return Renewal(frozenset(renewed), lost, asked)
 
 
 def _extend(session: Session, held: Sequence[Acquired]) -> _Rows:
@@ -101,28 +89,22 @@ def _extend(session: Session, held: Sequence[Acquired]) -> _Rows:
 
 def fate(session: Session, held: Acquired) -> Loss | None:
     """Return how a grant was lost, or ``None`` if its rows still carry it. Changes nothing."""
-    told = _Told()
-    _ask_fate(session, [held], told)
-    return told.lost.get(held.permit_id)
+    return _loss(held, _fates(session, [held]))
 
 
-def _ask_fate(session: Session, held: Sequence[Acquired], told: _Told) -> None:
-    """Find out what became of grants that were not extended. Those that are not lost were locked."""
+def _fates(session: Session, held: Sequence[Acquired]) -> _Rows:
     text = _FATE.replace("{rows}", ",".join(str(row_id) for each in held for row_id in each.grant.row_ids))
-    rows = session.run(lambda cursor: _by_id(Statements(cursor, {}).rows(text)))
-    told.note_asked(held, rows)
-    for each in held:
-        losses = [
-            _loss(token, rows.get(row_id))
-            for row_id, token in zip(each.grant.row_ids, each.grant.tokens, strict=True)
-            if rows.get(row_id, (None,))[0] != each.permit_id
-        ]
-        if losses:
-            told.lost[each.permit_id] = losses[0]
+    return session.run(lambda cursor: _by_id(Statements(cursor, {}).rows(text)))
 
 
 def _by_id(rows: Sequence[Row]) -> _Rows:
     return {row[0]: row[1:] for row in rows}
+
+
+def _asked(held: Sequence[Acquired], rows: _Rows) -> dict[str, str]:
+    """Return by whom the holders of these grants were asked to stop, by permit id."""
+    ours = {each.permit_id for each in held}
+    return {row[0]: row[1] for row in rows.values() if row[1] is not None and row[0] in ours}
 
 
 def _carried(held: Acquired, rows: _Rows) -> bool:
@@ -130,10 +112,14 @@ def _carried(held: Acquired, rows: _Rows) -> bool:
     return all(rows.get(row_id, (None,))[0] == held.permit_id for row_id in held.grant.row_ids)
 
 
-def _loss(token: int, row: Row | None) -> Loss:
-    if row is None:
-        return Loss(LossReason.EXPIRED, "its row was deleted")
-    _permit_id, _asked, revoked_token, revoked_by = row
-    if revoked_token == token:
-        return Loss(LossReason.REVOKED, f"revoked by {revoked_by or 'an operator'}", revoked_by or "")
-    return Loss(LossReason.EXPIRED, "its lease ran out and its slot was taken or purged")
+def _loss(held: Acquired, rows: _Rows) -> Loss | None:
+    for row_id, token in zip(held.grant.row_ids, held.grant.tokens, strict=True):
+        if row_id not in rows:
+            return Loss(LossReason.EXPIRED, "its row was deleted")
+        permit_id, _, revoked_token, revoked_by = rows[row_id]
+        if permit_id == held.permit_id:
+            continue
+        if revoked_token == token:
+            return Loss(LossReason.REVOKED, f"revoked by {revoked_by or 'an operator'}", revoked_by or "")
+        return Loss(LossReason.EXPIRED, "its lease ran out and its slot was taken or purged")
+    return None
