@@ -102,6 +102,8 @@ def guarded(model_admin: Any, view: Callable[..., HttpResponse]) -> Callable[...
             if is_fragment(request) and isinstance(response, TemplateResponse):
                 response.render()  # what is read only then may fail as well
         except (BackendError, DatabaseError) as error:
+            if not model_admin.admin_site.has_permission(request):
+                raise  # what a database says is no stranger's business
             logger.warning("the locks could not be shown: %s", error)
             text = _("The locks could not be read: %(error)s") % {"error": first_line(error)}
             if is_fragment(request):
