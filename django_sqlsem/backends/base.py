@@ -14,7 +14,7 @@ from django.apps import apps
 from django.db.models import Q
 
 from django_sqlsem.core.modes import SHARED, UPGRADE, WHOLE, line_of
-from django_sqlsem.core.names import key_of
+from django_sqlsem.core.names import ONE_SLOT, key_of
 from django_sqlsem.database.bells import MAX_NOTE
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.database.sessions import OwnSession
@@ -139,8 +139,6 @@ class Queue:
     ahead: int
     #: How many slots are free.
     free: int = 0
-    #: Whether the name has no slots any more: it was purged while the place was taken.
-    gone: bool = False
     #: Seconds until the next lease runs out; ``None``: not looked at, or none is held.
     expiry_in: float | None = None
     #: How many holders cannot wake this process.
@@ -166,8 +164,6 @@ class Acquired:
 
     request: Request
     grant: Grant
-    #: Whether its holder knows that it was asked to stop.
-    stop_told: bool = False
 
     @property
     def permit_id(self) -> str:
@@ -457,6 +453,14 @@ class BaseSemaphoreBackend(abc.ABC):
     def procedures(self, *, drop: bool = False) -> tuple[str, ...]:
         """Return the batches that install, or remove, stored procedures for other programs; empty: it has none."""
         return ()
+
+
+def check_slots(name: str, kind: str, slots: int | None) -> None:
+    """Raise ``ValueError`` if this kind of lock cannot have so many slots."""
+    if kind == TOKENS:
+        raise ValueError(f"{name!r} is a count of tokens: it has no slots.")
+    if kind in ONE_SLOT and slots not in (None, 1):
+        raise ValueError(f"{name!r} is a {kind}: it has one slot, not {slots}.")
 
 
 def _no_fences(caller: BaseDatabaseWrapper) -> SemaphoreError:

@@ -22,11 +22,11 @@ from django_sqlsem.backends.base import (
     Renewal,
     Request,
     Waited,
+    check_slots,
 )
 from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import boot_now, stood_still
 from django_sqlsem.core.modes import EXCLUSIVE, RWLOCK, UPDATE, UPGRADE, WHOLE, WRITER
-from django_sqlsem.core.names import ONE_SLOT
 from django_sqlsem.exceptions import never_met, wrong_kind
 from django_sqlsem.snapshots import HolderSnapshot, Loss, LossReason, SemaphoreSnapshot, SlotState, grouped
 
@@ -411,10 +411,7 @@ class LocalBackend(BaseSemaphoreBackend):
             known = self._world().get(name)
             if known is None:
                 return False
-            if known.kind == TOKENS:
-                raise ValueError(f"{name!r} is a count of tokens: it has no slots.")
-            if known.kind in ONE_SLOT and slots not in (None, 1):
-                raise ValueError(f"{name!r} is a {known.kind}: it has one slot, not {slots}.")
+            check_slots(name, known.kind, slots)
             known.operator_slots = slots
         self._changed()
         return True

@@ -24,6 +24,25 @@ if TYPE_CHECKING:
 
 
 _PARAMETER: Final = re.compile(r"%\((\w+)\)s")
+#: A word that dialects spell each in their way: ``{now}``, or ``{w.live}`` of the table that is called ``w``.
+_WORD: Final = re.compile(r"\{(\w\.)?(\w+)\}")
+#: The words, by the attributes of ``Dialect`` that say them.
+_WORDS: Final = {
+    "now": "now_sql",
+    "moment": "moment_sql",
+    "token_now": "token_now",
+    "free": "free",
+    "live": "live",
+    "live_now": "live_now",
+    "waits": "waits",
+    "alive": "alive",
+    "lock": "for_update",
+    "lock_hint": "lock_hint",
+    "skip_locked": "lock_skipping",
+    "pick": "skip_locked",
+    "unflushed": "unflushed",
+    "rebooted": "rebooted",
+}
 
 # What is looked for by the first column of an index that is not the table's own order: see ``_sought``.
 _BY_KEY: Final = r"(?:\w+\.)?(?:semaphore_key|ticket|wait_id) (?:= |IN \(%)"
@@ -34,7 +53,11 @@ _WRITTEN: Final = re.compile(
 
 
 class Dialect:
-    """Plain SQL that any database understands; ``{now}`` stands for its clock, in whole microseconds since 1970."""
+    """Plain SQL that any database understands.
+
+    A statement is a text with words in braces. ``{now}`` is the database's clock, in whole microseconds since 1970;
+    the others are attributes of the dialect, where ``{t}`` stands for the table that a word is about.
+    """
 
     #: An expression, stable within one statement.
     now_sql: ClassVar[str] = ""
@@ -68,8 +91,14 @@ class Dialect:
     #: Is a row to be written before it is read, so that it is surely locked?
     locks_by_writing: ClassVar[bool] = False
     # For one lease after the server's start nothing has run out.
-    free: ClassVar[str] = "({t}expires_us IS NULL OR ({t}expires_us <= {{now}} AND {t}lease_us <= {{now}} - %(since)s))"
-    live: ClassVar[str] = "{t}expires_us > {{now}}"
+    #: Nobody holds a slot: it is free, or its lease has run out.
+    free: ClassVar[str] = "({t}expires_us IS NULL OR ({t}expires_us <= {now} AND {t}lease_us <= {now} - %(since)s))"
+    #: The time of a slot or a waiter has not run out.
+    live: ClassVar[str] = "{t}expires_us > {now}"
+    #: A waiter may be granted: it is alive, and not away.
+    waits: ClassVar[str] = "{{t}live} AND {t}away = %(no)s"
+    #: One more condition, that a row is of an earlier boot of the host, where that tells.
+    rebooted: ClassVar[str] = ""
     #: A condition on ``{process_id}``: see ``beacons``.
     dead: ClassVar[str | None] = None
     #: How a transaction keeps others from taking a slot: by a lock of its row that its renewals pass, by the lock of a
@@ -77,8 +106,6 @@ class Dialect:
     fence: ClassVar[Literal["", "key share", "sibling", "writer"]] = ""
     #: The clock of this very moment, where ``now_sql`` says when the statement began.
     moment_sql: ClassVar[str] = "{now}"
-    #: Follows a sub-select of slots ``s`` to renew: it passes the locks of fences, and skips all others.
-    renewal_locked: ClassVar[str] = ""
     #: The clock that tokens follow.
     token_now: ClassVar[str] = "{now}"  # noqa: S105
 
@@ -89,12 +116,23 @@ class Dialect:
 
     def execute(self, cursor: AnyCursor, sql: str, parameters: Mapping[str, Any]) -> None:
         """Run a statement; only the parameters that its text names are sent."""
-        text, names = _prepare(sql, self.now_sql)
+        text, names = _prepare(sql, self)
         values = {**self.parameters(), "since": getattr(cursor, "since_us", 0), "witness": False, **parameters}
         if "arrived_us" in parameters:
             # At this very moment: a statement may have stood in line for the database for a while.
             values["age_us"] = max(0, clocks.boot_now_us() - parameters["arrived_us"])
         self.send(cursor, text, {name: values[name] for name in names})
+
+    def expand(self, sql: str) -> str:
+        """Return a text with its words spelled out."""
+
+        def spelled(word: re.Match[str]) -> str:
+            if word[2] not in _WORDS:
+                return word[0]
+            text: str = getattr(self, _WORDS[word[2]])
+            return self.expand(text.replace("{t}", word[1] or ""))
+
+        return _WORD.sub(spelled, sql)
 
     def send(self, cursor: AnyCursor, text: str, values: Mapping[str, Any]) -> None:
         """Run a statement with its parameters, as the driver takes them."""
@@ -115,15 +153,21 @@ class Dialect:
 
     def free_sql(self, table: str = "") -> str:
         """Return the condition that nobody holds a slot: free, or its lease has run out."""
-        return self.free.format(t=table)
+        return self.free.replace("{t}", table)
 
     def waits_sql(self, table: str = "") -> str:
         """Return the condition that a waiter may be granted: alive, and not away."""
-        return f"{self.live_sql(table)} AND {table}away = %(no)s"
+        return self.waits.replace("{t}", table)
 
-    def alive(self, table: str) -> str:
-        """Return one more condition: that the process of a waiter is not known to be dead; or nothing."""
-        dead = self.dead_sql(table)
+    @property
+    def live_now(self) -> str:
+        """As ``live``, by the clock of this very moment."""
+        return self.live.replace("{now}", self.moment_sql)
+
+    @property
+    def alive(self) -> str:
+        """One more condition: that the process of a waiter is not known to be dead; or nothing."""
+        dead = self.dead_sql("{t}")
         return f" AND (%(witness)s = %(no)s OR NOT ({dead}))" if dead else ""
 
     def dead_sql(self, table: str) -> str:
@@ -134,17 +178,18 @@ class Dialect:
 
     def live_sql(self, table: str = "") -> str:
         """Return the condition that a slot's or a waiter's time has not run out."""
-        return self.live.format(t=table)
+        return self.live.replace("{t}", table)
 
 
 @functools.lru_cache(maxsize=512)
-def _prepare(sql: str, now: str) -> tuple[str, Sequence[str]]:
-    text = sql.replace("{now}", now)
+def _prepare(sql: str, dialect: Dialect) -> tuple[str, Sequence[str]]:
+    text = " ".join(dialect.expand(sql).split())
     return text, tuple(dict.fromkeys(_PARAMETER.findall(text)))
 
 
 @functools.lru_cache(maxsize=512)
-def _positional(text: str) -> tuple[str, Sequence[str]]:
+def positional(text: str) -> tuple[str, Sequence[str]]:
+    """Return a text with its parameters in order in place of names, and those names."""
     return _PARAMETER.sub("%s", text), tuple(_PARAMETER.findall(text))
 
 
@@ -163,7 +208,6 @@ class PostgreSQL(Dialect):
     now_sql = "(date_part('epoch', statement_timestamp()) * 1000000)::bigint"
     returning = True
     skip_locked = "FOR UPDATE OF s SKIP LOCKED"
-    renewal_locked = "FOR NO KEY UPDATE OF s SKIP LOCKED"
     fence = "key share"
     moment_sql = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint"
     lock_skipping = " FOR UPDATE SKIP LOCKED"
@@ -186,8 +230,9 @@ class SQLite(Dialect):
     for_update = ""  # the transaction holds the only write lock
     fence = "writer"
     # A row from before the last boot belongs to a process that cannot have survived it.
-    free = "({t}expires_us IS NULL OR {t}expires_us <= {{now}} OR {t}boot_id <> %(boot_id)s)"
-    live = "({t}expires_us > {{now}} AND {t}boot_id = %(boot_id)s)"
+    free = "({t}expires_us IS NULL OR {t}expires_us <= {now} OR {t}boot_id <> %(boot_id)s)"
+    live = "({t}expires_us > {now} AND {t}boot_id = %(boot_id)s)"
+    rebooted = " OR {t}boot_id <> %(boot_id)s"
     # The boot clock starts anew; tokens must not.
     token_now = "%(wall)s"  # noqa: S105
 
@@ -223,9 +268,9 @@ class MySQL(Dialect):
     dead = MySQLBeacon.dead_sql
     lock_skipping = " FOR UPDATE SKIP LOCKED"
     fence = "sibling"
-    # What was fenced is only taken after a look whether it still is: see ``rows_fence``.
+    # What was fenced is only taken after a look whether it still is: see ``backends.rows.fences``.
     free = (
-        "({t}expires_us IS NULL OR ({t}expires_us <= {{now}} AND {t}lease_us <= {{now}} - %(since)s"
+        "({t}expires_us IS NULL OR ({t}expires_us <= {now} AND {t}lease_us <= {now} - %(since)s"
         " AND ({t}fenced IS NULL OR {t}fenced <> {t}token)))"
     )
     insert_ignore = ("INSERT IGNORE INTO", "")
@@ -253,7 +298,7 @@ class SQLServer(Dialect):
 
     def send(self, cursor: AnyCursor, text: str, values: Mapping[str, Any]) -> None:
         """Run a statement: its driver knows no parameters by name, and the session may have been told not to count."""
-        statement, names = _positional(_sought(text))
+        statement, names = positional(_sought(text))
         if not statement.startswith("SELECT"):
             statement = f"SET NOCOUNT OFF; {statement}"
         cursor.execute(statement, [values[name] for name in names] or None)

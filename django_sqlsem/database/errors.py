@@ -34,7 +34,7 @@ def database_errors(alias: str) -> Iterator[None]:
 
 
 def repeated(act: Callable[Parameters, T]) -> Callable[Parameters, T]:
-    """Do an act again that lost a deadlock, or found SQLite locked: nothing of it was done."""
+    """Do an act on an alias, its first argument, again if it lost a deadlock or found SQLite locked."""
 
     @functools.wraps(act)
     def again(*args: Parameters.args, **kwargs: Parameters.kwargs) -> T:
@@ -43,7 +43,7 @@ def repeated(act: Callable[Parameters, T]) -> Callable[Parameters, T]:
             try:
                 return act(*args, **kwargs)
             except BackendError as error:
-                alias = args[0].alias  # type: ignore[attr-defined]
+                alias = str(args[0])
                 passes = isinstance(error.__cause__, Error) and is_transient(error.__cause__)
                 # Inside a transaction of the caller's, that is over.
                 if not passes or connections[alias].in_atomic_block or time.monotonic() > give_up:

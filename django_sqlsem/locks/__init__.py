@@ -8,8 +8,13 @@ from django_sqlsem.locks.permit import current_permit
 from django_sqlsem.locks.rwlock import RwLock, rwlock
 from django_sqlsem.locks.several import PendingPermits, Permits, aacquire_all, acquire_all
 from django_sqlsem.locks.tokens import TakenTokens, Tokens, tokens
-from django_sqlsem.locks.transaction.callers import TransactionPermit
-from django_sqlsem.locks.transaction.locks import locked_atomic, purge_transaction_locks, table_lock, transaction_lock
+from django_sqlsem.locks.transaction.locks import (
+    TransactionPermit,
+    locked_atomic,
+    purge_transaction_locks,
+    table_lock,
+    transaction_lock,
+)
 
 __all__ = [
     "Monitor",

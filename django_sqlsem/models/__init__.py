@@ -85,7 +85,7 @@ class HolderFields(models.Model):
 
 
 #: The columns that tell who holds or waits.
-HOLDER_COLUMNS: Final = tuple(field.column for field in HolderFields._meta.local_fields)
+HOLDER_COLUMNS: Final = tuple(str(field.column) for field in HolderFields._meta.local_fields)
 
 
 class SlotRow(HolderFields):

@@ -567,7 +567,7 @@ class Acquisition:
         request, keeper = self.request, self.keeper
         if request.presence is not keeper.reach.presence:
             request = keeper.present(request)
-        return Acquired(request, self.grant, bool(self.stop_by))
+        return Acquired(request, self.grant)
 
     @property
     def has_permit(self) -> bool:

@@ -51,7 +51,6 @@ WALKED: dict[str, Counter[Place]] = {}
 PURE = {
     "backends/__init__.py",
     "database/dialects.py",
-    "backends/rows/statements.py",
     "decorators/calls.py",
     "core/clocks.py",
     "conf.py",

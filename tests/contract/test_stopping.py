@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import json
 import threading
 import time
@@ -14,14 +13,12 @@ from django.db import connections
 from django.db.models import F
 
 from django_sqlsem import (
-    AcquireTimeoutError,
     control,
     mutex,
     queries,
     semaphore,
 )
 from django_sqlsem.backends import get_backend
-from django_sqlsem.backends.rows import renewal as rows_renewal
 from django_sqlsem.claims import claim
 from django_sqlsem.database import bells
 from django_sqlsem.locks import (
@@ -37,7 +34,7 @@ from django_sqlsem.runtime.presence import Reach
 from django_sqlsem.signals import permit_stop_requested
 from tests.programs.lock_clients import Actor
 from tests.support import applocks
-from tests.support.databases import held_rows, kill_sessions, query, raw_connection, session_ids
+from tests.support.databases import held_rows, kill_sessions, raw_connection, session_ids
 from tests.support.statements import CountedSession
 from tests.support.threads import run_in_threads, wait_until
 from tests.testapp.models import Inventory
@@ -447,37 +444,3 @@ def test_a_claim_passes_it_on(database):
     with claim(Inventory.objects.using(database).filter(pk=0), using=database) as none:
         none.on_stop_requested(told.append)
         assert not none.stop_requested
-
-
-@contextlib.contextmanager
-def older_tables(database):
-    """Inside the block the slots' table is that of the release before there were wishes."""
-    columns = ("stop_token", "stop_by")
-    for column in columns:
-        query(database, f"ALTER TABLE sqlsem_slot RENAME COLUMN {column} TO {column}_away")
-    try:
-        yield
-    finally:
-        for column in columns:
-            query(database, f"ALTER TABLE sqlsem_slot RENAME COLUMN {column}_away TO {column}")
-
-
-@pytest.mark.rows_only("lease")
-def test_what_is_held_goes_on_before_the_tables_are_migrated(database, caplog, monkeypatch):
-    monkeypatch.setattr(rows_renewal, "_said", set())
-    monkeypatch.setattr(rows_renewal, "AGAIN", 0.5)
-    held = rwlock("older", lease=1, using=database)
-    with mutex("older too", lease=1, using=database) as one, held.write() as writer:
-        with older_tables(database), caplog.at_level("WARNING", "django_sqlsem"):
-            for permit in (one, writer):
-                before = permit.expires_at
-                wait_until(lambda p=permit, b=before: p.expires_at > b + datetime.timedelta(seconds=2), timeout=SOON)
-                permit.check()
-            with semaphore("younger", slots=1, using=database):
-                pass
-            with pytest.raises(AcquireTimeoutError, match="1 of 1 held"):
-                run_in_threads(1, lambda _: mutex("older too", using=database).acquire(timeout=0.2))
-        assert caplog.text.count("Nobody can be asked to stop") == 1
-        assert "could not be renewed" not in caplog.text
-        write_wish(database, "older too", "ann")
-        wait_until(lambda: one.stop_requested_by == "ann", timeout=SOON)  # on the very same connection

@@ -12,7 +12,7 @@ import pytest
 
 from django_sqlsem import AcquireTimeoutError, mutex, semaphore
 from django_sqlsem.backends import get_backend
-from django_sqlsem.backends.rows.acquire import RowsClaims
+from django_sqlsem.backends.rows.acquire import SlotRequest
 from django_sqlsem.runtime import keeper as runtime_keeper
 from django_sqlsem.runtime.acquisition import State
 from django_sqlsem.runtime.keeper import Keeper
@@ -116,18 +116,19 @@ def test_served_before_its_own_process_knew_of_its_place(database, monkeypatch, 
 @both
 def test_a_new_name_is_never_seen_free_by_others(database, monkeypatch, way):
     seen = []
-    create = RowsClaims._create
+    create = SlotRequest._create
 
     def watch(name):
         return [row.slot for row in held_rows(database)], mutex(name, using=database).try_acquire()
 
-    def create_and_be_watched(claims, session, dialect, claim, *args):
-        grant = create(claims, session, dialect, claim, *args)
+    def create_and_be_watched(claim, slots):
+        grant = create(claim, slots)
         if not seen:
-            seen.append(run_in_threads(1, lambda _: watch(claim.resource.name)))  # apart from the keeper's thread
+            name = claim.request.resource.name
+            seen.append(run_in_threads(1, lambda _: watch(name)))  # apart from the keeper's thread
         return grant
 
-    monkeypatch.setattr(RowsClaims, "_create", create_and_be_watched)
+    monkeypatch.setattr(SlotRequest, "_create", create_and_be_watched)
     for number in range(3):
         permit = acquire(mutex(f"new-{number}", using=database), way)
         assert (permit.waited, seen.pop()) == (0, [([1], None)])
@@ -139,17 +140,17 @@ def test_a_new_name_is_never_seen_free_by_others(database, monkeypatch, way):
 @both
 def test_a_name_that_was_made_meanwhile_has_no_line_while_slots_are_free(database, monkeypatch, way):
     """Its claim found no such name; by now there is one, with one slot taken and one free."""
-    look = RowsClaims._look
+    look = SlotRequest.look_and_take
     holders = []
 
-    def look_when_it_is_there(claims, session, dialect, claim, parameters):
-        if claim.resource.name == "meanwhile" and not holders:
+    def look_when_it_is_there(claim, **options):
+        if claim.request.resource.name == "meanwhile" and not holders:
             holders.append(child)
             child.send()
             child.expect("held", timeout=60)
-        return look(claims, session, dialect, claim, parameters)
+        return look(claim, **options)
 
-    monkeypatch.setattr(RowsClaims, "_look", look_when_it_is_there)
+    monkeypatch.setattr(SlotRequest, "look_and_take", look_when_it_is_there)
     code = """
 listen()
 from tests.support.children import hold
@@ -270,16 +271,16 @@ def test_of_ten_identical_requests_one_does_the_work(database, counter):
 def test_a_try_finds_the_free_slots_of_a_name_that_was_made_meanwhile(database, monkeypatch):
     """Another one makes the name after the try has found nothing, and before it looks why."""
     lock = semaphore("made meanwhile", slots=3, using=database)
-    real, first, others = RowsClaims._take_one, threading.Lock(), []
+    real, first, others = SlotRequest.take_one, threading.Lock(), []
 
-    def take_one(backend, *args):
-        grant = real(backend, *args)
+    def take_one(claim):
+        grant = real(claim)
         if first.acquire(blocking=False):
             assert grant is None
             run_in_threads(1, lambda _: others.append(acquire(lock, "sync")))
         return grant
 
-    monkeypatch.setattr(RowsClaims, "_take_one", take_one)
+    monkeypatch.setattr(SlotRequest, "take_one", take_one)
     permit = lock.try_acquire()
     assert (permit.slot, permit.waited) == (2, 0)
     assert [other.slot for other in others] == [1]

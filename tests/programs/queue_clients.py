@@ -17,7 +17,7 @@ from django.db import connections
 
 from django_sqlsem import AcquireTimeoutError, PermitLostError, semaphore
 from django_sqlsem.backends import get_backend
-from django_sqlsem.backends.rows import queue as rows_queue
+from django_sqlsem.backends.rows import statements
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.database import cursors
 from django_sqlsem.runtime import queue as runtime_queue
@@ -164,7 +164,7 @@ class Queue:
     def unhurried(self) -> None:
         """Never look around by itself once it waits."""
         runtime_queue.HEARTBEAT = 1000.0  # type: ignore[misc]
-        rows_queue.PATIENCE_US = 1_000_000_000  # type: ignore[misc]
+        statements.PATIENCE_US = 1_000_000_000  # type: ignore[misc]
 
     def asleep(self) -> None:
         """Wait until nothing but a word from elsewhere will wake the waiters."""

@@ -13,8 +13,7 @@ from typing import Any
 
 from django_sqlsem import AcquireTimeoutError, semaphore
 from django_sqlsem.backends import get_counting_backend
-from django_sqlsem.backends.rows import ledger
-from django_sqlsem.backends.rows import tokens as rows_tokens
+from django_sqlsem.backends.rows import statements
 from django_sqlsem.database import cursors
 from django_sqlsem.locks import tokens
 from django_sqlsem.runtime import queue
@@ -32,7 +31,7 @@ def obey(alias: str, name: str, unhurried: bool, patient: bool) -> None:
         queue.HEARTBEAT = 1000.0  # type: ignore[misc]
     if unhurried or patient:  # nobody takes it for dead on a busy machine
         # Four times that is a number of 32 bits.
-        rows_tokens.PATIENCE_US = ledger.PATIENCE_US = 500_000_000  # type: ignore[attr-defined]
+        statements.PATIENCE_US = 500_000_000  # type: ignore[misc]
     shared = tokens(name, using=alias)
     keeper: Any = keeper_for(get_counting_backend(alias))
     lock = semaphore(f"warm-{os.getpid()}", using=alias)

@@ -13,7 +13,7 @@ from django.db import connections, transaction
 
 from django_sqlsem import AcquireTimeoutError, DeadlockError
 from django_sqlsem.locks import locked_atomic, table_lock, transaction_lock
-from django_sqlsem.locks.transaction.base import Outcome
+from django_sqlsem.locks.transaction.key_rows import Attempt
 from django_sqlsem.locks.transaction.mysql import MySQLLocking
 from django_sqlsem.locks.transaction.postgresql import PostgreSQLLocking
 from django_sqlsem.locks.transaction.sqlite import SQLiteLocking
@@ -36,7 +36,7 @@ def announce_waits() -> None:
     for locking in (PostgreSQLLocking, MySQLLocking):
         real_wait = locking.wait
 
-        def wait(self: Any, *args: Any, real: Any = real_wait) -> Outcome:
+        def wait(self: Any, *args: Any, real: Any = real_wait) -> Attempt:
             tell("waits")
             return real(self, *args)
 

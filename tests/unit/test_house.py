@@ -22,7 +22,6 @@ LONGEST = 60
 #: Functions of more than LONGEST lines.
 LONG = {
     "backends/applock/acquire.py:attempt",
-    "backends/rows/handoff.py:hand_over",
     "refresh/__init__.py:refresh_every",
 }
 #: Modules besides ``__init__`` that one folder may have.
@@ -55,34 +54,21 @@ DEEP = {
     "ClientGoneError",
     "FencedError",
     "MySQLBeacon",
-    "MySQLLocking",
     "PostgreSQLBeacon",
-    "PostgreSQLLocking",
-    "RowsBackend",
-    "RowsClaims",
-    "RowsOperator",
 }
 #: Class names that two modules use.
 SHARED_CLASSES = {
     "Knot",
-    "Mark",
-    "Outcome",
     "State",
     "Watch",
-    "_Attempt",
 }
 #: Names of public constants that two modules use for different values.
 SHARED_CONSTANTS = {
-    "AGAIN",
     "ANSWER_TIMEOUT",
     "AT_ONCE",
-    "BEGIN",
     "CHUNK",
     "CROWD",
-    "DECLARE",
     "ERRORS",
-    "GRANTED",
-    "KEPT",
     "KIND",
     "LEFT",
     "LOCK_PATIENCE",
@@ -96,12 +82,9 @@ SHARED_CONSTANTS = {
     "PATIENCE_US",
     "PAUSE",
     "PAUSED",
-    "QUEUE",
     "REMEMBERED",
-    "ROW",
     "SHORTEST",
     "SWEEP",
-    "TABLE",
     "TRIES",
     "TURN",
 }

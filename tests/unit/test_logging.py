@@ -36,7 +36,6 @@ NAMELESS = {
     "database/beacons.py": "",
     "backends/rows/handoff.py": "A slot was freed, and could not",
     "backends/rows/operator.py": "A holder could not be woken",
-    "backends/rows/renewal.py": "Nobody can be asked to stop",
     "contrib/opentelemetry.py": "There are no figures",
     "control.py": "stored procedures",
     "runtime/chores.py": "Permits ",

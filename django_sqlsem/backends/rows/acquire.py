@@ -1,280 +1,310 @@
-"""Claims of the rows backend: free slots are taken by one conditional UPDATE, and what is missing is created."""
+"""Taking free slots without waiting, by one conditional UPDATE; what is missing is created, and then tried again."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Final
 
-from django.db import IntegrityError
-
-from django_sqlsem.backends.base import Grant, Request
-from django_sqlsem.backends.rows import exclusive, queue, statements
-from django_sqlsem.backends.rows.beacons import take_from_the_dead
-from django_sqlsem.backends.rows.fences import reap
-from django_sqlsem.backends.rows.operator import RowsOperator
+from django_sqlsem.backends.base import Grant, Granted, Queue, Request, Waited
+from django_sqlsem.backends.rows import exclusive, queue
+from django_sqlsem.backends.rows.beacons import suspects, take_from_suspects
+from django_sqlsem.backends.rows.statements import (
+    COUNT_LIVE,
+    KEPT,
+    LOCK,
+    NEW_SEMAPHORE,
+    NEW_SLOT,
+    NEXT_TOKEN,
+    Row,
+    Statements,
+    bound,
+    change,
+    granting,
+    request_parameters,
+    row_of,
+)
 from django_sqlsem.core.modes import RWLOCK, WRITER
 from django_sqlsem.database.dialects import Dialect, dialect_for
 from django_sqlsem.exceptions import never_met, wrong_kind
 
 if TYPE_CHECKING:
+    from django_sqlsem.backends.base import Place
     from django_sqlsem.database.cursors import AnyCursor
     from django_sqlsem.database.sessions import Session
 
 
 #: How often a process says that its number of slots differs from the declared one, in seconds.
-DECLARE_EVERY: Final = 60.0
+_DECLARE_EVERY: Final = 60.0
+#: How many names are remembered for that.
+_MOST_DECLARED: Final = 10_000
+#: For so long a name may be newer than a claim that did not find it, in microseconds.
+_YOUNG_US: Final = 2_000_000
+
+_WAITER: Final = " AND NOT EXISTS (SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {w.waits}"
+#: Who may go first. A newcomer yields to every live waiter; a task that comes back, to those that wait longer; who
+#: barges, to those that want everybody to leave. Who waits for the writer's place beside readers is in nobody's way.
+_TURNS: Final = {
+    "barge": f"{_WAITER} AND w.take = 0)",
+    "ranked": f"{_WAITER} AND w.lock_mode <> 'update' AND w.queued_us < COALESCE({KEPT}, {{now}}))",
+    "newcomer": f"{_WAITER} AND w.lock_mode <> 'update')",
+}
+_DECLARED: Final = "SELECT declared_slots FROM sqlsem_semaphore WHERE name_key = %(key)s"
+_TAKE: Final = f"UPDATE sqlsem_slot SET {granting(NEXT_TOKEN, lasts='%(lease_us)s')}"
+#: With which slots a semaphore is met: ``m`` is its row, ``{allowed}`` whether it gives.
+_MET: Final = "m.kind = %(kind)s AND m.paused = %(no)s{allowed}"
+_LIMIT: Final = "COALESCE(m.operator_slots, %(slots)s, m.declared_slots)"
+
+#: Takes the lowest free slot, and tells which.
+_TAKE_AND_TELL: Final = f"""{_TAKE} WHERE id = (
+  SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key
+  WHERE s.semaphore_key = %(key)s AND {_MET} AND s.closed = %(no)s AND s.slot <= {_LIMIT} AND {{s.free}}{{turn}}
+  ORDER BY s.slot LIMIT 1 {{pick}}
+) RETURNING id, slot, token, ({_DECLARED}){{unflushed}}"""
+#: Takes it where another statement has to tell; ``{one}`` says which one slot.
+_TAKE_ONE: Final = (
+    f"{_TAKE} WHERE {{by_id}}semaphore_key = %(key)s AND closed = %(no)s AND {{free}} AND slot <= (SELECT {_LIMIT}"
+    f" FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND {_MET}){{turn}}{{lowest}}"
+)
+#: Where an UPDATE cannot pick a slot: the free ones, in order.
+_CANDIDATES: Final = (
+    "SELECT id FROM sqlsem_slot WHERE semaphore_key = %(key)s AND closed = %(no)s AND {free} ORDER BY slot"
+)
+_GRANTED: Final = (
+    f"SELECT id, slot, token, ({_DECLARED}) FROM sqlsem_slot"
+    " WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s ORDER BY slot"
+)
+#: What a refused claim wants to know, but for who is suspect. Last: whether the name is so young that it may have been
+#: made since the claim, and has a free slot.
+_LOOK: Final = (
+    "SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking,"
+    " (SELECT COUNT(*) FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key AND s.slot > 0),"
+    f" {{suspects}}, CASE WHEN {{now}} - m.declared_us < {_YOUNG_US} AND EXISTS (SELECT 1 FROM sqlsem_slot f WHERE"
+    " f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND {f.free}) THEN 1 ELSE 0 END"
+    " FROM sqlsem_semaphore m WHERE m.name_key = %(key)s"
+)
+_DECLARE: Final = (
+    "UPDATE sqlsem_semaphore SET other_slots = declared_slots, other_us = {now}, declared_slots = %(slots)s,"
+    " declared_us = {now} WHERE name_key = %(key)s AND declared_slots <> %(slots)s"
+)
+#: Takes the first slots of a name that only this transaction can see.
+_TAKE_NEW: Final = f"{_TAKE} WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s"
+_SLOTS: Final = "SELECT slot FROM sqlsem_slot WHERE semaphore_key = %(key)s"
 
 
-class RowsClaims(RowsOperator):
-    """Takes free slots, without waiting."""
+@functools.cache
+def take_sql(dialect: Dialect, turn: str, *, locked: bool, durable: bool) -> str:
+    """Take one free slot; ``locked``: the caller has the semaphore's row, and has seen to a shrinking one."""
+    words = {
+        "{allowed}": "" if locked else " AND m.shrinking = %(no)s",
+        "{turn}": _TURNS[turn],
+        "{by_id}": "" if dialect.update_limit else "id = %(id)s AND ",
+        "{lowest}": " ORDER BY slot LIMIT 1" if dialect.update_limit else "",
+    }
+    text = _TAKE_AND_TELL if dialect.returning else _TAKE_ONE
+    if durable:
+        words["{unflushed}"] = ""
+    return functools.reduce(lambda sql, word: sql.replace(word, words[word]), words, text)
 
-    def __init__(self, alias: str) -> None:
-        super().__init__(alias)
-        self._declared: dict[str, float] = {}
 
-    def claim(self, session: Session, request: Request) -> Grant | None:
-        """Take slots by one statement, or create what is missing and try again."""
-        dialect = dialect_for(session.connection)
-        parameters = claim_parameters(request)
-        quick = request.take == 1 and not request.mode
-        grant = self._take_one(session, dialect, request, parameters) if quick else None
-        grant = grant or self._look_and_claim(session, dialect, request, parameters)
-        if grant and request.rank:
-            session.run(lambda cursor: dialect.execute(cursor, queue.BACK, parameters))
-        return grant
+@functools.cache
+def take_or_stand(dialect: Dialect, *, durable: bool) -> str:
+    """Take one slot, or else a place in the queue, in one statement."""
+    return f"""
+    WITH c AS ({take_sql(dialect, "newcomer", locked=False, durable=durable)}), i AS (
+      {queue.place_sql(dialect, ranked=False)} AND NOT EXISTS (SELECT 1 FROM c) RETURNING (
+        SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {{w.waits}}) AS ahead)
+    SELECT id, slot, token, declared_slots, NULL::bigint, NULL::text FROM c
+    UNION ALL SELECT NULL, NULL, NULL, NULL, ahead{{unflushed}} FROM i"""
 
-    def _take_one(
-        self, session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any]
-    ) -> Grant | None:
-        text = statements.claim(dialect, _queue(request), False, request.durable)
+
+@functools.cache
+def look_sql(dialect: Dialect) -> str:
+    """``_LOOK``, with who is suspect."""
+    return _LOOK.replace("{suspects}", suspects(dialect))
+
+
+#: What a transaction returns that has taken nothing, and is to be committed.
+_NOTHING: Final = Grant((), (), ())
+
+
+class SlotRequest:
+    """One request for slots, and the session that it runs on."""
+
+    __slots__ = ("dialect", "parameters", "request", "session")
+
+    def __init__(self, session: Session, request: Request, place: Place | None = None) -> None:
+        self.session = session
+        self.request = request
+        self.dialect = dialect_for(session.connection)
+        self.parameters = request_parameters(request, place)
+
+    def take(self) -> Grant | None:
+        """Take slots, without waiting."""
+        quick = self.request.take == 1 and not self.request.mode
+        grant = (quick and self.take_one()) or self.look_and_take()
+        if grant and self.request.rank:
+            change(self.session, queue.BACK, self.parameters)
+        return grant or None
+
+    def take_one(self) -> Grant | None:
+        """Take one slot of a name that is as it should be, by one statement."""
         # Once sent, a claim may have been granted although the answer got lost: it is not repeated as it is.
-        row = session.run(lambda cursor: take(cursor, dialect, text, parameters), again=False)
+        row = self.session.run(lambda cursor: self._take(Statements(cursor, self.parameters)), again=False)
         if row is None:
             return None
-        self._declare(session, dialect, request, parameters, row[3])
+        self._declare(row[3])
         return Grant((row[1],), (row[2],), (row[0],))
 
-    def _take_locked(
-        self, session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any]
-    ) -> Grant | None:
-        """Take several slots, or one of a semaphore that shrinks, under the lock of the semaphore's row."""
+    def take_or_stand(self) -> Waited | None:
+        """Take one slot, or else a place in the queue, in one statement; ``None``: neither was to be had."""
+        text = take_or_stand(self.dialect, durable=self.request.durable)
+        row = row_of(self.session, text, self.parameters, again=False)
+        if row is None:
+            return None
+        if row[0] is None:
+            return Waited((), Queue(ahead=int(row[4])))
+        self._declare(row[3])
+        return self.granted(Grant((row[1],), (row[2],), (row[0],)))
 
-        def work(cursor: AnyCursor) -> list[Grant] | None:
-            dialect.execute(cursor, statements.lock(dialect), parameters)
-            found = cursor.fetchone()
+    def granted(self, grant: Grant, *, at_once: bool = True) -> Waited:
+        """Return a grant as the outcome of a first step of waiting."""
+        return Waited((Granted(self.request.permit_id, grant, self.request.lease),), at_once=at_once)
+
+    def look_and_take(self, *, unseen: bool = False) -> Grant | None:
+        """Check the name, create what is missing, and take what there is by now.
+
+        ``unseen``: when it was tried, the name was not there, and by now may be, with slots that are free.
+        """
+        while (found := row_of(self.session, look_sql(self.dialect), self.parameters)) is None:
+            unseen = True
+            grant = self._create(self.request.slots or 1)
+            if grant is not None:
+                return grant
+        kind, declared_slots, operator_slots, shrinking, rows, suspected, young = found
+        name = self.request.resource.name
+        if kind != self.request.resource.kind:
+            raise wrong_kind(name, kind, self.request.resource.kind)
+        limit = bound(operator_slots, self.request.slots, declared_slots)
+        if self.request.take > limit:
+            raise never_met(name, limit, self.request.take)
+        if rows < limit:
+            self._create(limit)
+        self._declare(declared_slots)
+        more = rows < limit or young or take_from_suspects(self.session, self.dialect, self.request, suspected)
+        if self.request.mode:
+            return exclusive.claim(self.session, self.request, self.parameters)
+        if self.request.take > 1 or shrinking:
+            return self._take_locked()
+        return self.take_one() if more or unseen else None
+
+    def _take_locked(self) -> Grant | None:
+        """Take several slots, or one of a semaphore that shrinks, under the lock of the semaphore's row."""
+        take = self.request.take
+
+        def work(cursor: AnyCursor) -> Grant | None:
+            statements = Statements(cursor, self.parameters)
+            found = statements.row(LOCK)
             if found is None:
                 return None
             operator_slots, declared_slots, _paused, shrinking, _now = found
-            above = whole = False
-            if shrinking:
-                above, whole = exclusive.settle(dialect, cursor, parameters, operator_slots)
-            if whole:
-                return None
-            bound = statements.bound(operator_slots, request.slots, declared_slots)
-            live = 0
-            if above or request.take > 1:
-                dialect.execute(cursor, statements.count(dialect), parameters | {"bound": bound})
-                live = cursor.fetchone()[0]
-            rows: list[tuple[Any, ...]] = []
-            if live + request.take <= bound:
-                text = statements.claim(dialect, _queue(request), True, request.durable)
-                for _nth in range(request.take):
-                    row = take(cursor, dialect, text, parameters, {row[0] for row in rows})
-                    if row is not None:
-                        rows.append(row)
-            if len(rows) == request.take:
-                ids, slots, tokens, _ = zip(*(row[:4] for row in sorted(rows, key=lambda row: row[1])), strict=True)
-                return [Grant(slots, tokens, ids)]
-            return None if rows or above else []
+            above, whole = exclusive.settle(statements, operator_slots) if shrinking else (False, False)
+            limit = bound(operator_slots, self.request.slots, declared_slots)
+            live = statements.row(COUNT_LIVE, bound=limit)[0] if above or take > 1 else 0
+            if whole or live + take > limit:
+                return None if whole or above else _NOTHING
+            rows: list[Row] = []
+            for _nth in range(take):
+                row = self._take(statements, {row[0] for row in rows}, locked=True)
+                if row is None:
+                    return None if rows or above else _NOTHING
+                rows.append(row[:3])
+            ids, slots, tokens = zip(*sorted(rows, key=lambda row: row[1]), strict=True)
+            return Grant(slots, tokens, ids)
 
-        grants = session.transaction(work, again=False)
-        return grants[0] if grants else None
+        grant = self.session.transaction(work, again=False)
+        return grant if grant is not None and grant.slots else None
 
-    def _take_from_the_dead(self, session: Session, dialect: Dialect, request: Request, suspects: int | None) -> bool:
-        reaped = bool(suspects) and dialect.fence == "sibling" and reap(session, dialect, request.resource.key)
-        if not request.presence.beacon or suspects == 0:
-            return reaped
-        if suspects is None and session.connection.vendor != "sqlite":
-            return False
-        parameters = {"key": request.resource.key, "process_id": request.holder.process}
-        return take_from_the_dead(session, dialect, parameters) or reaped
+    def _take(self, statements: Statements, before: Collection[int] = (), *, locked: bool = False) -> Any:
+        """Take one slot; return the row's id, slot, token and the declared number of slots, or ``None``.
 
-    def _look_and_claim(
-        self, session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any], *, unseen: bool = False
-    ) -> Grant | None:
-        """``unseen``: when it claimed, the name was not there, and by now may be, with slots that are free."""
-        looked = self._look(session, dialect, request, parameters)
-        if isinstance(looked, Grant):
-            return looked
-        created, shrinking = looked
-        if request.mode:
-            return exclusive.claim(session, dialect, request, parameters)
-        if request.take > 1 or shrinking:
-            return self._take_locked(session, dialect, request, parameters)
-        return self._take_one(session, dialect, request, parameters) if created or unseen else None
-
-    def _look(
-        self, session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any]
-    ) -> Grant | tuple[bool, bool]:
-        """Check the name and create what is missing.
-
-        Return what was taken of a new name; else whether there may be free slots by now, and whether the semaphore
-        shrinks.
+        ``before``: the ids of the rows that the same permit has already.
         """
-        found, created = None, False
-        while found is None:
-            found = session.run(lambda cursor: fetch(cursor, dialect, statements.look(dialect), parameters))
-            if found is None:
-                grant = self._create(session, dialect, request, parameters, request.slots or 1)
-                if grant is not None:
-                    return grant
-                created = True
-        kind, declared_slots, operator_slots, shrinking, rows, suspects, young = found
-        if kind != request.resource.kind:
-            raise wrong_kind(request.resource.name, kind, request.resource.kind)
-        bound = statements.bound(operator_slots, request.slots, declared_slots)
-        if request.take > bound:
-            raise never_met(request.resource.name, bound, request.take)
-        if rows < bound:
-            self._create(session, dialect, request, parameters, bound)
-            created = True
-        self._declare(session, dialect, request, parameters, declared_slots)
-        created = created or bool(young)
-        if not created:
-            created = self._take_from_the_dead(session, dialect, request, suspects)
-        return created, bool(shrinking)
+        request = self.request
+        turn = "barge" if not request.fair else "ranked" if request.rank else "newcomer"
+        text = take_sql(self.dialect, turn, locked=locked, durable=request.durable)
+        if self.dialect.returning:
+            return statements.row(text)
+        if self.dialect.update_limit:
+            taken = statements.change(text) > 0
+        else:
+            taken = any(statements.change(text, id=row_id) for (row_id,) in statements.rows(_CANDIDATES))
+        if not taken:
+            return None
+        # It may be a lower slot than one before, given back meanwhile; and it may have been revoked at once.
+        return next((row for row in statements.rows(_GRANTED) if row[0] not in before), None)
 
-    def _create(
-        self, session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any], slots: int
-    ) -> Grant | None:
+    def _create(self, slots: int) -> Grant | None:
         """Create what is missing. A new name is born with what is claimed taken: others never see it all free."""
-        begin, end = dialect.insert_ignore or ("INSERT INTO", "")
+        request = self.request
 
-        def insert(cursor: AnyCursor, text: str, values: dict[str, Any] | tuple[Any, ...]) -> bool:
-            try:
-                if isinstance(values, dict):
-                    dialect.execute(cursor, f"{begin} {text}{end}", values)
-                else:
-                    cursor.execute(f"{begin} {text}{end}", values)
-                return dialect.insert_ignore is None or cursor.rowcount > 0
-            except (IntegrityError, driver_of(cursor).IntegrityError):
-                if dialect.insert_ignore:
-                    raise
-                return False
-
-        def create(cursor: AnyCursor) -> list[Grant]:
-            new = insert(
-                cursor, statements.INSERT_SEMAPHORE, parameters | {"name": request.resource.name, "slots": slots}
-            )
+        def create(cursor: AnyCursor) -> Grant:
+            statements = Statements(cursor, self.parameters)
+            new = statements.insert(NEW_SEMAPHORE, name=request.resource.name, declared=slots, tokens=None)
             # Locked: while somebody has all slots, no more of them may be open.
-            found = fetch(cursor, dialect, statements.lock(dialect), parameters)
-            shrinking = found is not None and bool(found[3])
-            there = {row[0] for row in fetch_all(cursor, dialect, statements.SLOTS, parameters)}
+            found = statements.row(LOCK)
+            there = {row[0] for row in statements.rows(_SLOTS)}
             for slot in range(WRITER if request.resource.kind == RWLOCK else 1, slots + 1):
                 if slot not in there:
-                    insert(
-                        cursor, statements.INSERT_SLOT, (request.resource.key, slot, shrinking or slot == WRITER, False)
-                    )
+                    statements.insert(NEW_SLOT, slot=slot, closed=bool(found and found[3]) or slot == WRITER)
             if not new or there or request.mode or request.take > slots:
-                return []
-            dialect.execute(cursor, statements.take_new(dialect), parameters)
-            ids, numbers, tokens, _ = zip(*fetch_all(cursor, dialect, statements.GRANTED, parameters), strict=True)
-            return [Grant(numbers, tokens, ids)]
+                return _NOTHING
+            statements.change(_TAKE_NEW)
+            ids, numbers, tokens, _ = zip(*statements.rows(_GRANTED), strict=True)
+            return Grant(numbers, tokens, ids)
 
         # It may have been granted although the answer got lost: like a claim, it is not repeated as it is.
-        grants = session.transaction(create, again=False)
-        return grants[0] if grants else None
+        grant = self.session.transaction(create, again=False)
+        return grant if grant is not None and grant.slots else None
 
-    def _declare(
-        self, session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any], declared_slots: int
-    ) -> None:
+    def _declare(self, declared_slots: int) -> None:
         """Say if this process's number of slots differs; two processes that disagree say so once a minute."""
-        if request.slots in (None, declared_slots):
+        if self.request.slots in (None, declared_slots):
             return
-        key = request.resource.key
-        if time.monotonic() < self._declared.get(key, 0.0):
+        place = (self.session.connection.alias, self.request.resource.key)
+        if time.monotonic() < _declared.get(place, 0.0):
             return
-        if len(self._declared) > 10_000:
-            self._declared.clear()
-        self._declared[key] = time.monotonic() + DECLARE_EVERY
-        session.run(lambda cursor: dialect.execute(cursor, statements.DECLARE, parameters))
+        if len(_declared) > _MOST_DECLARED:
+            _declared.clear()
+        _declared[place] = time.monotonic() + _DECLARE_EVERY
+        change(self.session, _DECLARE, self.parameters)
 
 
-def driver_of(cursor: AnyCursor) -> Any:
-    connection: Any = cursor.db
-    return connection.Database
+#: Until when this process has said its number of slots, by alias and name.
+_declared: dict[tuple[str, str], float] = {}
 
 
-def take(
-    cursor: AnyCursor,
-    dialect: Dialect,
-    text: str,
-    parameters: dict[str, Any],
-    before: Collection[int] = (),
-) -> tuple[Any, ...] | None:
-    """Run one claim; return the row's id, slot, token and the declared number of slots, or ``None``.
-
-    ``before``: the ids of the rows that the same permit has already.
-    """
-    if dialect.returning:
-        return fetch(cursor, dialect, text, parameters)
-    if dialect.update_limit:
-        dialect.execute(cursor, text, parameters)
-        taken = cursor.rowcount
-    else:
-        taken = 0
-        for (row_id,) in fetch_all(cursor, dialect, statements.candidates(dialect), parameters):
-            dialect.execute(cursor, text, parameters | {"id": row_id})
-            taken = cursor.rowcount
-            if taken:
-                break
-    if not taken:
-        return None
-    # It may be a lower slot than one before, given back meanwhile; and it may have been revoked at once.
-    found = fetch_all(cursor, dialect, statements.GRANTED, parameters)
-    return next((row for row in found if row[0] not in before), None)
-
-
-def _queue(request: Request) -> str:
-    if not request.fair:
-        return "barge"
-    return "ranked" if request.rank else "newcomer"
-
-
-def claim_parameters(request: Request) -> dict[str, Any]:
-    holder = request.holder
-    return {
-        "key": request.resource.key,
-        "kind": request.resource.kind,
-        "permit_id": request.permit_id,
-        "slots": request.slots,
-        "take": request.take,
-        "lease_us": round(request.lease * 1e6),
-        "host": holder.host,
-        "pid": holder.pid,
-        "thread": holder.thread,
-        "label": holder.label,
-        "user": holder.user,
-        "process_id": holder.process,
-        "channel": request.presence.channel,
-        "near": request.presence.near,
-        "bells": request.presence.bells,
-        "beacon": request.presence.beacon,
-        "witness": request.presence.beacon,
-        "durable": request.durable,
-        "rank": request.rank,
-        "mode": request.mode,
-        "by_steps": request.resource.kind == RWLOCK,
-    }
-
-
-def fetch(cursor: AnyCursor, dialect: Dialect, text: str, parameters: dict[str, Any]) -> tuple[Any, ...] | None:
-    dialect.execute(cursor, text, parameters)
-    row: tuple[Any, ...] | None = cursor.fetchone()
-    return row
-
-
-def fetch_all(cursor: AnyCursor, dialect: Dialect, text: str, parameters: dict[str, Any]) -> list[tuple[Any, ...]]:
-    dialect.execute(cursor, text, parameters)
-    return list(cursor.fetchall())
+def enrol(session: Session, request: Request, place: Place, *, first: bool) -> Waited:
+    """Take slots if need be (``first``), or else a place in the queue; on PostgreSQL in one statement."""
+    claim = SlotRequest(session, request, place)
+    grant = None
+    if first and request.take == 1 and not request.rank and not request.mode:
+        # The place is only taken if the name is in order, so that no look is needed first.
+        if claim.dialect.writing_ctes and request.fair:
+            waited = claim.take_or_stand()
+            if waited is not None:
+                return waited
+            grant = claim.look_and_take(unseen=True)
+        else:
+            grant = claim.take_one()
+    elif first:
+        grant = claim.take()
+    if grant is not None:
+        return claim.granted(grant)
+    while not queue.stand(session, request, claim.parameters):  # a new name, or one with too few slots
+        grant = claim.look_and_take(unseen=True)
+        if grant is not None:
+            return claim.granted(grant, at_once=first)
+    # A slot may have been freed between the claim and this, by someone that saw nobody waiting.
+    return queue.look_around(session, request, claim.parameters, new=True)

@@ -5,67 +5,92 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Final
 
+from django_sqlsem.backends.rows.fences import reap
+from django_sqlsem.backends.rows.statements import Statements
 from django_sqlsem.database import beacons
-from django_sqlsem.database.dialects import Dialect
 
 if TYPE_CHECKING:
+    from django_sqlsem.backends.base import Request
     from django_sqlsem.database.cursors import AnyCursor
+    from django_sqlsem.database.dialects import Dialect
     from django_sqlsem.database.sessions import Session
 
 
 #: For how long a beacon must have been out, in microseconds: its process has a second to light it again.
-OUT_FOR_US: Final = 1_500_000
+_OUT_FOR_US: Final = 1_500_000
 
 _HOLDERS: Final = (
     "SELECT DISTINCT process_id FROM sqlsem_slot WHERE semaphore_key = %(key)s AND beacon = %(yes)s"
-    " AND process_id <> %(process_id)s AND "
+    " AND process_id <> %(process_id)s AND {live}"
 )
-_GONE: Final = "UPDATE sqlsem_slot SET expires_us = {now} WHERE semaphore_key = %(key)s AND process_id = %(dead)s AND "
+_GONE: Final = (
+    "UPDATE sqlsem_slot SET expires_us = {now} WHERE semaphore_key = %(key)s AND process_id = %(dead)s AND {live}"
+)
 
 
 @functools.cache
-def _statements(dialect: Dialect) -> tuple[str, str]:
+def suspects(dialect: Dialect) -> str:
+    """How many holding processes have their beacons out, as a column; NULL where SQL cannot tell.
+
+    Slots that have run out and were fenced count too, where a claim does not take them by itself.
+    """
+    dead = dialect.dead_sql("d.")
+    count = (
+        "(SELECT COUNT(*) FROM (SELECT DISTINCT s.process_id, s.beacon FROM sqlsem_slot s"
+        f" WHERE s.semaphore_key = %(key)s AND {{s.live}}) d WHERE {dead})"
+    )
+    fenced = (
+        " + (SELECT COUNT(*) FROM sqlsem_slot x WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now}"
+        " AND x.fenced = x.token)"
+    )
+    return (count if dead else "NULL") + (fenced if dialect.fence == "sibling" else "")
+
+
+@functools.cache
+def burial(dialect: Dialect) -> tuple[str, str]:
     """Let run out what has been suspect for long enough, and note who is suspect now."""
     assert dialect.dead is not None  # noqa: S101
     own = "%(process_id)s::text" if dialect.notifies else "%(process_id)s"
     # Only where its own beacon is seen lit does a process believe that another one's is out.
-    witness = f"NOT {dialect.dead.replace('{process_id}', own)}"
-    dead = f"semaphore_key = %(key)s AND {dialect.live_sql()} AND {dialect.dead_sql('')} AND {witness}"
-    unflushed = f" RETURNING id{dialect.unflushed}" if dialect.unflushed else ""
+    dead = (
+        f"semaphore_key = %(key)s AND {{live}} AND {dialect.dead_sql('')}"
+        f" AND NOT {dialect.dead.replace('{process_id}', own)}"
+    )
+    unflushed = " RETURNING id{unflushed}" if dialect.unflushed else ""
     return (
         f"UPDATE sqlsem_slot SET expires_us = {{now}} WHERE suspect_us <= {{now}} - %(out_for_us)s AND {dead}",
         f"UPDATE sqlsem_slot SET suspect_us = {{now}} WHERE suspect_us IS NULL AND {dead}{unflushed}",
     )
 
 
+def take_from_suspects(session: Session, dialect: Dialect, request: Request, count: int | None) -> bool:
+    """Let slots run out whose holders are gone. Return whether any did. ``count``: what ``suspects`` says."""
+    reaped = bool(count) and dialect.fence == "sibling" and reap(session, request.resource.key)
+    if not request.presence.beacon or count == 0:
+        return reaped
+    if count is None and session.connection.vendor != "sqlite":
+        return False
+    parameters = {"key": request.resource.key, "process_id": request.holder.process}
+    return take_from_the_dead(session, dialect, parameters) or reaped
+
+
 def take_from_the_dead(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> bool:
     """Let the slots of dead processes run out. Return whether any did. Only for a process whose own beacon is lit."""
-    if dialect.dead is None:
-        return _take_by_files(session, dialect, parameters)
-    gone, suspect = _statements(dialect)
 
-    def take(cursor: AnyCursor) -> bool:
-        dialect.execute(cursor, gone, parameters | {"out_for_us": OUT_FOR_US})
-        taken = cursor.rowcount > 0
-        dialect.execute(cursor, suspect, parameters)
+    def by_sql(cursor: AnyCursor) -> bool:
+        statements = Statements(cursor, parameters)
+        gone, suspect = burial(dialect)
+        taken = statements.change(gone, out_for_us=_OUT_FOR_US) > 0
+        statements.change(suspect)
         return taken
 
-    return session.run(take)
+    def by_files(cursor: AnyCursor) -> bool:
+        """On SQLite: a process has the lock of its file until its very end, so what is out is out for good."""
+        statements = Statements(cursor, parameters)
+        dead = [each for (each,) in statements.rows(_HOLDERS, yes=True) if is_dead(cursor, each)]
+        return sum(statements.change(_GONE, dead=each) for each in dead) > 0
 
-
-def _take_by_files(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> bool:
-    """On SQLite: a process has the lock of its file until its very end, so what is out is out for good."""
-
-    def take(cursor: AnyCursor) -> bool:
-        dialect.execute(cursor, _HOLDERS + dialect.live_sql(), parameters | {"yes": True})
-        taken = False
-        for (process_id,) in cursor.fetchall():
-            if is_dead(cursor, process_id):
-                dialect.execute(cursor, _GONE + dialect.live_sql(), parameters | {"dead": process_id})
-                taken = taken or cursor.rowcount > 0
-        return taken
-
-    return session.run(take)
+    return session.run(by_files if dialect.dead is None else by_sql)
 
 
 def is_dead(cursor: AnyCursor, process_id: str) -> bool:

@@ -7,125 +7,103 @@ semaphore's row, where it is seen, and slots are born closed. Whoever finds ther
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends.base import Grant, Request
-from django_sqlsem.backends.rows import statements
+from django_sqlsem.backends.rows.statements import COUNT_LIVE, KEPT, LOCK, Statements, granting
 from django_sqlsem.core.modes import EXCLUSIVE, UPDATE, UPGRADE, WHOLE
-from django_sqlsem.database.dialects import Dialect
 
 if TYPE_CHECKING:
     from django_sqlsem.database.cursors import AnyCursor
     from django_sqlsem.database.sessions import Session
 
 
-_WHO: Final = ("host", "pid", "thread", "label", "user_name", "process_id", "boot_id", "channel", "beacon")
-#: What is written into each row.
-_GIVEN: Final = (
-    "token = %(token)s, permit_id = %(ticket)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s,"
-    " lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = %(got)s, "
-    + ", ".join(f"{column} = %({column})s" for column in _WHO)
-)
-_MARK: Final = "UPDATE sqlsem_semaphore SET shrinking = %(yes)s WHERE name_key = %(key)s"
 #: Which slots each mode is about.
 _SLOTS: Final = {WHOLE: "slot >= 0", UPGRADE: "slot > 0", UPDATE: "slot = 0"}
-#: Whom each mode yields to, if they wait. A shared claim that waits for a slot is not in the way of the writer's place.
-_YIELDS: Final = {WHOLE: "", UPDATE: " AND w.lock_mode <> ''"}
+#: How many slots a mode wants, how many of those are live, and whether anybody has them all.
+_STATE: Final = {
+    mode: f"SELECT COUNT(CASE WHEN {slots} THEN 1 END), COUNT(CASE WHEN {slots} AND {{live}} THEN 1 END),"
+    " COUNT(CASE WHEN lock_mode = 'whole' AND NOT {free} THEN 1 END)"
+    " FROM sqlsem_slot WHERE semaphore_key = %(key)s"
+    for mode, slots in _SLOTS.items()
+}
+#: Those that are free; what locks them follows.
+_FREE: Final = {
+    mode: "SELECT s.id, s.slot, s.token FROM sqlsem_slot s{lock_hint} WHERE s.semaphore_key = %(key)s"
+    f" AND s.{slots} AND {{s.free}} ORDER BY s.slot"
+    for mode, slots in _SLOTS.items()
+}
+_TAKE: Final = {
+    mode: f"UPDATE sqlsem_slot SET {granting('%(token)s', mode='%(got)s')} WHERE semaphore_key = %(key)s AND {slots}"
+    for mode, slots in _SLOTS.items()
+}
+_MARK: Final = "UPDATE sqlsem_semaphore SET shrinking = %(yes)s WHERE name_key = %(key)s"
+_UNMARK: Final = "UPDATE sqlsem_semaphore SET shrinking = %(no)s WHERE name_key = %(key)s"
+#: Whom a claim would overtake. A shared claim that waits for a slot is not in the way of the writer's place.
+_WAITING: Final = "SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {w.waits}"
+_OLDER: Final = f" AND w.queued_us < COALESCE({KEPT}, {{now}})"
+_WAITED_FOR: Final = {
+    (mode, ranked): _WAITING + yields + (_OLDER if ranked else "")
+    for mode, yields in ((WHOLE, ""), (UPDATE, " AND w.lock_mode <> ''"))
+    for ranked in (False, True)
+}
+#: Takes all slots from whoever had them, if that is over: else it might prove them again, one by one.
+_LAPSE: Final = (
+    "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL WHERE semaphore_key = %(key)s"
+    " AND lock_mode = 'whole' AND expires_us IS NOT NULL AND {free}"
+)
+#: Slots that were made while somebody had all of them, or an operator wanted more of them.
+_OPEN: Final = (
+    "UPDATE sqlsem_slot SET closed = %(no)s WHERE semaphore_key = %(key)s AND closed = %(yes)s AND slot > 0"
+    " AND slot <= COALESCE((SELECT operator_slots FROM sqlsem_semaphore WHERE name_key = %(key)s), slot)"
+)
 
 
-@functools.cache
-def _state(dialect: Dialect, mode: str) -> str:
-    """How many slots it wants, how many of those are live, and whether anybody has them all."""
-    live = dialect.live_sql()
-    return (
-        f"SELECT COUNT(CASE WHEN {_SLOTS[mode]} THEN 1 END), COUNT(CASE WHEN {_SLOTS[mode]} AND {live} THEN 1 END),"
-        f" COUNT(CASE WHEN lock_mode = 'whole' AND NOT {dialect.free_sql()} THEN 1 END) FROM sqlsem_slot"
-        " WHERE semaphore_key = %(key)s"
-    )
-
-
-@functools.cache
-def _free(dialect: Dialect, mode: str, skipping: bool) -> str:
-    return (
-        f"SELECT s.id, s.slot, s.token FROM sqlsem_slot s{dialect.lock_hint} WHERE s.semaphore_key = %(key)s"
-        f" AND s.{_SLOTS[mode]} AND {dialect.free_sql('s.')} ORDER BY s.slot"
-        f"{dialect.lock_skipping if skipping else dialect.for_update}"
-    )
-
-
-@functools.cache
-def _take(mode: str) -> str:
-    return f"UPDATE sqlsem_slot SET {_GIVEN} WHERE semaphore_key = %(key)s AND {_SLOTS[mode]}"
-
-
-@functools.cache
-def _waited_for(dialect: Dialect, mode: str, ranked: bool) -> str:
-    older = f" AND w.queued_us < COALESCE({statements.KEPT}, {{now}})" if ranked else ""
-    return (
-        f"SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {dialect.waits_sql('w.')}"
-        f"{_YIELDS[mode]}{older}"
-    )
-
-
-def take(
-    dialect: Dialect, cursor: AnyCursor, key: str, mode: str, who: dict[str, Any], now: int, lasts_us: int
-) -> Grant | None:
+def take(statements: Statements, mode: str, who: dict[str, Any], now: int, lasts_us: int) -> Grant | None:
     """Take what a mode is about, if nobody is in the way; the caller has the semaphore's row locked.
 
-    ``who``: the columns of a waiter's row, and its ``ticket`` and ``lease_us``. Few statements, whatever the number of
-    slots, and one token for all of them.
+    ``who``: what is written into the rows of who gets it. Few statements, whatever the number of slots, and one token
+    for all of them.
     """
-    named = {"key": key}
-    dialect.execute(cursor, _state(dialect, mode), named)
-    wanted, live, whole = cursor.fetchone()
+    wanted, live, whole = statements.row(_STATE[mode])
     if not wanted or live or whole:
         return None
-    # What somebody has locked at this moment is not waited for: whoever it is hands on after it.
-    skipping = bool(dialect.lock_skipping) and cursor.db.features.has_select_for_update_skip_locked
-    dialect.execute(cursor, _free(dialect, mode, skipping), named)
-    rows = cursor.fetchall()
+    # What somebody has locked at this moment is not waited for: that one hands on after it.
+    rows = statements.rows(_FREE[mode] + statements.skip_locked)
     if len(rows) < wanted:
         return None
     ids, slots, tokens = zip(*rows, strict=True)
-    token = max(max(tokens) + 1, dialect.token_clock(now))
+    token = max(max(tokens) + 1, statements.dialect.token_clock(now))
     got = UPDATE if mode == UPDATE else WHOLE
-    dialect.execute(cursor, _take(mode), who | named | {"token": token, "lasts_us": lasts_us, "got": got})
+    statements.change(_TAKE[mode], **who, token=token, lasts_us=lasts_us, got=got)
     if mode in EXCLUSIVE:
-        dialect.execute(cursor, _MARK, named | {"yes": True})
+        statements.change(_MARK, yes=True)
     return Grant(slots, (token,) * len(slots), ids)
 
 
-def claim(session: Session, dialect: Dialect, request: Request, parameters: dict[str, Any]) -> Grant | None:
+def claim(session: Session, request: Request, parameters: dict[str, Any]) -> Grant | None:
     """Take all slots, or the writer's place, unless somebody is in the way or waits."""
 
     def work(cursor: AnyCursor) -> Grant | None:
-        dialect.execute(cursor, statements.lock(dialect), parameters)
-        found = cursor.fetchone()
+        statements = Statements(cursor, parameters)
+        found = statements.row(LOCK)
         if found is None or found[2]:  # paused
             return None
-        if request.mode != UPGRADE:
-            dialect.execute(cursor, _waited_for(dialect, request.mode, bool(request.rank)), parameters)
-            if cursor.fetchone()[0]:
-                return None
-        who = parameters | {"ticket": request.permit_id, "user_name": request.holder.user, "boot_id": dialect.boot_id}
-        lease_us = parameters["lease_us"]
-        return take(dialect, cursor, request.resource.key, request.mode, who, int(found[4]), lease_us)
+        if request.mode != UPGRADE and statements.row(_WAITED_FOR[request.mode, bool(request.rank)])[0]:
+            return None
+        return take(statements, request.mode, {}, int(found[4]), parameters["lease_us"])
 
     return session.transaction(work, again=False)
 
 
-def settle(
-    dialect: Dialect, cursor: AnyCursor, parameters: dict[str, Any], operator_slots: int | None
-) -> tuple[bool, bool]:
+def settle(statements: Statements, operator_slots: int | None) -> tuple[bool, bool]:
     """Take the mark of a shrinking name away if it is over, and open what was closed for it; the row is locked.
 
     Returns whether slots above the operator's number are live still, and whether somebody has all slots.
     """
-    dialect.execute(cursor, statements.lapse(dialect), parameters)
-    dialect.execute(cursor, statements.count(dialect), parameters | {"bound": operator_slots})
-    _live, above, whole = cursor.fetchone()
+    statements.change(_LAPSE)
+    _live, above, whole = statements.row(COUNT_LIVE, bound=operator_slots)
     if not above and not whole:
-        dialect.execute(cursor, statements.OPEN, parameters | {"yes": True})
-        dialect.execute(cursor, statements.SHRUNK, parameters)
+        statements.change(_OPEN, yes=True)
+        statements.change(_UNMARK)
     return bool(above), bool(whole)

@@ -1,4 +1,4 @@
-"""Fences of the rows backend: the caller's own transaction keeps a permit's slots from being taken until it ends.
+"""Fences: the caller's own transaction keeps a permit's slots from being taken until it ends.
 
 PostgreSQL: it locks the slot's row FOR KEY SHARE, which renewals pass; whoever takes a slot locks its row FOR UPDATE.
 MySQL: a row beside the slot's, locked in share mode. The slot says that its grant was fenced, so that only who would
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
 
-from django_sqlsem.database.dialects import Dialect, dialect_for
+from django_sqlsem.backends.rows.statements import Row, Statements, change
+from django_sqlsem.database.dialects import dialect_for, positional
 from django_sqlsem.database.sessions import CallerSession
 from django_sqlsem.exceptions import BackendError, SemaphoreError
 from django_sqlsem.models import FenceRow
@@ -27,21 +28,24 @@ if TYPE_CHECKING:
 
 
 #: How often a fence is tried anew that another process has taken the mark of meanwhile.
-TRIES: Final = 5
+_MARKINGS: Final = 5
 
-_COLUMNS: Final = "id, token, permit_id, {live}"
+# ``{ids}``: the permit's rows.
 _KEY_SHARE: Final = (
     "WITH f AS MATERIALIZED (SELECT id, token, permit_id, expires_us FROM sqlsem_slot WHERE id IN ({ids})"
-    f" ORDER BY id FOR KEY SHARE) SELECT {_COLUMNS}, current_setting('transaction_isolation') FROM f"
+    " ORDER BY id FOR KEY SHARE)"
+    " SELECT id, token, permit_id, {live_now}, current_setting('transaction_isolation') FROM f"
 )
 _SIBLING: Final = "SELECT slot_id FROM sqlsem_fence WHERE slot_id IN ({ids}) ORDER BY slot_id LOCK IN SHARE MODE"
-_LOOK: Final = f"SELECT {_COLUMNS}, fenced = token FROM sqlsem_slot WHERE id IN ({{ids}})"
+_LOOK: Final = "SELECT id, token, permit_id, {live_now}, fenced = token FROM sqlsem_slot WHERE id IN ({ids})"
+_BESIDE: Final = "INSERT IGNORE INTO sqlsem_fence (slot_id) VALUES (%(id)s)"
 _MARK: Final = "UPDATE sqlsem_slot SET fenced = token WHERE id IN ({ids}) AND permit_id = %(permit_id)s"
 # A statement that changes nothing makes its transaction the writer all the same.
 _WRITER: Final = "UPDATE sqlsem_slot SET permit_id = permit_id WHERE id IN ({ids}) AND permit_id = %(permit_id)s"
 _EXTEND: Final = (
     "UPDATE sqlsem_slot SET expires_us = {now} + lease_us WHERE id IN ({ids}) AND permit_id = %(permit_id)s"
 )
+#: Slots that have run out, and were fenced by those that had them.
 _MARKED: Final = (
     "SELECT id, token FROM sqlsem_slot WHERE semaphore_key = %(key)s AND expires_us <= {now} AND fenced = token"
 )
@@ -50,9 +54,8 @@ _EXISTS: Final = "SELECT slot_id FROM sqlsem_fence WHERE slot_id = %(id)s"
 _UNMARK: Final = "UPDATE sqlsem_slot SET fenced = NULL WHERE id = %(id)s AND token = %(token)s AND expires_us <= {now}"
 
 
-def _text(dialect: Dialect, held: Acquired, text: str) -> str:
-    live = dialect.live_sql().replace("{now}", dialect.moment_sql)
-    return text.replace("{ids}", ",".join(map(str, held.grant.row_ids))).replace("{live}", live)
+def _of(held: Acquired, text: str) -> str:
+    return text.replace("{ids}", ",".join(map(str, held.grant.row_ids)))
 
 
 def fence(caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool:
@@ -64,19 +67,19 @@ def fence(caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool
     if not dialect.fence:
         raise SemaphoreError(f"permit.fence() is not there on {caller.vendor} databases: use permit.token.")
     if dialect.fence == "writer":
-        return _become_writer(dialect, caller, held)
-    for _ in range(TRIES):
+        return _become_writer(caller, held)
+    for _ in range(_MARKINGS):
         if dialect.fence == "sibling":
-            session.run(lambda cursor: _mark(dialect, cursor, held))
+            session.run(lambda cursor: _mark(Statements(cursor, {"permit_id": held.permit_id}), held))
         try:
-            locked = CallerSession(caller).run(lambda cursor: _lock(dialect, cursor, held))
+            locked = CallerSession(caller).run(lambda cursor: _lock(Statements(cursor, {}), held))
         except BackendError:
-            if not all(_look(dialect, session, held)[:2]):  # it was taken, and a strict transaction must not lock it
+            if not all(_look(session, held)[:2]):  # it was taken, and a strict transaction must not lock it
                 return False
             raise
         if locked is not None:
             return locked
-        ours, live, marked = _look(dialect, session, held)
+        ours, live, marked = _look(session, held)
         if not (ours and live):
             return False
         if marked or dialect.fence != "sibling":
@@ -84,22 +87,20 @@ def fence(caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool
     raise BackendError(f"{held.resource.name!r} could not be fenced: its rows change all the time.")
 
 
-def _mark(dialect: Dialect, cursor: AnyCursor, held: Acquired) -> None:
+def _mark(statements: Statements, held: Acquired) -> None:
     for row_id in held.grant.row_ids:
-        cursor.execute(f"INSERT IGNORE INTO sqlsem_fence (slot_id) VALUES ({row_id})")
-    dialect.execute(cursor, _text(dialect, held, _MARK), {"permit_id": held.permit_id})
+        statements.change(_BESIDE, id=row_id)
+    statements.change(_of(held, _MARK))
 
 
-def _lock(dialect: Dialect, cursor: AnyCursor, held: Acquired) -> bool | None:
+def _lock(statements: Statements, held: Acquired) -> bool | None:
     """Lock in the caller's transaction. Return whether the permit is live; ``None``: to be asked outside of it."""
     wanted = len(held.grant.row_ids)
-    if dialect.fence == "sibling":
-        dialect.execute(cursor, _text(dialect, held, _SIBLING), {})
-        if len(cursor.fetchall()) < wanted:
+    if statements.dialect.fence == "sibling":
+        if len(statements.rows(_of(held, _SIBLING))) < wanted:
             raise BackendError(f"The rows of {held.resource.name!r} were deleted.")
         return None
-    dialect.execute(cursor, _text(dialect, held, _KEY_SHARE), {})
-    rows = cursor.fetchall()
+    rows = statements.rows(_of(held, _KEY_SHARE))
     if len(rows) < wanted:
         raise BackendError(
             f"The caller's transaction does not see the rows of {held.resource.name!r}: they are newer than its"
@@ -110,67 +111,51 @@ def _lock(dialect: Dialect, cursor: AnyCursor, held: Acquired) -> bool | None:
     return all(_is_ours(held, row) and row[3] for row in rows)
 
 
-def _is_ours(held: Acquired, row: tuple[Any, ...]) -> bool:
+def _is_ours(held: Acquired, row: Row) -> bool:
     tokens = dict(zip(held.grant.row_ids, held.grant.tokens, strict=True))
     return bool(row[2] == held.permit_id and row[1] == tokens.get(row[0]))
 
 
-def _look(dialect: Dialect, session: Session, held: Acquired) -> tuple[bool, bool, bool]:
+def _look(session: Session, held: Acquired) -> tuple[bool, bool, bool]:
     """Return whether the rows are the permit's, live, and marked as fenced."""
-
-    def look(cursor: AnyCursor) -> list[tuple[Any, ...]]:
-        dialect.execute(cursor, _text(dialect, held, _LOOK), {})
-        return list(cursor.fetchall())
-
-    rows = session.run(look)
+    rows = session.run(lambda cursor: Statements(cursor, {}).rows(_of(held, _LOOK)))
     ours = len(rows) == len(held.grant.row_ids) and all(_is_ours(held, row) for row in rows)
     return ours, all(row[3] for row in rows), all(row[4] for row in rows)
 
 
-def _become_writer(dialect: Dialect, caller: BaseDatabaseWrapper, held: Acquired) -> bool:
+def _become_writer(caller: BaseDatabaseWrapper, held: Acquired) -> bool:
     session = CallerSession(caller)
-    parameters = {"permit_id": held.permit_id}
     try:
-        session.run(lambda cursor: dialect.execute(cursor, _text(dialect, held, _WRITER), parameters))
+        change(session, _of(held, _WRITER), {"permit_id": held.permit_id})
     except BackendError as error:
         raise BackendError(
             f"{error} (a transaction that has read before it writes cannot become SQLite's writer after another one"
             " has written: call fence() first, or set the database's option transaction_mode to IMMEDIATE)"
         ) from error.__cause__
-    return all(_look(dialect, session, held)[:2]) and extend(caller, held)
+    return all(_look(session, held)[:2]) and extend(caller, held)
 
 
 def extend(caller: BaseDatabaseWrapper, held: Acquired) -> bool:
     """Renew the permit inside the caller's transaction, which keeps all other writers out. Return whether it was."""
-    dialect = dialect_for(caller)
-
-    def run(cursor: AnyCursor) -> bool:
-        dialect.execute(cursor, _text(dialect, held, _EXTEND), {"permit_id": held.permit_id})
-        return cursor.rowcount == len(held.grant.row_ids)
-
-    return CallerSession(caller).run(run)
+    extended = change(CallerSession(caller), _of(held, _EXTEND), {"permit_id": held.permit_id})
+    return extended == len(held.grant.row_ids)
 
 
-def reap(session: Session, dialect: Dialect, key: str) -> bool:
+def reap(session: Session, key: str) -> bool:
     """Make slots takeable that were fenced, have run out, and are fenced no more. Return whether there were any."""
 
-    def work(cursor: AnyCursor) -> list[int] | None:
-        dialect.execute(cursor, _MARKED, {"key": key})
-        reaped = [row[0] for row in list(cursor.fetchall()) if _unmark(dialect, cursor, *row)]
-        return reaped or None
+    def work(cursor: AnyCursor) -> bool | None:
+        statements = Statements(cursor, {"key": key})
+        reaped = [_unmark(statements, *row) for row in statements.rows(_MARKED)]
+        return any(reaped) or None
 
     return session.transaction(work) is not None
 
 
-def _unmark(dialect: Dialect, cursor: AnyCursor, row_id: int, token: int) -> bool:
-    parameters = {"id": row_id, "token": token}
-    dialect.execute(cursor, _ALONE, parameters)
-    if not cursor.fetchall():
-        dialect.execute(cursor, _EXISTS, parameters)
-        if cursor.fetchall():
-            return False  # a transaction that is fenced with it is open
-    dialect.execute(cursor, _UNMARK, parameters)
-    return cursor.rowcount > 0
+def _unmark(statements: Statements, row_id: int, token: int) -> bool:
+    if not statements.rows(_ALONE, id=row_id) and statements.rows(_EXISTS, id=row_id):
+        return False  # a transaction that is fenced with it is open
+    return statements.change(_UNMARK, id=row_id, token=token) > 0
 
 
 def unfenced(rows: QuerySet[SlotRow], alias: str) -> list[int]:
@@ -186,24 +171,16 @@ def unfenced(rows: QuerySet[SlotRow], alias: str) -> list[int]:
     return [pk for pk, _token, _fenced in found if pk not in there - alone]
 
 
-def fenced_sql(connection: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
-    """Return a condition, for a statement on ``connection``, that the permit is live, and its parameters.
+def fenced_sql(caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
+    """Return a condition, for a statement on ``caller``, that the permit is live, and its parameters.
 
     On PostgreSQL it also fences the transaction in which the statement runs.
     """
-    dialect = dialect_for(connection)
-    live = dialect.live_sql().replace("{now}", dialect.moment_sql).replace("{now}", dialect.now_sql)
-    values = dialect.parameters()
+    dialect = dialect_for(caller)
     lock = " FOR KEY SHARE" if dialect.fence == "key share" else ""
-    conditions, parameters = [], []
-    for row_id, token in zip(held.grant.row_ids, held.grant.tokens, strict=True):
-        each, more = live, []
-        for name in ("now", "boot_id"):
-            if f"%({name})s" in each:
-                each = each.replace(f"%({name})s", "%s")
-                more.append(values[name])
-        conditions.append(
-            f"EXISTS (SELECT 1 FROM sqlsem_slot WHERE id = %s AND token = %s AND permit_id = %s AND {each}{lock})"
-        )
-        parameters += [row_id, token, held.permit_id, *more]
-    return f"({' AND '.join(conditions)})", parameters
+    live, names = positional(dialect.expand("{live_now}"))
+    values = [dialect.parameters()[name] for name in names]
+    condition = f"EXISTS (SELECT 1 FROM sqlsem_slot WHERE id = %s AND token = %s AND permit_id = %s AND {live}{lock})"
+    rows = list(zip(held.grant.row_ids, held.grant.tokens, strict=True))
+    parameters = [each for row_id, token in rows for each in (row_id, token, held.permit_id, *values)]
+    return f"({' AND '.join([condition] * len(rows))})", parameters

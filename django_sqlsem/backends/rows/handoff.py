@@ -1,490 +1,397 @@
-"""The granter's side of the rows backend: whoever makes a slot free hands it to whoever has waited longest.
+"""Giving slots back, and handing them to those that have waited longest.
 
-A release first frees its slot in one statement, on condition that nobody waits. If somebody does, it hands the slot
-over in a second one: it takes the oldest live waiter's row away and writes that waiter into the slot. Whatever else
-may make slots free (an operator's act, a lease that ran out, a waiter that leaves) calls ``grant``, which does the
-same with all free slots until there are no more slots or waiters. Both are idempotent, and safe to call at any time.
+A release first frees its slot in one statement, on condition that nobody waits. If somebody does, the slot is passed to
+the oldest waiter without a lock of the semaphore's row: the waiter's row is deleted on condition that it is there, and
+the slot changed on condition that it is still the holder's, both or neither. PostgreSQL does that in one statement.
 
-Handing slots to waiters step by step, under the lock of the semaphore's row: for any database, and any number.
-
-Passing one slot from its holder to the oldest waiter in few steps, where one statement cannot do it all.
-
-Without the lock of the semaphore's row: the waiter's row is deleted on condition that it is there, and the slot
-changed on condition that it is still the holder's, in one transaction. Who loses a race for a waiter tries the next.
+Everything else is served under the lock of the semaphore's row: several slots, modes, a semaphore that shrinks or is
+paused, waiters that are dead; and what an operator's act, the end of a lease or a waiter that leaves makes free. That
+is idempotent, and safe to do at any time.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
-import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from django_sqlsem.backends.base import LAPSE_US, Grant, Granted
-from django_sqlsem.backends.rows import exclusive, statements
+from django_sqlsem.backends.base import LAPSE_US, Acquired, Grant, Granted, Released
+from django_sqlsem.backends.rows import exclusive
 from django_sqlsem.backends.rows.beacons import is_dead
-from django_sqlsem.core.modes import UPDATE
+from django_sqlsem.backends.rows.statements import (
+    COUNT_LIVE,
+    DISCARD,
+    FREED,
+    HELD,
+    LOCK,
+    NEXT_TOKEN,
+    Statements,
+    bound,
+    change,
+    granting,
+    row_of,
+)
+from django_sqlsem.core.identity import process_id
+from django_sqlsem.core.modes import RWLOCK, UPDATE
 from django_sqlsem.database import bells
-from django_sqlsem.database.dialects import Dialect
-from django_sqlsem.exceptions import BackendError
+from django_sqlsem.database.dialects import Dialect, dialect_for
+from django_sqlsem.models import HOLDER_COLUMNS
 
 if TYPE_CHECKING:
+    from django_sqlsem.core.names import Resource
     from django_sqlsem.database.cursors import AnyCursor
     from django_sqlsem.database.sessions import Session
 
 
+class Passing(enum.Enum):
+    """What came of passing a slot on."""
+
+    #: The waiters in ``HandOff.served`` got what they wait for; if there are none, it is free.
+    DONE = "done"
+    #: Another one is at the oldest waiter's row: look again.
+    RACED = "raced"
+    #: The slot was no longer the permit's.
+    GONE = "gone"
+    #: To be decided under the lock of the semaphore's row.
+    OPEN = "open"
+
+
+#: A waiter that was served: the channel of its process, and what it got.
+Served: TypeAlias = tuple[str, Granted]
 #: Stands for the channel of the very process that gives.
 HERE: Final = "here"
 
-WHO: Final = ("host", "pid", "thread", "label", "user_name", "process_id", "boot_id", "channel", "beacon")
-HEAD: Final = ("id", "ticket", "take", "slots", "lease_us", "lock_mode", *WHO)
-#: What is written into a slot that a waiter gets.
-GIVEN: Final = (
-    "token = %(token)s, permit_id = %(ticket)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s,"
-    " lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', "
-    + ", ".join(f"{column} = %({column})s" for column in WHO)
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """One attempt to hand on what a permit had."""
+
+    passing: Passing
+    served: Sequence[Served] = ()
+
+
+#: What is read of a waiter.
+_HEAD: Final = ("id", "ticket", "take", "slots", "lease_us", "lock_mode", *HOLDER_COLUMNS)
+_OF_HEAD: Final = ", ".join(f"w.{column}" for column in _HEAD)
+#: Those who may be served, in order.
+_HEADS: Final = (
+    f"SELECT {_OF_HEAD} FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {{w.waits}}{{w.alive}}"
+    " ORDER BY CASE WHEN w.lock_mode = 'upgrade' THEN 0 ELSE 1 END, w.queued_us, w.id"
 )
 LEFT: Final = "DELETE FROM sqlsem_waiter WHERE id = %(waiter)s"
-
-
-@functools.cache
-def heads(dialect: Dialect) -> str:
-    return (
-        f"SELECT {', '.join(f'w.{column}' for column in HEAD)} FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s"
-        f" AND {dialect.waits_sql('w.')}{dialect.alive('w.')}"
-        " ORDER BY CASE WHEN w.lock_mode = 'upgrade' THEN 0 ELSE 1 END, w.queued_us, w.id"
-    )
-
-
-@functools.cache
-def _free(dialect: Dialect, skipping: bool) -> str:
-    return (
-        f"SELECT s.id, s.slot, s.token FROM sqlsem_slot s{dialect.lock_hint} WHERE s.semaphore_key = %(key)s"
-        f" AND s.closed = %(no)s AND s.slot <= %(bound)s AND {dialect.free_sql('s.')} ORDER BY s.slot"
-        f"{dialect.lock_skipping if skipping else dialect.for_update}"
-    )
-
-
-@functools.cache
-def _take(dialect: Dialect) -> str:
-    return f"UPDATE sqlsem_slot SET {GIVEN} WHERE id = %(id)s AND {dialect.free_sql()}"
-
-
-def serve(
-    dialect: Dialect, cursor: AnyCursor, parameters: dict[str, Any], *, own: bool
-) -> list[tuple[str, Granted]] | None:
-    """Free a permit's slot (``own``), and hand free slots to the oldest waiters, in one transaction.
-
-    Returns the waiters' channels and grants; ``None`` if the slot was no longer the permit's.
-    """
-    dialect.execute(cursor, statements.lock(dialect), parameters)
-    found = cursor.fetchone()
-    if own:
-        # After the lock, so that of two who free slots at once the later one sees the earlier one's.
-        text = statements.release(dialect, 1, False) if "row0" in parameters else statements.DISCARD
-        dialect.execute(cursor, text, parameters)
-        if cursor.rowcount <= 0:
-            return None
-    served: list[tuple[str, Granted]] = []
-    if found is None:
-        return served
-    operator_slots, declared_slots, paused, shrinking, now = found
-    if shrinking:
-        shrinking, whole = exclusive.settle(dialect, cursor, parameters, operator_slots)
-        paused = paused or whole
-    passed: set[int] = set()
-    while not paused:
-        dialect.execute(cursor, heads(dialect), parameters)
-        waiting = [dict(zip(HEAD, row, strict=True)) for row in cursor.fetchall()]
-        # Who wants more than there is since an operator's act must not keep those behind it from what they can have.
-        possible = (
-            each
-            for each in waiting
-            if each["id"] not in passed
-            and each["take"] <= statements.bound(operator_slots, each["slots"], declared_slots)
-        )
-        head = next(possible, None)
-        if head is None:
-            break
-        if head["beacon"] and is_dead(cursor, head["process_id"]):
-            dialect.execute(cursor, LEFT, {"waiter": head["id"]})
-            continue
-        if head["lock_mode"]:
-            granted = _give_mode(dialect, cursor, parameters, head, int(now))
-            if granted is not None:
-                served.append(granted)
-                if head["lock_mode"] != UPDATE:
-                    break  # it is alone now
-            elif head["lock_mode"] != UPDATE:
-                break
-            # Who waits for the writer's place keeps nobody out.
-            passed.add(head["id"])
-            continue
-        bound = statements.bound(operator_slots, head["slots"], declared_slots)
-        free = _free_rows(dialect, cursor, parameters | {"bound": bound}, head["take"])
-        if len(free) < head["take"] or (shrinking and not _fits(dialect, cursor, parameters, bound, head["take"])):
-            break
-        dialect.execute(cursor, LEFT, {"waiter": head["id"]})
-        if cursor.rowcount:
-            served.append((channel_of(head, parameters), _give(dialect, cursor, parameters, head, free, int(now))))
-    return served
-
-
-def _free_rows(dialect: Dialect, cursor: AnyCursor, parameters: dict[str, Any], take: int) -> list[tuple[int, ...]]:
-    # MariaDB before 10.6 waits for what is locked.
-    skipping = bool(dialect.lock_skipping) and cursor.db.features.has_select_for_update_skip_locked
-    dialect.execute(cursor, _free(dialect, skipping), parameters)
-    rows: list[tuple[int, ...]] = []
-    while len(rows) < take and (row := cursor.fetchone()) is not None:
-        rows.append(row)
-    return rows
-
-
-def channel_of(head: dict[str, Any], parameters: dict[str, Any]) -> str:
-    """Return where to tell a waiter of its grant."""
-    return HERE if head["process_id"] == parameters["process_id"] else head["channel"]
-
-
-def granted_to(
-    dialect: Dialect, head: dict[str, Any], slots: Sequence[tuple[int, ...]], now: int, *, here: bool
-) -> tuple[Granted, list[dict[str, Any]]]:
-    """Return what a waiter gets with these slots (row's id, number, last token), and what to write into each row.
-
-    ``here``: the waiter is of the process that gives. What that gives to itself needs no confirmation.
-    """
-    lasts_us = head["lease_us"] if here else min(LAPSE_US, head["lease_us"])
-    clock = dialect.token_clock(now)
-    tokens = tuple(max(token + 1, clock) for _, _, token in slots)
-    grant = Grant(tuple(number for _, number, _ in slots), tokens, tuple(row_id for row_id, _, _ in slots))
-    values = [
-        head | {"waiter": head["id"], "id": row_id, "token": token, "lasts_us": lasts_us}
-        for (row_id, _, _), token in zip(slots, tokens, strict=True)
-    ]
-    return Granted(head["ticket"], grant, lasts_us / 1e6), values
-
-
-def _give(
-    dialect: Dialect,
-    cursor: AnyCursor,
-    parameters: dict[str, Any],
-    head: dict[str, Any],
-    free: list[tuple[int, ...]],
-    now: int,
-) -> Granted:
-    here = channel_of(head, parameters) == HERE
-    granted, rows = granted_to(dialect, head, free, now, here=here)
-    for values in rows:
-        dialect.execute(cursor, _take(dialect), values)
-    _notify(dialect, cursor, HERE if here else head["channel"], granted)
-    return granted
-
-
-def _give_mode(
-    dialect: Dialect, cursor: AnyCursor, parameters: dict[str, Any], head: dict[str, Any], now: int
-) -> tuple[str, Granted] | None:
-    """Give all slots, or the writer's place, to a waiter; ``None`` if somebody is in the way."""
-    channel = channel_of(head, parameters)
-    lasts_us = head["lease_us"] if channel == HERE else min(LAPSE_US, head["lease_us"])
-    grant = exclusive.take(dialect, cursor, parameters["key"], head["lock_mode"], head, now, lasts_us)
-    if grant is None:
-        return None
-    dialect.execute(cursor, LEFT, {"waiter": head["id"]})
-    if cursor.rowcount <= 0:  # it has given up meanwhile
-        dialect.execute(cursor, statements.DISCARD, parameters | {"permit_id": head["ticket"]})
-        return None
-    granted = Granted(head["ticket"], grant, lasts_us / 1e6)
-    _notify(dialect, cursor, channel, granted)
-    return channel, granted
-
-
-def _notify(dialect: Dialect, cursor: AnyCursor, channel: str, granted: Granted) -> None:
-    if dialect.notifies and channel and channel != HERE:
-        cursor.execute("SELECT pg_notify(%s, %s)", (channel, granted.note()))
-
-
-def _fits(dialect: Dialect, cursor: AnyCursor, parameters: dict[str, Any], bound: int, take: int) -> bool:
-    dialect.execute(cursor, statements.count(dialect), parameters | {"bound": bound})
-    return bool(cursor.fetchone()[0] + take <= bound)
-
+NOTIFY: Final = "SELECT pg_notify(%(channel)s, %(note)s)"
 
 #: How often a waiter is looked for that another releaser has not taken meanwhile.
-TRIES: Final = 8
+_TRIES: Final = 8
 
 
 @functools.cache
-def _look(dialect: Dialect) -> str:
-    """The semaphore and its oldest waiter, without a lock."""
-    waiter = ", ".join(f"w.{column}" for column in HEAD)
-    return (
-        f"SELECT m.operator_slots, m.declared_slots, m.paused, m.shrinking, {{now}}, {waiter}"
-        " FROM sqlsem_semaphore m LEFT JOIN sqlsem_waiter w ON w.semaphore_key = m.name_key"
-        f" AND {dialect.waits_sql('w.')}{dialect.alive('w.')} WHERE m.name_key = %(key)s ORDER BY w.queued_us, w.id"
+def free_sql(dialect: Dialect, rows: int, unwanted: bool) -> str:
+    """Free some rows of one permit; ``unwanted``: only if nobody waits."""
+    text = f"{FREED} WHERE id IN ({', '.join(f'%(row{each})s' for each in range(rows))}) AND permit_id = %(permit_id)s"
+    if not unwanted:
+        return text
+    # Who waits for the writer's place beside readers is in nobody's way.
+    text += (
+        " AND NOT EXISTS (SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {w.waits}"
+        " AND w.lock_mode <> 'update')"
     )
+    # A release that a crash undoes is only an expiry that comes later.
+    return f"{text} RETURNING id{{unflushed}}" if dialect.unflushed else text
 
 
-#: First how long it was held: MySQL would reckon with the values that come after it.
-_PASS: Final = (
-    f"UPDATE sqlsem_slot SET {statements.HELD}, {GIVEN} "
-    "WHERE id = %(row0)s AND permit_id = %(permit_id)s AND closed = %(no)s"
-)
+def release(session: Session, held: Acquired, *, wanted: bool, hand_on: bool) -> Released:
+    """Free the rows of a permit, and hand them on; ``wanted``: it is likely that somebody waits."""
+    dialect, parameters = dialect_for(session.connection), _parameters(held)
+    mode, rows = held.request.mode, len(held.grant.row_ids)
+    # With a mode they may be thousands, and are known by the permit's id.
+    free = DISCARD if mode else free_sql(dialect, rows, False)
+    if not hand_on:
+        return Released(change(session, free, parameters) > 0)
+    if not mode and not (wanted and rows == 1) and change(session, free_sql(dialect, rows, True), parameters) > 0:
+        return Released(True)
+    if rows == 1 and not mode and held.resource.kind != RWLOCK:
+        handed = _pass_on(session, dialect, parameters, durable=held.request.durable)
+        if handed.passing in (Passing.DONE, Passing.GONE):
+            return Released(handed.passing is Passing.DONE, woken(handed.served))
+    handed = _serve(session, parameters, free)
+    return Released(handed.passing is Passing.DONE, woken(handed.served))
 
 
-def free(session: Session, dialect: Dialect, parameters: dict[str, Any], rows: int, *, unwanted: bool = False) -> bool:
-    """Free the rows of a permit; ``unwanted``: only if nobody waits. Return whether any was still the permit's."""
-
-    def run(cursor: AnyCursor) -> bool:
-        dialect.execute(cursor, statements.release(dialect, rows, unwanted), parameters)
-        return cursor.rowcount > 0
-
-    return session.run(run)
-
-
-def pass_on(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> tuple[str, Granted] | bool | None:
-    """Pass the slot on, and return the waiter's channel and grant.
-
-    ``True``: nobody waits, and it was freed; ``False``: it was no longer the permit's; ``None``: this is not for here.
-    """
-
-    def look(cursor: AnyCursor) -> tuple[Any, bool]:
-        dialect.execute(cursor, _look(dialect), parameters)
-        row = cursor.fetchone()
-        head = dict(zip(HEAD, row[5:], strict=True)) if row is not None and row[5] is not None else {}
-        return row, bool(head) and bool(head["beacon"]) and is_dead(cursor, head["process_id"])
-
-    for _ in range(TRIES):
-        row, dead = session.run(look)
-        if row is None or row[5] is None:
-            return free(session, dialect, parameters, 1)
-        operator_slots, declared_slots, paused, shrinking, now, *columns = row
-        head = dict(zip(HEAD, columns, strict=True))
-        bound = statements.bound(operator_slots, head["slots"], declared_slots)
-        if dead or paused or shrinking or head["take"] != 1 or parameters["slot0"] > bound:
-            return None
-        slot = (parameters["row0"], parameters["slot0"], parameters["token0"])
-        channel = channel_of(head, parameters)
-        granted, [values] = granted_to(dialect, head, [slot], int(now), here=channel == HERE)
-        attempt = _Attempt(dialect, parameters | values)
-        if session.transaction(attempt, again=False):
-            return channel, granted
-        if not attempt.raced:
-            return None
-    return None
+def _parameters(held: Acquired) -> dict[str, Any]:
+    grant, presence = held.grant, held.request.presence
+    parameters = {
+        "key": held.resource.key,
+        "permit_id": held.permit_id,
+        "process_id": process_id(),
+        "witness": presence.beacon,
+        "bells": presence.bells,
+        "slot0": grant.slots[0],
+        "token0": grant.tokens[0],
+    }
+    if not held.request.mode:
+        parameters |= {f"row{number}": row_id for number, row_id in enumerate(grant.row_ids)}
+    return parameters
 
 
-class _Attempt:
-    """Takes the waiter's row, then changes the slot: both, or neither."""
-
-    def __init__(self, dialect: Dialect, values: dict[str, Any]) -> None:
-        self.dialect = dialect
-        self.values = values
-        #: Whether the waiter was another's by then.
-        self.raced = False
-
-    def __call__(self, cursor: AnyCursor) -> bool | None:
-        self.dialect.execute(cursor, LEFT, self.values)
-        self.raced = cursor.rowcount <= 0
-        if self.raced:
-            return None
-        self.dialect.execute(cursor, _PASS, self.values)
-        return True if cursor.rowcount > 0 else None
+def discard(session: Session, resource: Resource, permit_id: str) -> bool:
+    """Free whatever rows carry the permit's id, and hand them on. Return whether there were any."""
+    freed = change(session, DISCARD, {"key": resource.key, "permit_id": permit_id}) > 0
+    if freed:
+        hand_out(session, resource.key)
+    return freed
 
 
-logger = logging.getLogger("django_sqlsem")
+def hand_out(session: Session, key: str, **more: Any) -> None:
+    """Hand out what is free as if from elsewhere: this process's own waiters are woken like any others."""
+    grant(session, {"key": key, "process_id": ""} | more)
 
 
-@functools.cache
-def hand_over(dialect: Dialect, own: bool, durable: bool, patient: bool = True) -> str:
-    """Hand one slot to the oldest waiter: the one of a permit (``own``), which is freed if nobody may have it.
-
-    Answers with one row: the slot's id, number and token, the waiter's ticket, whether it is of this process, how long
-    the grant lasts, how many slots the oldest waiter wants, whether the semaphore shrinks, which bell to ring, as that
-    is cheaper than ``NOTIFY``, with which commits stand in line, and whether nothing was done: unless it is
-    ``patient``, it does nothing while the oldest waiter's row is locked, by its heartbeat or by another hand-over.
-    """
-    bound = "COALESCE(m.operator_slots, h.slots, m.declared_slots)"
-    may = f"h.take = 1 AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= {bound}"
-    if own:
-        slot = "SELECT id, slot, closed FROM sqlsem_slot WHERE id = %(row0)s AND permit_id = %(permit_id)s FOR UPDATE"
-    else:
-        slot = (
-            f"SELECT s.id, s.slot, s.closed FROM sqlsem_slot s, h, m WHERE s.semaphore_key = %(key)s AND {may}"
-            f" AND {dialect.free_sql('s.')} ORDER BY s.slot LIMIT 1 {dialect.skip_locked}"
-        )
-    taken = (
-        "permit_id = w.ticket, acquired_us = {now}, expires_us = {now} + w.lasts_us, lease_us = w.lease_us,"
-        f" token = CASE WHEN p.token + 1 > {dialect.token_now} THEN p.token + 1 ELSE {dialect.token_now} END,"
-        " host = w.host, pid = w.pid, thread = w.thread, label = w.label, user_name = w.user_name,"
-        " process_id = w.process_id, boot_id = w.boot_id, channel = w.channel, beacon = w.beacon, suspect_us = NULL,"
-        " lock_mode = ''"
-    )
-    if own:
-        taken += f", {statements.HELD}"
-    # What a process gives to itself needs no confirmation.
-    lasts = (
-        "(w.process_id = %(process_id)s) AS here, CASE WHEN w.process_id = %(process_id)s THEN w.lease_us"
-        " ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us"
-    )
-    oldest = (
-        f"FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {dialect.waits_sql('w.')}{dialect.alive('w.')}"
-        " ORDER BY w.queued_us, w.id LIMIT 1"
-    )
-    if patient:
-        heads = f" h AS MATERIALIZED (SELECT w.id, w.take, w.slots {oldest}{dialect.for_update}),"
-        busy = "FALSE"
-    else:
-        # Locked alone: whoever comes next in the queue is not to be served in its place.
-        heads = (
-            f" o AS MATERIALIZED (SELECT w.id {oldest}), h AS MATERIALIZED (SELECT w.id, w.take, w.slots"
-            f" FROM sqlsem_waiter w WHERE w.id = (SELECT id FROM o){dialect.lock_skipping}),"
-        )
-        busy = "EXISTS (SELECT 1 FROM o) AND NOT EXISTS (SELECT 1 FROM h)"
-        slot = slot.replace(" FOR UPDATE", f" AND NOT ({busy}) FOR UPDATE")
-    freed = (
-        ", f AS (UPDATE sqlsem_slot p SET expires_us = NULL, permit_id = NULL, suspect_us = NULL,"
-        f" {statements.HELD} FROM s WHERE p.id = s.id AND NOT EXISTS (SELECT 1 FROM w) RETURNING p.id, p.slot, p.token)"
-        if own
-        else ""
-    )
-    result = (
-        "SELECT COALESCE(u.id, f.id), COALESCE(u.slot, f.slot), COALESCE(u.token, f.token), u.ticket"
-        if own
-        else "SELECT u.id, u.slot, u.token, u.ticket"
-    )
-    joined = "m LEFT JOIN h ON TRUE LEFT JOIN u ON TRUE" + (" LEFT JOIN f ON TRUE" if own else "")
-    return (
-        "WITH m AS (SELECT operator_slots, declared_slots, paused, shrinking FROM sqlsem_semaphore"
-        " WHERE name_key = %(key)s),"
-        f"{heads} s AS MATERIALIZED ({slot}),"
-        f" w AS (DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.id = h.id AND {may} RETURNING w.*, {lasts}),"
-        f" u AS (UPDATE sqlsem_slot p SET {taken} FROM s, w WHERE p.id = s.id"
-        f" RETURNING p.id, p.slot, p.token, w.ticket, w.channel, w.here, w.lasts_us){freed}"
-        f" {result}, u.here, u.lasts_us, h.take, m.shrinking,"
-        " CASE WHEN u.channel LIKE %(bells)s AND NOT u.here THEN u.channel END,"
-        " CASE WHEN u.channel <> '' AND NOT u.channel LIKE %(bells)s AND NOT u.here THEN"
-        " pg_notify(u.channel, concat_ws(' ', u.ticket, u.id, u.slot, u.token)) END"
-        f", {busy}{'' if durable else dialect.unflushed} FROM {joined}"
-    )
-
-
-def release(
-    session: Session, dialect: Dialect, parameters: dict[str, Any], rows: int, *, wanted: bool
-) -> tuple[bool, tuple[Granted, ...]]:
-    """Free the rows of a permit, and hand them on; ``wanted``: it is likely that somebody waits.
-
-    Returns whether any was still the permit's, and who in this process got one.
-    """
-    if not (wanted and rows == 1) and free(session, dialect, parameters, rows, unwanted=True):
-        return True, ()
-    if rows > 1:
-        freed = free(session, dialect, parameters, rows)
-        return freed, _grant_if_possible(session, dialect, parameters) if freed else ()
-    if not dialect.writing_ctes:
-        return _release_by_steps(session, dialect, parameters)
-    row = _hand_over(session, dialect, parameters, own=True, patient=False)
-    if row is not None and row[10]:  # its heartbeat ends at once; what another has handed over by then is in order
-        row = _hand_over(session, dialect, parameters, own=True)
-    if row is None or row[0] is None:
-        return False, ()
-    if row[3] is None:  # somebody waited a moment ago, and could not be had then, or wants several
-        return True, _grant_if_possible(session, dialect, parameters)
-    return True, _here(row)
-
-
-def release_by_steps(
-    session: Session, dialect: Dialect, parameters: dict[str, Any], *, alone: bool, wanted: bool
-) -> tuple[bool, tuple[Granted, ...]]:
-    """Free what a permit has of a name with modes, and hand on what it may make possible.
-
-    ``alone``: it kept others out by its mode, whether they wait or not.
-    """
-    if not (alone or wanted) and free(session, dialect, parameters, 1, unwanted=True):
-        return True, ()
-    served = session.transaction(lambda cursor: serve(dialect, cursor, parameters, own=True))
-    return (False, ()) if served is None else (True, _woken(served))
-
-
-def _grant_if_possible(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> tuple[Granted, ...]:
-    """What is released is released, even if it cannot be handed on: then those who wait find it."""
-    try:
-        return grant(session, dialect, parameters)
-    except BackendError as error:
-        logger.debug("A slot was freed, and could not be handed on: %s", error)
-        return ()
-
-
-def _release_by_steps(
-    session: Session, dialect: Dialect, parameters: dict[str, Any]
-) -> tuple[bool, tuple[Granted, ...]]:
-    passed = pass_on(session, dialect, parameters)
-    if isinstance(passed, bool):
-        return passed, ()
-    if passed is not None:
-        return True, _woken([passed])
-    served = session.transaction(lambda cursor: serve(dialect, cursor, parameters, own=True))
-    return (False, ()) if served is None else (True, _woken(served))
-
-
-def grant(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> tuple[Granted, ...]:
+def grant(session: Session, parameters: dict[str, Any]) -> tuple[Granted, ...]:
     """Hand free slots to the oldest waiters until there are none of either. Return who in this process got one."""
-    granted: tuple[Granted, ...] = ()
-    try:
-        for each in _grants(session, dialect, parameters):
-            granted += each
-    except BackendError:
-        if not granted:  # else whoever was served must hear of it: the rest is found by those who wait
-            raise
-    return granted
+    return woken(_serve(session, parameters).served)
 
 
-def _grants(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> Iterator[tuple[Granted, ...]]:
-    nobody = 0
-    while dialect.writing_ctes and not parameters.get("by_steps"):
-        row = _hand_over(session, dialect, parameters, own=False)
-        if row is None:
-            return
-        if row[6] is None:
-            # Nobody waits, or who did was served by another while this waited for its row: then the next one counts.
-            nobody += 1
-            if nobody > 1:
-                return
-            continue
-        if row[0] is None:
-            if row[6] == 1 and not row[7]:
-                return
-            break  # several slots, or a semaphore that shrinks: those are counted under its row's lock
-        yield _here(row)
-    served = session.transaction(lambda cursor: serve(dialect, cursor, parameters, own=False))
-    yield _woken(served or [])
-
-
-def _hand_over(
-    session: Session, dialect: Dialect, parameters: dict[str, Any], *, own: bool, patient: bool = True
-) -> Any:
-    text = hand_over(dialect, own, parameters["durable"], patient)
-    values = {"bells": ""} | parameters | {"lapse_us": LAPSE_US}
-
-    def run(cursor: AnyCursor) -> Any:
-        dialect.execute(cursor, text, values)
-        return cursor.fetchone()
-
-    row = session.run(run)
-    if row is not None and row[8]:
-        note = _granted(row).note()
-        if not bells.ring(row[8], note):
-            session.run(lambda cursor: cursor.execute("SELECT pg_notify(%s, %s)", (row[8], note)))
-    return row
-
-
-def _granted(row: Any) -> Granted:
-    return Granted(row[3], Grant((row[1],), (row[2],), (row[0],)), row[5] / 1e6)
-
-
-def _here(row: Any) -> tuple[Granted, ...]:
-    return (_granted(row),) if row[4] else ()
-
-
-def _woken(served: list[tuple[str, Granted]]) -> tuple[Granted, ...]:
-    """Wake the processes that were served; what this process got (without a channel) is returned instead."""
+def woken(served: Sequence[Served]) -> tuple[Granted, ...]:
+    """Wake the processes that were served; what this process got is returned instead."""
     for channel, granted in served:
         bells.ring(channel, granted.note())
     return tuple(granted for channel, granted in served if channel == HERE)
+
+
+# Passing one slot to the oldest waiter, without the lock of the semaphore's row.
+
+
+def _pass_on(session: Session, dialect: Dialect, parameters: dict[str, Any], *, durable: bool) -> HandOff:
+    for _ in range(_TRIES):
+        if dialect.writing_ctes:
+            handed = _pass_in_one(session, parameters, durable=durable)
+        else:
+            handed = _pass_by_steps(session, dialect, parameters)
+        if handed.passing is not Passing.RACED:
+            break
+    return handed
+
+
+#: One statement, on PostgreSQL: the semaphore (``m``); the oldest waiter (``o``) and the lock of its row (``h``), which
+#: is not waited for: a heartbeat has it, or another hand-off, and no other waiter is served in its place; the slot
+#: (``s``), which goes to that waiter (``w``, ``u``), or is freed if nobody waits (``f``). It tells which bell to ring,
+#: as that is cheaper than NOTIFY, with which commits stand in line.
+_PASS_IN_ONE: Final = f"""
+WITH m AS (
+  SELECT operator_slots, declared_slots, paused, shrinking FROM sqlsem_semaphore WHERE name_key = %(key)s
+), o AS MATERIALIZED (
+  SELECT w.id FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {{w.waits}}{{w.alive}}
+  ORDER BY w.queued_us, w.id LIMIT 1
+), h AS MATERIALIZED (
+  SELECT w.id, w.take, w.slots FROM sqlsem_waiter w WHERE w.id = (SELECT id FROM o) FOR UPDATE SKIP LOCKED
+), s AS MATERIALIZED (
+  SELECT id, slot, closed FROM sqlsem_slot WHERE id = %(row0)s AND permit_id = %(permit_id)s
+  AND (EXISTS (SELECT 1 FROM h) OR NOT EXISTS (SELECT 1 FROM o)) FOR UPDATE
+), w AS (
+  DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.id = h.id AND h.take = 1 AND m.paused = %(no)s
+  AND m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, h.slots, m.declared_slots)
+  RETURNING w.*, w.ticket AS permit_id, w.process_id = %(process_id)s AS here,
+  CASE WHEN w.process_id = %(process_id)s THEN w.lease_us ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us
+), u AS (
+  UPDATE sqlsem_slot p SET {HELD}, {granting(NEXT_TOKEN, lasts="w.lasts_us", source="w.{}")}
+  FROM s, w WHERE p.id = s.id
+  RETURNING p.id, p.slot, p.token, w.ticket, w.channel, w.here, w.lasts_us
+), f AS (
+  {FREED.replace("sqlsem_slot", "sqlsem_slot p")} FROM s WHERE p.id = s.id AND NOT EXISTS (SELECT 1 FROM o)
+  RETURNING p.id
+)
+SELECT CASE
+  WHEN u.id IS NOT NULL OR f.id IS NOT NULL THEN 'done' WHEN o.id IS NOT NULL AND h.id IS NULL THEN 'raced'
+  WHEN s.id IS NULL THEN 'gone' ELSE 'open' END,
+  u.ticket, u.id, u.slot, u.token, u.lasts_us, u.here,
+  CASE WHEN u.channel LIKE %(bells)s AND NOT u.here THEN u.channel END,
+  CASE WHEN u.channel <> '' AND NOT u.channel LIKE %(bells)s AND NOT u.here THEN
+  pg_notify(u.channel, concat_ws(' ', u.ticket, u.id, u.slot, u.token)) END{{unflushed}}
+FROM m LEFT JOIN o ON TRUE LEFT JOIN h ON TRUE LEFT JOIN s ON TRUE LEFT JOIN u ON TRUE LEFT JOIN f ON TRUE
+"""
+
+
+def _pass_in_one(session: Session, parameters: dict[str, Any], *, durable: bool) -> HandOff:
+    text = _PASS_IN_ONE.replace("{unflushed}", "") if durable else _PASS_IN_ONE
+    row = row_of(session, text, parameters | {"lapse_us": LAPSE_US})
+    if row is None:  # there is no such name any more
+        return HandOff(Passing.GONE)
+    passing, ticket, row_id, slot, token, lasts_us, here, bell = row[:8]
+    if ticket is None:
+        return HandOff(Passing(passing))
+    granted = Granted(ticket, Grant((slot,), (token,), (row_id,)), lasts_us / 1e6)
+    if bell and not bells.ring(bell, granted.note()):
+        row_of(session, NOTIFY, {"channel": bell, "note": granted.note()})
+    return HandOff(Passing.DONE, [(HERE if here else "", granted)])
+
+
+#: The semaphore and its oldest waiter.
+_LOOK: Final = (
+    f"SELECT m.operator_slots, m.declared_slots, m.paused, m.shrinking, {{now}}, {_OF_HEAD} FROM sqlsem_semaphore m"
+    " LEFT JOIN sqlsem_waiter w ON w.semaphore_key = m.name_key AND {w.waits}{w.alive}"
+    " WHERE m.name_key = %(key)s ORDER BY w.queued_us, w.id"
+)
+_PASS: Final = (
+    f"UPDATE sqlsem_slot SET {HELD}, {granting('%(token)s')}"
+    " WHERE id = %(row0)s AND permit_id = %(released)s AND closed = %(no)s"
+)
+
+
+def _pass_by_steps(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> HandOff:
+    def look(cursor: AnyCursor) -> tuple[Any, Any]:
+        row = Statements(cursor, parameters).row(_LOOK)
+        head = dict(zip(_HEAD, row[5:], strict=True)) if row is not None and row[5] is not None else None
+        return row, head and head | {"dead": head["beacon"] and is_dead(cursor, head["process_id"])}
+
+    row, head = session.run(look)
+    if head is None:
+        freed = change(session, free_sql(dialect, 1, False), parameters) > 0
+        return HandOff(Passing.DONE if freed else Passing.GONE)
+    operator_slots, declared_slots, paused, shrinking, now = row[:5]
+    too_few = parameters["slot0"] > bound(operator_slots, head["slots"], declared_slots)
+    if head["dead"] or paused or shrinking or too_few or head["take"] != 1:
+        return HandOff(Passing.OPEN)
+    slot = (parameters["row0"], parameters["slot0"], parameters["token0"])
+    channel, granted, [written] = _granted_to(dialect, head, [slot], int(now), parameters["process_id"])
+    outcome = Passing.DONE
+
+    def pass_on(cursor: AnyCursor) -> bool | None:
+        nonlocal outcome
+        statements = Statements(cursor, parameters | written | {"released": parameters["permit_id"]})
+        outcome = Passing.RACED if statements.change(LEFT) <= 0 else Passing.OPEN
+        if outcome is Passing.OPEN and statements.change(_PASS) > 0:
+            outcome = Passing.DONE
+        return outcome is Passing.DONE or None  # else what was done is rolled back
+
+    session.transaction(pass_on, again=False)
+    return HandOff(outcome, [(channel, granted)] if outcome is Passing.DONE else ())
+
+
+def _granted_to(
+    dialect: Dialect, head: dict[str, Any], slots: Sequence[tuple[int, ...]], now: int, process: str
+) -> tuple[str, Granted, list[dict[str, Any]]]:
+    """Return a waiter's channel, what it gets with these slots (id, number, last token), and what to write."""
+    channel, lasts_us = _told(head, process)
+    tokens = tuple(max(token + 1, dialect.token_clock(now)) for _, _, token in slots)
+    written = head | {"permit_id": head["ticket"], "waiter": head["id"], "lasts_us": lasts_us}
+    granted = Granted(
+        head["ticket"],
+        Grant(tuple(each[1] for each in slots), tokens, tuple(each[0] for each in slots)),
+        lasts_us / 1e6,
+    )
+    return (
+        channel,
+        granted,
+        [written | {"id": each[0], "token": token} for each, token in zip(slots, tokens, strict=True)],
+    )
+
+
+def _told(head: dict[str, Any], process: str) -> tuple[str, int]:
+    """Return where a waiter is told of its grant, and how long that lasts: here it needs no confirmation."""
+    if head["process_id"] == process:
+        return HERE, head["lease_us"]
+    return head["channel"], min(LAPSE_US, head["lease_us"])
+
+
+# Serving all waiters, under the lock of the semaphore's row.
+
+#: Slots that are free; what locks them follows.
+_FREE: Final = (
+    "SELECT s.id, s.slot, s.token FROM sqlsem_slot s{lock_hint} WHERE s.semaphore_key = %(key)s"
+    " AND s.closed = %(no)s AND s.slot <= %(bound)s AND {s.free} ORDER BY s.slot"
+)
+_TAKE: Final = f"UPDATE sqlsem_slot SET {granting('%(token)s')} WHERE id = %(id)s AND {{free}}"
+
+
+def _serve(session: Session, parameters: dict[str, Any], free: str = "") -> HandOff:
+    handed = session.transaction(lambda cursor: serve(Statements(cursor, parameters), free))
+    return handed or HandOff(Passing.GONE)
+
+
+def serve(statements: Statements, free: str = "") -> HandOff:
+    """Free a permit's slots by the text ``free``, and hand free slots to the oldest waiters, in one transaction."""
+    found = statements.row(LOCK)
+    # After the lock, so that of two that free slots at once the later one sees the earlier one's.
+    if free and statements.change(free) <= 0:
+        return HandOff(Passing.GONE)
+    if found is None:
+        return HandOff(Passing.DONE)
+    operator_slots, declared_slots, paused, shrinking, now = found
+    if shrinking:
+        shrinking, whole = exclusive.settle(statements, operator_slots)
+        paused = paused or whole
+    served: list[Served] = []
+    for head in () if paused else _line(statements):
+        limit = bound(operator_slots, head["slots"], declared_slots)
+        if head["take"] > limit:
+            # It wants more than there is since an operator's act, and does not keep those behind it from less.
+            continue
+        if head["beacon"] and is_dead(statements.cursor, head["process_id"]):
+            statements.change(LEFT, waiter=head["id"])
+        elif head["lock_mode"]:
+            given = _give_mode(statements, head, int(now))
+            served += given
+            # Whoever waits for the writer's place keeps nobody out; whoever got or wants all slots does.
+            if head["lock_mode"] != UPDATE:
+                break
+        else:
+            rows = _free_rows(statements, head["take"], limit, shrinking=bool(shrinking))
+            if not rows:
+                break
+            if statements.change(LEFT, waiter=head["id"]) > 0:  # else it has left at this moment
+                served.append(_give(statements, head, rows, int(now)))
+    return HandOff(Passing.DONE, served)
+
+
+def waiters(statements: Statements) -> list[dict[str, Any]]:
+    """Return those that may be served, in order, by their columns."""
+    return [dict(zip(_HEAD, row, strict=True)) for row in statements.rows(_HEADS)]
+
+
+def _line(statements: Statements) -> Iterator[dict[str, Any]]:
+    """Yield those that may be served, in order, and those that come meanwhile."""
+    seen: set[int] = set()
+    while heads := [head for head in waiters(statements) if head["id"] not in seen]:
+        seen.update(head["id"] for head in heads)
+        yield from heads
+
+
+def _free_rows(statements: Statements, take: int, limit: int, *, shrinking: bool) -> list[tuple[int, ...]]:
+    """Lock so many free slots; none if there are fewer."""
+    rows = statements.rows(f"{_FREE}{statements.skip_locked}", bound=limit)[:take]
+    if len(rows) < take or (shrinking and statements.row(COUNT_LIVE, bound=limit)[0] + take > limit):
+        return []
+    return rows
+
+
+def _give(statements: Statements, head: dict[str, Any], rows: list[tuple[int, ...]], now: int) -> Served:
+    process = statements.parameters["process_id"]
+    channel, granted, written = _granted_to(statements.dialect, head, rows, now, process)
+    for values in written:
+        statements.change(_TAKE, **values)
+    notify(statements, channel, granted)
+    return channel, granted
+
+
+def _give_mode(statements: Statements, head: dict[str, Any], now: int) -> list[Served]:
+    """Give all slots, or the writer's place, to a waiter; nothing if somebody is in the way."""
+    channel, lasts_us = _told(head, statements.parameters["process_id"])
+    written = {column: head[column] for column in ("lease_us", *HOLDER_COLUMNS)} | {"permit_id": head["ticket"]}
+    grant = exclusive.take(statements, head["lock_mode"], written, now, lasts_us)
+    if grant is None:
+        return []
+    if statements.change(LEFT, waiter=head["id"]) <= 0:  # it has given up meanwhile
+        statements.change(DISCARD, permit_id=head["ticket"])
+        return []
+    granted = Granted(head["ticket"], grant, lasts_us / 1e6)
+    notify(statements, channel, granted)
+    return [(channel, granted)]
+
+
+def notify(statements: Statements, channel: str, granted: Granted) -> None:
+    """Have the server tell a waiter's process of its grant when the transaction commits, where it can."""
+    if statements.dialect.notifies and channel not in ("", HERE):
+        statements.row(NOTIFY, channel=channel, note=granted.note())

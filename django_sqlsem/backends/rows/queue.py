@@ -1,191 +1,215 @@
-"""The waiter's side of the rows backend: taking a place in the queue, keeping it, and giving it up."""
+"""The waiter's side: taking a place in the queue, keeping it, and giving it up."""
 
 from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any, Final
 
-from django_sqlsem.backends.base import Grant, Granted, Queue
-from django_sqlsem.backends.rows import statements
-from django_sqlsem.database.dialects import Dialect
+from django_sqlsem.backends.base import Grant, Granted, Queue, Waited
+from django_sqlsem.backends.rows import handoff, statements
+from django_sqlsem.backends.rows.beacons import suspects, take_from_suspects
+from django_sqlsem.backends.rows.statements import (
+    KEPT,
+    WAITER,
+    Statements,
+    change,
+    request_parameters,
+    row_of,
+    standing,
+)
+from django_sqlsem.database.dialects import Dialect, dialect_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from django_sqlsem.backends.base import Place, Request
+    from django_sqlsem.core.names import Resource
     from django_sqlsem.database.cursors import AnyCursor
+    from django_sqlsem.database.sessions import Session
 
-
-#: A waiter that has not been heard of for so long is dead, in microseconds: three heartbeats.
-PATIENCE_US: Final = 2_100_000
 
 #: For how much longer than twice its countdown the place of a task is kept, in seconds: workers may be busy.
-AWAY: Final = 60.0
+_AWAY: Final = 60.0
 
-_COLUMNS: Final = (
-    "ticket, semaphore_key, queued_us, expires_us, take, slots, lease_us, away, waiting, host, pid, thread, label,"
-    " user_name, process_id, boot_id, channel, beacon, lock_mode"
+_STANDING: Final = standing(semaphore_key="m.name_key", slots="{own}", queued_us="{since}")
+#: Takes a place, if the name is all that the claim takes it for; else inserts nothing.
+_PLACE: Final = (
+    f"{WAITER} SELECT {_STANDING} FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND m.kind = %(kind)s"
+    " AND COALESCE(m.operator_slots, {own}, m.declared_slots) >= %(take)s AND EXISTS (SELECT 1 FROM sqlsem_slot s"
+    " WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, {own}, m.declared_slots))"
 )
-_VALUES: Final = (
-    "%(permit_id)s, m.name_key, {now} - %(age_us)s, {now} + %(patience_us)s, %(take)s, {slots}, %(lease_us)s,"
-    " %(no)s, %(waiting)s, %(host)s, %(pid)s, %(thread)s, %(label)s, %(user)s, %(process_id)s, %(boot_id)s,"
-    " %(channel)s, %(beacon)s, %(mode)s"
+_LEAVE: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(permit_id)s"
+#: Deletes waiters whose processes have died without a word.
+_SWEEP: Final = (
+    "DELETE FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND (expires_us < {now} - %(patience_us)s * 4{rebooted})"
 )
-#: Who has the writer's place already is before everybody.
+#: Of a waiter, how many were there before it. Who has the writer's place already is before everybody.
 AHEAD: Final = (
-    "(SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {waits}"
+    "(SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {w.waits}"
     " AND sqlsem_waiter.lock_mode <> 'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us"
     " OR (w.queued_us = sqlsem_waiter.queued_us AND w.id < sqlsem_waiter.id)))"
 )
-
-LEAVE: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(permit_id)s"
-#: A task that was away is away no more.
-BACK: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(rank)s"
-#: Is there such a task?
-KEPT: Final = "SELECT 1 FROM sqlsem_waiter WHERE ticket = %(rank)s"
-#: Waiters whose process has died without a word.
-SWEEP: Final = (
-    "DELETE FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND (expires_us < {now} - %(patience_us)s * 4{boot})"
+#: Says that a waiter lives.
+STAYING: Final = (
+    "UPDATE sqlsem_waiter SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s,"
+    " channel = %(channel)s, beacon = %(beacon)s"
 )
-
-
-@functools.cache
-def enrol(dialect: Dialect, rank: bool = False) -> str:
-    """Take a place, if the name is all that the claim takes it for; else insert nothing.
-
-    ``rank``: the place is the one that was kept for a task while it was away.
-    """
-    bound = "COALESCE(m.operator_slots, {slots}, m.declared_slots)"
-    slots = "CAST(%(slots)s AS integer)" if dialect.writing_ctes else "%(slots)s"
-    values = _VALUES
-    if rank:
-        values = values.replace("{now} - %(age_us)s", f"COALESCE({statements.KEPT}, {{now}} - %(age_us)s)")
-    return (
-        f"INSERT INTO sqlsem_waiter ({_COLUMNS}) SELECT {values} FROM sqlsem_semaphore m"
-        f" WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND {bound} >= %(take)s AND EXISTS"
-        f" (SELECT 1 FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key AND s.slot >= {bound})"
-    ).replace("{slots}", slots)
-
-
-@functools.cache
-def claim_or_enrol(dialect: Dialect, durable: bool) -> str:
-    """Claim one slot, or else take a place, in one statement."""
-    claim = statements.claim(dialect, "newcomer", False, durable)
-    ahead = f"(SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {dialect.waits_sql('w.')})"
-    return (
-        f"WITH c AS ({claim}), i AS ({enrol(dialect)} AND NOT EXISTS (SELECT 1 FROM c) RETURNING {ahead} AS ahead)"
-        " SELECT id, slot, token, declared_slots, NULL::bigint, NULL::text FROM c"
-        # A place in the queue need not survive a crash, and is seen the sooner.
-        f" UNION ALL SELECT NULL, NULL, NULL, NULL, ahead{dialect.unflushed} FROM i"
-    )
-
-
-@functools.cache
-def _slots(dialect: Dialect) -> str:
-    """What the slots of a name say, in one pass over them."""
-    live = dialect.live_sql("s.")
-    return (
-        f"SELECT SUM(CASE WHEN s.closed = %(no)s AND {dialect.free_sql('s.')} THEN 1 ELSE 0 END) AS free_slots,"
-        f" MIN(CASE WHEN {live} THEN s.expires_us - {{now}} END) AS expiry_us,"
-        f" SUM(CASE WHEN {live} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers"
-        " FROM sqlsem_slot s WHERE s.semaphore_key = %(key)s"
-    )
-
-
-@functools.cache
-def _seen(dialect: Dialect) -> str:
-    """What a waiter looks at, in columns: see ``Queue``. Only the first in line asks who may be dead."""
-    ahead = AHEAD.replace("{waits}", dialect.waits_sql("w."))
-    suspects = f"CASE WHEN {ahead} = 0 THEN {statements.suspects(dialect)} ELSE 0 END"
-    return f"{ahead}, v.free_slots, v.expiry_us, v.strangers, {suspects}"
-
-
-@functools.cache
-def _look(dialect: Dialect) -> str:
-    seen, slots = _seen(dialect), _slots(dialect)
-    return f"SELECT {seen} FROM ({slots}) v, sqlsem_waiter WHERE sqlsem_waiter.ticket = %(permit_id)s"
-
-
-@functools.cache
-def _keep(dialect: Dialect) -> tuple[str, ...]:
-    """Say that the waiter lives, and look around: one statement, or two."""
-    text = (
-        "UPDATE sqlsem_waiter SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s,"
-        " channel = %(channel)s, beacon = %(beacon)s"
-    )
-    where = "WHERE ticket = %(permit_id)s"
-    if dialect.writing_ctes:
-        return (f"{text} FROM ({_slots(dialect)}) v {where} RETURNING {_seen(dialect)}{dialect.unflushed}",)
-    return f"{text} {where}", _look(dialect)
-
-
+#: What the slots of a name say, in one pass over them.
+_SLOTS: Final = (
+    "(SELECT SUM(CASE WHEN s.closed = %(no)s AND {s.free} THEN 1 ELSE 0 END) AS free_slots,"
+    " MIN(CASE WHEN {s.live} THEN s.expires_us - {now} END) AS expiry_us,"
+    " SUM(CASE WHEN {s.live} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers"
+    " FROM sqlsem_slot s WHERE s.semaphore_key = %(key)s) v"
+)
+#: What a waiter looks at: see ``Queue``. Only the first in line asks who may be dead.
+_SEEN: Final = f"{AHEAD}, v.free_slots, v.expiry_us, v.strangers, CASE WHEN {AHEAD} = 0 THEN {{suspects}} ELSE 0 END"
+_LOOK_AROUND: Final = f"SELECT {_SEEN} FROM {_SLOTS}, sqlsem_waiter WHERE sqlsem_waiter.ticket = %(permit_id)s"
+_STAY: Final = f"{STAYING} WHERE ticket = %(permit_id)s"
+_STAY_AND_LOOK: Final = f"{STAYING} FROM {_SLOTS} WHERE ticket = %(permit_id)s RETURNING {_SEEN}{{unflushed}}"
 #: What was granted under a permit id, and how long it lasts, in microseconds.
-MINE: Final = (
+_MINE: Final = (
     "SELECT id, slot, token, expires_us - {now} FROM sqlsem_slot"
     " WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s ORDER BY slot"
 )
 
+# The place of a task that is away.
 
-def view(dialect: Dialect, cursor: AnyCursor, parameters: dict[str, Any], *, keep: bool) -> Queue | None:
-    """Look around, and ``keep`` the place; ``None`` if there is no such place any more."""
-    for text in _keep(dialect) if keep else (_look(dialect),):
-        dialect.execute(cursor, text, parameters)
-    row = cursor.fetchone()
-    if row is None:
-        return None
-    ahead, free, expiry_us, strangers, dead = row[:5]
-    return Queue(
-        ahead=int(ahead),
-        free=int(free or 0),
-        gone=free is None,
-        expiry_in=None if expiry_us is None else max(0.0, int(expiry_us) / 1e6),
-        strangers=int(strangers or 0),
-        suspects=None if dead is None else int(dead),
-    )
-
-
-def mine(dialect: Dialect, cursor: AnyCursor, parameters: dict[str, Any]) -> Granted | None:
-    """Return what was granted under the permit id, if it was."""
-    dialect.execute(cursor, MINE, parameters)
-    rows = cursor.fetchall()
-    if not rows:
-        return None
-    ids, slots, tokens, left = zip(*rows, strict=True)
-    return Granted(parameters["permit_id"], Grant(slots, tokens, ids), min(map(int, left)) / 1e6)
-
-
-def sweep(dialect: Dialect, cursor: AnyCursor, parameters: dict[str, Any]) -> None:
-    """Delete what dead waiters left."""
-    boot = " OR boot_id <> %(boot_id)s" if dialect.boot_id else ""
-    dialect.execute(cursor, SWEEP.replace("{boot}", boot), parameters)
+#: It is away no more.
+BACK: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(rank)s"
+_FIND: Final = "SELECT 1 FROM sqlsem_waiter WHERE ticket = %(rank)s"
+#: It comes back under another id.
+_HAND_ON: Final = "UPDATE sqlsem_waiter SET ticket = %(heir)s WHERE ticket = %(rank)s"
+_STILL_AWAY: Final = "UPDATE sqlsem_waiter SET expires_us = {now} + %(away_us)s WHERE ticket = %(rank)s"
+_BEFORE: Final = (
+    "SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {w.live} AND w.ticket <> %(rank)s"
+    f" AND w.queued_us < COALESCE({KEPT}, {{now}})"
+)
+_ABSENT: Final = {
+    "ticket": "%(rank)s",
+    "queued_us": "{now}",
+    "expires_us": "{now} + %(away_us)s",
+    "away": "%(yes)s",
+    "waiting": "1",
+    "channel": "''",
+    "beacon": "%(no)s",
+}
+_GO_AWAY: Final = f"{WAITER} VALUES ({standing(**_ABSENT)})"
 
 
 @functools.cache
-def _before(dialect: Dialect) -> str:
-    return (
-        f"SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {dialect.live_sql('w.')}"
-        f" AND w.ticket <> %(rank)s AND w.queued_us < COALESCE({statements.KEPT}, {{now}})"
+def place_sql(dialect: Dialect, *, ranked: bool) -> str:
+    """Take a place; ``ranked``: the one that was kept for a task while it was away."""
+    since = f"COALESCE({KEPT}, {{now}} - %(age_us)s)" if ranked else "{now} - %(age_us)s"
+    own = "CAST(%(slots)s AS integer)" if dialect.writing_ctes else "%(slots)s"
+    return _PLACE.replace("{since}", since).replace("{own}", own)
+
+
+@functools.cache
+def view_sql(dialect: Dialect, *, stay: bool) -> tuple[str, ...]:
+    """Look around, and ``stay``: one statement, or two."""
+    if stay and dialect.writing_ctes:
+        texts: tuple[str, ...] = (_STAY_AND_LOOK,)
+    else:
+        texts = (_STAY, _LOOK_AROUND) if stay else (_LOOK_AROUND,)
+    return tuple(text.replace("{suspects}", suspects(dialect)) for text in texts)
+
+
+def stand(session: Session, request: Request, parameters: dict[str, Any]) -> bool:
+    """Take a place. Return whether there is one: not if the name has fewer slots than it should."""
+    text = place_sql(dialect_for(session.connection), ranked=bool(request.rank))
+    if change(session, text, parameters, again=False) <= 0:
+        return False
+    if request.rank:  # on its own: what is repeated because the database was locked must not take the place twice
+        change(session, BACK, parameters)
+    return True
+
+
+def wait(session: Session, request: Request, place: Place) -> Waited:
+    """Say that the waiter lives, look around, and hand out what is free."""
+    return look_around(session, request, request_parameters(request, place), new=False)
+
+
+def look_around(session: Session, request: Request, parameters: dict[str, Any], *, new: bool) -> Waited:
+    """See what there is for a waiter whose place is ``new``, or to be kept."""
+    dialect = dialect_for(session.connection)
+    texts = view_sql(dialect, stay=not new)
+
+    def view(cursor: AnyCursor) -> Any:
+        here = Statements(cursor, parameters)
+        for text in texts[:-1]:
+            here.change(text)
+        return here.row(texts[-1])
+
+    row = session.run(view)
+    if row is not None and row[1] is None:  # the name was purged: it comes anew, and makes it
+        change(session, _LEAVE, parameters)
+        row = None
+    if row is None:
+        mine = granted(session, request)
+        if mine is None:
+            change(session, _SWEEP, parameters)
+        return Waited((mine,) if mine else ())
+    ahead, free, expiry_us, strangers, dead = row[:5]
+    queue = Queue(
+        ahead=int(ahead),
+        free=int(free),
+        expiry_in=None if expiry_us is None else max(0.0, int(expiry_us) / 1e6),
+        strangers=int(strangers),
+        suspects=None if dead is None else int(dead),
     )
+    # What a mode waits for is not told by how many slots are free.
+    enough = not request.mode and queue.free >= request.take
+    taken = not enough and take_from_suspects(session, dialect, request, queue.suspects)
+    if queue.free or taken or request.mode:
+        return Waited(handoff.grant(session, parameters), queue)
+    return Waited((), queue)
 
 
-#: A task comes back under another id.
-HAND_ON: Final = "UPDATE sqlsem_waiter SET ticket = %(heir)s WHERE ticket = %(rank)s"
-_STILL_AWAY: Final = "UPDATE sqlsem_waiter SET expires_us = {now} + %(away_us)s WHERE ticket = %(rank)s"
-_GO_AWAY: Final = (
-    f"INSERT INTO sqlsem_waiter ({_COLUMNS}) VALUES (%(rank)s, %(key)s, {{now}}, {{now}} + %(away_us)s, %(take)s,"
-    " %(slots)s, %(lease_us)s, %(yes)s, 1, %(host)s, %(pid)s, %(thread)s, %(label)s, %(user)s, %(process_id)s,"
-    " %(boot_id)s, '', %(no)s, %(mode)s)"
-)
+def granted(session: Session, request: Request) -> Granted | None:
+    """Return what was granted under the waiter's permit id, if it was."""
+    parameters = {"key": request.resource.key, "permit_id": request.permit_id}
+    rows = session.run(lambda cursor: Statements(cursor, parameters).rows(_MINE))
+    if not rows:
+        return None
+    ids, slots, tokens, left = zip(*rows, strict=True)
+    return Granted(request.permit_id, Grant(slots, tokens, ids), min(map(int, left)) / 1e6)
 
 
-def step_aside(
-    dialect: Dialect, cursor: AnyCursor, parameters: dict[str, Any], estimate: Callable[[int], float]
-) -> float:
+def leave(session: Session, request: Request) -> None:
+    """Delete the waiter's row. If it is not there any more, it was granted: then hand that on."""
+    if change(session, _LEAVE, {"permit_id": request.permit_id}) <= 0:
+        handoff.discard(session, request.resource, request.permit_id)
+    elif request.take != 1:  # those behind it may be content with less
+        handoff.hand_out(session, request.resource.key)
+
+
+def discard(session: Session, resource: Resource, permit_id: str) -> bool:
+    """Give up a place, and free whatever rows carry the permit's id. Return whether there were such rows."""
+    change(session, _LEAVE, {"permit_id": permit_id})
+    return handoff.discard(session, resource, permit_id)
+
+
+def step_aside(session: Session, request: Request, estimate: Callable[[int], float]) -> float:
     """Keep the place of a task that goes away; it lapses if the task has not come back long after it should have."""
-    dialect.execute(cursor, _before(dialect), parameters)
-    seconds = estimate(int(cursor.fetchone()[0]))
-    away = parameters | {"away_us": round((seconds * 2 + AWAY) * 1e6), "yes": True}
-    dialect.execute(cursor, _STILL_AWAY, away)
-    if cursor.rowcount <= 0:
-        sweep(dialect, cursor, parameters | {"patience_us": PATIENCE_US})
-        dialect.execute(cursor, _GO_AWAY, away)
-    return seconds
+    parameters = request_parameters(request) | {"patience_us": statements.PATIENCE_US, "yes": True}
+
+    def work(cursor: AnyCursor) -> float:
+        here = Statements(cursor, parameters)
+        seconds = estimate(int(here.row(_BEFORE)[0]))
+        away_us = round((seconds * 2 + _AWAY) * 1e6)
+        if here.change(_STILL_AWAY, away_us=away_us) <= 0:
+            here.change(_SWEEP)
+            here.change(_GO_AWAY, away_us=away_us)
+        return seconds
+
+    return session.run(work)
+
+
+def keeps_place(session: Session, request: Request) -> bool:
+    """Return whether the task's row is there."""
+    return row_of(session, _FIND, {"rank": request.rank}) is not None
+
+
+def hand_rank_on(session: Session, request: Request, heir: str) -> None:
+    """Write the other rank into the task's row."""
+    change(session, _HAND_ON, {"rank": request.rank, "heir": heir})

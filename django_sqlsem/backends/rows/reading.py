@@ -1,28 +1,41 @@
-"""The survey of the rows backend: one pass over the slots, whatever the number of names.
+"""What the rows say: snapshots of names, and how all names stand.
 
-No index helps there: whether a slot is taken changes with every claim, and an index on it would end the updates in
-place that make claims cheap on PostgreSQL.
+The operator's side reads with the ORM, on an alias's ordinary connection. One name is also read on a connection of our
+own, whatever the caller's transaction is up to.
 
-What one name's rows say, read on a connection of our own.
+The survey is one pass over the slots, whatever the number of names. No index helps there: whether a slot is taken
+changes with every claim, and an index on it would end the updates in place that make claims cheap on PostgreSQL.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any, Final
 
-from django.db.models import Count, Model, Q, QuerySet, Sum
+from django.db.models import (
+    Avg,
+    BigIntegerField,
+    Count,
+    FloatField,
+    Max,
+    Model,
+    OuterRef,
+    Q,
+    QuerySet,
+    Subquery,
+    Sum,
+)
 
-from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.backends.clock import RowClock
-from django_sqlsem.backends.rows.renewal import asking
+from django_sqlsem.backends.rows.statements import Statements
 from django_sqlsem.core.modes import UPDATE, WRITER
-from django_sqlsem.database.dialects import Dialect
+from django_sqlsem.core.names import key_of
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
-from django_sqlsem.snapshots import MOST_NAMES, Listed, SemaphoreSnapshot, Survey
+from django_sqlsem.snapshots import MOST_NAMES, HolderSnapshot, Listed, SemaphoreSnapshot, Survey, WaiterSnapshot
 
 if TYPE_CHECKING:
-    from django.db.models import Model
+    from collections.abc import Collection
 
     from django_sqlsem.core.names import Resource
     from django_sqlsem.database.cursors import AnyCursor
@@ -30,148 +43,177 @@ if TYPE_CHECKING:
     from django_sqlsem.snapshots import SurveyState
 
 
-ModelT = TypeVar("ModelT", bound=Model)
+#: How many names one query asks for; every database takes as many parameters.
+_AT_ONCE: Final = 500
 
 
-class RowsSurvey(BaseSemaphoreBackend):
-    """Reads the tables of one alias as a whole."""
-
-    def survey(self, *, at: RowClock | None = None) -> Survey:
-        """Return how all names stand, in five reads; in six if more names are taken than are listed."""
-        with database_errors(self.alias):
-            clock = at or RowClock.of(self.alias)
-            # A writer or an upgradable reader has its place, slot 0, besides slots that count.
-            live = clock.live() & (~Q(slot=WRITER) | Q(mode=UPDATE))
-            counts = {"held": Count("pk", filter=live), "stale": Count("pk", filter=clock.stale())}
-            taken = self._rows(SlotRow).filter(expires_us__isnull=False)
-            by_name: QuerySet[Any, Any] = taken.order_by().values("semaphore").annotate(**counts)
-            found = list(
-                by_name.order_by("-stale", "-held").values_list("semaphore", "held", "stale")[: MOST_NAMES + 1]
-            )
-            complete = len(found) <= MOST_NAMES
-            totals = (
-                {"held": sum(each[1] for each in found), "stale": sum(each[2] for each in found)}
-                if complete
-                else taken.aggregate(**counts)
-            )
-            held = Listed(dict(sorted(((k, n) for k, n, _s in found if n), key=lambda pair: -pair[1])), complete)
-            stale = Listed(
-                {key: count for key, _held, count in found[:MOST_NAMES] if count}, complete or not found[-1][2]
-            )
-            waiting, threads = self._waiting(clock)
-            paused = Listed.of((key, 1) for key in self._paused().values_list("pk", flat=True)[: MOST_NAMES + 1])
-            of_paused = taken.filter(live, semaphore__in=self._paused().order_by().values("pk"))
-            draining = of_paused.order_by().values("semaphore").annotate(held=Count("pk"))
-            drained = Listed.of(draining.values_list("semaphore", "held")) if paused.counts else Listed()
-            return Survey(
-                held=totals["held"],
-                stale=totals["stale"],
-                waiting=threads,
-                paused=len(paused.counts) if paused.complete else self._paused().count(),
-                draining=len(drained.counts),
-                names={"held": held, "stale": stale, "waiting": waiting, "paused": paused, "draining": drained},
-            )
-
-    def in_state(self, state: SurveyState, *, at: RowClock | None = None) -> Q:
-        """Return the condition on ``SemaphoreRow`` that a name is in a state, by the database's clock."""
-        with database_errors(self.alias):
-            clock = at or RowClock.of(self.alias)
-        if state == "paused":
-            return Q(paused=True)
-        if state == "waiting":
-            return Q(pk__in=self._waiters(clock).values("semaphore"))
-        of_state = clock.stale() if state == "stale" else clock.live()
-        found = Q(pk__in=self._rows(SlotRow).filter(of_state, expires_us__isnull=False).order_by().values("semaphore"))
-        return found & Q(paused=True) if state == "draining" else found
-
-    def slots_in_state(self, state: SurveyState, *, at: RowClock | None = None) -> Q:
-        """Return the condition on ``SlotRow``, by the database's clock."""
-        with database_errors(self.alias):
-            clock = at or RowClock.of(self.alias)
-        if state == "held":
-            return clock.live()
-        if state == "stale":
-            return clock.stale()
-        return Q(semaphore__in=self._rows(SemaphoreRow).filter(self.in_state(state, at=clock)).order_by().values("pk"))
-
-    def _waiting(self, clock: RowClock) -> tuple[Listed, int]:
-        waiters = self._waiters(clock)
-        by_name = waiters.values("semaphore").annotate(count=Sum("waiting")).order_by("-count")
-        found = list(by_name.values_list("semaphore", "count")[: MOST_NAMES + 1])
-        listed = Listed.of(found)
-        if listed.complete:
-            return listed, sum(count for _key, count in found)
-        return listed, waiters.aggregate(count=Sum("waiting"))["count"]
-
-    def _waiters(self, clock: RowClock) -> QuerySet[WaiterRow]:
-        return self._rows(WaiterRow).filter(clock.live(), away=False).order_by()
-
-    def _paused(self) -> QuerySet[SemaphoreRow]:
-        return self._rows(SemaphoreRow).filter(paused=True)
-
-    def _rows(self, model: type[ModelT]) -> QuerySet[ModelT]:
-        return model._default_manager.using(self.alias)
+def _selected(model: type[Model]) -> str:
+    columns = ", ".join(str(each.column) for each in model._meta.concrete_fields)
+    return f"SELECT {columns} FROM {model._meta.db_table}"
 
 
-_WHO: Final = ("host", "pid", "thread", "label", "user", "boot_id")
-_SEMAPHORE: Final = (
-    "name", "kind", "declared_slots", "declared_us", "operator_slots", "paused", "other_slots", "other_us", "tokens",
-)  # fmt: skip
-_SLOT: Final = ("slot", "token", "acquired_us", "expires_us", "lease_us", "suspect_us", "mode", *_WHO)
-_ASKED: Final = ("stop_token", "stop_by")
-_WAITER: Final = ("queued_us", "waiting", "take", "mode", *_WHO)
+def inspect(
+    alias: str, names: Collection[str] | None, prefix: str, *, at: RowClock | None = None
+) -> list[SemaphoreSnapshot]:
+    """Return snapshots ordered by name, in three reads per 500 ``names``, or in three reads of a prefix."""
+    with database_errors(alias):
+        clock = at or RowClock.of(alias)
+        if names is None:
+            # Some databases fold case here, so the prefix is tested once more.
+            found = _read(alias, clock, Q(name__startswith=prefix), Q(semaphore__name__startswith=prefix))
+            found = [snapshot for snapshot in found if snapshot.name.startswith(prefix)]
+        else:
+            keys = sorted({key_of(name) for name in names})
+            found = []
+            for start in range(0, len(keys), _AT_ONCE):
+                chunk = keys[start : start + _AT_ONCE]
+                found += _read(alias, clock, Q(key__in=chunk), Q(semaphore__in=chunk))
+    return sorted(found, key=lambda snapshot: snapshot.name)
+
+
+def _read(alias: str, clock: RowClock, wanted: Q, related: Q) -> list[SemaphoreSnapshot]:
+    slots, waiters = SlotRow.objects.using(alias), WaiterRow.objects.using(alias)
+    of_name = slots.filter(semaphore=OuterRef("pk")).order_by().values("semaphore")
+    last_grant = of_name.annotate(at=Max(clock.grant_instant())).values("at")
+    usual = of_name.filter(held_us__gt=0).annotate(mean=Avg("held_us")).values("mean")
+    semaphores = list(
+        SemaphoreRow.objects.using(alias)
+        .filter(wanted)
+        .annotate(
+            last_grant_us=Subquery(last_grant, output_field=BigIntegerField()),
+            usual_us=Subquery(usual, output_field=FloatField()),
+        )
+    )
+    names = {row.pk: row.name for row in semaphores}
+    holders: dict[str, list[HolderSnapshot]] = defaultdict(list)
+    for slot in slots.filter(related, expires_us__isnull=False).order_by("slot"):
+        if slot.semaphore_id in names:
+            holders[slot.semaphore_id].append(clock.holder(names[slot.semaphore_id], slot))
+    waiting: dict[str, list[WaiterSnapshot]] = defaultdict(list)
+    away: Counter[str] = Counter()
+    for waiter in waiters.filter(related, clock.live()).order_by("queued_us", "pk"):
+        if waiter.away:
+            away[waiter.semaphore_id] += 1
+        elif waiter.semaphore_id in names:
+            waiting[waiter.semaphore_id].append(clock.waiter(names[waiter.semaphore_id], waiter))
+    overdue: Counter[str] = Counter()
+    if any(row.tokens is not None for row in semaphores):
+        handed = waiters.filter(related, ~clock.live(), away=True)
+        for key, take in handed.values_list("semaphore_id", "take"):
+            overdue[key] += take
+    return [
+        clock.semaphore(
+            row,
+            tuple(holders[row.pk]),
+            tuple(waiting[row.pk]),
+            usual_hold=mean / 1e6 if (mean := getattr(row, "usual_us", None)) else None,
+            away=away[row.pk],
+            overdue=overdue[row.pk],
+        )
+        for row in semaphores
+    ]
+
+
+def survey(alias: str, *, at: RowClock | None = None) -> Survey:
+    """Return how all names stand, in five reads; in six if more names are taken than are listed."""
+    with database_errors(alias):
+        clock = at or RowClock.of(alias)
+        # A writer or an upgradable reader has its place, slot 0, besides slots that count.
+        live = clock.live() & (~Q(slot=WRITER) | Q(mode=UPDATE))
+        counts = {"held": Count("pk", filter=live), "stale": Count("pk", filter=clock.stale())}
+        taken = SlotRow.objects.using(alias).filter(expires_us__isnull=False)
+        by_name: QuerySet[Any, Any] = taken.order_by().values("semaphore").annotate(**counts)
+        found = list(by_name.order_by("-stale", "-held").values_list("semaphore", "held", "stale")[: MOST_NAMES + 1])
+        complete = len(found) <= MOST_NAMES
+        if complete:
+            totals = {"held": sum(each[1] for each in found), "stale": sum(each[2] for each in found)}
+        else:
+            totals = taken.aggregate(**counts)
+        held = Listed(dict(sorted(((k, n) for k, n, _s in found if n), key=lambda pair: -pair[1])), complete)
+        stale = Listed({key: count for key, _held, count in found[:MOST_NAMES] if count}, complete or not found[-1][2])
+        waiting = Listed.of(
+            (waiters := _waiters(alias, clock))
+            .values("semaphore")
+            .annotate(count=Sum("waiting"))
+            .order_by("-count")
+            .values_list("semaphore", "count")[: MOST_NAMES + 1]
+        )
+        of_paused = SemaphoreRow.objects.using(alias).filter(paused=True)
+        paused = Listed.of((key, 1) for key in of_paused.values_list("pk", flat=True)[: MOST_NAMES + 1])
+        draining = taken.filter(live, semaphore__in=of_paused.order_by().values("pk")).order_by().values("semaphore")
+        held_on = draining.annotate(held=Count("pk")).values_list("semaphore", "held")
+        drained = Listed.of(held_on) if paused.counts else Listed()
+        return Survey(
+            held=totals["held"],
+            stale=totals["stale"],
+            waiting=sum(waiting.counts.values())
+            if waiting.complete
+            else waiters.aggregate(count=Sum("waiting"))["count"],
+            paused=len(paused.counts) if paused.complete else of_paused.count(),
+            draining=len(drained.counts),
+            names={"held": held, "stale": stale, "waiting": waiting, "paused": paused, "draining": drained},
+        )
+
+
+def _waiters(alias: str, clock: RowClock) -> QuerySet[WaiterRow]:
+    return WaiterRow.objects.using(alias).filter(clock.live(), away=False).order_by()
+
+
+def in_state(alias: str, state: SurveyState, *, at: RowClock | None = None) -> Q:
+    """Return the condition on ``SemaphoreRow`` that a name is in a state, by the database's clock."""
+    with database_errors(alias):
+        clock = at or RowClock.of(alias)
+    if state == "paused":
+        return Q(paused=True)
+    if state == "waiting":
+        return Q(pk__in=_waiters(alias, clock).values("semaphore"))
+    of_state = clock.stale() if state == "stale" else clock.live()
+    taken = SlotRow.objects.using(alias).filter(of_state, expires_us__isnull=False)
+    found = Q(pk__in=taken.order_by().values("semaphore"))
+    return found & Q(paused=True) if state == "draining" else found
+
+
+def slots_in_state(alias: str, state: SurveyState, *, at: RowClock | None = None) -> Q:
+    """Return the condition on ``SlotRow``, by the database's clock."""
+    with database_errors(alias):
+        clock = at or RowClock.of(alias)
+    if state == "held":
+        return clock.live()
+    if state == "stale":
+        return clock.stale()
+    names = SemaphoreRow.objects.using(alias).filter(in_state(alias, state, at=clock))
+    return Q(semaphore__in=names.order_by().values("pk"))
+
+
 _USUAL: Final = (
     "SELECT (SELECT AVG(held_us) FROM sqlsem_slot WHERE semaphore_key = %(key)s AND held_us > 0),"
     " (SELECT COUNT(*) FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND {live} AND away = %(yes)s),"
     " (SELECT SUM(take) FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND NOT ({live}) AND away = %(yes)s)"
 )
+_SEMAPHORE: Final = f"{_selected(SemaphoreRow)} WHERE name_key = %(key)s"
+_HOLDERS: Final = f"{_selected(SlotRow)} WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL ORDER BY slot"
+_WAITERS: Final = f"{_selected(WaiterRow)} WHERE semaphore_key = %(key)s AND {{waits}} ORDER BY queued_us, id"
 
 
-def read_snapshot(session: Session, dialect: Dialect, resource: Resource) -> SemaphoreSnapshot | None:
+def read_snapshot(session: Session, resource: Resource) -> SemaphoreSnapshot | None:
     """Return the snapshot of one name, or ``None`` if it has no rows. Raises ``BackendError``."""
 
     def read(cursor: AnyCursor) -> SemaphoreSnapshot | None:
-        clock = RowClock(dialect.now(cursor), dialect.boot_id)
-        found = _select(cursor, dialect, SemaphoreRow, _SEMAPHORE, "name_key = %(key)s", resource)
-        if not found:
+        statements = Statements(cursor, {"key": resource.key, "yes": True})
+        clock = RowClock(statements.dialect.now(cursor), statements.dialect.boot_id)
+        found = statements.row(_SEMAPHORE)
+        if found is None:
             return None
-        semaphore = SemaphoreRow(**found[0])
-        dialect.execute(cursor, _USUAL.replace("{live}", dialect.live_sql()), {"key": resource.key, "yes": True})
-        usual, away, overdue = cursor.fetchone()
-        taken = "semaphore_key = %(key)s AND expires_us IS NOT NULL ORDER BY slot"
-        slots = asking(
-            cursor,
-            lambda asks: _select(cursor, dialect, SlotRow, (*_SLOT, *(_ASKED if asks else ())), taken, resource),
-        )
-        waiters = _select(
-            cursor,
-            dialect,
-            WaiterRow,
-            _WAITER,
-            f"semaphore_key = %(key)s AND {dialect.waits_sql()} ORDER BY queued_us, id",
-            resource,
-        )
+        usual, away, overdue = statements.row(_USUAL)
+        slots = [SlotRow(*row) for row in statements.rows(_HOLDERS)]
+        waiters = [WaiterRow(*row) for row in statements.rows(_WAITERS)]
         return clock.semaphore(
-            semaphore,
-            tuple(clock.holder(resource.name, SlotRow(**values)) for values in slots),
-            tuple(clock.waiter(resource.name, WaiterRow(**values)) for values in waiters),
+            SemaphoreRow(*found),
+            tuple(clock.holder(resource.name, row) for row in slots),
+            tuple(clock.waiter(resource.name, row) for row in waiters),
             usual_hold=float(usual) / 1e6 if usual else None,
             away=int(away),
             overdue=int(overdue or 0),
         )
 
     return session.run(read)
-
-
-def _select(
-    cursor: AnyCursor,
-    dialect: Dialect,
-    model: type[Model],
-    names: tuple[str, ...],
-    where: str,
-    resource: Resource,
-) -> list[dict[str, Any]]:
-    fields: dict[str, Any] = {field.name: field for field in model._meta.concrete_fields}
-    columns = ", ".join(fields[name].column for name in names)
-    dialect.execute(cursor, f"SELECT {columns} FROM {model._meta.db_table} WHERE {where}", {"key": resource.key})
-    return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import enum
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,11 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from django.db import Error as DjangoDatabaseError
 from django.db.transaction import TransactionManagementError
 
-from django_sqlsem.core import testmode
 from django_sqlsem.database.limits import is_deadlock_of_sql_server, sqlstate
 from django_sqlsem.database.sessions import backend_error
-from django_sqlsem.exceptions import BackendError, DeadlockError
-from django_sqlsem.locks.transaction import rows
+from django_sqlsem.exceptions import DeadlockError
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
 #: Levels at which every statement sees what others have committed. What was read before a wait is read anew after it.
 FRESH_LEVELS: Final = ("READ COMMITTED", "READ UNCOMMITTED")
 _DEADLOCKS: Final = {"40P01", 1213}
-#: A row may be purged between its making and its locking; so often in a row, something else is wrong.
-_MAX_MAKES: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +38,8 @@ class Wanted:
     table: str = ""
 
 
-class Outcome(enum.Enum):
-    """What became of one attempt."""
-
-    GRANTED = "granted"
-    #: Another transaction has it.
-    TAKEN = "taken"
-    #: There is no key row to lock.
-    MISSING = "missing"
-
-
 @dataclass(frozen=True, slots=True)
-class Mark:
+class LockMark:
     """The moment at which a lock was asked for."""
 
     at: float
@@ -71,9 +56,9 @@ class TransactionLocking(abc.ABC):
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection = connection
 
-    def mark(self, wanted: Wanted) -> Mark:
+    def mark(self, wanted: Wanted) -> LockMark:
         """Return what ``lock`` has to know of the time before the transaction, if it is asked for before that."""
-        return Mark(time.monotonic())
+        return LockMark(time.monotonic())
 
     @contextlib.contextmanager
     def patience(self, timeout: float | None) -> Iterator[None]:
@@ -85,7 +70,7 @@ class TransactionLocking(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def lock(self, wanted: Wanted, timeout: float | None, *, mark: Mark | None = None) -> float | None:
+    def lock(self, wanted: Wanted, timeout: float | None, *, mark: LockMark | None = None) -> float | None:
         """Take a lock within ``timeout`` seconds; ``None`` waits without a limit, 0 not at all.
 
         Returns how long it was waited for, in seconds: 0 only if nobody else had it; ``None`` after the timeout. Then
@@ -136,49 +121,3 @@ def number_of(error: Exception) -> str | int | None:
     if isinstance(code, int):
         return code
     return sqlstate(cause)
-
-
-class RowLocking(TransactionLocking):
-    """Locks the key row by a read, which the server lets wait."""
-
-    def strength(self, *, shared: bool) -> str:
-        """Return what follows a read that locks its rows, with others or alone."""
-        return "FOR SHARE" if shared else "FOR UPDATE"
-
-    def lock(self, wanted: Wanted, timeout: float | None, *, mark: Mark | None = None) -> float | None:
-        """Try at once, so that waiting is known from its opposite, then wait. Make the row if it is not there."""
-        started = time.monotonic()
-        with self.errors(wanted):
-            for _ in range(_MAX_MAKES):
-                outcome = self.try_now(wanted)
-                if outcome is Outcome.GRANTED:
-                    return 0.0
-                if outcome is Outcome.TAKEN:
-                    left = None if timeout is None else started + timeout - time.monotonic()
-                    outcome = Outcome.TAKEN if left is not None and left <= 0 else self.wait(wanted, left)
-                    if outcome is Outcome.GRANTED:
-                        return max(time.monotonic() - started, 1e-6)
-                    if outcome is Outcome.TAKEN:
-                        return None
-                # If anything was waited for, it was a purge: who comes first now has not waited for a holder.
-                self.make(wanted)
-        raise BackendError(f"The row of {wanted.resource.name!r} on {self.connection.alias!r} goes away as it is made.")
-
-    @abc.abstractmethod
-    def try_now(self, wanted: Wanted) -> Outcome:
-        """Take the lock if it is free. Nothing else makes it look taken: neither a row's making nor its purge."""
-
-    @abc.abstractmethod
-    def wait(self, wanted: Wanted, seconds: float | None) -> Outcome:
-        """Wait in the server for at most so many seconds, and leave the session's settings as they were."""
-
-    def make(self, wanted: Wanted) -> None:
-        """Make the key row, on a connection of our own: in this transaction it would be in everybody's way.
-
-        Inside a ``TestCase`` in the test's transaction, with which it goes.
-        """
-        if testmode.in_testcase(self.connection.alias):
-            with self.connection.cursor() as cursor:
-                rows.insert(cursor, wanted.resource)
-        else:
-            rows.make(self.connection.alias, wanted.resource)

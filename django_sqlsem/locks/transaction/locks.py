@@ -1,40 +1,83 @@
-"""``transaction_lock()``: a named lock that lives and dies with the caller's transaction.
-
-``table_lock()``: a model's table, locked until the caller's transaction ends.
-"""
+"""Locks that live and die with the caller's transaction: a name, a block that opens one, a model's table."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from django.db import connections, router
+from django.core.exceptions import ImproperlyConfigured
+from django.db import Error as DatabaseError
+from django.db import connections, router, transaction
 from django.db.models import Model
+from django.db.transaction import TransactionManagementError
+from django.utils.asyncio import async_unsafe
 
+from django_sqlsem import conf
 from django_sqlsem.backends import database_for
-from django_sqlsem.core.durations import UNSET, Seconds, Unset
+from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.names import MAX_NAME_LENGTH, Resource, key_of, resource_for, validate_name
 from django_sqlsem.core.templates import is_coroutine_function
 from django_sqlsem.core.text import shown
-from django_sqlsem.locks.transaction import rows
-from django_sqlsem.locks.transaction.base import Wanted
-from django_sqlsem.locks.transaction.callers import (
-    TransactionPermit,
-    check_options,
-    lock_here,
-    locking_for,
-    open_locked,
-)
+from django_sqlsem.database.sessions import backend_error
+from django_sqlsem.database.transactions import open_transactions
+from django_sqlsem.exceptions import AcquireTimeoutError
+from django_sqlsem.locks.transaction import key_rows
+from django_sqlsem.locks.transaction.base import LockMark, TransactionLocking, Wanted
+from django_sqlsem.locks.transaction.mysql import MySQLLocking
+from django_sqlsem.locks.transaction.postgresql import PostgreSQLLocking
+from django_sqlsem.locks.transaction.sqlite import SQLiteLocking
+from django_sqlsem.locks.transaction.sqlserver import ApplockLocking
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
 
 T = TypeVar("T")
 
-__all__ = ["LockedAtomic", "TransactionPermit", "locked_atomic", "purge_transaction_locks", "transaction_lock"]
+logger = logging.getLogger("django_sqlsem")
+
+_LOCKINGS: Final[dict[str, type[TransactionLocking]]] = {
+    "postgresql": PostgreSQLLocking,
+    "sqlite": SQLiteLocking,
+    "mysql": MySQLLocking,
+    "microsoft": ApplockLocking,
+}
+
+
+def _locking_for(connection: BaseDatabaseWrapper) -> TransactionLocking:
+    """Return what takes locks in a connection's transaction. Raises ``ImproperlyConfigured`` for an unknown vendor."""
+    if connection.vendor not in _LOCKINGS:
+        raise ImproperlyConfigured(
+            f"No transaction locks on {connection.vendor!r} databases; there are for {', '.join(_LOCKINGS)}."
+        )
+    return _LOCKINGS[connection.vendor](connection)
+
+
+_SYNCHRONOUS: Final = (
+    "Transactions are synchronous, and so are their locks: call the function that has the atomic() through"
+    " sync_to_async()."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TransactionPermit:
+    """A lock that the caller's transaction has until it ends."""
+
+    name: str
+    #: Shared with others that asked for the same.
+    shared: bool
+    #: How long it was waited for, in seconds; 0 only if nobody else had it. Then nobody has just done the work.
+    waited: float
+    #: The alias of the database whose transaction has it.
+    using: str
 
 
 def transaction_lock(
@@ -55,9 +98,8 @@ def transaction_lock(
     would stay as old as its beginning; ``SynchronousOnlyOperation`` in a coroutine; ``TypeError`` or ``ValueError``
     for a bad argument.
     """
-    wanted = _wanted(name, shared)
-    check_options(shared, timeout, using)
-    return lock_here(wanted, timeout, database_for(using))
+    wanted = _wanted(name, shared, timeout, using)
+    return _lock_here(wanted, timeout, database_for(using))
 
 
 def locked_atomic(
@@ -73,9 +115,8 @@ def locked_atomic(
     of the transaction too, and ``waited`` is known in its mode IMMEDIATE as well. Inside another transaction it is a
     savepoint, and the lock stays until the outer one ends.
     """
-    wanted = _wanted(name, shared)
-    check_options(shared, timeout, using)
-    return LockedAtomic(lambda: open_locked(wanted, timeout, database_for(using)))
+    wanted = _wanted(name, shared, timeout, using)
+    return LockedAtomic(lambda: _open_locked(wanted, timeout, database_for(using)))
 
 
 def purge_transaction_locks(*, using: str | None = None) -> int:
@@ -84,7 +125,7 @@ def purge_transaction_locks(*, using: str | None = None) -> int:
     They are made again when they are needed, so this is safe at any time. Raises ``BackendError``.
     """
     alias = database_for(using)
-    return rows.purge(alias) if locking_for(connections[alias]).keeps_rows else 0
+    return key_rows.purge(alias) if _locking_for(connections[alias]).keeps_rows else 0
 
 
 class LockedAtomic(AbstractContextManager[TransactionPermit]):
@@ -120,13 +161,6 @@ class LockedAtomic(AbstractContextManager[TransactionPermit]):
         return None if self._block is None else self._block.__exit__(kind, error, traceback)
 
 
-def _wanted(name: str, shared: bool) -> Wanted:
-    return Wanted(resource_for(validate_name(name), "transaction_lock"), shared)
-
-
-__all__ = ["table_lock"]
-
-
 def table_lock(
     model: type[Model],
     shared: bool = False,
@@ -147,13 +181,95 @@ def table_lock(
         raise TypeError(f"model must be a model class, not {shown(model)} of type {type(model).__name__}.")
     if model._meta.abstract:
         raise ValueError(f"model must have a table, and {model.__name__} is abstract.")
-    check_options(shared, timeout, using)
+    _check_options(shared, timeout, using)
     alias = database_for(router.db_for_write(model) if using is None else using)
     quoted: Any = connections[alias].ops.quote_name(model._meta.db_table)
-    return lock_here(Wanted(_resource(model._meta.db_table), shared, str(quoted)), timeout, alias)
+    return _lock_here(Wanted(_resource(model._meta.db_table), shared, str(quoted)), timeout, alias)
 
 
 def _resource(table: str) -> Resource:
     # A name may not contain NUL, so no name has the key of a table.
     key = key_of(f"table\0{table}")
     return Resource(f"table {table}"[:MAX_NAME_LENGTH], "table_lock", key)
+
+
+# What they have in common.
+
+
+def _check_options(shared: object, timeout: object, using: object) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for an option that is not allowed."""
+    if not isinstance(shared, bool):
+        raise TypeError(f"shared must be True or False, not {shown(shared)}.")
+    if not isinstance(timeout, Unset):
+        to_seconds(timeout, what="timeout", allow_none=True)
+    if using is not None and not isinstance(using, str):
+        raise TypeError(f"using must be the alias of a database or None, not {shown(using)}.")
+
+
+def _wanted(name: str, shared: bool, timeout: object, using: object) -> Wanted:
+    wanted = Wanted(resource_for(validate_name(name), "transaction_lock"), shared)
+    _check_options(shared, timeout, using)
+    return wanted
+
+
+@async_unsafe(_SYNCHRONOUS)
+def _lock_here(wanted: Wanted, timeout: object, alias: str, *, mark: LockMark | None = None) -> TransactionPermit:
+    """Take a lock in the transaction that is open on ``alias`` in this thread.
+
+    Raises ``TransactionManagementError`` without one, and what ``TransactionLocking.lock`` does;
+    ``AcquireTimeoutError`` after ``timeout``.
+    """
+    connection = connections[alias]
+    if connection.get_autocommit():
+        others = [each for each in open_transactions() if each != alias]
+        hint = f" One is open on {', '.join(map(repr, others))}: name it by using=." if others else ""
+        raise TransactionManagementError(
+            f"{wanted.resource.name!r} can be locked inside a transaction only, and none is open on {alias!r}: its end"
+            f" is what unlocks it. Put it into `with transaction.atomic():`.{hint}"
+        )
+    seconds = _seconds(timeout, alias)
+    left = seconds if seconds is None or mark is None else max(0.0, seconds - (time.monotonic() - mark.at))
+    waited = _locking_for(connection).lock(wanted, left, mark=mark)
+    if waited is None:
+        raise _refusal(wanted, seconds)
+    name = wanted.resource.name
+    extra = {"semaphore": name, "what": "granted", "database": alias, "waited": waited}
+    logger.debug("%s locked by the transaction on %r after %.3f s", name, alias, waited, extra=extra)
+    return TransactionPermit(wanted.resource.name, wanted.shared, waited, alias)
+
+
+@contextlib.contextmanager
+def _open_locked(wanted: Wanted, timeout: object, alias: str) -> Iterator[TransactionPermit]:
+    """Open a transaction, or a savepoint of the open one, whose first act is to take the lock."""
+    _refuse_coroutines()
+    connection = connections[alias]
+    mark = None
+    with contextlib.ExitStack() as stack:
+        if connection.get_autocommit():
+            locking, seconds = _locking_for(connection), _seconds(timeout, alias)
+            mark = locking.mark(wanted)
+            try:
+                with locking.patience(seconds):
+                    stack.enter_context(transaction.atomic(using=alias))
+            except DatabaseError as error:
+                raise _refusal(wanted, seconds) if locking.is_busy(error) else backend_error(alias, error) from error
+        else:
+            stack.enter_context(transaction.atomic(using=alias))
+        yield _lock_here(wanted, timeout, alias, mark=mark)
+
+
+@async_unsafe(_SYNCHRONOUS)
+def _refuse_coroutines() -> None:
+    """Raise ``SynchronousOnlyOperation`` where an event loop runs."""
+
+
+def _seconds(timeout: Any, alias: str) -> float | None:
+    if isinstance(timeout, Unset):
+        return conf.config(alias).timeout
+    return to_seconds(timeout, what="timeout", allow_none=True)
+
+
+def _refusal(wanted: Wanted, seconds: float | None) -> AcquireTimeoutError:
+    name = wanted.resource.name
+    when = f" and was not given back within {seconds:g} s" if seconds else ""
+    return AcquireTimeoutError(f"{name!r} is locked by another transaction{when}.", name=name, timeout=seconds)

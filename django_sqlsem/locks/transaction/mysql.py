@@ -10,16 +10,24 @@ from typing import TYPE_CHECKING, Final
 from django.db import Error as DjangoDatabaseError
 
 from django_sqlsem.exceptions import BackendError
-from django_sqlsem.locks.transaction.base import FRESH_LEVELS, Outcome, RowLocking, Wanted, number_of, stale_reads
-from django_sqlsem.locks.transaction.rows import TABLE
+from django_sqlsem.locks.transaction import key_rows
+from django_sqlsem.locks.transaction.base import (
+    FRESH_LEVELS,
+    LockMark,
+    TransactionLocking,
+    Wanted,
+    number_of,
+    stale_reads,
+)
+from django_sqlsem.locks.transaction.key_rows import KEY_ROWS, Attempt
 
 if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
 
 
 _LEVELS: Final = ", ".join(f"'{level.replace(' ', '-')}'" for level in FRESH_LEVELS)
-_LOCK: Final = f"SELECT {{hint}} 1 FROM {TABLE} WHERE name_key = %(key)s AND {{level}} IN ({_LEVELS}) {{strength}}"
-_LOOK: Final = f"SELECT {{level}}, EXISTS (SELECT 1 FROM {TABLE} WHERE name_key = %(key)s)"
+_LOCK: Final = f"SELECT {{hint}} 1 FROM {KEY_ROWS} WHERE name_key = %(key)s AND {{level}} IN ({_LEVELS}) {{strength}}"
+_LOOK: Final = f"SELECT {{level}}, EXISTS (SELECT 1 FROM {KEY_ROWS} WHERE name_key = %(key)s)"
 
 _LOCK_WAIT_TIMEOUT: Final = 1205
 #: MariaDB's and MySQL's number for a statement that took longer than it was allowed to.
@@ -30,7 +38,7 @@ _MAX_WAIT: Final = 100_000_000
 _MAX_MS: Final = 2**32 - 1
 
 
-class MySQLLocking(RowLocking):
+class MySQLLocking(TransactionLocking):
     """Waits under a limit of the whole statement, which knows fractions of a second.
 
     ``innodb_lock_wait_timeout`` knows none, and may roll the whole transaction back. The isolation level is part of
@@ -38,50 +46,51 @@ class MySQLLocking(RowLocking):
     """
 
     @property
-    def _level(self) -> str:
-        return "@@tx_isolation" if self._is_mariadb else "@@transaction_isolation"
-
-    def strength(self, *, shared: bool) -> str:
-        """Say it as MariaDB or MySQL does."""
-        return "LOCK IN SHARE MODE" if shared and self._is_mariadb else super().strength(shared=shared)
-
-    @property
     def _is_mariadb(self) -> bool:
         return bool(self.connection.mysql_is_mariadb)  # type: ignore[attr-defined]
 
+    @property
+    def _level(self) -> str:
+        return "@@tx_isolation" if self._is_mariadb else "@@transaction_isolation"
+
     def _sql(self, wanted: Wanted, *, hint: str = "", skip: bool = False) -> str:
-        strength = self.strength(shared=wanted.shared) + (" SKIP LOCKED" if skip else "")
+        shared = "LOCK IN SHARE MODE" if self._is_mariadb else "FOR SHARE"
+        strength = (shared if wanted.shared else "FOR UPDATE") + (" SKIP LOCKED" if skip else "")
         return _LOCK.format(hint=hint, level=self._level, strength=strength)
 
-    def try_now(self, wanted: Wanted) -> Outcome:
+    def lock(self, wanted: Wanted, timeout: float | None, *, mark: LockMark | None = None) -> float | None:
+        """Lock the key row, also of a table."""
+        with self.errors(wanted):
+            return key_rows.lock(self, wanted, timeout)
+
+    def try_now(self, wanted: Wanted) -> Attempt:
         """Pass over a row that is locked, or that is just being made: then look, and try once more."""
         with self.connection.cursor() as cursor:
             if self._read(cursor, self._sql(wanted, skip=True), wanted):
-                return Outcome.GRANTED
+                return Attempt.GRANTED
             cursor.execute(_LOOK.format(level=self._level), {"key": wanted.resource.key})
             level, there = cursor.fetchone()
             if (level := level.replace("-", " ")) not in FRESH_LEVELS:
                 raise stale_reads(level, self.connection.alias)
             if not there:
-                return Outcome.MISSING
+                return Attempt.MISSING
             # Its maker has committed by now, and no other can be at it.
-            return Outcome.GRANTED if self._read(cursor, self._sql(wanted, skip=True), wanted) else Outcome.TAKEN
+            return Attempt.GRANTED if self._read(cursor, self._sql(wanted, skip=True), wanted) else Attempt.TAKEN
 
-    def wait(self, wanted: Wanted, seconds: float | None) -> Outcome:
+    def wait(self, wanted: Wanted, seconds: float | None) -> Attempt:
         """Wait for the row. After a timeout it is tried once more, as the grant may have come at that moment."""
         with self.connection.cursor() as cursor:
             try:
-                there = self._wait_on_mariadb(cursor, wanted, seconds) if self._is_mariadb else False
-                if not self._is_mariadb:
-                    there = self._wait_on_mysql(cursor, wanted, seconds)
-                return Outcome.GRANTED if there else Outcome.MISSING
+                wait = self._wait_on_mariadb if self._is_mariadb else self._wait_on_mysql
+                there = wait(cursor, wanted, seconds)
+                return Attempt.GRANTED if there else Attempt.MISSING
             except DjangoDatabaseError as error:
                 number = number_of(error)
                 if number == _LOCK_WAIT_TIMEOUT:
                     self._see_what_is_left(cursor, wanted, error)
                 elif number not in _STATEMENT_TIMEOUTS:
                     raise
-            return Outcome.GRANTED if self._read(cursor, self._sql(wanted, skip=True), wanted) else Outcome.TAKEN
+            return Attempt.GRANTED if self._read(cursor, self._sql(wanted, skip=True), wanted) else Attempt.TAKEN
 
     def _wait_on_mariadb(self, cursor: CursorWrapper, wanted: Wanted, seconds: float | None) -> bool:
         # Both are in force for this statement only, whatever becomes of it.

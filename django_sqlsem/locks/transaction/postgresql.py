@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error as DjangoDatabaseError
 
-from django_sqlsem.locks.transaction.base import FRESH_LEVELS, Outcome, RowLocking, Wanted, number_of, stale_reads
-from django_sqlsem.locks.transaction.rows import TABLE
+from django_sqlsem.locks.transaction import key_rows
+from django_sqlsem.locks.transaction.base import (
+    FRESH_LEVELS,
+    LockMark,
+    TransactionLocking,
+    Wanted,
+    number_of,
+    stale_reads,
+)
+from django_sqlsem.locks.transaction.key_rows import KEY_ROWS, Attempt
 
 if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
@@ -19,33 +27,39 @@ if TYPE_CHECKING:
 
 _LEVELS: Final = ", ".join(f"'{level.lower()}'" for level in FRESH_LEVELS)
 _ISOLATION: Final = "current_setting('transaction_isolation')"
-_LOCK: Final = f"SELECT 1 FROM {TABLE} WHERE name_key = %(key)s"
+_LOCK: Final = f"SELECT 1 FROM {KEY_ROWS} WHERE name_key = %(key)s"
 #: One round trip: the level, whether the row is there, and the lock if it is free. A wrong level locks nothing.
 _TRY: Final = (
     f"SELECT {_ISOLATION}, EXISTS ({_LOCK}), ({_LOCK} AND {_ISOLATION} IN ({_LEVELS}) {{strength}} SKIP LOCKED)"
 )
+_STRENGTH: Final = {True: "FOR SHARE", False: "FOR UPDATE"}
 _NOT_AVAILABLE: Final = "55P03"
 _CANCELED: Final = "57014"
 #: The longest timeout that the server takes, in milliseconds.
 _MAX_MS: Final = 2**31 - 1
 
 
-class PostgreSQLLocking(RowLocking):
+class PostgreSQLLocking(TransactionLocking):
     """Waits under a ``statement_timeout`` of the transaction's own, inside a savepoint."""
 
-    def try_now(self, wanted: Wanted) -> Outcome:
+    def lock(self, wanted: Wanted, timeout: float | None, *, mark: LockMark | None = None) -> float | None:
+        """Lock the key row, or the table."""
+        with self.errors(wanted):
+            return key_rows.lock(self, wanted, timeout)
+
+    def try_now(self, wanted: Wanted) -> Attempt:
         """Pass over a row that is locked: no error, so no savepoint is needed."""
         if wanted.table:
             return self._try_table(wanted)
         with self.connection.cursor() as cursor:
-            cursor.execute(_TRY.format(strength=self.strength(shared=wanted.shared)), {"key": wanted.resource.key})
+            cursor.execute(_TRY.format(strength=_STRENGTH[wanted.shared]), {"key": wanted.resource.key})
             level, there, locked = cursor.fetchone()
         self._check(level)
         if locked:
-            return Outcome.GRANTED
-        return Outcome.TAKEN if there else Outcome.MISSING
+            return Attempt.GRANTED
+        return Attempt.TAKEN if there else Attempt.MISSING
 
-    def _try_table(self, wanted: Wanted) -> Outcome:
+    def _try_table(self, wanted: Wanted) -> Attempt:
         with self.connection.cursor() as cursor:
             cursor.execute(f"SELECT {_ISOLATION}")
             self._check(cursor.fetchone()[0])
@@ -54,11 +68,11 @@ class PostgreSQLLocking(RowLocking):
                 cursor.execute(f"{_lock_table(wanted)} NOWAIT")
         except DjangoDatabaseError as error:
             if number_of(error) == _NOT_AVAILABLE:
-                return Outcome.TAKEN
+                return Attempt.TAKEN
             raise
-        return Outcome.GRANTED
+        return Attempt.GRANTED
 
-    def wait(self, wanted: Wanted, seconds: float | None) -> Outcome:
+    def wait(self, wanted: Wanted, seconds: float | None) -> Attempt:
         """Wait for all that stands in between, as ``lock_timeout`` would count each of those anew."""
         limit = 0 if seconds is None else min(max(math.ceil(seconds * 1000), 1), _MAX_MS)
         started = time.monotonic()
@@ -67,13 +81,13 @@ class PostgreSQLLocking(RowLocking):
                 started = time.monotonic()
                 if wanted.table:
                     cursor.execute(_lock_table(wanted))
-                    return Outcome.GRANTED
-                cursor.execute(f"{_LOCK} {self.strength(shared=wanted.shared)}", {"key": wanted.resource.key})
-                return Outcome.GRANTED if cursor.fetchone() else Outcome.MISSING
+                    return Attempt.GRANTED
+                cursor.execute(f"{_LOCK} {_STRENGTH[wanted.shared]}", {"key": wanted.resource.key})
+                return Attempt.GRANTED if cursor.fetchone() else Attempt.MISSING
         except DjangoDatabaseError as error:
             # pg_cancel_backend() has the same number, but not this time.
             if number_of(error) == _CANCELED and limit and time.monotonic() - started >= 0.9 * limit / 1000:
-                return Outcome.TAKEN
+                return Attempt.TAKEN
             raise
 
     def _check(self, level: str) -> None:

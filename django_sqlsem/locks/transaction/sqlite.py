@@ -13,14 +13,14 @@ from django.db import Error as DjangoDatabaseError
 from django.db.transaction import TransactionManagementError
 
 from django_sqlsem.core import testmode
-from django_sqlsem.locks.transaction import rows
-from django_sqlsem.locks.transaction.base import Mark, TransactionLocking, Wanted, number_of
+from django_sqlsem.locks.transaction import key_rows
+from django_sqlsem.locks.transaction.base import LockMark, TransactionLocking, Wanted, number_of
 
 _BUSY: Final = (5, 6)  # SQLITE_BUSY, SQLITE_LOCKED
 _BUSY_SNAPSHOT: Final = 517
 _MAX_MS: Final = 2**31 - 1
 _WRITE: Final = (
-    f"INSERT INTO {rows.TABLE} (name_key, name, grants) VALUES (%s, %s, 1)"
+    f"INSERT INTO {key_rows.KEY_ROWS} (name_key, name, grants) VALUES (%s, %s, 1)"
     " ON CONFLICT (name_key) DO UPDATE SET grants = grants + 1 RETURNING grants"
 )
 
@@ -28,13 +28,13 @@ _WRITE: Final = (
 class SQLiteLocking(TransactionLocking):
     """One statement makes the row and locks the file. A writer with another name is waited for, but is no holder."""
 
-    def mark(self, wanted: Wanted) -> Mark:
+    def mark(self, wanted: Wanted) -> LockMark:
         """Note how often the lock was had by now. Another connection reads it: a read here would age the snapshot."""
         alias = self.connection.alias
         at = time.monotonic()
         if self.connection.is_in_memory_db() or testmode.in_testcase(alias):  # type: ignore[attr-defined]
-            return Mark(at)
-        return Mark(at, rows.grants(alias, wanted.resource))
+            return LockMark(at)
+        return LockMark(at, key_rows.grants(alias, wanted.resource))
 
     @contextlib.contextmanager
     def patience(self, timeout: float | None) -> Iterator[None]:
@@ -55,7 +55,7 @@ class SQLiteLocking(TransactionLocking):
         number = number_of(error)
         return isinstance(number, int) and (number & 0xFF) in _BUSY
 
-    def lock(self, wanted: Wanted, timeout: float | None, *, mark: Mark | None = None) -> float | None:
+    def lock(self, wanted: Wanted, timeout: float | None, *, mark: LockMark | None = None) -> float | None:
         """Write to the row, again and again while another transaction writes anything."""
         started = time.monotonic()
         # A mark of before the transaction: its begin may have waited already.

@@ -11,14 +11,21 @@ from typing import TYPE_CHECKING, Final
 
 from django_sqlsem.database.sqlserver import failure, lock_names
 from django_sqlsem.exceptions import DeadlockError
-from django_sqlsem.locks.transaction.base import FRESH_LEVELS, Mark, TransactionLocking, Wanted, deadlock, stale_reads
+from django_sqlsem.locks.transaction.base import (
+    FRESH_LEVELS,
+    LockMark,
+    TransactionLocking,
+    Wanted,
+    deadlock,
+    stale_reads,
+)
 
 if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
 
 
 #: Levels by their numbers in sys.dm_exec_sessions.
-LEVELS: Final = {1: "READ UNCOMMITTED", 2: "READ COMMITTED", 3: "REPEATABLE READ", 4: "SERIALIZABLE", 5: "SNAPSHOT"}
+_LEVELS: Final = {1: "READ UNCOMMITTED", 2: "READ COMMITTED", 3: "REPEATABLE READ", 4: "SERIALIZABLE", 5: "SNAPSHOT"}
 #: Locks keep these from reading what is old: only snapshots do.
 _ALSO_FRESH: Final = (*FRESH_LEVELS, "REPEATABLE READ", "SERIALIZABLE")
 
@@ -26,7 +33,7 @@ _ALSO_FRESH: Final = (*FRESH_LEVELS, "REPEATABLE READ", "SERIALIZABLE")
 
 #: The level, in a batch that begins the transaction if the session has none yet: implicit transactions begin with a
 #: statement on a table, and an application lock of the transaction needs one.
-BEGIN: Final = (
+_BEGIN: Final = (
     "SET NOCOUNT ON; DECLARE @row char(32); SELECT TOP (1) @row = name_key FROM sqlsem_transaction_lock;"
     " SELECT transaction_isolation_level FROM sys.dm_exec_sessions WHERE session_id = @@SPID; SET NOCOUNT OFF;"
 )
@@ -37,7 +44,7 @@ GET: Final = (
 )
 #: The table's name and hints, and the lock timeout in milliseconds: 0 is a grant, 1222 that it was refused. What is set
 #: by a text of its own ends with that; the last statements are for a server on which it does not.
-TABLE: Final = (
+_TABLE: Final = (
     "SET NOCOUNT ON; DECLARE @before int = @@LOCK_TIMEOUT, @rc int = 0;"
     " EXEC sys.sp_executesql N'SET LOCK_TIMEOUT {timeout}; SET XACT_ABORT OFF; DECLARE @any int;"
     " BEGIN TRY SELECT TOP (1) @any = 1 FROM {table} WITH ({hints}); END TRY"
@@ -57,12 +64,12 @@ class ApplockLocking(TransactionLocking):
 
     keeps_rows = False
 
-    def lock(self, wanted: Wanted, timeout: float | None, *, mark: Mark | None = None) -> float | None:
+    def lock(self, wanted: Wanted, timeout: float | None, *, mark: LockMark | None = None) -> float | None:
         """Ask for the lock; the return code says the rest."""
         started = time.monotonic()
         with self.errors(wanted), self.connection.cursor() as cursor:
-            cursor.execute(BEGIN)
-            level = LEVELS.get((cursor.fetchone() or (0,))[0], "READ COMMITTED")
+            cursor.execute(_BEGIN)
+            level = _LEVELS.get((cursor.fetchone() or (0,))[0], "READ COMMITTED")
             if level not in _ALSO_FRESH:
                 raise stale_reads(level, self.connection.alias)
             if wanted.table:
@@ -88,7 +95,7 @@ class ApplockLocking(TransactionLocking):
         hints = "TABLOCK, HOLDLOCK" if wanted.shared else "TABLOCKX, HOLDLOCK"
         table = wanted.table.replace("'", "''")
         for milliseconds in dict.fromkeys((0, _milliseconds(timeout))):
-            cursor.execute(TABLE.format(timeout=milliseconds, table=table, hints=hints))
+            cursor.execute(_TABLE.format(timeout=milliseconds, table=table, hints=hints))
             status = int(cursor.fetchone()[0])
             if status == 0:
                 return max(time.monotonic() - started, 1e-6) if milliseconds else 0.0

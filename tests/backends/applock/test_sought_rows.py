@@ -9,24 +9,12 @@ import re
 from typing import Any
 
 import pytest
-from django.db import connection, models
+from django.db import models
 
 from django_sqlsem.backends.applock import fences as applock_fences
 from django_sqlsem.backends.applock.tsql import fences
 from django_sqlsem.backends.applock.tsql import texts as tsql_texts
-from django_sqlsem.backends.rows import (
-    exclusive,
-    handoff,
-    ledger,
-    reading,
-    statements,
-    tokens,
-)
-from django_sqlsem.backends.rows import (
-    queue as rows_queue,
-)
 from django_sqlsem.claims import recovery, rows
-from django_sqlsem.core.modes import UPDATE, UPGRADE, WHOLE
 from django_sqlsem.database.dialects import Dialect, _dialect
 from django_sqlsem.deadlocks import watch
 from django_sqlsem.models import (
@@ -36,6 +24,7 @@ from django_sqlsem.models import (
     WaiterRow,
     WaitRow,
 )
+from tests.golden.statements import VENDORS, row_texts
 
 MODELS: dict[str, type[models.Model]] = {
     model._meta.db_table: model for model in (SemaphoreRow, SlotRow, WaiterRow, ClaimRow, WaitRow)
@@ -49,8 +38,8 @@ ORDER = {"id", "name_key"}
 WHOLE_TABLES = {"procedure internal_look"}
 #: It only begins a transaction: whatever it finds, it waits for nobody.
 UNLOCKED = {"hold"}
-#: The statements that depend on the mode.
-MODES = (WHOLE, UPGRADE, UPDATE)
+#: The tables of many rows.
+SOUGHT = r"sqlsem_(?:slot|waiter)\b"
 
 
 class Said:
@@ -90,40 +79,8 @@ def told(dialect: Dialect, text: str) -> str:
 def row_statements() -> dict[str, str]:
     """Return the row statements of the dialect that name slots, waiters or claims, by what makes them."""
     dialect = _dialect("microsoft")
-    texts = {
-        **{f"queue {name}": getattr(rows_queue, name) for name in ("LEAVE", "BACK", "KEPT", "MINE", "HAND_ON")},
-        **{f"sql {name}": getattr(statements, name) for name in ("GRANTED", "OPEN", "SLOTS", "DISCARD", "DECLARE")},
-        **{f"ledger {name}": getattr(ledger, name) for name in ("_TOUCH", "_SAVE", "_HAND", "ROW", "_LEAVE")},
-        **{f"whole {mode}": exclusive._state(dialect, mode) for mode in MODES},
-        **{f"whole free {mode}": exclusive._free(dialect, mode, False) for mode in MODES},
-        **{f"whole take {mode}": exclusive._take(mode) for mode in MODES},
-        **{f"waited for {mode}": exclusive._waited_for(dialect, mode, True) for mode in (WHOLE, UPDATE)},
-        **{f"claim {queue}": statements.claim(dialect, queue, False, True) for queue in statements.QUEUE},
-        **{f"keep {nth}": text for nth, text in enumerate(rows_queue._keep(dialect))},
-        **{f"keep tokens {nth}": text for nth, text in enumerate(tokens._keep(dialect))},
-        "claimed own": rows._OWN,
-        "claimed forget": rows._FORGET,
-        "tokens take": tokens._TAKE,
-        "left": handoff.LEFT,
-        "standing": recovery._STANDING,
-        "away": rows_queue._STILL_AWAY,
-        "sweep": rows_queue.SWEEP.replace("{boot}", ""),
-        "usual": reading._USUAL.replace("{live}", dialect.live_sql()),
-        "candidates": statements.candidates(dialect),
-        "look": statements.look(dialect),
-        "lock": statements.lock(dialect),
-        "count": statements.count(dialect),
-        "lapse": statements.lapse(dialect),
-        "take new": statements.take_new(dialect),
-        "release": statements.release(dialect, 2, True),
-        "before": rows_queue._before(dialect),
-        "enrol": rows_queue.enrol(dialect, True),
-        "heads": handoff.heads(dialect),
-        "free": handoff._free(dialect, False),
-        "pass on": handoff._look(dialect),
-        "ledger lock": ledger._lock(dialect),
-        "overdue": ledger._overdue(dialect),
-    }
+    texts = {name: text for name, text in row_texts("microsoft").items() if re.search(SOUGHT, text)}
+    texts |= {"claimed own": rows._OWN, "claimed forget": rows._FORGET, "standing": recovery._STANDING}
     return {name: told(dialect, text) for name, text in texts.items()}
 
 
@@ -221,8 +178,7 @@ def test_an_index_serves_where_a_seek_is_forced(name: str) -> None:
 
 
 def test_only_sql_server_is_told_so() -> None:
-    assert "WITH (" not in rows_queue.LEAVE + ledger._overdue(_dialect("postgresql"))
-    assert connection.vendor == "microsoft" or "FORCESEEK" not in handoff._free(_dialect(connection.vendor), False)
+    assert not [text for vendor in VENDORS for text in row_texts(vendor).values() if "FORCESEEK" in text]
 
 
 def test_the_look_that_begins_a_transaction_waits_for_nobody() -> None:

@@ -1,0 +1,3 @@
+"""What the library sends to databases, written down."""
+
+from __future__ import annotations

@@ -1,0 +1,14 @@
+"""``python -m tests.golden``: write the statements anew."""
+
+from __future__ import annotations
+
+import os
+
+import django
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
+django.setup()
+
+from tests.golden import statements  # noqa: E402 - it needs the models
+
+statements.write()

@@ -1,0 +1,690 @@
+-- The statements of the rows backend on this database. Written by python -m tests.golden: not to be edited.
+-- {now} stands for (date_part('epoch', statement_timestamp()) * 1000000)::bigint
+
+-- acquire.DECLARE
+UPDATE sqlsem_semaphore
+SET other_slots = declared_slots, other_us = {now}, declared_slots = %(slots)s, declared_us = {now}
+WHERE name_key = %(key)s AND declared_slots <> %(slots)s;
+
+-- acquire.GRANTED
+SELECT id, slot, token, (SELECT declared_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s
+ORDER BY slot;
+
+-- acquire.SLOTS
+SELECT slot
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s;
+
+-- acquire.TAKE_NEW
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
+
+-- exclusive.FREE update
+SELECT s.id, s.slot, s.token
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.slot = 0 AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
+      {now} - %(since)s))
+ORDER BY s.slot;
+
+-- exclusive.FREE upgrade
+SELECT s.id, s.slot, s.token
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.slot > 0 AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
+      {now} - %(since)s))
+ORDER BY s.slot;
+
+-- exclusive.FREE whole
+SELECT s.id, s.slot, s.token
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.slot >= 0 AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us
+      <= {now} - %(since)s))
+ORDER BY s.slot;
+
+-- exclusive.LAPSE
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL
+WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL AND (expires_us IS NULL OR
+      (expires_us <= {now} AND lease_us <= {now} - %(since)s));
+
+-- exclusive.OPEN
+UPDATE sqlsem_slot
+SET closed = %(no)s
+WHERE semaphore_key = %(key)s AND closed = %(yes)s AND slot > 0 AND slot <= COALESCE((SELECT operator_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s), slot);
+
+-- exclusive.STATE update
+SELECT COUNT(CASE WHEN slot = 0 THEN 1 END), COUNT(CASE WHEN slot = 0 AND expires_us > {now} THEN 1 END), COUNT(CASE
+      WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now} -
+      %(since)s)) THEN 1 END)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s;
+
+-- exclusive.STATE upgrade
+SELECT COUNT(CASE WHEN slot > 0 THEN 1 END), COUNT(CASE WHEN slot > 0 AND expires_us > {now} THEN 1 END), COUNT(CASE
+      WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now} -
+      %(since)s)) THEN 1 END)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s;
+
+-- exclusive.STATE whole
+SELECT COUNT(CASE WHEN slot >= 0 THEN 1 END), COUNT(CASE WHEN slot >= 0 AND expires_us > {now} THEN 1 END),
+      COUNT(CASE WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now}
+      - %(since)s)) THEN 1 END)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s;
+
+-- exclusive.TAKE update
+UPDATE sqlsem_slot
+SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
+      %(lease_us)s, suspect_us = NULL, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s,
+      label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
+      %(channel)s, beacon = %(beacon)s
+WHERE semaphore_key = %(key)s AND slot = 0;
+
+-- exclusive.TAKE upgrade
+UPDATE sqlsem_slot
+SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
+      %(lease_us)s, suspect_us = NULL, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s,
+      label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
+      %(channel)s, beacon = %(beacon)s
+WHERE semaphore_key = %(key)s AND slot > 0;
+
+-- exclusive.TAKE whole
+UPDATE sqlsem_slot
+SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
+      %(lease_us)s, suspect_us = NULL, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s,
+      label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
+      %(channel)s, beacon = %(beacon)s
+WHERE semaphore_key = %(key)s AND slot >= 0;
+
+-- exclusive.WAITED_FOR ('update', False)
+SELECT COUNT(*)
+FROM sqlsem_waiter w
+WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> '';
+
+-- exclusive.WAITED_FOR ('update', True)
+SELECT COUNT(*)
+FROM sqlsem_waiter w
+WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> '' AND w.queued_us <
+      COALESCE((SELECT a.queued_us
+  FROM sqlsem_waiter a
+  WHERE a.ticket = %(rank)s), {now});
+
+-- exclusive.WAITED_FOR ('whole', False)
+SELECT COUNT(*)
+FROM sqlsem_waiter w
+WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s;
+
+-- exclusive.WAITED_FOR ('whole', True)
+SELECT COUNT(*)
+FROM sqlsem_waiter w
+WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.queued_us < COALESCE((SELECT
+      a.queued_us
+  FROM sqlsem_waiter a
+  WHERE a.ticket = %(rank)s), {now});
+
+-- fences.EXTEND
+UPDATE sqlsem_slot
+SET expires_us = {now} + lease_us
+WHERE id IN ({ids}) AND permit_id = %(permit_id)s;
+
+-- fences.KEY_SHARE
+WITH f AS MATERIALIZED (SELECT id, token, permit_id, expires_us
+  FROM sqlsem_slot
+  WHERE id IN ({ids})
+  ORDER BY id FOR KEY SHARE)
+SELECT id, token, permit_id, expires_us > (date_part('epoch', clock_timestamp()) * 1000000)::bigint,
+      current_setting('transaction_isolation')
+FROM f;
+
+-- fences.LOOK
+SELECT id, token, permit_id, expires_us > (date_part('epoch', clock_timestamp()) * 1000000)::bigint, fenced = token
+FROM sqlsem_slot
+WHERE id IN ({ids});
+
+-- free
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
+      WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
+WHERE id IN (%(row0)s) AND permit_id = %(permit_id)s;
+
+-- free two
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
+      WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
+WHERE id IN (%(row0)s, %(row1)s) AND permit_id = %(permit_id)s;
+
+-- free unwanted
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
+      WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
+WHERE id IN (%(row0)s) AND permit_id = %(permit_id)s AND NOT EXISTS (SELECT 1
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update')
+RETURNING id, set_config('synchronous_commit', 'off', true);
+
+-- handoff.FREE
+SELECT s.id, s.slot, s.token
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.closed = %(no)s AND s.slot <= %(bound)s AND (s.expires_us IS NULL OR
+      (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
+ORDER BY s.slot;
+
+-- handoff.HEADS
+SELECT w.id, w.ticket, w.take, w.slots, w.lease_us, w.lock_mode, w.host, w.pid, w.thread, w.label, w.user_name,
+      w.process_id, w.boot_id, w.channel, w.beacon
+FROM sqlsem_waiter w
+WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND (%(witness)s = %(no)s OR NOT
+      (w.beacon AND (CASE WHEN length(w.process_id) <> 32 OR translate(w.process_id, '0123456789abcdef', '') <> ''
+      THEN FALSE WHEN w.process_id = current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN
+      pg_try_advisory_lock_shared(1936813171, ('x' || substr(w.process_id, 1, 8))::bit(32)::int) THEN
+      pg_advisory_unlock_shared(1936813171, ('x' || substr(w.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)))
+ORDER BY CASE WHEN w.lock_mode = 'upgrade' THEN 0 ELSE 1 END, w.queued_us, w.id;
+
+-- handoff.LEFT
+DELETE
+FROM sqlsem_waiter
+WHERE id = %(waiter)s;
+
+-- handoff.NOTIFY
+SELECT pg_notify(%(channel)s, %(note)s);
+
+-- handoff.PASS_IN_ONE
+WITH m AS ( SELECT operator_slots, declared_slots, paused, shrinking FROM sqlsem_semaphore WHERE name_key = %(key)s
+      ), o AS MATERIALIZED ( SELECT w.id FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND w.expires_us >
+      {now} AND w.away = %(no)s AND (%(witness)s = %(no)s OR NOT (w.beacon AND (CASE WHEN length(w.process_id) <> 32
+      OR translate(w.process_id, '0123456789abcdef', '') <> '' THEN FALSE WHEN w.process_id =
+      current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN pg_try_advisory_lock_shared(1936813171, ('x' ||
+      substr(w.process_id, 1, 8))::bit(32)::int) THEN pg_advisory_unlock_shared(1936813171, ('x' ||
+      substr(w.process_id, 1, 8))::bit(32)::int) ELSE FALSE END))) ORDER BY w.queued_us, w.id LIMIT 1 ), h AS
+      MATERIALIZED ( SELECT w.id, w.take, w.slots FROM sqlsem_waiter w WHERE w.id = (SELECT id
+  FROM o) FOR UPDATE SKIP LOCKED ), s AS MATERIALIZED ( SELECT id, slot, closed FROM sqlsem_slot WHERE id = %(row0)s
+      AND permit_id = %(permit_id)s AND (EXISTS (SELECT 1
+  FROM h) OR NOT EXISTS (SELECT 1
+  FROM o)) FOR UPDATE ), w AS ( DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.id = h.id AND h.take = 1 AND
+      m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots,
+      h.slots, m.declared_slots) RETURNING w.*, w.ticket AS permit_id, w.process_id = %(process_id)s AS here, CASE
+      WHEN w.process_id = %(process_id)s THEN w.lease_us ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us ), u
+      AS ( UPDATE sqlsem_slot p SET held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN
+      {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END, token = CASE WHEN token + 1 >
+      {now} THEN token + 1 ELSE {now} END, permit_id = w.permit_id, acquired_us = {now}, expires_us = {now} +
+      w.lasts_us, lease_us = w.lease_us, suspect_us = NULL, lock_mode = '', host = w.host, pid = w.pid, thread =
+      w.thread, label = w.label, user_name = w.user_name, process_id = w.process_id, boot_id = w.boot_id, channel =
+      w.channel, beacon = w.beacon FROM s, w WHERE p.id = s.id RETURNING p.id, p.slot, p.token, w.ticket, w.channel,
+      w.here, w.lasts_us ), f AS ( UPDATE sqlsem_slot p SET expires_us = NULL, permit_id = NULL, suspect_us = NULL,
+      held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us +
+      ({now} - acquired_us - held_us) / 8 END FROM s WHERE p.id = s.id AND NOT EXISTS (SELECT 1
+  FROM o) RETURNING p.id )
+SELECT CASE WHEN u.id IS NOT NULL OR f.id IS NOT NULL THEN 'done' WHEN o.id IS NOT NULL AND h.id IS NULL THEN
+      'raced' WHEN s.id IS NULL THEN 'gone' ELSE 'open' END, u.ticket, u.id, u.slot, u.token, u.lasts_us, u.here,
+      CASE WHEN u.channel LIKE %(bells)s AND NOT u.here THEN u.channel END, CASE WHEN u.channel <> '' AND NOT
+      u.channel LIKE %(bells)s AND NOT u.here THEN pg_notify(u.channel, concat_ws(' ', u.ticket, u.id, u.slot,
+      u.token)) END, set_config('synchronous_commit', 'off', true)
+FROM m
+LEFT JOIN o ON TRUE
+LEFT JOIN h ON TRUE
+LEFT JOIN s ON TRUE
+LEFT JOIN u ON TRUE
+LEFT JOIN f ON TRUE;
+
+-- handoff.TAKE
+UPDATE sqlsem_slot
+SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
+      %(lease_us)s, suspect_us = NULL, lock_mode = '', host = %(host)s, pid = %(pid)s, thread = %(thread)s, label =
+      %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
+      %(channel)s, beacon = %(beacon)s
+WHERE id = %(id)s AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now} - %(since)s));
+
+-- let the dead run out
+UPDATE sqlsem_slot
+SET expires_us = {now}
+WHERE suspect_us <= {now} - %(out_for_us)s AND semaphore_key = %(key)s AND expires_us > {now} AND beacon AND (CASE
+      WHEN length(process_id) <> 32 OR translate(process_id, '0123456789abcdef', '') <> '' THEN FALSE WHEN
+      process_id = current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN pg_try_advisory_lock_shared(1936813171,
+      ('x' || substr(process_id, 1, 8))::bit(32)::int) THEN pg_advisory_unlock_shared(1936813171, ('x' ||
+      substr(process_id, 1, 8))::bit(32)::int) ELSE FALSE END) AND NOT (CASE WHEN length(%(process_id)s::text) <> 32
+      OR translate(%(process_id)s::text, '0123456789abcdef', '') <> '' THEN FALSE WHEN %(process_id)s::text =
+      current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN pg_try_advisory_lock_shared(1936813171, ('x' ||
+      substr(%(process_id)s::text, 1, 8))::bit(32)::int) THEN pg_advisory_unlock_shared(1936813171, ('x' ||
+      substr(%(process_id)s::text, 1, 8))::bit(32)::int) ELSE FALSE END);
+
+-- look
+SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
+  FROM sqlsem_slot s
+  WHERE s.semaphore_key = m.name_key AND s.slot > 0), (SELECT COUNT(*)
+  FROM (SELECT DISTINCT s.process_id, s.beacon
+    FROM sqlsem_slot s
+    WHERE s.semaphore_key = %(key)s AND s.expires_us > {now}) d
+  WHERE d.beacon AND (CASE WHEN length(d.process_id) <> 32 OR translate(d.process_id, '0123456789abcdef', '') <> ''
+      THEN FALSE WHEN d.process_id = current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN
+      pg_try_advisory_lock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) THEN
+      pg_advisory_unlock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)),
+      CASE WHEN {now} - m.declared_us < 2000000 AND EXISTS (SELECT 1
+  FROM sqlsem_slot f
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
+      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 1 ELSE 0 END
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s;
+
+-- look around 0
+SELECT (SELECT COUNT(*)
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
+      'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us = sqlsem_waiter.queued_us AND w.id <
+      sqlsem_waiter.id))), v.free_slots, v.expiry_us, v.strangers, CASE WHEN (SELECT COUNT(*)
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
+      'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us = sqlsem_waiter.queued_us AND w.id <
+      sqlsem_waiter.id))) = 0 THEN (SELECT COUNT(*)
+  FROM (SELECT DISTINCT s.process_id, s.beacon
+    FROM sqlsem_slot s
+    WHERE s.semaphore_key = %(key)s AND s.expires_us > {now}) d
+  WHERE d.beacon AND (CASE WHEN length(d.process_id) <> 32 OR translate(d.process_id, '0123456789abcdef', '') <> ''
+      THEN FALSE WHEN d.process_id = current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN
+      pg_try_advisory_lock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) THEN
+      pg_advisory_unlock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)) ELSE
+      0 END
+FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
+      {now} - %(since)s)) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us -
+      {now} END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END)
+      AS strangers
+  FROM sqlsem_slot s
+  WHERE s.semaphore_key = %(key)s) v, sqlsem_waiter
+WHERE sqlsem_waiter.ticket = %(permit_id)s;
+
+-- new semaphore
+INSERT INTO sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking, tokens)
+VALUES (%(key)s, %(name)s, %(kind)s, %(declared)s, {now}, %(no)s, %(no)s, %(tokens)s) ON CONFLICT DO NOTHING;
+
+-- new slot
+INSERT INTO sqlsem_slot (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, semaphore_key,
+      slot, closed, token, lease_us, held_us, lock_mode, revoked_by, stop_by)
+VALUES ('', 0, '', '', '', '', '', '', %(no)s, %(key)s, %(slot)s, %(closed)s, 0, 0, 0, '', '', '') ON CONFLICT DO
+      NOTHING;
+
+-- note suspects
+UPDATE sqlsem_slot
+SET suspect_us = {now}
+WHERE suspect_us IS NULL AND semaphore_key = %(key)s AND expires_us > {now} AND beacon AND (CASE WHEN
+      length(process_id) <> 32 OR translate(process_id, '0123456789abcdef', '') <> '' THEN FALSE WHEN process_id =
+      current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN pg_try_advisory_lock_shared(1936813171, ('x' ||
+      substr(process_id, 1, 8))::bit(32)::int) THEN pg_advisory_unlock_shared(1936813171, ('x' || substr(process_id,
+      1, 8))::bit(32)::int) ELSE FALSE END) AND NOT (CASE WHEN length(%(process_id)s::text) <> 32 OR
+      translate(%(process_id)s::text, '0123456789abcdef', '') <> '' THEN FALSE WHEN %(process_id)s::text =
+      current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN pg_try_advisory_lock_shared(1936813171, ('x' ||
+      substr(%(process_id)s::text, 1, 8))::bit(32)::int) THEN pg_advisory_unlock_shared(1936813171, ('x' ||
+      substr(%(process_id)s::text, 1, 8))::bit(32)::int) ELSE FALSE END)
+RETURNING id, set_config('synchronous_commit', 'off', true);
+
+-- place
+INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
+      semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
+SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s,
+      %(beacon)s, %(permit_id)s, m.name_key, {now} - %(age_us)s, {now} + %(patience_us)s, %(take)s, CAST(%(slots)s
+      AS integer), %(lease_us)s, %(no)s, %(mode)s, %(waiting)s
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
+      m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
+  FROM sqlsem_slot s
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
+      m.declared_slots));
+
+-- place ranked
+INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
+      semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
+SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s,
+      %(beacon)s, %(permit_id)s, m.name_key, COALESCE((SELECT a.queued_us
+  FROM sqlsem_waiter a
+  WHERE a.ticket = %(rank)s), {now} - %(age_us)s), {now} + %(patience_us)s, %(take)s, CAST(%(slots)s AS integer),
+      %(lease_us)s, %(no)s, %(mode)s, %(waiting)s
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
+      m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
+  FROM sqlsem_slot s
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
+      m.declared_slots));
+
+-- queue.BACK
+DELETE
+FROM sqlsem_waiter
+WHERE ticket = %(rank)s;
+
+-- queue.BEFORE
+SELECT COUNT(*)
+FROM sqlsem_waiter w
+WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.ticket <> %(rank)s AND w.queued_us < COALESCE((SELECT
+      a.queued_us
+  FROM sqlsem_waiter a
+  WHERE a.ticket = %(rank)s), {now});
+
+-- queue.FIND
+SELECT 1
+FROM sqlsem_waiter
+WHERE ticket = %(rank)s;
+
+-- queue.GO_AWAY
+INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
+      semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
+VALUES (%(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, '', %(no)s, %(rank)s,
+      %(key)s, {now}, {now} + %(away_us)s, %(take)s, %(slots)s, %(lease_us)s, %(yes)s, %(mode)s, 1);
+
+-- queue.HAND_ON
+UPDATE sqlsem_waiter
+SET ticket = %(heir)s
+WHERE ticket = %(rank)s;
+
+-- queue.LEAVE
+DELETE
+FROM sqlsem_waiter
+WHERE ticket = %(permit_id)s;
+
+-- queue.MINE
+SELECT id, slot, token, expires_us - {now}
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s
+ORDER BY slot;
+
+-- queue.STILL_AWAY
+UPDATE sqlsem_waiter
+SET expires_us = {now} + %(away_us)s
+WHERE ticket = %(rank)s;
+
+-- queue.SWEEP
+DELETE
+FROM sqlsem_waiter
+WHERE semaphore_key = %(key)s AND (expires_us < {now} - %(patience_us)s * 4);
+
+-- reading.HOLDERS
+SELECT host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, id, semaphore_key, slot, closed,
+      token, permit_id, acquired_us, expires_us, lease_us, held_us, suspect_us, session_id, session_us, lock_mode,
+      fenced, revoked_token, revoked_by, stop_token, stop_by
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
+ORDER BY slot;
+
+-- reading.SEMAPHORE
+SELECT name_key, name, kind, declared_slots, declared_us, other_slots, other_us, operator_slots, paused, shrinking,
+      tokens
+FROM sqlsem_semaphore
+WHERE name_key = %(key)s;
+
+-- reading.USUAL
+SELECT (SELECT AVG(held_us)
+  FROM sqlsem_slot
+  WHERE semaphore_key = %(key)s AND held_us > 0), (SELECT COUNT(*)
+  FROM sqlsem_waiter
+  WHERE semaphore_key = %(key)s AND expires_us > {now} AND away = %(yes)s), (SELECT SUM(take)
+  FROM sqlsem_waiter
+  WHERE semaphore_key = %(key)s AND NOT (expires_us > {now}) AND away = %(yes)s);
+
+-- reading.WAITERS
+SELECT host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, id, ticket, semaphore_key,
+      queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting
+FROM sqlsem_waiter
+WHERE semaphore_key = %(key)s AND expires_us > {now} AND away = %(no)s
+ORDER BY queued_us, id;
+
+-- renewal.EXTEND_ARRAYS
+UPDATE sqlsem_slot
+SET expires_us = {now} + lease_us, beacon = %(beacon)s, suspect_us = NULL
+WHERE id IN ( SELECT s.id FROM sqlsem_slot s WHERE id IN (SELECT unnest(%(row_ids)s::bigint[])) AND permit_id IN
+      (SELECT unnest(%(permit_ids)s::varchar[])) AND expires_us IS NOT NULL FOR NO KEY UPDATE OF s SKIP LOCKED )
+RETURNING id, permit_id, CASE WHEN stop_token = token THEN stop_by END;
+
+-- renewal.FATE
+SELECT id, permit_id, CASE WHEN stop_token = token THEN stop_by END, revoked_token, revoked_by
+FROM sqlsem_slot
+WHERE id IN ({rows});
+
+-- statements.COUNT_LIVE
+SELECT COUNT(CASE WHEN slot > 0 AND expires_us > {now} THEN 1 END), COUNT(CASE WHEN slot > %(bound)s AND expires_us
+      > {now} THEN 1 END), COUNT(CASE WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now}
+      AND lease_us <= {now} - %(since)s)) THEN 1 END)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
+
+-- statements.DISCARD
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
+      WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
+WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s;
+
+-- statements.LOCK
+SELECT operator_slots, declared_slots, paused, shrinking, {now}
+FROM sqlsem_semaphore
+WHERE name_key = %(key)s
+FOR UPDATE;
+
+-- stay and look around 0
+UPDATE sqlsem_waiter
+SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
+FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
+      {now} - %(since)s)) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us -
+      {now} END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END)
+      AS strangers
+  FROM sqlsem_slot s
+  WHERE s.semaphore_key = %(key)s) v
+WHERE ticket = %(permit_id)s
+RETURNING (SELECT COUNT(*)
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
+      'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us = sqlsem_waiter.queued_us AND w.id <
+      sqlsem_waiter.id))), v.free_slots, v.expiry_us, v.strangers, CASE WHEN (SELECT COUNT(*)
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
+      'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us = sqlsem_waiter.queued_us AND w.id <
+      sqlsem_waiter.id))) = 0 THEN (SELECT COUNT(*)
+  FROM (SELECT DISTINCT s.process_id, s.beacon
+    FROM sqlsem_slot s
+    WHERE s.semaphore_key = %(key)s AND s.expires_us > {now}) d
+  WHERE d.beacon AND (CASE WHEN length(d.process_id) <> 32 OR translate(d.process_id, '0123456789abcdef', '') <> ''
+      THEN FALSE WHEN d.process_id = current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN
+      pg_try_advisory_lock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) THEN
+      pg_advisory_unlock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)) ELSE
+      0 END, set_config('synchronous_commit', 'off', true);
+
+-- take barge
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed =
+      %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR
+      (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0) ORDER BY s.slot LIMIT
+      1 FOR UPDATE OF s SKIP LOCKED )
+RETURNING id, slot, token, (SELECT declared_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
+
+-- take barge locked
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND s.closed = %(no)s AND s.slot <=
+      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
+      AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0) ORDER BY s.slot LIMIT
+      1 FOR UPDATE OF s SKIP LOCKED )
+RETURNING id, slot, token, (SELECT declared_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
+
+-- take newcomer
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed =
+      %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR
+      (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') ORDER BY
+      s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
+RETURNING id, slot, token, (SELECT declared_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
+
+-- take newcomer locked
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND s.closed = %(no)s AND s.slot <=
+      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
+      AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') ORDER BY
+      s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
+RETURNING id, slot, token, (SELECT declared_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
+
+-- take or stand
+WITH c AS (UPDATE sqlsem_slot
+  SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+  WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed =
+      %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR
+      (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
+    FROM sqlsem_waiter w
+    WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') ORDER
+      BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
+  RETURNING id, slot, token, (SELECT declared_slots
+    FROM sqlsem_semaphore
+    WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true)), i AS ( INSERT INTO sqlsem_waiter
+      (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket, semaphore_key, queued_us,
+      expires_us, take, slots, lease_us, away, lock_mode, waiting) SELECT %(host)s, %(pid)s, %(thread)s, %(label)s,
+      %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s, %(beacon)s, %(permit_id)s, m.name_key, {now} -
+      %(age_us)s, {now} + %(patience_us)s, %(take)s, CAST(%(slots)s AS integer), %(lease_us)s, %(no)s, %(mode)s,
+      %(waiting)s FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND
+      COALESCE(m.operator_slots, CAST(%(slots)s AS integer), m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
+  FROM sqlsem_slot s
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
+      m.declared_slots)) AND NOT EXISTS (SELECT 1
+  FROM c) RETURNING ( SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND w.expires_us > {now}
+      AND w.away = %(no)s) AS ahead)
+SELECT id, slot, token, declared_slots, NULL::bigint, NULL::text
+FROM c
+UNION ALL
+SELECT NULL, NULL, NULL, NULL, ahead, set_config('synchronous_commit', 'off', true)
+FROM i;
+
+-- take ranked
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed =
+      %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR
+      (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
+      w.queued_us < COALESCE((SELECT a.queued_us
+    FROM sqlsem_waiter a
+    WHERE a.ticket = %(rank)s), {now})) ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
+RETURNING id, slot, token, (SELECT declared_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
+
+-- take ranked locked
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND s.closed = %(no)s AND s.slot <=
+      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
+      AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
+      w.queued_us < COALESCE((SELECT a.queued_us
+    FROM sqlsem_waiter a
+    WHERE a.ticket = %(rank)s), {now})) ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
+RETURNING id, slot, token, (SELECT declared_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
+
+-- tokens.FIND
+SELECT id, take, away, expires_us - {now}
+FROM sqlsem_waiter
+WHERE ticket = %(permit_id)s;
+
+-- tokens.HAND
+UPDATE sqlsem_waiter
+SET away = %(yes)s, expires_us = {now} + %(lasts_us)s
+WHERE id = %(waiter)s AND away = %(no)s;
+
+-- tokens.LEAVE
+DELETE
+FROM sqlsem_waiter
+WHERE ticket = %(permit_id)s AND away = %(no)s;
+
+-- tokens.LOCK
+SELECT kind, tokens, paused
+FROM sqlsem_semaphore
+WHERE name_key = %(key)s
+FOR UPDATE;
+
+-- tokens.OVERDUE
+SELECT id, take, away
+FROM sqlsem_waiter
+WHERE semaphore_key = %(key)s AND NOT (expires_us > {now}) AND (away = %(yes)s OR expires_us < {now} -
+      %(patience_us)s * 4);
+
+-- tokens.SAVE
+UPDATE sqlsem_semaphore
+SET tokens = %(tokens)s, declared_us = {now}
+WHERE name_key = %(key)s;
+
+-- tokens.STAND
+INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
+      semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
+VALUES (%(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s,
+      %(beacon)s, %(permit_id)s, %(key)s, {now} - %(age_us)s, {now} + %(lasts_us)s, %(take)s, NULL, %(lease_us)s,
+      %(away)s, '', %(waiting)s);
+
+-- tokens.STAY_AND_LOOK
+UPDATE sqlsem_waiter
+SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE ticket = %(permit_id)s AND away = %(no)s
+RETURNING (SELECT COUNT(*)
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
+      'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us = sqlsem_waiter.queued_us AND w.id <
+      sqlsem_waiter.id))), (SELECT CASE WHEN m.paused = %(no)s THEN m.tokens ELSE 0 END
+  FROM sqlsem_semaphore m
+  WHERE m.name_key = %(key)s), (SELECT MIN(CASE WHEN g.expires_us > {now} THEN g.expires_us - {now} ELSE 0 END)
+  FROM sqlsem_waiter g
+  WHERE g.semaphore_key = %(key)s AND g.away = %(yes)s), set_config('synchronous_commit', 'off', true);
+
+-- tokens.TAKE
+DELETE
+FROM sqlsem_waiter
+WHERE ticket = %(permit_id)s AND away = %(yes)s;

@@ -1,0 +1,601 @@
+-- The statements of the rows backend on this database. Written by python -m tests.golden: not to be edited.
+-- {now} stands for %(now)s
+
+-- acquire.DECLARE
+UPDATE sqlsem_semaphore
+SET other_slots = declared_slots, other_us = {now}, declared_slots = %(slots)s, declared_us = {now}
+WHERE name_key = %(key)s AND declared_slots <> %(slots)s;
+
+-- acquire.GRANTED
+SELECT id, slot, token, (SELECT declared_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s
+ORDER BY slot;
+
+-- acquire.SLOTS
+SELECT slot
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s;
+
+-- acquire.TAKE_NEW
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, permit_id = %(permit_id)s, acquired_us
+      = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
+
+-- beacons.GONE
+UPDATE sqlsem_slot
+SET expires_us = {now}
+WHERE semaphore_key = %(key)s AND process_id = %(dead)s AND (expires_us > {now} AND boot_id = %(boot_id)s);
+
+-- beacons.HOLDERS
+SELECT DISTINCT process_id
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND beacon = %(yes)s AND process_id <> %(process_id)s AND (expires_us > {now} AND
+      boot_id = %(boot_id)s);
+
+-- exclusive.FREE update
+SELECT s.id, s.slot, s.token
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.slot = 0 AND (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <>
+      %(boot_id)s)
+ORDER BY s.slot;
+
+-- exclusive.FREE upgrade
+SELECT s.id, s.slot, s.token
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.slot > 0 AND (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <>
+      %(boot_id)s)
+ORDER BY s.slot;
+
+-- exclusive.FREE whole
+SELECT s.id, s.slot, s.token
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.slot >= 0 AND (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <>
+      %(boot_id)s)
+ORDER BY s.slot;
+
+-- exclusive.LAPSE
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL
+WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL AND (expires_us IS NULL OR
+      expires_us <= {now} OR boot_id <> %(boot_id)s);
+
+-- exclusive.OPEN
+UPDATE sqlsem_slot
+SET closed = %(no)s
+WHERE semaphore_key = %(key)s AND closed = %(yes)s AND slot > 0 AND slot <= COALESCE((SELECT operator_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s), slot);
+
+-- exclusive.STATE update
+SELECT COUNT(CASE WHEN slot = 0 THEN 1 END), COUNT(CASE WHEN slot = 0 AND (expires_us > {now} AND boot_id =
+      %(boot_id)s) THEN 1 END), COUNT(CASE WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR expires_us <=
+      {now} OR boot_id <> %(boot_id)s) THEN 1 END)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s;
+
+-- exclusive.STATE upgrade
+SELECT COUNT(CASE WHEN slot > 0 THEN 1 END), COUNT(CASE WHEN slot > 0 AND (expires_us > {now} AND boot_id =
+      %(boot_id)s) THEN 1 END), COUNT(CASE WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR expires_us <=
+      {now} OR boot_id <> %(boot_id)s) THEN 1 END)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s;
+
+-- exclusive.STATE whole
+SELECT COUNT(CASE WHEN slot >= 0 THEN 1 END), COUNT(CASE WHEN slot >= 0 AND (expires_us > {now} AND boot_id =
+      %(boot_id)s) THEN 1 END), COUNT(CASE WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR expires_us <=
+      {now} OR boot_id <> %(boot_id)s) THEN 1 END)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s;
+
+-- exclusive.TAKE update
+UPDATE sqlsem_slot
+SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
+      %(lease_us)s, suspect_us = NULL, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s,
+      label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
+      %(channel)s, beacon = %(beacon)s
+WHERE semaphore_key = %(key)s AND slot = 0;
+
+-- exclusive.TAKE upgrade
+UPDATE sqlsem_slot
+SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
+      %(lease_us)s, suspect_us = NULL, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s,
+      label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
+      %(channel)s, beacon = %(beacon)s
+WHERE semaphore_key = %(key)s AND slot > 0;
+
+-- exclusive.TAKE whole
+UPDATE sqlsem_slot
+SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
+      %(lease_us)s, suspect_us = NULL, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s,
+      label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
+      %(channel)s, beacon = %(beacon)s
+WHERE semaphore_key = %(key)s AND slot >= 0;
+
+-- exclusive.WAITED_FOR ('update', False)
+SELECT COUNT(*)
+FROM sqlsem_waiter w
+WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      w.lock_mode <> '';
+
+-- exclusive.WAITED_FOR ('update', True)
+SELECT COUNT(*)
+FROM sqlsem_waiter w
+WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      w.lock_mode <> '' AND w.queued_us < COALESCE((SELECT a.queued_us
+  FROM sqlsem_waiter a
+  WHERE a.ticket = %(rank)s), {now});
+
+-- exclusive.WAITED_FOR ('whole', False)
+SELECT COUNT(*)
+FROM sqlsem_waiter w
+WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s;
+
+-- exclusive.WAITED_FOR ('whole', True)
+SELECT COUNT(*)
+FROM sqlsem_waiter w
+WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      w.queued_us < COALESCE((SELECT a.queued_us
+  FROM sqlsem_waiter a
+  WHERE a.ticket = %(rank)s), {now});
+
+-- fences.EXTEND
+UPDATE sqlsem_slot
+SET expires_us = {now} + lease_us
+WHERE id IN ({ids}) AND permit_id = %(permit_id)s;
+
+-- fences.LOOK
+SELECT id, token, permit_id, (expires_us > {now} AND boot_id = %(boot_id)s), fenced = token
+FROM sqlsem_slot
+WHERE id IN ({ids});
+
+-- fences.WRITER
+UPDATE sqlsem_slot
+SET permit_id = permit_id
+WHERE id IN ({ids}) AND permit_id = %(permit_id)s;
+
+-- free
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
+      WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
+WHERE id IN (%(row0)s) AND permit_id = %(permit_id)s;
+
+-- free two
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
+      WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
+WHERE id IN (%(row0)s, %(row1)s) AND permit_id = %(permit_id)s;
+
+-- free unwanted
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
+      WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
+WHERE id IN (%(row0)s) AND permit_id = %(permit_id)s AND NOT EXISTS (SELECT 1
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      w.lock_mode <> 'update');
+
+-- handoff.FREE
+SELECT s.id, s.slot, s.token
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.closed = %(no)s AND s.slot <= %(bound)s AND (s.expires_us IS NULL OR
+      s.expires_us <= {now} OR s.boot_id <> %(boot_id)s)
+ORDER BY s.slot;
+
+-- handoff.HEADS
+SELECT w.id, w.ticket, w.take, w.slots, w.lease_us, w.lock_mode, w.host, w.pid, w.thread, w.label, w.user_name,
+      w.process_id, w.boot_id, w.channel, w.beacon
+FROM sqlsem_waiter w
+WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s
+ORDER BY CASE WHEN w.lock_mode = 'upgrade' THEN 0 ELSE 1 END, w.queued_us, w.id;
+
+-- handoff.LEFT
+DELETE
+FROM sqlsem_waiter
+WHERE id = %(waiter)s;
+
+-- handoff.LOOK
+SELECT m.operator_slots, m.declared_slots, m.paused, m.shrinking, {now}, w.id, w.ticket, w.take, w.slots,
+      w.lease_us, w.lock_mode, w.host, w.pid, w.thread, w.label, w.user_name, w.process_id, w.boot_id, w.channel,
+      w.beacon
+FROM sqlsem_semaphore m
+LEFT JOIN sqlsem_waiter w ON w.semaphore_key = m.name_key AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND
+      w.away = %(no)s
+WHERE m.name_key = %(key)s
+ORDER BY w.queued_us, w.id;
+
+-- handoff.PASS
+UPDATE sqlsem_slot
+SET held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us +
+      ({now} - acquired_us - held_us) / 8 END, token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now},
+      expires_us = {now} + %(lasts_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE id = %(row0)s AND permit_id = %(released)s AND closed = %(no)s;
+
+-- handoff.TAKE
+UPDATE sqlsem_slot
+SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
+      %(lease_us)s, suspect_us = NULL, lock_mode = '', host = %(host)s, pid = %(pid)s, thread = %(thread)s, label =
+      %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
+      %(channel)s, beacon = %(beacon)s
+WHERE id = %(id)s AND (expires_us IS NULL OR expires_us <= {now} OR boot_id <> %(boot_id)s);
+
+-- look
+SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
+  FROM sqlsem_slot s
+  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN {now} - m.declared_us < 2000000 AND EXISTS
+      (SELECT 1
+  FROM sqlsem_slot f
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR f.expires_us
+      <= {now} OR f.boot_id <> %(boot_id)s)) THEN 1 ELSE 0 END
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s;
+
+-- look around 0
+SELECT (SELECT COUNT(*)
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      sqlsem_waiter.lock_mode <> 'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us =
+      sqlsem_waiter.queued_us AND w.id < sqlsem_waiter.id))), v.free_slots, v.expiry_us, v.strangers, CASE WHEN
+      (SELECT COUNT(*)
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      sqlsem_waiter.lock_mode <> 'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us =
+      sqlsem_waiter.queued_us AND w.id < sqlsem_waiter.id))) = 0 THEN NULL ELSE 0 END
+FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <>
+      %(boot_id)s) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN (s.expires_us > {now} AND s.boot_id =
+      %(boot_id)s) THEN s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN (s.expires_us > {now} AND s.boot_id =
+      %(boot_id)s) AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers
+  FROM sqlsem_slot s
+  WHERE s.semaphore_key = %(key)s) v, sqlsem_waiter
+WHERE sqlsem_waiter.ticket = %(permit_id)s;
+
+-- new semaphore
+INSERT INTO sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking, tokens)
+VALUES (%(key)s, %(name)s, %(kind)s, %(declared)s, {now}, %(no)s, %(no)s, %(tokens)s) ON CONFLICT DO NOTHING;
+
+-- new slot
+INSERT INTO sqlsem_slot (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, semaphore_key,
+      slot, closed, token, lease_us, held_us, lock_mode, revoked_by, stop_by)
+VALUES ('', 0, '', '', '', '', '', '', %(no)s, %(key)s, %(slot)s, %(closed)s, 0, 0, 0, '', '', '') ON CONFLICT DO
+      NOTHING;
+
+-- place
+INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
+      semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
+SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s,
+      %(beacon)s, %(permit_id)s, m.name_key, {now} - %(age_us)s, {now} + %(patience_us)s, %(take)s, %(slots)s,
+      %(lease_us)s, %(no)s, %(mode)s, %(waiting)s
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND COALESCE(m.operator_slots, %(slots)s, m.declared_slots) >=
+      %(take)s AND EXISTS (SELECT 1
+  FROM sqlsem_slot s
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, %(slots)s, m.declared_slots));
+
+-- place ranked
+INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
+      semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
+SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s,
+      %(beacon)s, %(permit_id)s, m.name_key, COALESCE((SELECT a.queued_us
+  FROM sqlsem_waiter a
+  WHERE a.ticket = %(rank)s), {now} - %(age_us)s), {now} + %(patience_us)s, %(take)s, %(slots)s, %(lease_us)s,
+      %(no)s, %(mode)s, %(waiting)s
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND COALESCE(m.operator_slots, %(slots)s, m.declared_slots) >=
+      %(take)s AND EXISTS (SELECT 1
+  FROM sqlsem_slot s
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, %(slots)s, m.declared_slots));
+
+-- queue.BACK
+DELETE
+FROM sqlsem_waiter
+WHERE ticket = %(rank)s;
+
+-- queue.BEFORE
+SELECT COUNT(*)
+FROM sqlsem_waiter w
+WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.ticket <> %(rank)s AND
+      w.queued_us < COALESCE((SELECT a.queued_us
+  FROM sqlsem_waiter a
+  WHERE a.ticket = %(rank)s), {now});
+
+-- queue.FIND
+SELECT 1
+FROM sqlsem_waiter
+WHERE ticket = %(rank)s;
+
+-- queue.GO_AWAY
+INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
+      semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
+VALUES (%(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, '', %(no)s, %(rank)s,
+      %(key)s, {now}, {now} + %(away_us)s, %(take)s, %(slots)s, %(lease_us)s, %(yes)s, %(mode)s, 1);
+
+-- queue.HAND_ON
+UPDATE sqlsem_waiter
+SET ticket = %(heir)s
+WHERE ticket = %(rank)s;
+
+-- queue.LEAVE
+DELETE
+FROM sqlsem_waiter
+WHERE ticket = %(permit_id)s;
+
+-- queue.MINE
+SELECT id, slot, token, expires_us - {now}
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s
+ORDER BY slot;
+
+-- queue.STAY
+UPDATE sqlsem_waiter
+SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE ticket = %(permit_id)s;
+
+-- queue.STILL_AWAY
+UPDATE sqlsem_waiter
+SET expires_us = {now} + %(away_us)s
+WHERE ticket = %(rank)s;
+
+-- queue.SWEEP
+DELETE
+FROM sqlsem_waiter
+WHERE semaphore_key = %(key)s AND (expires_us < {now} - %(patience_us)s * 4 OR boot_id <> %(boot_id)s);
+
+-- reading.HOLDERS
+SELECT host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, id, semaphore_key, slot, closed,
+      token, permit_id, acquired_us, expires_us, lease_us, held_us, suspect_us, session_id, session_us, lock_mode,
+      fenced, revoked_token, revoked_by, stop_token, stop_by
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
+ORDER BY slot;
+
+-- reading.SEMAPHORE
+SELECT name_key, name, kind, declared_slots, declared_us, other_slots, other_us, operator_slots, paused, shrinking,
+      tokens
+FROM sqlsem_semaphore
+WHERE name_key = %(key)s;
+
+-- reading.USUAL
+SELECT (SELECT AVG(held_us)
+  FROM sqlsem_slot
+  WHERE semaphore_key = %(key)s AND held_us > 0), (SELECT COUNT(*)
+  FROM sqlsem_waiter
+  WHERE semaphore_key = %(key)s AND (expires_us > {now} AND boot_id = %(boot_id)s) AND away = %(yes)s), (SELECT
+      SUM(take)
+  FROM sqlsem_waiter
+  WHERE semaphore_key = %(key)s AND NOT ((expires_us > {now} AND boot_id = %(boot_id)s)) AND away = %(yes)s);
+
+-- reading.WAITERS
+SELECT host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, id, ticket, semaphore_key,
+      queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting
+FROM sqlsem_waiter
+WHERE semaphore_key = %(key)s AND (expires_us > {now} AND boot_id = %(boot_id)s) AND away = %(no)s
+ORDER BY queued_us, id;
+
+-- renewal.EXTEND_AND_TELL
+UPDATE sqlsem_slot
+SET expires_us = {now} + lease_us, beacon = %(beacon)s, suspect_us = NULL
+WHERE id IN ({rows}) AND permit_id IN ({permits}) AND expires_us IS NOT NULL
+RETURNING id, permit_id, CASE WHEN stop_token = token THEN stop_by END;
+
+-- renewal.FATE
+SELECT id, permit_id, CASE WHEN stop_token = token THEN stop_by END, revoked_token, revoked_by
+FROM sqlsem_slot
+WHERE id IN ({rows});
+
+-- statements.COUNT_LIVE
+SELECT COUNT(CASE WHEN slot > 0 AND (expires_us > {now} AND boot_id = %(boot_id)s) THEN 1 END), COUNT(CASE WHEN slot
+      > %(bound)s AND (expires_us > {now} AND boot_id = %(boot_id)s) THEN 1 END), COUNT(CASE WHEN lock_mode =
+      'whole' AND NOT (expires_us IS NULL OR expires_us <= {now} OR boot_id <> %(boot_id)s) THEN 1 END)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
+
+-- statements.DISCARD
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
+      WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
+WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s;
+
+-- statements.LOCK
+SELECT operator_slots, declared_slots, paused, shrinking, {now}
+FROM sqlsem_semaphore
+WHERE name_key = %(key)s;
+
+-- stay and look around 0
+UPDATE sqlsem_waiter
+SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE ticket = %(permit_id)s;
+
+-- stay and look around 1
+SELECT (SELECT COUNT(*)
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      sqlsem_waiter.lock_mode <> 'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us =
+      sqlsem_waiter.queued_us AND w.id < sqlsem_waiter.id))), v.free_slots, v.expiry_us, v.strangers, CASE WHEN
+      (SELECT COUNT(*)
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      sqlsem_waiter.lock_mode <> 'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us =
+      sqlsem_waiter.queued_us AND w.id < sqlsem_waiter.id))) = 0 THEN NULL ELSE 0 END
+FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <>
+      %(boot_id)s) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN (s.expires_us > {now} AND s.boot_id =
+      %(boot_id)s) THEN s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN (s.expires_us > {now} AND s.boot_id =
+      %(boot_id)s) AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers
+  FROM sqlsem_slot s
+  WHERE s.semaphore_key = %(key)s) v, sqlsem_waiter
+WHERE sqlsem_waiter.ticket = %(permit_id)s;
+
+-- take barge
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, permit_id = %(permit_id)s, acquired_us
+      = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed =
+      %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR
+      s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      w.take = 0) ORDER BY s.slot LIMIT 1 )
+RETURNING id, slot, token, (SELECT declared_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s);
+
+-- take barge locked
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, permit_id = %(permit_id)s, acquired_us
+      = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND s.closed = %(no)s AND s.slot <=
+      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR s.expires_us <= {now} OR
+      s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      w.take = 0) ORDER BY s.slot LIMIT 1 )
+RETURNING id, slot, token, (SELECT declared_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s);
+
+-- take newcomer
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, permit_id = %(permit_id)s, acquired_us
+      = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed =
+      %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR
+      s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      w.lock_mode <> 'update') ORDER BY s.slot LIMIT 1 )
+RETURNING id, slot, token, (SELECT declared_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s);
+
+-- take newcomer locked
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, permit_id = %(permit_id)s, acquired_us
+      = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND s.closed = %(no)s AND s.slot <=
+      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR s.expires_us <= {now} OR
+      s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      w.lock_mode <> 'update') ORDER BY s.slot LIMIT 1 )
+RETURNING id, slot, token, (SELECT declared_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s);
+
+-- take ranked
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, permit_id = %(permit_id)s, acquired_us
+      = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed =
+      %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR
+      s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      w.lock_mode <> 'update' AND w.queued_us < COALESCE((SELECT a.queued_us
+    FROM sqlsem_waiter a
+    WHERE a.ticket = %(rank)s), {now})) ORDER BY s.slot LIMIT 1 )
+RETURNING id, slot, token, (SELECT declared_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s);
+
+-- take ranked locked
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, permit_id = %(permit_id)s, acquired_us
+      = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
+      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND s.closed = %(no)s AND s.slot <=
+      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR s.expires_us <= {now} OR
+      s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      w.lock_mode <> 'update' AND w.queued_us < COALESCE((SELECT a.queued_us
+    FROM sqlsem_waiter a
+    WHERE a.ticket = %(rank)s), {now})) ORDER BY s.slot LIMIT 1 )
+RETURNING id, slot, token, (SELECT declared_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s);
+
+-- tokens.FIND
+SELECT id, take, away, expires_us - {now}
+FROM sqlsem_waiter
+WHERE ticket = %(permit_id)s;
+
+-- tokens.HAND
+UPDATE sqlsem_waiter
+SET away = %(yes)s, expires_us = {now} + %(lasts_us)s
+WHERE id = %(waiter)s AND away = %(no)s;
+
+-- tokens.LEAVE
+DELETE
+FROM sqlsem_waiter
+WHERE ticket = %(permit_id)s AND away = %(no)s;
+
+-- tokens.LOCK
+SELECT kind, tokens, paused
+FROM sqlsem_semaphore
+WHERE name_key = %(key)s;
+
+-- tokens.LOOK_AROUND
+SELECT (SELECT COUNT(*)
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      sqlsem_waiter.lock_mode <> 'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us =
+      sqlsem_waiter.queued_us AND w.id < sqlsem_waiter.id))), (SELECT CASE WHEN m.paused = %(no)s THEN m.tokens ELSE
+      0 END
+  FROM sqlsem_semaphore m
+  WHERE m.name_key = %(key)s), (SELECT MIN(CASE WHEN (g.expires_us > {now} AND g.boot_id = %(boot_id)s) THEN
+      g.expires_us - {now} ELSE 0 END)
+  FROM sqlsem_waiter g
+  WHERE g.semaphore_key = %(key)s AND g.away = %(yes)s)
+FROM sqlsem_waiter
+WHERE ticket = %(permit_id)s AND away = %(no)s;
+
+-- tokens.OVERDUE
+SELECT id, take, away
+FROM sqlsem_waiter
+WHERE semaphore_key = %(key)s AND NOT ((expires_us > {now} AND boot_id = %(boot_id)s)) AND (away = %(yes)s OR
+      expires_us < {now} - %(patience_us)s * 4 OR boot_id <> %(boot_id)s);
+
+-- tokens.SAVE
+UPDATE sqlsem_semaphore
+SET tokens = %(tokens)s, declared_us = {now}
+WHERE name_key = %(key)s;
+
+-- tokens.STAND
+INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
+      semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
+VALUES (%(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s,
+      %(beacon)s, %(permit_id)s, %(key)s, {now} - %(age_us)s, {now} + %(lasts_us)s, %(take)s, NULL, %(lease_us)s,
+      %(away)s, '', %(waiting)s);
+
+-- tokens.STAY
+UPDATE sqlsem_waiter
+SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE ticket = %(permit_id)s AND away = %(no)s;
+
+-- tokens.TAKE
+DELETE
+FROM sqlsem_waiter
+WHERE ticket = %(permit_id)s AND away = %(yes)s;
