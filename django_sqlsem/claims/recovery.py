@@ -124,7 +124,7 @@ def give_back_abandoned(keeper: Keeper, column: StatusColumn) -> list[Any]:
     def look() -> set[tuple[int, int]]:
         if not keeper.backend.released_on_disconnect:
             keeper.own.run(lambda cursor: None)  # with the connection, the beacon is lit
-        bury(keeper.backend, keeper.own, resource, witness=keeper.presence.beacon)
+        bury(keeper.backend, keeper.own, resource, witness=keeper.reach.presence.beacon)
         return standing(keeper.backend, keeper.own, resource)
 
     held = standing(keeper.backend, keeper.own, resource) if keeper.backend.process_local else _ask(keeper, look)

@@ -239,12 +239,14 @@ class Look:
         return int(row["expires_us"])
 
 
-def read_waits(cursor: AnyCursor, dialect: Dialect, *, leases: bool, everything: bool = False) -> Look:
+def read_waits(
+    cursor: AnyCursor, dialect: Dialect, *, leases: bool, everything: bool = False, now: int | None = None
+) -> Look:
     """Read the waits, and what keeps them if they may be deadlocked, or in any case.
 
-    ``leases``: whether what is held runs out unless it is renewed.
+    ``leases``: whether what is held runs out unless it is renewed. ``now``: by the database's clock, if it was asked.
     """
-    found = Look(dialect.now(cursor))
+    found = Look(dialect.now(cursor) if now is None else now)
     for row in _select(cursor, dialect, "sqlsem_wait", _WAIT, "1 = 1", {}):
         if _lives(row, dialect, found.now):
             found.waits[row["wait_id"]] = row

@@ -73,7 +73,6 @@ SHARED_CLASSES = {
 }
 #: Names of public constants that two modules use for different values.
 SHARED_CONSTANTS = {
-    "ACTS",
     "AGAIN",
     "ANSWER_TIMEOUT",
     "AT_ONCE",
@@ -82,16 +81,13 @@ SHARED_CONSTANTS = {
     "CROWD",
     "DECLARE",
     "ERRORS",
-    "FEW",
     "GRANTED",
     "KEPT",
     "KIND",
-    "KINDS",
     "LEFT",
     "LOCK_PATIENCE",
     "LONGEST",
     "LOOK",
-    "LOOK_EVERY",
     "MANY",
     "MAX_TEXT",
     "NEW",
@@ -108,20 +104,17 @@ SHARED_CONSTANTS = {
     "TABLE",
     "TRIES",
     "TURN",
-    "WORDS",
 }
 #: Modules that import another of ours inside a function, and how often.
 LATE = {
-    "control.py": 1,
     "deadlocks/watch.py": 1,
-    "queries.py": 13,
 }
 #: Modules that ``manage.py locks list`` loads beyond ``django.setup()``, without those of the backend.
 MOST_FOR_LIST = 12
 #: Modules of the backend that it loads, as the first acquire of a process does.
 BACKEND_FOR_LIST = 15
 #: Places that catch what interrupts a thread.
-INTERRUPTIONS = 41
+INTERRUPTIONS = 24
 
 
 def classes() -> dict[str, list[tuple[str, ast.ClassDef]]]:
