@@ -27,7 +27,7 @@ LONG = {
 #: Modules besides ``__init__`` that one folder may have.
 MOST_MODULES = 15
 #: Modules in all, ``__init__`` and the root's included: a new one replaces another. This number may only fall.
-MODULES_IN_ALL = 190
+MODULES_IN_ALL = 188
 #: A module of fewer lines is a leaf that several others import.
 SHORT = 60
 #: Shorter modules that fewer than two import: what Django finds by name, the command's verbs, and what should go.
@@ -43,7 +43,7 @@ ALONE = {
     "models/fields.py",
 }
 #: Fields of ``Acquisition``, the one record of an acquisition.
-FIELDS_OF_THE_RECORD = 26
+FIELDS_OF_THE_RECORD = 27
 #: Classes that inherit from a class of ours that inherits from a class of ours.
 DEEP = {
     "ApplockBackend",
