@@ -62,7 +62,7 @@ _TAKE_AND_TELL: Final = f"""{_TAKE} WHERE id = (
   WHERE s.semaphore_key = %(key)s AND {_MET} AND s.closed = %(no)s AND s.slot <= {_LIMIT} AND {{s.free}}{{turn}}
   ORDER BY s.slot LIMIT 1 {{pick}}
 ) RETURNING id, slot, token, ({_DECLARED}){{unflushed}}"""
-#: Takes it where another statement has to tell; ``{one}`` says which one slot.
+#: Takes it where another statement has to tell; ``{by_id}`` or ``{lowest}`` says which.
 _TAKE_ONE: Final = (
     f"{_TAKE} WHERE {{by_id}}semaphore_key = %(key)s AND closed = %(no)s AND {{free}} AND slot <= (SELECT {_LIMIT}"
     f" FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND {_MET}){{turn}}{{lowest}}"
