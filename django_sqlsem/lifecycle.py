@@ -17,7 +17,7 @@ from django_sqlsem import backends
 from django_sqlsem.core import identity, testmode
 from django_sqlsem.database import bells, sessions, sqlite
 from django_sqlsem.deadlocks.lent_threads import LentThreads
-from django_sqlsem.deadlocks.watch import Watch
+from django_sqlsem.deadlocks.watch import DeadlockWatch
 from django_sqlsem.decorators import busy_log
 from django_sqlsem.history.chore import HistoryChore
 from django_sqlsem.locks import permit
@@ -39,7 +39,7 @@ def install() -> None:
         return
     _installed = True
     testmode.install()
-    for chore in (LentThreads, Watch, HistoryChore, busy_log.LogRest):
+    for chore in (LentThreads, DeadlockWatch, HistoryChore, busy_log.LogRest):
         chores.plug_in(chore)
     connection_created.connect(_guard_test_database, dispatch_uid="sqlsem_lifecycle")
     connection_created.connect(sqlite.remember, dispatch_uid="sqlsem_sqlite_files")

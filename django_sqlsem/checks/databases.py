@@ -11,7 +11,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from django_sqlsem.backends import database_for
-from django_sqlsem.database.databases import is_per_tenant
+from django_sqlsem.database.server import is_per_tenant
 
 if TYPE_CHECKING:
     from django.apps import AppConfig

@@ -17,7 +17,7 @@ from django_sqlsem.claims.recovery import give_back_abandoned
 from django_sqlsem.claims.rows import KIND, refuse_atomic, status_column
 from django_sqlsem.core.names import validate_slots
 from django_sqlsem.core.text import shown
-from django_sqlsem.database.databases import is_per_tenant
+from django_sqlsem.database.server import is_per_tenant
 from django_sqlsem.locks.semaphore import semaphore
 
 if TYPE_CHECKING:

@@ -11,16 +11,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from asgiref.sync import sync_to_async
-from django.db import Error as DatabaseError
 from django.db import connections
 from django.db.models import Model, QuerySet
 
-from django_sqlsem.claims.recovery import give_back_abandoned, is_due, standing
+from django_sqlsem.claims.recovery import give_back_abandoned, is_due
 from django_sqlsem.claims.rows import Ending, Outcome, Owner, let_go, refuse_atomic, take
 from django_sqlsem.core.durations import UNSET, Unset
 from django_sqlsem.core.text import shown
 from django_sqlsem.database import transactions
-from django_sqlsem.database.sessions import backend_error
+from django_sqlsem.database.errors import database_errors
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, PermitLostError, SemaphoreError
 
 if TYPE_CHECKING:
@@ -80,10 +79,8 @@ class ClaimBlock(Generic[M]):
         keeper = self._semaphore._keeper()
         if is_due(keeper, self._column.resource.key):
             give_back_abandoned(keeper, self._column)
-        try:
+        with database_errors(alias):
             return self._candidates.exists()
-        except DatabaseError as error:
-            raise backend_error(alias, error) from error
 
     def _acquire(self) -> Permit:
         for _nth in range(TRIES):
@@ -145,7 +142,7 @@ class ClaimBlock(Generic[M]):
         assert permit is not None  # noqa: S101
         permit.check()
         keeper = permit._acquisition.keeper
-        if (permit.slot, permit.token) not in standing(keeper.backend, keeper.session_here(), self._column.resource):
+        if (permit.slot, permit.token) not in keeper.backend.standing(keeper.session_here(), self._column.resource):
             keeper.renew_now(permit._acquisition)  # it finds out why
             raise PermitLostError(f"The permit of {permit.name!r} was lost: its slot was revoked or taken.")
 

@@ -1,16 +1,12 @@
-"""The short transactions of claims: a row's status and who has it are written together, and only if both are in order.
+"""The short transactions of claims: a row's status and its owner are written together, and only if both are in order.
 
-Each but the first begins with the ownership row: whoever deletes it, by its token, decides what becomes of the status.
-
-The status column of a model: which values it takes, and how they and the primary key are kept as text.
+Each but the first begins with the ownership row: who deletes it, by its token, decides what becomes of the status.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -25,9 +21,8 @@ from django.db.models import Field, Model, QuerySet
 from django_sqlsem.core.identity import current
 from django_sqlsem.core.names import MAX_NAME_LENGTH, Resource, resource_for
 from django_sqlsem.core.text import shown
-from django_sqlsem.database import limits, transactions
-from django_sqlsem.database.dialects import dialect_for
-from django_sqlsem.database.sessions import LOCKED_PATIENCE, backend_error
+from django_sqlsem.database import errors, transactions
+from django_sqlsem.database.dialects import DatabaseNow, dialect_for
 from django_sqlsem.models import ClaimRow
 
 if TYPE_CHECKING:
@@ -41,14 +36,9 @@ T = TypeVar("T")
 #: How often rows are looked for anew, because others took all that were found.
 TRIES: Final = 100
 _WRITE_FIRST: Final = "DELETE FROM sqlsem_claim WHERE id < 0"
-#: Of whoever had the row before its status was set by hand.
+# Not with the ORM: SQL Server would scan a small table, and wait for the rows of others.
 _FORGET: Final = "DELETE FROM sqlsem_claim WHERE semaphore_key = %(key)s AND object_pk = %(object_pk)s"
 _OWN: Final = f"{_FORGET} AND slot = %(slot)s AND token = %(token)s"
-_INSERT: Final = (
-    "INSERT INTO sqlsem_claim (semaphore_key, model, field_name, object_pk, from_status, status, slot, token,"
-    " claimed_us, boot_id, host, pid, thread, label) VALUES (%(key)s, %(model)s, %(field)s, %(object_pk)s,"
-    " %(from_status)s, %(status)s, %(slot)s, %(token)s, {now}, %(boot_id)s, %(host)s, %(pid)s, %(thread)s, %(label)s)"
-)
 
 
 class Outcome(Enum):
@@ -90,20 +80,23 @@ def in_short_transaction(alias: str, work: Callable[[AnyCursor], T]) -> T:
     connection = connections[alias]
     alone = not transactions.in_transaction(connection)
     reopen = alone and not connection.in_atomic_block
-    give_up = time.monotonic() + LOCKED_PATIENCE
-    while True:
+
+    def attempt() -> T:
+        nonlocal reopen
         try:
             with transaction.atomic(using=alias), connection.cursor() as cursor:
                 if dialect_for(connection).one_writer:
                     cursor.execute(_WRITE_FIRST)  # a transaction that has read first may be refused to write
                 return work(cursor)
         except DatabaseError as error:
-            if reopen and limits.is_disconnect(error):
-                reopen = False
-                connection.close()  # it was idle while the work went on, and has died unnoticed
-            elif not (alone and limits.is_transient(error) and time.monotonic() < give_up):
-                raise backend_error(alias, error) from error
-        time.sleep(random.uniform(0.001, 0.02))  # noqa: S311
+            if not (reopen and errors.is_disconnect(error)):
+                raise
+        reopen = False
+        connection.close()  # it was idle while the work went on, and has died unnoticed
+        return attempt()
+
+    with errors.database_errors(alias):
+        return errors.patiently(attempt, lambda error: alone and errors.is_transient(error))
 
 
 def take(
@@ -114,20 +107,17 @@ def take(
     dialect = dialect_for(connections[alias])
     at_once = dialect.one_writer or (dialect.limits_locks and _lockable(candidates))
     holder = current()
-    facts = {
-        "key": owner.key,
-        "slot": owner.slot,
-        "token": owner.token,
-        "model": column.model._meta.label,
-        "field": column.field.name,
-        "from_status": column.text(from_status),
-        "status": column.text(status),
-        "host": holder.host,
-        "pid": holder.pid,
-        "thread": holder.thread,
-        "label": holder.label,
-        "boot_id": dialect.boot_id,
-    }
+
+    def note(cursor: AnyCursor, row: Any) -> None:
+        object_pk = column.pk_text(row)
+        # Its status was set by hand while someone else had it.
+        dialect.execute(cursor, _FORGET, {"key": owner.key, "object_pk": object_pk})
+        claimed = ClaimRow(key=owner.key, slot=owner.slot, token=owner.token, object_pk=object_pk)
+        claimed.model, claimed.field = column.model._meta.label, column.field.name
+        claimed.from_status, claimed.status = column.text(from_status), column.text(status)
+        claimed.host, claimed.pid, claimed.thread, claimed.label = holder.host, holder.pid, holder.thread, holder.label
+        claimed.claimed_us, claimed.boot_id = DatabaseNow(), dialect.boot_id
+        ClaimRow._default_manager.using(alias).bulk_create([claimed])  # unlike save() it sends no signals
 
     def attempt(cursor: AnyCursor) -> tuple[list[Any], bool]:
         if at_once:
@@ -140,9 +130,7 @@ def take(
             if not mine.update(**{column.field.attname: status}):
                 continue
             column.set(row, status)
-            named = facts | {"object_pk": column.pk_text(row)}
-            dialect.execute(cursor, _FORGET, named)
-            dialect.execute(cursor, _INSERT, named)
+            note(cursor, row)
             taken.append(row)
         return taken, len(found) > len(taken)
 
@@ -178,10 +166,8 @@ def let_go(column: StatusColumn, alias: str, endings: Iterable[Ending]) -> dict[
 
 def owned(alias: str, key: str) -> list[ClaimRow]:
     """Return who has which rows, as far as the calling thread's connection can see."""
-    try:
+    with errors.database_errors(alias):
         return list(ClaimRow.objects.using(alias).filter(key=key))
-    except DatabaseError as error:
-        raise backend_error(alias, error) from error
 
 
 def _lockable(candidates: QuerySet[Any]) -> bool:

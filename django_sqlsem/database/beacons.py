@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from django.db import NotSupportedError, ProgrammingError
 
+from django_sqlsem.database.dialects import BEACON_CLASS, MySQL, PostgreSQL
 from django_sqlsem.database.server import several_writers
 
 if TYPE_CHECKING:
@@ -173,10 +174,6 @@ def _locked(path: str, flags: int, lock: int) -> Iterator[int | None]:
 
 logger = logging.getLogger("django_sqlsem")
 
-#: The first key of the advisory locks, "sqls" in ASCII, so that an operator knows them in pg_locks. The form with two
-#: keys has a space of its own, and most programs use the other. The second key is 32 bits of the process id: of two
-#: of our processes with the same one, the later has no beacon. Nobody is ever taken for dead by a collision.
-CLASS_ID: Final = 0x73716C73
 AT_ONCE: Final = 1000  # how many are asked about in one statement
 #: A former session of ours may still have the lock, and a prober for an instant: how often it is tried.
 TRIES: Final = 10
@@ -295,13 +292,7 @@ class SessionBeacon(Beacon):
 class PostgreSQLBeacon(SessionBeacon):
     """An advisory lock. Asking takes it for an instant, shared, so that those who ask never see each other."""
 
-    _KEYS: Final = f"{CLASS_ID}, ('x' || substr({{process_id}}, 1, 8))::bit(32)::int"
-    # A session's own lock never stands in its way, so it is told apart by a setting of the session.
-    dead_sql = (
-        "(CASE WHEN length({process_id}) <> 32 OR translate({process_id}, '0123456789abcdef', '') <> '' THEN FALSE"
-        " WHEN {process_id} = current_setting('sqlsem.beacon', TRUE) THEN FALSE"
-        f" WHEN pg_try_advisory_lock_shared({_KEYS}) THEN pg_advisory_unlock_shared({_KEYS}) ELSE FALSE END)"
-    )
+    dead_sql = PostgreSQL.dead
     alive_sql = f"(NOT {dead_sql})"
 
     def works(self, cursor: CursorWrapper) -> bool:
@@ -314,7 +305,7 @@ class PostgreSQLBeacon(SessionBeacon):
             "SELECT pg_backend_pid(), (SELECT min(pid) FROM pg_locks WHERE locktype = 'advisory' AND granted"
             " AND mode = 'ExclusiveLock' AND database = (SELECT oid FROM pg_database WHERE datname ="
             " current_database()) AND classid = %s AND objid = %s AND objsubid = 2)",
-            [CLASS_ID, lock_key(process_id) % 2**32],
+            [BEACON_CLASS, lock_key(process_id) % 2**32],
         )
         session, holder = cursor.fetchone()
         return session, holder
@@ -322,7 +313,7 @@ class PostgreSQLBeacon(SessionBeacon):
     def _take(self, cursor: CursorWrapper, process_id: str) -> None:
         cursor.execute(
             "SELECT CASE WHEN pg_try_advisory_lock(%s, %s) THEN set_config('sqlsem.beacon', %s, FALSE) END",
-            [CLASS_ID, lock_key(process_id), process_id],
+            [BEACON_CLASS, lock_key(process_id), process_id],
         )
 
     def _end(self, cursor: CursorWrapper, session: int) -> None:
@@ -337,10 +328,7 @@ class PostgreSQLBeacon(SessionBeacon):
 class MySQLBeacon(SessionBeacon):
     """A lock of ``GET_LOCK()``. Its names are the whole server's."""
 
-    dead_sql = (
-        "(CASE WHEN CHAR_LENGTH({process_id}) = 32 THEN IS_FREE_LOCK(CONCAT('sqlsem:', {process_id})) <=> 1"
-        " ELSE FALSE END)"
-    )
+    dead_sql = MySQL.dead
     alive_sql = f"(NOT {dead_sql})"
 
     def works(self, cursor: CursorWrapper) -> bool:

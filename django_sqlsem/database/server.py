@@ -1,5 +1,6 @@
-"""Which life of the database server it is: a server that was started or promoted knows of nobody's session.
+"""Which server and which database it is.
 
+The life of the server: one that was started or promoted knows of nobody's session, and nothing runs out for one lease.
 Whether two aliases lead to one database: by a pooler and past it, say, or under two names of its host.
 """
 
@@ -9,10 +10,13 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from django.apps import apps
+from django.conf import settings
 from django.db import Error as DatabaseError
 from django.db import connections
 
-from django_sqlsem.database.opening import open_connection
+from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.database.sessions import open_connection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,6 +108,44 @@ def _shown(cursor: CursorWrapper, kind: str, name: str) -> Any:
     return row[1] if row else None
 
 
+_SEEN: Final = "SELECT seen_us FROM sqlsem_server WHERE identity = %(identity)s"
+_NOTE: Final = "sqlsem_server (identity, seen_us) VALUES (%(identity)s, %(seen)s)"
+
+
+def note_server(connection: BaseDatabaseWrapper) -> None:
+    """Note, on a new connection, since when this life of the server is known, in microseconds of its own clock.
+
+    For one lease after that nothing has run out: see ``Dialect.free``. Raises what the database raises.
+    """
+    with connection.cursor() as cursor:
+        server = read(connection, cursor)
+        if server is None:
+            return
+        dialect = dialect_for(connection)
+        dialect.execute(cursor, _SEEN, {"identity": server.identity})
+        row = cursor.fetchone()
+        if row is None:
+            now = dialect.now(cursor)
+            # One that is new to a database with locks may have been promoted; the very first one has not.
+            cursor.execute("SELECT COUNT(*) FROM sqlsem_server")
+            seen = now if cursor.fetchone()[0] else server.started_us or now
+            dialect.insert_missing(cursor, _NOTE, {"identity": server.identity, "seen": seen})
+            dialect.execute(cursor, _SEEN, {"identity": server.identity})  # another connection may have been first
+            row = cursor.fetchone() or (seen,)
+        connection.sqlsem_since_us = int(row[0])  # type: ignore[attr-defined]
+        connection.sqlsem_since_of = connection.connection  # type: ignore[attr-defined]
+
+
+def server_since(connection: BaseDatabaseWrapper) -> int:
+    """Return the same of an ordinary connection, asking once after each connect."""
+    connection.ensure_connection()
+    if getattr(connection, "sqlsem_since_of", None) is not connection.connection:
+        connection.sqlsem_since_us = 0  # type: ignore[attr-defined]
+        note_server(connection)
+        connection.sqlsem_since_of = connection.connection  # type: ignore[attr-defined]
+    return int(getattr(connection, "sqlsem_since_us", 0))
+
+
 _WHERE: Final = ("ENGINE", "HOST", "PORT", "NAME")
 _VENDORS: Final = ("postgresql", "mysql")
 #: Pairs of addresses that were found to be one database's.
@@ -153,3 +195,15 @@ def _identify(connection: BaseDatabaseWrapper, permit_id: str, row_ids: Sequence
         cursor.execute(f"SELECT id, permit_id FROM sqlsem_slot WHERE id IN ({rows}) ORDER BY id")
         found = [tuple(row) for row in cursor.fetchall()]
     return (server, found) if server is not None and any(row[1] == permit_id for row in found) else None
+
+
+def is_per_tenant(connection: BaseDatabaseWrapper, app_label: str) -> bool:
+    """Whether an app has its tables in each tenant's schema, which the connection's search path decides on."""
+    if not hasattr(connection, "set_tenant"):
+        return False
+    app = apps.get_app_config(app_label)
+    names = {app.name, f"{type(app).__module__}.{type(app).__name__}"}
+    types: dict[str, Any] = getattr(settings, "TENANT_TYPES", {})
+    public = getattr(settings, "PUBLIC_SCHEMA_NAME", "public")
+    lists = [kind.get("APPS", ()) for name, kind in types.items() if name != public]
+    return any(names.intersection(each) for each in (getattr(settings, "TENANT_APPS", ()), *lists))

@@ -287,3 +287,17 @@ def _keep_alive(descriptor: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_AFTER)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_EVERY)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _ASK_TIMES)
+
+
+def descriptors(raw: Any) -> list[int]:
+    """Return the file descriptors of a driver connection's sockets; none for SQLite."""
+    if hasattr(raw, "pgconn"):  # psycopg 3
+        return [raw.pgconn.socket]
+    sock = getattr(raw, "_sock", None)  # PyMySQL
+    if sock is not None:
+        return [sock.fileno()]
+    fileno = getattr(raw, "fileno", None)  # psycopg2, mysqlclient, oracledb
+    try:
+        return [fileno()] if callable(fileno) else []
+    except Exception:  # noqa: BLE001 - a closed connection has none
+        return []

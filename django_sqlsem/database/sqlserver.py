@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from django_sqlsem.core.modes import RWLOCK, SHARED, UPDATE, WHOLE, WRITER
-from django_sqlsem.database.limits import FREETDS_GONE, is_transient
+from django_sqlsem.database.errors import FREETDS_GONE, is_transient
 from django_sqlsem.exceptions import BackendError, DeadlockError, SemaphoreError
 
 #: Begins whatever we lock that is neither a slot nor the name itself.

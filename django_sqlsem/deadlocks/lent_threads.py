@@ -29,7 +29,7 @@ ASK_AGAIN: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Knot:
+class ThreadKnot:
     """A wait in a thread, and the local holders of the same name that need this very thread."""
 
     acquisition: Acquisition
@@ -91,7 +91,7 @@ class LentThreads(Chore):
                 self._keeper.break_off(knot.acquisition, _error(knot))
 
 
-def _knots(acquisitions: Iterable[Acquisition]) -> list[Knot]:
+def _knots(acquisitions: Iterable[Acquisition]) -> list[ThreadKnot]:
     waiting: list[tuple[Acquisition, threading.Thread]] = []
     held: list[tuple[Acquisition, asyncio.Task[object]]] = []
     for acquisition in acquisitions:
@@ -114,7 +114,7 @@ def _knots(acquisitions: Iterable[Acquisition]) -> list[Knot]:
         for acquisition, thread in waiting
         if stuck
     ]
-    return [Knot(acquisition, thread, tuple(theirs)) for acquisition, thread, theirs in found if theirs]
+    return [ThreadKnot(acquisition, thread, tuple(theirs)) for acquisition, thread, theirs in found if theirs]
 
 
 def needed(task: asyncio.Task[object]) -> threading.Thread | None:
@@ -134,7 +134,7 @@ def needed(task: asyncio.Task[object]) -> threading.Thread | None:
     return None
 
 
-def _gets_nothing(knot: Knot, snapshot: SemaphoreSnapshot) -> bool:
+def _gets_nothing(knot: ThreadKnot, snapshot: SemaphoreSnapshot) -> bool:
     """Whether nobody but those who are stuck has what the wait could get."""
     request = knot.acquisition.request
     numbers = [number for holder in snapshot.holders if not holder.expired for number in holder.numbers]
@@ -148,7 +148,7 @@ def _gets_nothing(knot: Knot, snapshot: SemaphoreSnapshot) -> bool:
     return theirs.issuperset(numbers) and (bool(request.mode) or bound - len(numbers) < request.take)
 
 
-def _error(knot: Knot) -> DeadlockError:
+def _error(knot: ThreadKnot) -> DeadlockError:
     return DeadlockError(
         f"Waiting for {knot.acquisition.request.resource.name!r} was broken off, as it could not have ended: its "
         f"holder, the task {knot.stuck[0][1].get_name()!r}, needs the thread {knot.thread.name!r} by sync_to_async, in "

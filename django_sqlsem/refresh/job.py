@@ -15,10 +15,10 @@ from django.db import connections
 from django_sqlsem.backends import database_for, get_counting_backend
 from django_sqlsem.core.durations import duration
 from django_sqlsem.core.names import resource_for
-from django_sqlsem.database.sessions import OrdinarySession
+from django_sqlsem.database.sessions import CallerSession
 from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.refresh import rows
-from django_sqlsem.refresh.rows import State
+from django_sqlsem.refresh.rows import RefreshState
 from django_sqlsem.refresh.values import MISSING, Values
 from django_sqlsem.runtime.keepers import keeper_for
 
@@ -43,7 +43,7 @@ class BuildFailedError(SemaphoreError):
 class Found:
     """What a caller has found: the value, if there is one, and what its row says."""
 
-    state: State
+    state: RefreshState
     value: Any
     fresh: bool
     #: Whether a build has failed so lately that nobody tries again yet.
@@ -88,7 +88,7 @@ class Job:
 
     def look(self, *, again: bool = False) -> Found:
         """Return what there is; ``again``: as committed by now, whatever the caller's transaction sees."""
-        state = self._read(self._own if again else OrdinarySession(connections[self.alias]))
+        state = self._read(self._own if again else CallerSession(connections[self.alias]))
         value = self._value(state)
         if value is MISSING and state.token:
             # The next builder may have replaced it in between; else the cache has lost it.
@@ -116,13 +116,13 @@ class Job:
     def _own(self) -> Session:
         return rows.own_session(self.keeper)
 
-    def _read(self, session: Session) -> State:
+    def _read(self, session: Session) -> RefreshState:
         return rows.read(session, self.resource)
 
-    def _value(self, state: State) -> Any:
+    def _value(self, state: RefreshState) -> Any:
         return self.values.get(self.resource, state.token) if state.token else MISSING
 
-    def _found(self, state: State, value: Any) -> Found:
+    def _found(self, state: RefreshState, value: Any) -> Found:
         young = state.age is not None and -_JITTER < state.age < self.period
         fresh = value is not MISSING and young and state.built_for == state.invalidations
         rests = self.retry_after is not None and state.failed is not None and 0 <= state.failed < self.retry_after

@@ -17,7 +17,7 @@ from django.db.models import Model, QuerySet
 
 from django_sqlsem.core import testmode
 from django_sqlsem.core.text import shown
-from django_sqlsem.database.sessions import OrdinarySession
+from django_sqlsem.database.sessions import CallerSession
 from django_sqlsem.exceptions import SemaphoreError
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class FieldValues:
         """Stamp and write in one transaction, or in the caller's. Raises ``SemaphoreError`` unless there is one row."""
         rows = self._rows()
         with transaction.atomic(using=rows.db):
-            if not stamp(OrdinarySession(connections[rows.db])):
+            if not stamp(CallerSession(connections[rows.db])):
                 return False
             written = rows.update(**{self.field: value})
             if written != 1:

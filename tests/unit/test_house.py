@@ -43,11 +43,8 @@ DEEP = {
 }
 #: Class names that two modules use.
 SHARED_CLASSES = {
-    "Knot",
     "Mark",
     "Outcome",
-    "State",
-    "Watch",
     "_Attempt",
 }
 #: Names of public constants that two modules use for different values.
@@ -102,7 +99,6 @@ SHARED_CONSTANTS = {
 LATE = {
     "apps.py": 1,
     "control.py": 1,
-    "deadlocks/watch.py": 1,
     "queries.py": 13,
 }
 #: Places that catch what interrupts a thread.

@@ -20,11 +20,13 @@ from django_sqlsem.backends.base import (
 from django_sqlsem.backends.rows import fences, handoff, statements, tokens
 from django_sqlsem.backends.rows import queue as rows_queue
 from django_sqlsem.backends.rows.acquire import RowsClaims, claim_parameters, fetch
+from django_sqlsem.backends.rows.beacons import take_from_the_dead
 from django_sqlsem.backends.rows.reading import read_snapshot
 from django_sqlsem.backends.rows.renewal import fate, renew
 from django_sqlsem.core.identity import process_id
 from django_sqlsem.core.modes import RWLOCK, UPDATE, UPGRADE, WHOLE
-from django_sqlsem.database.dialects import Dialect, dialect_for, note_server
+from django_sqlsem.database.dialects import Dialect, dialect_for
+from django_sqlsem.database.server import note_server
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -241,6 +243,30 @@ class RowsBackend(RowsClaims):
     def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
         """Read one name in three statements on our own connection, whatever the caller's transaction is up to."""
         return read_snapshot(session, dialect_for(session.connection), resource)
+
+    def free_dead(self, session: Session, resource: Resource, *, witness: bool) -> None:
+        """Let the slots of the dead run out, and free what has run out: else a holder that slept could renew it."""
+        dialect = dialect_for(session.connection)
+        parameters = {"key": resource.key, "process_id": process_id()}
+        if witness:
+            take_from_the_dead(session, dialect, parameters)
+
+        def free(cursor: AnyCursor) -> int:
+            dialect.execute(cursor, statements.FREE_DEAD + dialect.free_sql(), parameters)
+            return cursor.rowcount
+
+        if session.run(free) > 0:
+            self.hand_out(session, resource)
+
+    def standing(self, session: Session, resource: Resource) -> set[tuple[int, int]]:
+        """Read the rows that are taken."""
+        dialect = dialect_for(session.connection)
+
+        def read(cursor: AnyCursor) -> set[tuple[int, int]]:
+            dialect.execute(cursor, statements.STANDING, {"key": resource.key})
+            return {(slot, token) for slot, token in cursor.fetchall()}
+
+        return session.run(read)
 
     def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool:
         """Lock, in the caller's transaction, what whoever takes the slots has to lock."""

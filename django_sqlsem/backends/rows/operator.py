@@ -32,9 +32,10 @@ from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.core.modes import WHOLE, WRITER
 from django_sqlsem.core.names import MAX_SLOTS, ONE_SLOT, key_of, resource_for, validate_slots
 from django_sqlsem.database import bells
-from django_sqlsem.database.dialects import dialect_for, server_since
+from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.errors import database_errors, repeated
-from django_sqlsem.database.sessions import OrdinarySession
+from django_sqlsem.database.server import server_since
+from django_sqlsem.database.sessions import CallerSession
 from django_sqlsem.exceptions import BackendError, fenced
 from django_sqlsem.models import FenceRow, SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSnapshot
@@ -294,7 +295,7 @@ class RowsOperator(RowsSurvey):
     @repeated
     def _serve(self, key: str) -> None:
         connection = connections[self.alias]
-        session, dialect = OrdinarySession(connection), dialect_for(connection)
+        session, dialect = CallerSession(connection), dialect_for(connection)
         counted = self._rows(SemaphoreRow).filter(key=key, kind=TOKENS).first()
         if counted is not None:
             resource = resource_for(counted.name, TOKENS)

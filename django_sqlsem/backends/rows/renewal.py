@@ -17,7 +17,7 @@ from django_sqlsem.backends.base import Acquired, Renewal
 from django_sqlsem.backends.rows import statements
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.database.dialects import Dialect
-from django_sqlsem.database.limits import is_missing_column
+from django_sqlsem.database.errors import is_missing_column
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:

@@ -199,6 +199,13 @@ def release(dialect: Dialect, rows: int, unwanted: bool) -> str:
     return f"{text} RETURNING id{dialect.unflushed}" if dialect.unflushed else text
 
 
+#: The slots that are held, dead holders' too.
+STANDING: Final = "SELECT slot, token FROM sqlsem_slot WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL"
+#: Frees for good what the condition that follows it says.
+FREE_DEAD: Final = (
+    "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL, suspect_us = NULL"
+    " WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL AND "
+)
 DISCARD: Final = f"{_FREE} WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s"
 
 #: By whom a slot's holder was asked to stop; NULL if it was not, or another one was.

@@ -20,7 +20,7 @@ from django_sqlsem.checks import sqlserver
 from django_sqlsem.checks.doctor import servers, trials
 from django_sqlsem.checks.doctor.findings import Finding, Level, Patient, error, note, ok
 from django_sqlsem.checks.sqlserver import keeps_applocks, named
-from django_sqlsem.database.opening import open_connection
+from django_sqlsem.database.sessions import open_connection
 from django_sqlsem.exceptions import BackendError
 
 _LEVELS: Final = (

@@ -15,8 +15,7 @@ from django.db import transaction
 from django.db.transaction import TransactionManagementError
 
 from django_sqlsem.core import testmode
-from django_sqlsem.database.limits import is_deadlock_of_sql_server, sqlstate
-from django_sqlsem.database.sessions import backend_error
+from django_sqlsem.database.errors import backend_error, is_deadlock_of_sql_server, sqlstate
 from django_sqlsem.exceptions import BackendError, DeadlockError
 from django_sqlsem.locks.transaction import rows
 

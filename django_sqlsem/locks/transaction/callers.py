@@ -23,8 +23,7 @@ from django.utils.asyncio import async_unsafe
 from django_sqlsem import conf
 from django_sqlsem.core.durations import Unset, to_seconds
 from django_sqlsem.core.text import shown
-from django_sqlsem.database.errors import database_errors
-from django_sqlsem.database.sessions import backend_error
+from django_sqlsem.database.errors import backend_error, database_errors
 from django_sqlsem.database.transactions import open_transactions
 from django_sqlsem.exceptions import AcquireTimeoutError
 from django_sqlsem.locks.transaction.base import TransactionLocking, Wanted

@@ -25,9 +25,10 @@ from django_sqlsem.backends.rows import (
 from django_sqlsem.backends.rows import (
     queue as rows_queue,
 )
-from django_sqlsem.claims import recovery, rows
+from django_sqlsem.claims import rows
 from django_sqlsem.core.modes import UPDATE, UPGRADE, WHOLE
 from django_sqlsem.database.dialects import Dialect, _dialect
+from django_sqlsem.deadlocks import reading as deadlocks_reading
 from django_sqlsem.deadlocks import watch
 from django_sqlsem.models import (
     ClaimRow,
@@ -105,7 +106,7 @@ def row_statements() -> dict[str, str]:
         "claimed forget": rows._FORGET,
         "tokens take": tokens._TAKE,
         "left": handoff.LEFT,
-        "standing": recovery._STANDING,
+        "standing": statements.STANDING,
         "away": rows_queue._STILL_AWAY,
         "sweep": rows_queue.SWEEP.replace("{boot}", ""),
         "usual": reading._USUAL.replace("{live}", dialect.live_sql()),
@@ -133,7 +134,7 @@ def statements_about_waits() -> dict[str, str]:
     cursor: Any = Noting()
     watch.refresh(cursor, dialect, ["a"], 1)
     watch.delete(cursor, dialect, ["a", "b"])
-    watch._look_at(cursor, dialect, watch.Look(1), ["a"], leases=False)
+    deadlocks_reading._look_at(cursor, dialect, deadlocks_reading.Look(1), ["a"], leases=False)
     return {f"waits {nth}": re.sub(r"\s+", " ", text) for nth, text in enumerate(cursor.texts)}
 
 
