@@ -1,10 +1,8 @@
-"""The handle of claimed rows. All state of a claim lives here: it is made by ``claim()``, for one block.
-
-What one block of a claim does: it looks, takes rows under a permit, and lets go of them under the same permit.
-"""
+"""The handle of claimed rows, for one block: it takes rows under a permit, and lets go of them under the same one."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -110,10 +108,15 @@ class ClaimBlock(Generic[M]):
         permit, self.permit = self.permit, None
         return permit
 
-    def _abandon(self) -> None:
-        """Something struck: have the permit given back. Whoever comes next finds the rows without a worker."""
-        if self.permit is not None:
-            self.permit._abandon()
+    @contextlib.contextmanager
+    def _or_abandoned(self) -> Iterator[None]:
+        """Have the permit given back if what is done here is interrupted: the next worker then mends the rows."""
+        try:
+            yield
+        except BaseException:
+            if self.permit is not None:
+                self.permit._abandon()
+            raise
 
     def _take(self) -> bool:
         self._rows = take(
@@ -284,25 +287,17 @@ class Claim(ClaimBlock[M]):
     def __enter__(self) -> Claim[M]:
         if self._look():
             self._keep(self._acquire())
-            try:
-                if self._take():
-                    return self
-                self._forget()._close()
-            except BaseException:
-                self._abandon()
-                raise
+            with self._or_abandoned():
+                if not self._take():
+                    self._forget()._close()
         return self
 
     async def __aenter__(self) -> Claim[M]:
         if await sync_to_async(self._look)():
             self._keep(await self._aacquire())
-            try:
-                if await sync_to_async(self._take)():
-                    return self
-                await self._forget()._aclose()
-            except BaseException:
-                self._abandon()
-                raise
+            with self._or_abandoned():
+                if not await sync_to_async(self._take)():
+                    await self._forget()._aclose()
         return self
 
     def __exit__(
@@ -311,14 +306,11 @@ class Claim(ClaimBlock[M]):
         self._state = OVER
         if self.permit is None or self.permit._acquisition.foreign:  # in a forked child the rows are the parent's
             return
-        try:
+        with self._or_abandoned():
             try:
                 self._end(exc)
             finally:
                 self.permit._close()
-        except BaseException:
-            self._abandon()
-            raise
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -326,14 +318,11 @@ class Claim(ClaimBlock[M]):
         self._state = OVER
         if self.permit is None or self.permit._acquisition.foreign:  # in a forked child the rows are the parent's
             return
-        try:
+        with self._or_abandoned():
             try:
                 await sync_to_async(self._end)(exc)
             finally:
                 await self.permit._aclose()
-        except BaseException:
-            self._abandon()
-            raise
 
     def _key(self, row: M) -> str:
         if not isinstance(row, self._column.model):

@@ -57,7 +57,7 @@ class LockFile:
         self._file: int | None = None
         try:
             self._create(os.stat(database).st_mode)
-        except BaseException:
+        except OSError:
             self.close()
             raise
 

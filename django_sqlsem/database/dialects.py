@@ -198,8 +198,8 @@ class Dialect:
             return False
         return self.insert_ignore is None or cursor.rowcount > 0
 
-    def clock(self) -> tuple[str, list[Any]]:
-        """Return the clock as an expression of the ORM's, and its parameters."""
+    def clock(self, *, unix: bool) -> tuple[str, list[Any]]:
+        """Return the clock as an expression of the ORM's, and its parameters; ``unix``: the one that tokens follow."""
         return self.now_sql, []
 
     def now(self, cursor: AnyCursor) -> int:
@@ -363,9 +363,9 @@ class SQLite(Dialect):
         """Return the wall clock: the boot clock starts anew."""
         return time.time_ns() // 1000
 
-    def clock(self) -> tuple[str, list[Any]]:
-        """Return the host's boot clock as a parameter."""
-        return "%s", [clocks.host_now_us()]
+    def clock(self, *, unix: bool) -> tuple[str, list[Any]]:
+        """Return the host's clock as a parameter."""
+        return "%s", [time.time_ns() // 1000 if unix else clocks.host_now_us()]
 
     def now(self, cursor: AnyCursor) -> int:
         """Return the host's boot clock, in microseconds."""
@@ -547,13 +547,13 @@ def dialect_for(connection: BaseDatabaseWrapper | type[BaseDatabaseWrapper]) -> 
 
 
 class DatabaseNow(Func):
-    """The database's clock in whole microseconds, for the ORM."""
+    """The database's clock in whole microseconds, for the ORM; ``unix=True``: the one that tokens follow."""
 
     output_field = BigIntegerField()
 
     def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, *args: Any, **context: Any) -> Any:
         """Return what the dialect has for it."""
-        return dialect_for(connection).clock()
+        return dialect_for(connection).clock(unix=self.extra.get("unix", False))
 
 
 def limit_logins(options: dict[str, Any]) -> None:

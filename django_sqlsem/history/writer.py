@@ -22,7 +22,7 @@ from django_sqlsem.database.sessions import OwnSession, briefly, passes
 from django_sqlsem.history import recorder as history_recorder
 from django_sqlsem.history import sqlserver
 from django_sqlsem.history.events import PASSING
-from django_sqlsem.history.recorder import MINUTE_US, Entry, Recorder, Tallies, Tally, told
+from django_sqlsem.history.recorder import MINUTE_US, Entry, Recorder, Tallies, Tally
 from django_sqlsem.models import EventRow, MinuteRow
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def event_row(at_us: int, entry: Entry, settings: Config) -> EventRow | None:
         label=who.label,
         user=who.user,
         by=printable(entry.by, 150),
-        detail=printable(told(entry), 500),
+        detail=printable(entry.told(), 500),
     )
 
 

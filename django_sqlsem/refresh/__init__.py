@@ -146,7 +146,7 @@ class Refresh:
         began = boot_now()
         try:
             value = self.build(*args, **kwargs)
-        except BaseException:
+        except Exception:
             with contextlib.suppress(BackendError):  # what the build raised says more
                 job.note_failure(permit)
             raise
@@ -165,7 +165,7 @@ class Refresh:
                 value = await self.build(*args, **kwargs)
             else:
                 value = await sync_to_async(self.build)(*args, **kwargs)
-        except BaseException:
+        except Exception:
             with contextlib.suppress(BackendError):
                 await job.here(job.note_failure, permit)
             raise

@@ -559,7 +559,7 @@ def test_a_busy_name_does_not_drown_a_quiet_one() -> None:
     def note(name: str) -> None:
         resource = resource_for(name, "semaphore")
         claim = Request(resource, "0" * 32, 1, 1, 60.0, True, current())
-        noted.granted(claim, Grant((1,), (5,), (1,)), now, 0.0)
+        noted.note("granted", claim, Grant((1,), (5,), (1,)), at=now, waited=0.0)
 
     for _ in range(1000):
         note("busy")
