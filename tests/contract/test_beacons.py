@@ -463,12 +463,14 @@ def test_connections_that_note_a_server_together_agree_since_when_it_is_known(se
     with contextlib.ExitStack() as stack:
         first, second = (stack.enter_context(contextlib.closing(connections[server].copy())) for _ in range(2))
 
-        def dialect(connection):
-            if connection is second:
-                database_server.note_server(first)
-            return dialect_for(connection)
+        real = type(dialect_for(second)).now
 
-        monkeypatch.setattr(dialects, "dialect_for", dialect)
+        def now(dialect, cursor):
+            if cursor.db is second:
+                database_server.note_server(first)
+            return real(dialect, cursor)
+
+        monkeypatch.setattr(type(dialect_for(second)), "now", now)
         database_server.note_server(second)
         assert first.sqlsem_since_us == second.sqlsem_since_us == incarnation_of(server).started_us
     assert databases.query(server, "SELECT COUNT(*) FROM sqlsem_server") == [(1,)]
