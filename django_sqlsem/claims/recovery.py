@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.core.exceptions import ValidationError
 
-from django_sqlsem.claims.rows import Ending, Outcome, Owner, let_go, owned
+from django_sqlsem.claims.rows import Outcome, let_go, owned
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.exceptions import BackendError
 
@@ -53,15 +53,14 @@ def give_back_abandoned(keeper: Keeper, column: StatusColumn) -> list[Any]:
     _looked[alias, resource.key] = boot_now() + min(SELDOM, LOOK_EVERY * max(1.0, workers / MANY))
 
     held = _standing(keeper, resource)
-    found = [(row, _ending(column, row)) for row in rows if (row.slot, row.token) not in held]
-    gone = [(row, ending) for row, ending in found if ending is not None]
-    outcomes = let_go(column, alias, [ending for _row, ending in gone])
+    gone = {row.object_pk: row for row in rows if (row.slot, row.token) not in held and _is_readable(column, row)}
+    outcomes = let_go(column, alias, [(row, column.value_from(row.from_status)) for row in gone.values()])
     back = []
-    for row, ending in gone:
-        outcome = outcomes[ending.object_pk]
+    for object_pk, outcome in outcomes.items():
+        row = gone[object_pk]
         who = f"{row.host} pid {row.pid} {row.label}".strip()
         if outcome is Outcome.WRITTEN:
-            back.append(ending.pk)
+            back.append(column.pk_from(object_pk))
             extra = _fields(resource.name, "claim_returned", row)
             logger.warning("%s was given back: its worker (%s) is gone.", row, who, extra=extra)
         elif outcome is Outcome.CHANGED:
@@ -88,15 +87,14 @@ def _standing(keeper: Keeper, resource: Resource) -> set[tuple[int, int]]:
         raise BackendError(f"The database {keeper.alias!r} did not answer within {PATIENCE:g} s.") from error
 
 
-def _ending(column: StatusColumn, row: ClaimRow) -> Ending | None:
+def _is_readable(column: StatusColumn, row: ClaimRow) -> bool:
     try:
-        pk, before = column.pk_from(row.object_pk), column.value_from(row.from_status)
-        meanwhile = column.value_from(row.status)
+        column.pk_from(row.object_pk), column.value_from(row.from_status), column.value_from(row.status)
     except (ValidationError, ValueError) as error:
         extra = _fields(column.resource.name, "claim_left", row)
         logger.error("%s can't be given back, as its model has changed: %s", row, error, extra=extra)
-        return None
-    return Ending(Owner(row.key, row.slot, row.token), row.object_pk, pk, meanwhile, before)
+        return False
+    return True
 
 
 def _fields(name: str, what: str, row: ClaimRow) -> dict[str, Any]:

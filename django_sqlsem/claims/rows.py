@@ -51,26 +51,6 @@ class Outcome(Enum):
     NOT_OURS = "not ours"
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The permit by which rows are owned."""
-
-    key: str
-    slot: int
-    token: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """One row to let go of: as whose, and what status it gets if it still has the one that the claim gave it."""
-
-    owner: Owner
-    object_pk: str
-    pk: Any
-    status: Any
-    then: Any
-
-
 def in_short_transaction(alias: str, work: Callable[[AnyCursor], T]) -> T:
     """Call ``work`` in a transaction of the calling thread's connection, again if it lost a deadlock
     or the connection had died.
@@ -100,26 +80,17 @@ def in_short_transaction(alias: str, work: Callable[[AnyCursor], T]) -> T:
 
 
 def take(
-    candidates: QuerySet[Any], column: StatusColumn, owner: Owner, *, n: int, from_status: Any, status: Any
-) -> list[Any]:
-    """Take up to ``n`` of the candidates, in their order: set their status, and note their owner. Returns them."""
+    candidates: QuerySet[Any], column: StatusColumn, slot: int, token: int, *, n: int, from_status: Any, status: Any
+) -> list[tuple[Any, ClaimRow]]:
+    """Take up to ``n`` of the candidates, in their order: set their status, and note whose permit they belong to.
+
+    Returns them with what was noted.
+    """
     alias = candidates.db
     dialect = dialect_for(connections[alias])
     at_once = dialect.one_writer or (dialect.limits_locks and _lockable(candidates))
-    holder = current()
 
-    def note(cursor: AnyCursor, row: Any) -> None:
-        object_pk = column.pk_text(row)
-        # Its status was set by hand while someone else had it.
-        dialect.execute(cursor, _FORGET, {"key": owner.key, "object_pk": object_pk})
-        claimed = ClaimRow(key=owner.key, slot=owner.slot, token=owner.token, object_pk=object_pk)
-        claimed.model, claimed.field = column.model._meta.label, column.field.name
-        claimed.from_status, claimed.status = column.text(from_status), column.text(status)
-        claimed.host, claimed.pid, claimed.thread, claimed.label = holder.host, holder.pid, holder.thread, holder.label
-        claimed.claimed_us, claimed.boot_id = DatabaseNow(), dialect.boot_id
-        ClaimRow._default_manager.using(alias).bulk_create([claimed])  # unlike save() it sends no signals
-
-    def attempt(cursor: AnyCursor) -> tuple[list[Any], bool]:
+    def attempt(cursor: AnyCursor) -> tuple[list[tuple[Any, ClaimRow]], bool]:
         if at_once:
             found = _distinct(_locking(candidates)[:n], column)
         else:
@@ -127,11 +98,14 @@ def take(
         taken = []
         for row in found:
             mine = column.rows(alias).filter(pk=column.pk_of(row), **{column.field.attname: from_status})
-            if not mine.update(**{column.field.attname: status}):
-                continue
-            column.set(row, status)
-            note(cursor, row)
-            taken.append(row)
+            if mine.update(**{column.field.attname: status}):
+                claimed = column.claim_of(row, from_status, status)
+                claimed.slot, claimed.token, claimed.boot_id = slot, token, dialect.boot_id
+                # Of who had the row before its status was set by hand.
+                dialect.execute(cursor, _FORGET, {"key": claimed.key, "object_pk": claimed.object_pk})
+                ClaimRow._default_manager.using(alias).bulk_create([claimed])  # unlike save() it sends no signals
+                column.set(row, status)
+                taken.append((row, claimed))
         return taken, len(found) > len(taken)
 
     missed: set[Any] = set()
@@ -142,23 +116,26 @@ def take(
     return taken
 
 
-def let_go(column: StatusColumn, alias: str, endings: Iterable[Ending]) -> dict[str, Outcome]:
-    """End the ownership of rows, each with its next status, in one short transaction. Returns outcomes by key."""
-    ordered = sorted(endings, key=lambda ending: ending.object_pk)
+def let_go(column: StatusColumn, alias: str, endings: Iterable[tuple[ClaimRow, Any]]) -> dict[str, Outcome]:
+    """End the ownership of rows, each with the status that it gets if it still has the one that the claim gave it.
+
+    All in one short transaction. Returns the outcomes by the text of the primary key.
+    """
+    ordered = sorted(endings, key=lambda ending: ending[0].object_pk)
     dialect = dialect_for(connections[alias])
 
     def end(cursor: AnyCursor) -> dict[str, Outcome]:
         outcomes = {}
-        for ending in ordered:
-            owner = ending.owner
-            named = {"key": owner.key, "object_pk": ending.object_pk, "slot": owner.slot, "token": owner.token}
+        for claimed, then in ordered:
+            named = {name: getattr(claimed, name) for name in ("key", "object_pk", "slot", "token")}
             dialect.execute(cursor, _OWN, named)
             if cursor.rowcount <= 0:
-                outcomes[ending.object_pk] = Outcome.NOT_OURS
+                outcomes[claimed.object_pk] = Outcome.NOT_OURS
                 continue
-            row = column.rows(alias).filter(pk=ending.pk, **{column.field.attname: ending.status})
-            written = row.update(**{column.field.attname: ending.then})
-            outcomes[ending.object_pk] = Outcome.WRITTEN if written else Outcome.CHANGED
+            status, pk = column.value_from(claimed.status), column.pk_from(claimed.object_pk)
+            row = column.rows(alias).filter(pk=pk, **{column.field.attname: status})
+            written = row.update(**{column.field.attname: then})
+            outcomes[claimed.object_pk] = Outcome.WRITTEN if written else Outcome.CHANGED
         return outcomes
 
     return in_short_transaction(alias, end) if ordered else {}
@@ -258,6 +235,23 @@ class StatusColumn:
     def set(self, row: Model, value: Any) -> None:
         """Set the status of an instance, in memory only."""
         setattr(row, self.field.attname, value)
+
+    def claim_of(self, row: Model, from_status: Any, status: Any) -> ClaimRow:
+        """Return what is noted of a row that is taken by this thread or task."""
+        who = current()
+        return ClaimRow(
+            key=self.resource.key,
+            model=self.model._meta.label,
+            field=self.field.name,
+            object_pk=self.pk_text(row),
+            from_status=self.text(from_status),
+            status=self.text(status),
+            claimed_us=DatabaseNow(),
+            host=who.host,
+            pid=who.pid,
+            thread=who.thread,
+            label=who.label,
+        )
 
     def pk_of(self, row: Model) -> Any:
         """Return the primary key, in the table that has the column, of an instance of its model or of a child's."""
