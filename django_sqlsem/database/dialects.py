@@ -347,11 +347,9 @@ class SQLite(Dialect):
 
     @property
     def boot_id(self) -> str:
-        """This boot of this host."""
         return clocks.boot_id()
 
     def parameters(self) -> dict[str, Any]:
-        """Return the boot clock and the boot's name."""
         return {
             "no": False,
             "now": clocks.host_now_us(),
@@ -364,11 +362,9 @@ class SQLite(Dialect):
         return time.time_ns() // 1000
 
     def clock(self, *, unix: bool) -> tuple[str, list[Any]]:
-        """Return the host's clock as a parameter."""
         return "%s", [time.time_ns() // 1000 if unix else clocks.host_now_us()]
 
     def now(self, cursor: AnyCursor) -> int:
-        """Return the host's boot clock, in microseconds."""
         return clocks.host_now_us()
 
     def adapt(self, options: dict[str, Any]) -> None:
@@ -406,7 +402,6 @@ class MySQL(Dialect):
     insert_ignore = ("INSERT IGNORE INTO", "")
 
     def adapt(self, options: dict[str, Any]) -> None:
-        """Notice a server that does not answer."""
         for name, value in _MYSQL.items():
             options.setdefault(name, value)
         options["isolation_level"] = "read committed"
@@ -473,7 +468,6 @@ class SQLServer(Dialect):
         cursor.execute(statement, [values[name] for name in names] or None)
 
     def adapt(self, options: dict[str, Any]) -> None:
-        """Have logins and answers end."""
         options["isolation_level"] = "READ COMMITTED"
         limit_logins(options)
         options["query_timeout"] = answer_limit(options, ANSWER_TIMEOUT)
@@ -521,7 +515,6 @@ class SQLServer(Dialect):
             del own.create_cursor
 
     def shortest(self, connection: BaseDatabaseWrapper) -> float:
-        """Return a little more than a second."""
         return 1.2
 
 

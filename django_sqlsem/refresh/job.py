@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asgiref.sync import sync_to_async
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
+from django.db.models import F
 
 from django_sqlsem.backends import database_for, get_counting_backend
 from django_sqlsem.core.durations import duration
@@ -138,9 +139,8 @@ class Job:
         token = permit.token or 0
 
         def stamp(session: Session) -> bool:
-            return rows.store(
-                session, self.resource, token, period=self.period, took=took, built_for=found.state.invalidations
-            )
+            built = rows.built(session, took, found.state.invalidations)
+            return self._write(session, built | {"token": token}, later_than=token)
 
         if not self.values.put(self._own, self.resource, token, value, stamp):
             logger.warning(
@@ -156,9 +156,12 @@ class Job:
         return True
 
     def note_failure(self, permit: Permit) -> None:
-        """Note that the build has raised."""
-        rows.note_failure(self._own, self.resource, permit.token or 0, period=self.period)
+        """Note that the build has raised, unless a later one has gone well."""
+        self._write(self._own, {"failed_us": rows.now()}, later_than=permit.token or 0)
 
     def invalidate(self) -> None:
-        """Say that the value is out of date."""
-        rows.invalidate(self._own, self.resource, period=self.period)
+        """Say that the value is out of date, also the one that is being built now."""
+        self._write(self._own, {"invalidations": F("invalidations") + 1})
+
+    def _write(self, session: Session, values: dict[str, Any], later_than: int | None = None) -> bool:
+        return rows.write(session, self.resource, self.period, values, later_than=later_than)

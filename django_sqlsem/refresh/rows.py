@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from django.db import connections
-from django.db.models import F
 
 from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.core.clocks import ahead_us
@@ -60,7 +59,7 @@ def read(session: Session, resource: Resource) -> RefreshState:
 
     def work(cursor: AnyCursor) -> RefreshState:
         with used_by_orm(cursor.db):
-            row = _row(cursor, resource).annotate(now=_now()).first()
+            row = _row(cursor, resource).annotate(now=now()).first()
         if row is None:
             return RefreshState()
         # What was before the boot of the host whose clock counts is too long ago to be told.
@@ -76,43 +75,13 @@ def read(session: Session, resource: Resource) -> RefreshState:
     return session.run(work)
 
 
-def store(session: Session, resource: Resource, token: int, *, period: float, took: float, built_for: int) -> bool:
-    """Let the value built under ``token`` count, unless a later one does. Return whether it counts.
-
-    Joins the transaction that is open on ``session``. Raises ``BackendError``.
-    """
-    who = current()
-    values = {
-        "token": token,
-        "built_us": _now(),
-        "took_us": round(took * 1e6),
-        "built_for": built_for,
-        "failed_us": None,
-        "host": who.host,
-        "pid": who.pid,
-        "thread": who.thread,
-        "label": who.label,
-        "user": who.user,
-        "process_id": who.process,
-        "boot_id": dialect_for(session.connection).boot_id,
-    }
-    return _write(session, resource, period, values, later_than=token)
-
-
-def note_failure(session: Session, resource: Resource, token: int, *, period: float) -> None:
-    """Note that a build under ``token`` has failed, unless a later one has gone well. Raises ``BackendError``."""
-    _write(session, resource, period, {"failed_us": _now()}, later_than=token)
-
-
-def invalidate(session: Session, resource: Resource, *, period: float) -> None:
-    """Say that the value is out of date, also the one that is being built now. Raises ``BackendError``."""
-    _write(session, resource, period, {"invalidations": F("invalidations") + 1})
-
-
-def _write(
+def write(
     session: Session, resource: Resource, period: float, values: dict[str, Any], *, later_than: int | None = None
 ) -> bool:
-    """Update the row, which is made if it is not there. Return whether it is not of a later token."""
+    """Update the row, or one of an earlier token than ``later_than``; it is made if it is not there.
+
+    Joins the transaction that is open on ``session``. Returns whether it was written. Raises ``BackendError``.
+    """
     period_us = round(period * 1e6)
 
     def update(cursor: AnyCursor) -> bool:
@@ -133,11 +102,29 @@ def _write(
     return session.run(update)
 
 
+def built(session: Session, took: float, built_for: int) -> dict[str, Any]:
+    """Return what a row says of a build by this thread or task that has just ended."""
+    who = current()
+    return {
+        "built_us": now(),
+        "took_us": round(took * 1e6),
+        "built_for": built_for,
+        "failed_us": None,
+        "host": who.host,
+        "pid": who.pid,
+        "thread": who.thread,
+        "label": who.label,
+        "user": who.user,
+        "process_id": who.process,
+        "boot_id": dialect_for(session.connection).boot_id,
+    }
+
+
 def _row(cursor: AnyCursor, resource: Resource) -> QuerySet[Any]:
     return RefreshRow._default_manager.using(cursor.db.alias).filter(key=resource.key)
 
 
-def _now() -> Combinable:
+def now() -> Combinable:
     """Return the time as this process tells it, which a test may have moved ahead."""
     return DatabaseNow() + ahead_us()
 

@@ -86,12 +86,10 @@ class CacheValues:
             )
 
     def get(self, resource: Resource, token: int) -> Any:
-        """Return what the entry of this token holds."""
         entry = caches[self.cache].get(_entry(resource, token))
         return MISSING if entry is None else entry[0]
 
     async def aget(self, resource: Resource, token: int) -> Any:
-        """Return what the entry of this token holds, from a coroutine."""
         entry = await caches[self.cache].aget(_entry(resource, token))
         return MISSING if entry is None else entry[0]
 
@@ -112,7 +110,6 @@ class CacheValues:
         return counts
 
     def drop(self, resource: Resource, token: int) -> None:
-        """Delete the entry of this token."""
         caches[self.cache].delete(_entry(resource, token))
 
 
@@ -158,12 +155,10 @@ class FieldValues:
             )
 
     def get(self, resource: Resource, token: int) -> Any:
-        """Return what the field holds now."""
         found = list(self._rows().values_list(self.field, flat=True)[:1])
         return found[0] if found else MISSING
 
     async def aget(self, resource: Resource, token: int) -> Any:
-        """Return what the field holds now, from a coroutine."""
         return await sync_to_async(self.get)(resource, token)
 
     def put(self, session: Session, resource: Resource, token: int, value: Any, stamp: Stamp) -> bool:
