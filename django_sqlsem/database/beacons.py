@@ -13,13 +13,12 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import NotSupportedError, ProgrammingError
 
-from django_sqlsem.database.dialects import BEACON_CLASS
-from django_sqlsem.database.server import several_writers
+from django_sqlsem.database.dialects import SessionLock, dialect_for
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -206,21 +205,6 @@ class Beacon(abc.ABC):
         """In a forked child: forget the parent's beacon, without putting it out."""
 
 
-class _SessionLock(NamedTuple):
-    """A lock that a server ties to a session."""
-
-    #: Selects the session's number; and what its driver says it is.
-    session: str
-    driver: Callable[[Any], int]
-    #: Selects the session's number, and that of the session that has the lock.
-    look: str
-    take: str
-    #: Ends a session.
-    end: str
-    #: Whether there are several servers, each with locks of its own.
-    several: Callable[[CursorWrapper], bool] = lambda cursor: False
-
-
 def lock_key(process_id: str) -> int:
     """Return the second key of a process's advisory lock on PostgreSQL, a signed number of 32 bits."""
     return int.from_bytes(bytes.fromhex(process_id[:8]), "big", signed=True)
@@ -231,33 +215,10 @@ def lock_name(process_id: str) -> str:
     return f"sqlsem:{process_id}"
 
 
-_LOCKS: Final = {
-    # Asking takes it for an instant, shared, so that those who ask never see each other.
-    "postgresql": _SessionLock(
-        session="SELECT pg_backend_pid()",
-        driver=lambda raw: raw.info.backend_pid,
-        look="SELECT pg_backend_pid(), (SELECT min(pid) FROM pg_locks WHERE locktype = 'advisory' AND granted"
-        " AND mode = 'ExclusiveLock' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-        f" AND classid = {BEACON_CLASS} AND objid = %(unsigned)s AND objsubid = 2)",
-        take=f"SELECT CASE WHEN pg_try_advisory_lock({BEACON_CLASS}, %(key)s)"
-        " THEN set_config('sqlsem.beacon', %(process_id)s, FALSE) END",
-        end="SELECT pg_terminate_backend(%(session)s)",
-    ),
-    "mysql": _SessionLock(
-        session="SELECT CONNECTION_ID()",
-        driver=lambda raw: raw.thread_id(),
-        look="SELECT CONNECTION_ID(), IS_USED_LOCK(%(name)s)",
-        take="SELECT GET_LOCK(%(name)s, 0)",
-        end="KILL %(session)s",
-        several=several_writers,
-    ),
-}
-
-
 class SessionBeacon(Beacon):
     """A lock of the keeper's database session."""
 
-    def __init__(self, lock: _SessionLock) -> None:
+    def __init__(self, lock: SessionLock) -> None:
         self._lock = lock
         self._session = 0  # on which it was lit last
 
@@ -353,9 +314,9 @@ def _say(level: int, alias: str, why: str) -> None:
 
 def beacon_for(connection: BaseDatabaseWrapper) -> Beacon | None:
     """Return a new beacon, not yet lit, for the database of a connection; ``None`` where there can be none."""
-    lock = _LOCKS.get(connection.vendor)
-    if lock is not None:
-        return SessionBeacon(lock)
-    if connection.vendor != "sqlite" or not POSSIBLE or connection.is_in_memory_db():  # type: ignore[attr-defined]
+    dialect = dialect_for(connection)
+    if dialect.session_lock is not None:
+        return SessionBeacon(dialect.session_lock)
+    if not dialect.in_a_file or not POSSIBLE or connection.is_in_memory_db():  # type: ignore[attr-defined]
         return None
     return FileBeacon()

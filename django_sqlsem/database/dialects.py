@@ -11,9 +11,11 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 from django.core.exceptions import ImproperlyConfigured
+from django.db import Error as DatabaseError
 from django.db import IntegrityError
 from django.db.models import BigIntegerField, Func
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.backends.utils import CursorWrapper
 
     from django_sqlsem.database.cursors import AnyCursor
 
@@ -64,6 +67,34 @@ LOCK_PATIENCE: Final = 0.2
 #: id: of two of our processes with the same one, the later has no beacon. No collision makes anyone look dead.
 BEACON_CLASS: Final = 0x73716C73
 _BEACON_KEYS: Final = f"{BEACON_CLASS}, ('x' || substr({{process_id}}, 1, 8))::bit(32)::int"
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One life of a database server.
+
+    ``identity`` is the same for every session of it, and changes with every start and every promotion. ``started_us``
+    is when it was started, in microseconds since 1970 by its own clock, ``None`` if that cannot be known. A standby
+    that was promoted may have been started long before: who meets an identity that is new must count from now.
+    """
+
+    identity: str
+    started_us: int | None
+
+
+class SessionLock(NamedTuple):
+    """A lock that a server ties to a session."""
+
+    #: Selects the session's number; and what its driver says it is.
+    session: str
+    driver: Callable[[Any], int]
+    #: Selects the session's number, and that of the session that has the lock.
+    look: str
+    take: str
+    #: Ends a session.
+    end: str
+    #: Whether there are several servers, each with locks of its own.
+    several: Callable[[CursorWrapper], bool] = lambda cursor: False
 
 
 class BriefLimits(NamedTuple):
@@ -138,8 +169,10 @@ class Dialect:
     cursor: ClassVar[type[cursors.Cursor]] = cursors.DjangoCursor
     #: Does the server compile each text anew, so that there should be few of them?
     fixed_texts: ClassVar[bool] = False
-    #: Must no connection pass a fork?
-    forks_alone: ClassVar[bool] = False
+    #: Is the database a file, which the processes of one host share?
+    in_a_file: ClassVar[bool] = False
+    #: By what others see that a session stands.
+    session_lock: ClassVar[SessionLock | None] = None
 
     # Our own connections.
 
@@ -149,6 +182,10 @@ class Dialect:
     def connect(self, connect: Callable[[], Any], settings: Mapping[str, Any]) -> Any:
         """Return the driver's connection that ``connect`` makes, limited besides its settings."""
         return connect()
+
+    def incarnation(self, cursor: CursorWrapper) -> Incarnation | None:
+        """Ask a session whose server it is; ``None``: whoever is connected to it, it is the same."""
+        return None
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
         """Set the limits of a fresh session. Raises what the database raises."""
@@ -257,6 +294,14 @@ def _sought(text: str) -> str:
     return _READ.sub(r"\1 WITH (FORCESEEK)", text)
 
 
+#: Both may be called by any role. The clock is that of ``statement_timestamp()``.
+_STARTED: Final = "(EXTRACT(EPOCH FROM pg_postmaster_start_time()) * 1000000)::bigint"
+#: The timeline. A standby has no current position; promotion without a restart takes the server to a new timeline.
+_TIMELINE: Final = (
+    "CASE WHEN pg_is_in_recovery() THEN 'standby' ELSE substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) END"
+)
+
+
 class PostgreSQL(Dialect):
     """PostgreSQL: everything in one statement."""
 
@@ -284,6 +329,17 @@ class PostgreSQL(Dialect):
         " ELSE FALSE END)"
     )
     notifies = True
+    # Asking takes it for an instant, shared, so that those who ask never see each other.
+    session_lock = SessionLock(
+        session="SELECT pg_backend_pid()",
+        driver=lambda raw: int(raw.info.backend_pid),
+        look="SELECT pg_backend_pid(), (SELECT min(pid) FROM pg_locks WHERE locktype = 'advisory' AND granted"
+        " AND mode = 'ExclusiveLock' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        f" AND classid = {BEACON_CLASS} AND objid = %(unsigned)s AND objsubid = 2)",
+        take=f"SELECT CASE WHEN pg_try_advisory_lock({BEACON_CLASS}, %(key)s)"
+        " THEN set_config('sqlsem.beacon', %(process_id)s, FALSE) END",
+        end="SELECT pg_terminate_backend(%(session)s)",
+    )
     insert_ignore = ("INSERT INTO", " ON CONFLICT DO NOTHING")
 
     def adapt(self, options: dict[str, Any]) -> None:
@@ -318,6 +374,15 @@ class PostgreSQL(Dialect):
             cursor.execute("SET plan_cache_mode = force_generic_plan")
             cursor.execute("SET enable_seqscan = off")
 
+    def incarnation(self, cursor: CursorWrapper) -> Incarnation:
+        """Return its start and its timeline; hosted servers without log positions start anew when promoted."""
+        try:
+            cursor.execute(f"SELECT {_STARTED}, {_TIMELINE}")
+        except DatabaseError:
+            cursor.execute(f"SELECT {_STARTED}, ''")
+        started, timeline = cursor.fetchone()
+        return Incarnation(f"{started}:{timeline}", int(started))
+
     def limits(self, connection: BaseDatabaseWrapper, seconds: float) -> BriefLimits:
         """Return limits of the transaction. What it writes is lost without harm when the server crashes."""
         return BriefLimits(
@@ -333,7 +398,7 @@ class SQLite(Dialect):
     now_sql = "%(now)s"
     begin = "BEGIN IMMEDIATE"  # it takes the only write lock
     cursor = cursors.SQLiteCursor
-    forks_alone = True
+    in_a_file = True
     returning = True
     one_writer = True
     insert_ignore = ("INSERT INTO", " ON CONFLICT DO NOTHING")
@@ -380,6 +445,19 @@ class SQLite(Dialect):
                 cursor.execute("PRAGMA synchronous = NORMAL")
 
 
+def several_writers(cursor: CursorWrapper) -> bool:
+    """Whether a MySQL or MariaDB server is a node of a cluster whose other nodes are written to as well."""
+    cursor.execute("SHOW GLOBAL VARIABLES WHERE Variable_name IN ('wsrep_on', 'group_replication_single_primary_mode')")
+    found = {str(name).lower(): str(value).upper() in ("ON", "1") for name, value in cursor.fetchall()}
+    return found.get("wsrep_on", False) or not found.get("group_replication_single_primary_mode", True)
+
+
+def _shown(cursor: CursorWrapper, kind: str, name: str) -> Any:
+    cursor.execute(f"SHOW GLOBAL {kind} LIKE '{name}'")
+    row = cursor.fetchone()
+    return row[1] if row else None
+
+
 class MySQL(Dialect):
     """MySQL and MariaDB: ``UPDATE ... ORDER BY ... LIMIT 1``, and a second statement to read what it took."""
 
@@ -399,7 +477,33 @@ class MySQL(Dialect):
         "({t}expires_us IS NULL OR ({t}expires_us <= {{now}} AND {t}lease_us <= {{now}} - %(since)s"
         " AND ({t}fenced IS NULL OR {t}fenced <> {t}token)))"
     )
+    session_lock = SessionLock(
+        session="SELECT CONNECTION_ID()",
+        driver=lambda raw: int(raw.thread_id()),
+        look="SELECT CONNECTION_ID(), IS_USED_LOCK(%(name)s)",
+        take="SELECT GET_LOCK(%(name)s, 0)",
+        end="KILL %(session)s",
+        several=several_writers,
+    )
     insert_ignore = ("INSERT IGNORE INTO", "")
+
+    def incarnation(self, cursor: CursorWrapper) -> Incarnation | None:
+        """Return its start and its address. No commit is lost when a node of a cluster starts: they share a name."""
+        if several_writers(cursor):
+            names = [_shown(cursor, "STATUS", "wsrep_cluster_state_uuid")]
+            names.append(_shown(cursor, "VARIABLES", "group_replication_group_name"))
+            return next((Incarnation(name, None) for name in names if name), None)
+        for _ in range(10):
+            cursor.execute("SELECT UNIX_TIMESTAMP()")
+            before = int(cursor.fetchone()[0])
+            uptime = int(_shown(cursor, "STATUS", "Uptime"))
+            cursor.execute("SELECT UNIX_TIMESTAMP(), @@hostname, @@port, @@server_id")
+            after, *address = cursor.fetchone()
+            # Both count whole seconds of one clock: within one second of it the difference is always the same.
+            if before == int(after):
+                started = before - uptime
+                return Incarnation(":".join(map(str, [*address, started])), started * 1_000_000)
+        return None
 
     def adapt(self, options: dict[str, Any]) -> None:
         for name, value in _MYSQL.items():

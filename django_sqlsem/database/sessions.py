@@ -422,7 +422,7 @@ def before_fork() -> None:
         lock = session._lock
         if lock.acquire(timeout=FORK_PATIENCE):
             _frozen.append(lock)
-            if session._connection is not None and dialect_for(session._connection).forks_alone:
+            if session._connection is not None and dialect_for(session._connection).in_a_file:
                 session._discard()
 
 

@@ -58,7 +58,7 @@ def kill_holder(alias, process_id):
     """Have the server end the session that has a beacon."""
     if connections[alias].vendor == "postgresql":
         sql = "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND classid = %s AND objid = %s AND objsubid = 2"
-        parameters = (beacons.BEACON_CLASS, beacons.lock_key(process_id) % 2**32)
+        parameters = (dialects.BEACON_CLASS, beacons.lock_key(process_id) % 2**32)
     else:
         sql, parameters = "SELECT IS_USED_LOCK(%s)", (beacons.lock_name(process_id),)
     ((session,),) = databases.query(alias, sql, parameters)
@@ -69,7 +69,7 @@ def locks_in(alias):
     """Return the keys of all beacons in a PostgreSQL database."""
     ours = "database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND classid = %s"
     sql = f"SELECT objid FROM pg_locks WHERE locktype = 'advisory' AND {ours}"
-    return [row[0] for row in databases.query(alias, sql, (beacons.BEACON_CLASS,))]
+    return [row[0] for row in databases.query(alias, sql, (dialects.BEACON_CLASS,))]
 
 
 # A process that lives is never dead.

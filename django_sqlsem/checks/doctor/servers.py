@@ -24,8 +24,7 @@ from django_sqlsem import queries
 from django_sqlsem.checks.doctor.findings import Finding, Patient, error, milliseconds, note, ok, warning
 from django_sqlsem.core.names import MAX_NAME_LENGTH
 from django_sqlsem.database.beacons import POSSIBLE, SUFFIX
-from django_sqlsem.database.dialects import dialect_for
-from django_sqlsem.database.server import several_writers
+from django_sqlsem.database.dialects import dialect_for, several_writers
 from django_sqlsem.models import SemaphoreRow
 
 #: A round trip that is felt in every acquire, and one that is felt by people, in seconds.
