@@ -31,11 +31,11 @@ logger = logging.getLogger("django_sqlsem")
 
 M = TypeVar("M", bound=Model)
 
-NEW: Final = "new"
-OPEN: Final = "open"
-OVER: Final = "over"
+_NEW: Final = "new"
+_OPEN: Final = "open"
+_OVER: Final = "over"
 #: How often a worker asks again for a slot that it was refused although some are free.
-TRIES: Final = 10
+_TRIES: Final = 10
 
 
 def _is_passing(error: AcquireTimeoutError) -> bool:
@@ -70,7 +70,7 @@ class Claim(Generic[M]):
         self._column = column
         self._semaphore = semaphore
         self._n = n
-        self._state = NEW
+        self._state = _NEW
         self._rows: list[M] = []
         #: What has not been let go of, by primary key.
         self._open: dict[str, M] = {}
@@ -82,7 +82,7 @@ class Claim(Generic[M]):
     @property
     def rows(self) -> tuple[M, ...]:
         """The rows that were claimed, in the queryset's order."""
-        if self._state is NEW:
+        if self._state is _NEW:
             raise RuntimeError("Nothing is claimed before the block: write `with claim(...) as rows:`.")
         return tuple(self._rows)
 
@@ -170,7 +170,7 @@ class Claim(Generic[M]):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._state = OVER
+        self._state = _OVER
         if self.permit is None or self.permit._acquisition.foreign:  # in a forked child the rows are the parent's
             return
         with self._or_abandoned():
@@ -182,7 +182,7 @@ class Claim(Generic[M]):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._state = OVER
+        self._state = _OVER
         if self.permit is None or self.permit._acquisition.foreign:  # in a forked child the rows are the parent's
             return
         with self._or_abandoned():
@@ -195,11 +195,11 @@ class Claim(Generic[M]):
 
     def _look(self) -> bool:
         """Give back what was abandoned, if it is time to look, and tell whether there is anything to take."""
-        if self._state is not NEW:
+        if self._state is not _NEW:
             raise RuntimeError("A claim is for one block: call claim() anew for the next one.")
         alias = self._candidates.db
         refuse_atomic(connections[alias], "claim()")
-        self._state = OPEN
+        self._state = _OPEN
         keeper = self._semaphore._keeper()
         if is_due(keeper, self._column.resource.key):
             give_back_abandoned(keeper, self._column)
@@ -207,7 +207,7 @@ class Claim(Generic[M]):
             return self._candidates.exists()
 
     def _acquire(self) -> Permit:
-        for _nth in range(TRIES):
+        for _nth in range(_TRIES):
             try:
                 return self._semaphore.acquire()
             except AcquireTimeoutError as error:
@@ -216,7 +216,7 @@ class Claim(Generic[M]):
         return self._semaphore.acquire()
 
     async def _aacquire(self) -> Permit:
-        for _nth in range(TRIES):
+        for _nth in range(_TRIES):
             try:
                 return await self._semaphore.aacquire()
             except AcquireTimeoutError as error:

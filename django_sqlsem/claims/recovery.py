@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("django_sqlsem")
 
 #: How often a process that claims looks for rows whose worker is gone, in seconds: at first, and at the least.
-LOOK_EVERY: Final = 1.0
+_LOOK_EVERY: Final = 1.0
 SELDOM: Final = 5.0
 #: Of so many workers each looks a little less often, since they see for one another.
-MANY: Final = 4
+_MANY: Final = 4
 #: For how long it waits for the keeper to look, in seconds: it opens a connection first.
-PATIENCE: Final = 30.0
+_PATIENCE: Final = 30.0
 _looked: dict[tuple[str, str], float] = {}
 
 
@@ -38,7 +38,7 @@ def is_due(keeper: Keeper, key: str) -> bool:
         return False
     if len(_looked) > 10_000:
         _looked.clear()
-    _looked[place] = now + LOOK_EVERY
+    _looked[place] = now + _LOOK_EVERY
     return True
 
 
@@ -50,7 +50,7 @@ def give_back_abandoned(keeper: Keeper, column: StatusColumn) -> list[Any]:
     if not rows:
         return []
     workers = len({row.slot for row in rows})
-    _looked[alias, resource.key] = boot_now() + min(SELDOM, LOOK_EVERY * max(1.0, workers / MANY))
+    _looked[alias, resource.key] = boot_now() + min(SELDOM, _LOOK_EVERY * max(1.0, workers / _MANY))
 
     held = _standing(keeper, resource)
     gone = {row.object_pk: row for row in rows if (row.slot, row.token) not in held and _is_readable(column, row)}
@@ -82,9 +82,9 @@ def _standing(keeper: Keeper, resource: Resource) -> set[tuple[int, int]]:
         return backend.standing(own, resource)
 
     try:
-        return keeper.submit(look).result(PATIENCE)
+        return keeper.submit(look).result(_PATIENCE)
     except TimeoutError as error:
-        raise BackendError(f"The database {keeper.alias!r} did not answer within {PATIENCE:g} s.") from error
+        raise BackendError(f"The database {keeper.alias!r} did not answer within {_PATIENCE:g} s.") from error
 
 
 def _is_readable(column: StatusColumn, row: ClaimRow) -> bool:

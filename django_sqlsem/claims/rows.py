@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: How often rows are looked for anew, because others took all that were found.
-TRIES: Final = 100
+_TRIES: Final = 100
 _WRITE_FIRST: Final = "DELETE FROM sqlsem_claim WHERE id < 0"
 # Not with the ORM: SQL Server would scan a small table, and wait for the rows of others.
 _FORGET: Final = "DELETE FROM sqlsem_claim WHERE semaphore_key = %(key)s AND object_pk = %(object_pk)s"
@@ -109,7 +109,7 @@ def take(
         return taken, len(found) > len(taken)
 
     missed: set[Any] = set()
-    for _nth in range(TRIES):
+    for _nth in range(_TRIES):
         taken, others = in_short_transaction(alias, attempt)
         if taken or not others:
             break
@@ -204,8 +204,8 @@ def refuse_atomic(connection: BaseDatabaseWrapper, what: str) -> None:
         )
 
 
-KIND: Final = "claim"
-MAX_TEXT: Final = 255
+CLAIM_KIND: Final = "claim"
+_MAX_TEXT: Final = 255
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class StatusColumn:
     @property
     def resource(self) -> Resource:
         """What the locks database calls it."""
-        return resource_for(self.name, KIND)
+        return resource_for(self.name, CLAIM_KIND)
 
     def rows(self, alias: str) -> QuerySet[Any]:
         """Return all rows of the table, whatever the model's managers leave out."""
@@ -260,8 +260,8 @@ class StatusColumn:
     def pk_text(self, row: Model) -> str:
         """Return that key as text. Raises ``ValueError`` if it is too long."""
         text = str(self._pk.value_to_string(row))
-        if len(text) > MAX_TEXT:
-            raise ValueError(f"A primary key may have up to {MAX_TEXT} characters to be claimed, not {shown(text)}.")
+        if len(text) > _MAX_TEXT:
+            raise ValueError(f"A primary key may have up to {_MAX_TEXT} characters to be claimed, not {shown(text)}.")
         return text
 
     def pk_from(self, text: str) -> Any:
@@ -278,8 +278,8 @@ class StatusColumn:
             if choices and python not in choices:
                 raise ValidationError(f"its choices are {', '.join(map(shown, choices))}")
             self.field.run_validators(python)
-            if len(self.text(python) or "") > MAX_TEXT:
-                raise ValidationError(f"a status may have up to {MAX_TEXT} characters")
+            if len(self.text(python) or "") > _MAX_TEXT:
+                raise ValidationError(f"a status may have up to {_MAX_TEXT} characters")
         except ValidationError as error:
             reason = "; ".join(map(str, error.messages)).rstrip(".")
             raise ValueError(f"{what}={shown(value)} is no value of {self}: {reason}.") from None

@@ -40,7 +40,7 @@ IDLE_TRANSACTION: Final = 3
 #: MySQL knows only how long a session may be idle, in seconds: longer than the time after which ours are closed.
 IDLE_SESSION: Final = 600
 #: A server that has not answered for so long, in seconds, does not answer: it has stopped, or something in between has.
-ANSWER_TIMEOUT: Final = STATEMENT_TIMEOUT_MS // 1000 + 2
+_ANSWER_TIMEOUT: Final = STATEMENT_TIMEOUT_MS // 1000 + 2
 
 _POSTGRESQL: Final = {
     "connect_timeout": 5,
@@ -59,7 +59,7 @@ _POOL_OPTIONS: Final = ("pool", "MAX_CONNS", "REUSE_CONNS")
 _SQL_SERVER: Final = {"connection_timeout": 5, "connection_retries": 0}
 #: An alias may give its own statements more time, in seconds, but a silent server is to be found out.
 LONGEST_ANSWER: Final = 30
-_MYSQL: Final = {"connect_timeout": 5, "read_timeout": ANSWER_TIMEOUT, "write_timeout": ANSWER_TIMEOUT}
+_MYSQL: Final = {"connect_timeout": 5, "read_timeout": _ANSWER_TIMEOUT, "write_timeout": _ANSWER_TIMEOUT}
 #: What is only for people waits for a lock no longer, in seconds.
 LOCK_PATIENCE: Final = 0.2
 #: The first key of the advisory locks of PostgreSQL's beacons, "sqls" in ASCII, so that an operator knows them. The
@@ -353,7 +353,7 @@ class PostgreSQL(Dialect):
         options["isolation_level"] = IsolationLevel.READ_COMMITTED
 
     def connect(self, connect: Callable[[], Any], settings: Mapping[str, Any]) -> Any:
-        """Have a driver that has no setting for it wait for ``ANSWER_TIMEOUT`` at the most."""
+        """Have a driver that has no setting for it wait for ``_ANSWER_TIMEOUT`` at the most."""
         raw = connect()
         limit_waiting(raw)
         return raw
@@ -574,7 +574,7 @@ class SQLServer(Dialect):
     def adapt(self, options: dict[str, Any]) -> None:
         options["isolation_level"] = "READ COMMITTED"
         limit_logins(options)
-        options["query_timeout"] = answer_limit(options, ANSWER_TIMEOUT)
+        options["query_timeout"] = answer_limit(options, _ANSWER_TIMEOUT)
 
     def connect(self, connect: Callable[[], Any], settings: Mapping[str, Any]) -> Any:
         """Log in, one connection at a time, so that its socket is known, and a fork does not copy it."""
@@ -673,19 +673,19 @@ def without_pool(engine: type[BaseDatabaseWrapper]) -> type[BaseDatabaseWrapper]
 
 
 def limit_waiting(raw: Any) -> None:
-    """Have a fresh driver connection wait for ``ANSWER_TIMEOUT`` at the most; psycopg has no setting for it."""
+    """Have a fresh driver connection wait for ``_ANSWER_TIMEOUT`` at the most; psycopg has no setting for it."""
     if not hasattr(raw, "pgconn"):
         return
     from psycopg import OperationalError
 
     def limited(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        deadline = time.monotonic() + ANSWER_TIMEOUT
+        deadline = time.monotonic() + _ANSWER_TIMEOUT
         try:
             wanted = next(steps)
             while True:
                 ready = yield wanted
                 if not ready and time.monotonic() > deadline:  # it says so several times a second
-                    raise OperationalError(f"the server has not answered for {ANSWER_TIMEOUT} s")
+                    raise OperationalError(f"the server has not answered for {_ANSWER_TIMEOUT} s")
                 wanted = steps.send(ready)
         except StopIteration as stop:
             return stop.value

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 #: A statement of which nothing was heard so many seconds after its answer was due costs its session.
-GRACE: Final = 1.5
+_GRACE: Final = 1.5
 #: How often the watch looks, in seconds.
-LOOK: Final = 0.5
+_LOOK: Final = 0.5
 
 
 class Watched(Protocol):
@@ -60,8 +60,8 @@ class Watch:
     def _run(self) -> None:
         while True:
             began = time.monotonic()
-            time.sleep(LOOK)
-            stood_still = time.monotonic() - began > LOOK + GRACE
+            time.sleep(_LOOK)
+            stood_still = time.monotonic() - began > _LOOK + _GRACE
             with self._lock:
                 if not self._watched:
                     self._thread = None
@@ -74,7 +74,7 @@ class Watch:
                     self._watched.pop(number, None)
                     continue
                 asked = watched.asked  # once: it is answered at any moment
-                if asked and time.monotonic() - asked > watched.limit + GRACE:
+                if asked and time.monotonic() - asked > watched.limit + _GRACE:
                     watched.cut()
 
 

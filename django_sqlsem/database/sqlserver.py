@@ -137,7 +137,7 @@ RETURN_CODES: Final[dict[int, tuple[type[SemaphoreError], str]]] = {
 }
 
 #: Native error numbers.
-ERRORS: Final[dict[int, Meaning]] = {
+NATIVE_ERRORS: Final[dict[int, Meaning]] = {
     1205: Meaning.AGAIN,  # chosen as a deadlock's victim
     1222: Meaning.AGAIN,  # a row stayed locked
     3960: Meaning.AGAIN,  # an update conflict under snapshot isolation
@@ -194,8 +194,8 @@ def meaning(error: Exception) -> Meaning:
     """Return what a driver's error means, or the one that it was made into."""
     cause, text = _said(error)
     for number in _ERROR_NUMBER.findall(text):
-        if int(number) in ERRORS:
-            return ERRORS[int(number)]
+        if int(number) in NATIVE_ERRORS:
+            return NATIVE_ERRORS[int(number)]
     state = str((getattr(cause, "args", None) or ("",))[0])
     for known, found in SQLSTATES.items():
         if state.startswith(known):

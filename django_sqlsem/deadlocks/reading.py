@@ -38,9 +38,9 @@ Rows: TypeAlias = list[dict[str, Any]]
 SWEEP_US: Final = 60_000_000
 #: How many ids one statement takes: one of these numbers, as each is another text, which is planned anew.
 COUNTS: Final = (1, 5, 25, 200)
-CHUNK: Final = COUNTS[-1]
+IDS_AT_ONCE: Final = COUNTS[-1]
 #: A deadlock must still be there after so many seconds: what is read in several statements may fit ill together.
-AGAIN: Final = 0.05
+_AGAIN: Final = 0.05
 
 _WHO: Final = ("host", "pid", "thread", "label", "user")
 
@@ -96,8 +96,8 @@ def read_waits(cursor: AnyCursor, dialect: Dialect, *, leases: bool, everything:
     else:
         keys = {wait.key for wait in entangled(waits)}
     ordered = sorted(keys)
-    for start in range(0, len(ordered), CHUNK):
-        _look_at(cursor, dialect, found, ordered[start : start + CHUNK], leases=leases)
+    for start in range(0, len(ordered), IDS_AT_ONCE):
+        _look_at(cursor, dialect, found, ordered[start : start + IDS_AT_ONCE], leases=leases)
     return found
 
 
@@ -182,7 +182,7 @@ def deadlocks(alias: str) -> list[DeadlockSnapshot]:
     first = set() if look is None else {knot.identity for knot in graph.knots(*look.graph())}
     if not first:
         return []
-    time.sleep(AGAIN)
+    time.sleep(_AGAIN)
     look = _look(alias)
     if look is None:
         return []

@@ -25,7 +25,7 @@ from django_sqlsem.database.dialects import DatabaseNow, dialect_for
 from django_sqlsem.database.errors import is_transient
 from django_sqlsem.database.sessions import OwnSession, RefusedError, briefly, insert_missing
 from django_sqlsem.deadlocks import graph as deadlocks_graph
-from django_sqlsem.deadlocks.reading import CHUNK, Teller, has_rows, marks, numbered, read_waits
+from django_sqlsem.deadlocks.reading import IDS_AT_ONCE, Teller, has_rows, marks, numbered, read_waits
 from django_sqlsem.exceptions import BackendError, DeadlockError
 from django_sqlsem.models import WaitRow
 from django_sqlsem.runtime import callers
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("django_sqlsem")
 
 #: A statement takes no longer, in seconds.
-LONGEST: Final = 0.4
+_LONGEST: Final = 0.4
 #: A wait that has lasted so many seconds is written down, if its thread or task holds something meanwhile.
 LATE: Final = 1.0
 #: How often the process looks, in seconds; more rarely in proportion where more than so many wait.
-LOOK: Final = 1.0
-CROWD: Final = 20
+_LOOK: Final = 1.0
+_CROWD: Final = 20
 #: A process that has not been heard of for so many looks is not counted.
 MISSED: Final = 3.5
 #: After a refusal it rests for one look, then for twice as long each time up to this, in seconds.
@@ -57,11 +57,11 @@ REST: Final = 10.0
 WORTH_A_WORD: Final = 3
 #: Where SQLite was merely being written to, it rests for so many seconds, unless there were so many in a row.
 LOCKED: Final = 0.1
-PATIENCE: Final = 50
+_PATIENCE: Final = 50
 #: So many waits of one process are written down.
-MANY: Final = 100
+_MANY: Final = 100
 #: How often who looks also sweeps up what the dead have left.
-SWEEP: Final = 0.2
+_SWEEP: Final = 0.2
 
 
 #: So many rows are inserted at once.
@@ -101,8 +101,8 @@ def delete(cursor: AnyCursor, dialect: Dialect, wait_ids: Collection[str]) -> No
 
 def _each(cursor: AnyCursor, dialect: Dialect, text: str, ids: Collection[str], values: Mapping[str, Any]) -> int:
     ordered, changed = sorted(ids), 0
-    for start in range(0, len(ordered), CHUNK):
-        parameters = numbered(ordered[start : start + CHUNK])
+    for start in range(0, len(ordered), IDS_AT_ONCE):
+        parameters = numbered(ordered[start : start + IDS_AT_ONCE])
         dialect.execute(cursor, text.replace("{some}", marks(len(parameters))), {**values, **parameters})
         changed += max(0, cursor.rowcount)
     return changed
@@ -211,13 +211,13 @@ class DeadlockWatch(Chore):
                 self._rest_until = boot_now() + LOCKED
                 return
             plan.until = boot_now() + seconds / 3
-            limit = min(seconds / 3, LONGEST)  # there are several
+            limit = min(seconds / 3, _LONGEST)  # there are several
             look = briefly(self._session, lambda cursor: self._ask(cursor, plan), limit)
             self._written = plan.written
             if look is not None:
                 suspected = self._judge(look)
-                self._crowd = max(1.0, len(look.waits) / CROWD)
-                pause = LOOK * self._crowd * random.uniform(0.85, 1.15)  # noqa: S311 - no two processes in step
+                self._crowd = max(1.0, len(look.waits) / _CROWD)
+                pause = _LOOK * self._crowd * random.uniform(0.85, 1.15)  # noqa: S311 - no two processes in step
                 self._look_at = boot_now() + (pause / 2 if suspected else pause)
             self._answered()
         if not self._waits and not self._written:
@@ -230,7 +230,7 @@ class DeadlockWatch(Chore):
         if self._written and self._session.is_open:
             gone = _Plan(gone=set(self._written))
             with contextlib.suppress(BackendError, RefusedError):  # then they run out
-                briefly(self._session, lambda cursor: self._ask(cursor, gone), LONGEST)
+                briefly(self._session, lambda cursor: self._ask(cursor, gone), _LONGEST)
         self.forget()
 
     def forget(self) -> None:
@@ -256,10 +256,10 @@ class DeadlockWatch(Chore):
             known = self._written.get(acquisition.permit_id)
             if known is not None and known == (acquisition, permits):
                 plan.kept[acquisition.permit_id] = known
-            elif permits and (known is not None or len(plan.new) + len(self._written) < MANY):
+            elif permits and (known is not None or len(plan.new) + len(self._written) < _MANY):
                 plan.new[acquisition.permit_id] = (acquisition, permits)
             else:
-                self._waits[key] = (acquisition, now + LOOK)  # it holds nothing now, or there are enough of them
+                self._waits[key] = (acquisition, now + _LOOK)  # it holds nothing now, or there are enough of them
         plan.gone = self._written.keys() - plan.kept.keys()
         plan.looks = bool(plan.new) or (bool(plan.kept) and now >= self._look_at)
         return plan
@@ -279,7 +279,7 @@ class DeadlockWatch(Chore):
     def _ask(self, cursor: AnyCursor, plan: _Plan) -> Look | None:
         """Send what is planned. It may be sent again if it was not answered."""
         dialect = self._dialect
-        patience_us = round(LOOK * MISSED * self._crowd * 1e6)
+        patience_us = round(_LOOK * MISSED * self._crowd * 1e6)
         delete(cursor, dialect, plan.gone)
         inserted, plan.written = dict(plan.new), dict(plan.kept)
         if plan.looks and not refresh(cursor, dialect, plan.kept, patience_us):
@@ -293,8 +293,8 @@ class DeadlockWatch(Chore):
         if not plan.looks:
             return None
         look = read_waits(cursor, dialect, leases=self._keeper.backend.supports_renewal)
-        if look.dead and random.random() < SWEEP:  # noqa: S311
-            delete(cursor, dialect, look.dead[:CHUNK])
+        if look.dead and random.random() < _SWEEP:  # noqa: S311
+            delete(cursor, dialect, look.dead[:IDS_AT_ONCE])
         return look
 
     def _judge(self, look: Look) -> bool:
@@ -339,11 +339,11 @@ class DeadlockWatch(Chore):
     def _refused(self, error: Exception) -> None:
         self._refusals += 1
         # It does not wait here for who is writing.
-        if self._dialect.one_writer and is_transient(error) and self._refusals < PATIENCE:
+        if self._dialect.one_writer and is_transient(error) and self._refusals < _PATIENCE:
             self._rest_until = boot_now() + LOCKED * random.uniform(0.5, 1.5)  # noqa: S311
             return
         # A busy server may take too long now and then.
-        self._rest_until = boot_now() + min(REST, LOOK * 2 ** min(self._refusals - 1, 10))
+        self._rest_until = boot_now() + min(REST, _LOOK * 2 ** min(self._refusals - 1, 10))
         if self._refusals >= WORTH_A_WORD and not self._failing:
             self._failing = True
             unknown = not isinstance(error, (BackendError, RefusedError))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.history.events import DEADLOCK, GRANTED, LOST, RELEASED, TIMED_OUT
 from django_sqlsem.history.recorder import Recorder
-from django_sqlsem.history.writer import LONGEST, Writer
+from django_sqlsem.history.writer import Writer
 from django_sqlsem.runtime.chores import Chore
 from django_sqlsem.snapshots import Loss, LossReason
 
@@ -82,7 +82,7 @@ class HistoryChore(Chore):
         shares = self.writer.shares
         if shares and self._keeper.acquisitions and not self._keeper.own.is_open:
             return  # to open it is no small matter while something is held
-        self.writer.write(min(LONGEST, self._keeper.time_left(now) / (3 if shares else 8)))
+        self.writer.write(self._keeper.time_left(now) / (3 if shares else 8))
 
     def finish(self, since: float | None) -> None:
         """Write what there is: the thread ends, or the process."""

@@ -152,7 +152,7 @@ LISTED_AT_MOST: Final = 60
 MAX_LISTED: Final = 2_000
 MAX_TALLIES: Final = 5_000
 #: So many notes are looked at in one go: ten milliseconds, or so.
-TURN: Final = 5_000
+_TURN: Final = 5_000
 
 
 @dataclass(slots=True)
@@ -211,7 +211,7 @@ class Tallies:
     def gather(self, recorder: Recorder, offset_us: int) -> bool:
         """Count what has been noted. Returns whether there is more. ``offset_us``: Unix time less the boot clock."""
         notes = recorder.notes
-        for _ in range(min(TURN, len(notes))):
+        for _ in range(min(_TURN, len(notes))):
             entry = notes.popleft()
             at_us = int(entry.at * 1e6) + offset_us
             tally = self._tally(entry.request.resource, max(self._closed_us, at_us - at_us % MINUTE_US))

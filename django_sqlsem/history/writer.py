@@ -49,15 +49,15 @@ _COUNTS: Final = [
 
 #: What happens is written down so often, in seconds; sooner if this many events wait.
 EVERY: Final = 5.0
-MANY: Final = 1_000
+_MANY: Final = 1_000
 #: After an error it rests, for twice as long each time, in seconds.
 LONGEST_REST: Final = 60.0
 #: What has run out is deleted about so often, in seconds, a little at a time.
 PRUNE_EVERY: Final = 30.0
 #: A transaction of the writer takes no longer, in seconds; all of them at the end of a process; and those of one turn.
-LONGEST: Final = 1.3
+_LONGEST: Final = 1.3
 AT_THE_END: Final = 3.0
-TURN: Final = 0.03
+_TURN: Final = 0.03
 #: How long it stands in line for SQLite's one writer, in seconds.
 IN_LINE: Final = 0.1
 #: The clocks are compared so often, in seconds.
@@ -192,7 +192,7 @@ class Writer:
             self.tallies.gather(self.recorder, self._offset_us)
         if self._prunes or now >= self._write_at:
             return self._prunes or self.pending
-        many = len(self.tallies.listed) >= MANY or len(self.recorder.notes) >= 10 * MANY
+        many = len(self.tallies.listed) >= _MANY or len(self.recorder.notes) >= 10 * _MANY
         return many and not self._refusals
 
     def write(self, seconds: float) -> None:
@@ -201,14 +201,14 @@ class Writer:
             return  # what is held comes first
         if self._prunes:
             self._prunes = False
-            self._prune(min(seconds, LONGEST))
+            self._prune(min(seconds, _LONGEST))
             return
         began = boot_now()
-        while self._attempt(min(seconds, LONGEST), IN_LINE):
+        while self._attempt(min(seconds, _LONGEST), IN_LINE):
             if not (self.tallies.listed or self._left):
                 self._left, self._write_at, self._prunes = None, boot_now() + EVERY, True
                 return
-            if boot_now() - began > TURN:
+            if boot_now() - began > _TURN:
                 return
 
     def finish(self, since: float, wanted: Callable[[], bool]) -> None:
@@ -222,10 +222,10 @@ class Writer:
         while self.pending and not self._told and boot_now() < give_up and not self.session.unreachable(since):
             if wanted():
                 return
-            self._attempt(LONGEST, LONGEST)  # a refusal or two of a busy server may pass
+            self._attempt(_LONGEST, _LONGEST)  # a refusal or two of a busy server may pass
             self._left = None
         if not self._refusals and not self.session.unreachable(since):
-            self._prune(LONGEST)
+            self._prune(_LONGEST)
         self._lost += len(self.recorder.notes) + len(self.tallies.listed) + self.recorder.dropped
         self._lost += sum(tally.changed for tally in self.tallies.minutes.values())
         if self._lost:
@@ -338,7 +338,7 @@ class Writer:
         began, used = boot_now(), self.session.last_used
         now_us = boot_now_us() + self._offset_us
         left: list[type[EventRow] | type[MinuteRow]] = random.sample((EventRow, MinuteRow), 2)
-        while left and boot_now() - began < TURN:
+        while left and boot_now() - began < _TURN:
             try:
                 deleted = briefly(self.session, lambda cursor: delete_old(cursor, left[0], now_us), seconds, IN_LINE)
             except Exception:  # noqa: BLE001 - the next time will do

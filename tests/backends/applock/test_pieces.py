@@ -444,11 +444,11 @@ class Silent:
 
 
 def test_a_statement_that_is_not_answered_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database_sockets, "LOOK", 0.01)
+    monkeypatch.setattr(database_sockets, "_LOOK", 0.01)
     watch, silent, at_rest = database_sockets.Watch(), Silent(), Silent()
     for each in (silent, at_rest):
         watch.add(each)
-    silent.asked = time.monotonic() - silent.limit - database_sockets.GRACE - 1
+    silent.asked = time.monotonic() - silent.limit - database_sockets._GRACE - 1
     assert silent.was_cut.wait(10)
     assert not at_rest.was_cut.is_set()
     for each in (silent, at_rest):
