@@ -53,7 +53,18 @@ class Notes:
         self.config.cache.set(PASSED, sorted(self.passed))
 
 
+def _repeats(item: pytest.Item) -> bool:
+    """Whether a test of what happens in the process would run once more on a database whose slots are rows, too."""
+    if item.get_closest_marker("process_side") is None:
+        return False
+    parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+    return bool({"postgres", "mariadb"} & {each for each in parameters.values() if isinstance(each, str)})
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if repeated := [item for item in items if _repeats(item)]:
+        items[:] = [item for item in items if not _repeats(item)]
+        config.hook.pytest_deselected(items=repeated)
     if config.getoption("--rest"):
         passed = set(config.cache.get(PASSED, []))
         left_out = [item for item in items if item.nodeid in passed]

@@ -381,9 +381,9 @@ def test_a_holder_is_asked_to_stop_and_its_renewals_tell_of_it(plain):
         keeper.renew_now(pair._acquisition)
         wait_until(lambda: pair.stop_requested, timeout=20)
         assert pair.stop_requested_by == "ann"
-        renewed = pair._acquisition.deadline
+        renewed = pair.expires_at
         keeper.renew_now(pair._acquisition)
-        wait_until(lambda: pair._acquisition.deadline > renewed, timeout=20)
+        wait_until(lambda: pair.expires_at > renewed, timeout=20)
         assert pair.lost is None
 
 
