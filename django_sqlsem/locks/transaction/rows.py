@@ -27,9 +27,7 @@ _VALUES: Final = f"{TABLE} (name_key, name, grants) VALUES (%(key)s, %(name)s, 0
 
 def insert(cursor: AnyCursor, resource: Resource) -> None:
     """Insert the row unless it is there."""
-    dialect = dialect_for(cursor.db)
-    begin, end = dialect.insert_ignore or ("INSERT INTO", "")
-    dialect.execute(cursor, f"{begin} {_VALUES}{end}", {"key": resource.key, "name": resource.name})
+    dialect_for(cursor.db).insert_missing(cursor, _VALUES, {"key": resource.key, "name": resource.name})
 
 
 def make(alias: str, resource: Resource) -> None:
