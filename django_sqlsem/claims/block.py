@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -154,16 +153,22 @@ class Claim(Generic[M]):
     def __enter__(self) -> Claim[M]:
         if self._look():
             self._keep(self._acquire())
-            with self._or_abandoned():
-                if not self._take():
+            taken = False
+            try:
+                taken = self._take()
+            finally:
+                if not taken:
                     self._forget()._close()
         return self
 
     async def __aenter__(self) -> Claim[M]:
         if await sync_to_async(self._look)():
             self._keep(await self._aacquire())
-            with self._or_abandoned():
-                if not await sync_to_async(self._take)():
+            taken = False
+            try:
+                taken = await sync_to_async(self._take)()
+            finally:
+                if not taken:
                     await self._forget()._aclose()
         return self
 
@@ -173,11 +178,10 @@ class Claim(Generic[M]):
         self._state = _OVER
         if self.permit is None or self.permit._acquisition.foreign:  # in a forked child the rows are the parent's
             return
-        with self._or_abandoned():
-            try:
-                self._end(exc)
-            finally:
-                self.permit._close()
+        try:
+            self._end(exc)
+        finally:
+            self.permit._close()
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -185,11 +189,10 @@ class Claim(Generic[M]):
         self._state = _OVER
         if self.permit is None or self.permit._acquisition.foreign:  # in a forked child the rows are the parent's
             return
-        with self._or_abandoned():
-            try:
-                await sync_to_async(self._end)(exc)
-            finally:
-                await self.permit._aclose()
+        try:
+            await sync_to_async(self._end)(exc)
+        finally:
+            await self.permit._aclose()
 
     # Its steps. They block: a coroutine runs them in a thread.
 
@@ -233,16 +236,6 @@ class Claim(Generic[M]):
         assert self.permit is not None  # noqa: S101
         permit, self.permit = self.permit, None
         return permit
-
-    @contextlib.contextmanager
-    def _or_abandoned(self) -> Iterator[None]:
-        """Have the permit given back if what is done here is interrupted: the next worker then mends the rows."""
-        try:
-            yield
-        except BaseException:
-            if self.permit is not None:
-                self.permit._abandon()
-            raise
 
     def _take(self) -> bool:
         permit = self.permit
