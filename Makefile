@@ -16,6 +16,9 @@ ifdef DATABASE_URL
 export DATABASE_URL
 endif
 
+# Tests start hundreds of processes: none is to compile the package anew.
+test test-all soak: export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: help deps test test-all soak lint docs format migrations demo screenshots clean
 .DEFAULT_GOAL := help
 

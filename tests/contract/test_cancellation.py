@@ -37,7 +37,10 @@ SHORT = 0.02
 ERRORS = [KeyboardInterrupt, SoftLimit]
 
 # What strikes a driver's connect() on its way back costs a connection that nobody has yet.
-pytestmark = pytest.mark.filterwarnings("ignore:.*was deleted while still open:ResourceWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*was deleted while still open:ResourceWarning"),
+    pytest.mark.process_side("postgres"),
+]
 
 
 #: In how many walks a place must have been struck on a database before further ones pass it over.

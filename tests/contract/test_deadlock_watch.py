@@ -7,12 +7,16 @@ import threading
 import time
 import weakref
 
+import pytest
+
 from django_sqlsem import DeadlockError, mutex, semaphore
 from django_sqlsem.deadlocks import graph, watch
 from django_sqlsem.models import WaitRow
 from tests.support.databases import held_rows
 from tests.support.keepers import chore_of, keeper_of
 from tests.support.threads import wait_until
+
+pytestmark = pytest.mark.process_side("postgres")
 
 SOON = 20.0
 

@@ -24,6 +24,8 @@ from tests.programs.deadlock_clients import Waiter
 from tests.support.databases import raw_connection
 from tests.support.threads import wait_until
 
+pytestmark = pytest.mark.process_side("postgres")
+
 A, B, C = ["mutex", "a"], ["mutex", "b"], ["mutex", "c"]
 #: A deadlock is told of after some two seconds; the rest is for a busy machine.
 SOON = 20.0

@@ -19,7 +19,10 @@ from tests.support.databases import ROOT, child_environment, held_rows, query, s
 from tests.support.processes import Child, is_alive
 from tests.support.threads import wait_until
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork"),
+    pytest.mark.process_side("postgres"),
+]
 
 BEGIN = """
 import os, signal, sys, threading, time

@@ -18,6 +18,8 @@ from django.test import AsyncRequestFactory, RequestFactory
 from django_sqlsem import AcquireTimeoutError, semaphore
 from django_sqlsem.testing import held
 
+pytestmark = pytest.mark.process_side
+
 TIMES = 5
 TASKS = Celery("garbage", broker="memory://", set_as_current=False)
 UNREACHABLE = Celery("unreachable", broker="amqp://127.0.0.1:1//", set_as_current=False)

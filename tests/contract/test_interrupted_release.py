@@ -22,7 +22,7 @@ SOON = 8.0
 #: So often a slot is handed on until the one who does is struck.
 TRIES = 10
 
-pytestmark = pytest.mark.rows_only("row grants")
+pytestmark = [pytest.mark.rows_only("row grants"), pytest.mark.process_side("postgres")]
 
 
 class Messenger:

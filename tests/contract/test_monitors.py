@@ -29,6 +29,8 @@ from tests.support.interruptions import SoftLimit, Striking, StrikingAwait, with
 from tests.support.processes import Child
 from tests.support.threads import run_in_threads, wait_until
 
+pytestmark = pytest.mark.process_side("postgres")
+
 #: The keeper and other processes may be slow to get a turn, in seconds.
 PATIENT = 30.0
 

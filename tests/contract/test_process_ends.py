@@ -18,6 +18,8 @@ from tests.support.databases import held_rows, query
 from tests.support.processes import Child
 from tests.support.threads import wait_until
 
+pytestmark = pytest.mark.process_side
+
 BEGIN = """
 import multiprocessing, os, sys, threading, time
 from django_sqlsem import semaphore

@@ -25,6 +25,8 @@ from tests.support import applocks
 from tests.support.databases import ROOT
 from tests.support.processes import Child
 
+pytestmark = pytest.mark.process_side
+
 PAGE = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^\| `(\(.*?\))` \| `(.*?)` \|$", PAGE, re.MULTILINE)
 

@@ -12,6 +12,8 @@ import pytest
 from django_sqlsem import semaphore
 from tests.support.threads import wait_until
 
+pytestmark = pytest.mark.process_side
+
 
 class Limit(BaseException):
     """Is raised from outside."""

@@ -24,6 +24,8 @@ from tests.support.databases import OutsideCounter, held_rows
 from tests.support.processes import Child
 from tests.support.threads import run_in_threads, wait_until
 
+pytestmark = pytest.mark.process_side("postgres")
+
 #: Requests, and how often they come together, each time for another name.
 REQUESTS, ROUNDS = 10, 10
 

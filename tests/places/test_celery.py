@@ -23,6 +23,8 @@ from tests.support.databases import assert_nothing_held, held_rows
 from tests.support.processes import Child
 from tests.support.threads import wait_until
 
+pytestmark = pytest.mark.process_side("postgres")
+
 
 @pytest.fixture
 def path(tmp_path):

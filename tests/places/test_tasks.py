@@ -19,6 +19,8 @@ from tests.support.databases import OutsideCounter, assert_nothing_held, held_ro
 from tests.support.processes import Child
 from tests.support.threads import wait_until
 
+pytestmark = pytest.mark.process_side("postgres")
+
 APP = "tests.places.tasks_app"
 
 

@@ -24,6 +24,8 @@ from django_sqlsem.models import MinuteRow
 from tests.support.processes import Child
 from tests.support.threads import run_in_threads
 
+pytestmark = pytest.mark.process_side
+
 rf = RequestFactory()
 
 

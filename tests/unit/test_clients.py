@@ -23,6 +23,8 @@ from django_sqlsem.exceptions import AcquireTimeoutError
 from tests.support.databases import ROOT, held_rows
 from tests.support.threads import run_in_threads, wait_until
 
+pytestmark = pytest.mark.process_side
+
 Pair = tuple[socket.socket, socket.socket]
 
 

@@ -32,6 +32,8 @@ from tests.support.databases import ROOT, held_rows
 from tests.support.processes import Child
 from tests.support.threads import run_in_threads, wait_until
 
+pytestmark = pytest.mark.process_side
+
 rf = RequestFactory()
 
 

@@ -18,6 +18,8 @@ from django_sqlsem.history import recorder
 from django_sqlsem.history.events import Totals, parse_slots, several
 from django_sqlsem.models import EventRow, MinuteRow
 
+pytestmark = pytest.mark.process_side
+
 MINUTE = 60_000_000
 
 

@@ -18,7 +18,7 @@ from tests.support.operators import hold, make_semaphore, slot_row
 from tests.unit.test_acts import CHANGED
 from tests.unit.test_admin import SEMAPHORES, SLOTS, ask, confirm, key, login, said
 
-pytestmark = pytest.mark.leaves_held
+pytestmark = [pytest.mark.leaves_held, pytest.mark.process_side]
 
 FRAGMENT = {live.HEADER: "1"}
 #: Text that reads backwards from here on, and a character that is not seen at all.

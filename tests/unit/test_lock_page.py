@@ -27,7 +27,7 @@ from tests.support.operators import boot_id, hold, make_semaphore, now_us, wait
 from tests.unit.test_admin import key, login, text
 from tests.unit.test_history import clock_us, event, minute
 
-pytestmark = pytest.mark.leaves_held
+pytestmark = [pytest.mark.leaves_held, pytest.mark.process_side]
 
 SECOND = 1_000_000
 

@@ -33,7 +33,7 @@ from tests.support.operators import (
     wait,
 )
 
-pytestmark = pytest.mark.leaves_held
+pytestmark = [pytest.mark.leaves_held, pytest.mark.process_side("postgres")]
 
 
 def printed(capsys: Any, *arguments: str) -> str:

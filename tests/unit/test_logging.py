@@ -26,6 +26,8 @@ from django_sqlsem.snapshots import LossReason
 from tests.support.databases import ROOT
 from tests.support.threads import wait_until
 
+pytestmark = pytest.mark.process_side
+
 PACKAGE = Path(django_sqlsem.__file__).parent
 LEVELS = ("debug", "info", "warning", "error", "exception", "log")
 #: Records that concern a database, or something of the library's, and not one name. By their modules.

@@ -25,6 +25,8 @@ from opentelemetry.trace import StatusCode
 
 from django_sqlsem.contrib import opentelemetry
 
+pytestmark = pytest.mark.process_side
+
 
 class Telemetry:
     """What was exported."""

@@ -30,6 +30,8 @@ from tests.support.threads import wait_until
 client = pytest.importorskip("prometheus_client")
 from django_sqlsem.contrib import prometheus  # noqa: E402 - it needs the client
 
+pytestmark = pytest.mark.process_side
+
 
 @contextlib.contextmanager
 def installed(**options: Any) -> Iterator[Any]:

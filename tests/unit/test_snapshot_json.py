@@ -15,7 +15,7 @@ from tests.support.databases import without_tables
 from tests.support.operators import hold, make_semaphore, wait
 from tests.unit.test_admin import key, login
 
-pytestmark = pytest.mark.leaves_held
+pytestmark = [pytest.mark.leaves_held, pytest.mark.process_side]
 
 ALL = "admin:sqlsem_semaphorerow_snapshots"
 ONE = "admin:sqlsem_semaphorerow_snapshot"

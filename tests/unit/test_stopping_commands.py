@@ -16,6 +16,8 @@ from tests.programs.lock_clients import Actor
 from tests.support.operators import hold, locks, locks_command, make_semaphore, slot_row
 from tests.unit.test_locks_command import eventually, held, printed, running
 
+pytestmark = pytest.mark.process_side
+
 SOON = 20.0
 
 

@@ -27,6 +27,8 @@ from django_sqlsem.locks import rwlock
 from django_sqlsem.snapshots import LossReason
 from tests.support.threads import run_in_threads, wait_until
 
+pytestmark = pytest.mark.process_side
+
 
 def test_busy_refuses_at_once_whatever_the_timeout(world):
     lock = semaphore("reports", slots=3, timeout=None, using=world)

@@ -30,6 +30,8 @@ from tests.support import applocks
 from tests.support.threads import wait_until
 from tests.testapp.models import Inventory
 
+pytestmark = pytest.mark.process_side
+
 #: A wait that is jumped over takes less than this, and a real one of LONG seconds more.
 SOON = 250
 LONG = 600

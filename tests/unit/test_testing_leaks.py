@@ -21,6 +21,8 @@ from django_sqlsem import (
 from django_sqlsem.busy import Busy
 from tests.support.threads import run_in_threads, wait_until
 
+pytestmark = pytest.mark.process_side
+
 
 def test_a_permit_that_is_left_is_told_of(world):
     lock = semaphore("reports", slots=2, using=world)

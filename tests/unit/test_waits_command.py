@@ -17,7 +17,7 @@ from django_sqlsem.management.verbs import waits
 from django_sqlsem.models import WaitRow
 from tests.support.operators import hold, locks, make_semaphore, now_us
 
-pytestmark = [pytest.mark.leaves_held, pytest.mark.rows_only("slot rows")]
+pytestmark = [pytest.mark.leaves_held, pytest.mark.rows_only("slot rows"), pytest.mark.process_side]
 
 
 def key(name: str) -> str:
