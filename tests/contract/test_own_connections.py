@@ -72,6 +72,19 @@ def test_a_connection_that_its_driver_had_made_is_closed(database):
         made[0].cursor().execute("SELECT 1")
 
 
+def test_a_statement_that_was_interrupted_costs_the_connection(database):
+    """The signal may have struck in the driver, and left the protocol at an unknown point."""
+
+    def interrupted(cursor):
+        raise KeyboardInterrupt
+
+    with contextlib.closing(OwnSession(database)) as session:
+        session.run(lambda cursor: None)
+        with pytest.raises(KeyboardInterrupt):
+            session.run(interrupted)
+        assert not session.is_open
+
+
 @pytest.mark.rows_only("row statements")
 def test_a_wait_for_a_row_ends_before_the_statement_may_be_cut_off(database, monkeypatch):
     """Else it is chance whether the statement is repeated, which it is after the one and not after the other."""
