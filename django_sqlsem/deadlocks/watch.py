@@ -62,8 +62,6 @@ _PATIENCE: Final = 50
 _MANY: Final = 100
 #: How often who looks also sweeps up what the dead have left.
 _SWEEP: Final = 0.2
-
-
 #: So many rows are inserted at once.
 INSERTED: Final = 20
 
@@ -74,19 +72,32 @@ _DELETE: Final = "DELETE FROM sqlsem_wait WHERE wait_id IN ({some})"
 
 def insert(alias: str, acquisitions: Iterable[tuple[Acquisition, str]], boot_id: str, patience_us: int) -> None:
     """Write down waits, each with what its caller holds meanwhile."""
-    rows = []
-    for acquisition, permits in acquisitions:
-        request, holder = acquisition.request, acquisition.request.holder
-        age_us = max(0, boot_now_us() - round(acquisition.arrived * 1e6))
-        row = WaitRow(wait_id=request.permit_id, key=request.resource.key, name=request.resource.name)
-        row.take, row.slots, row.mode, row.fair, row.permits = (
-            request.take, request.slots, request.mode, request.fair, permits
-        )  # fmt: skip
-        row.since_us, row.expires_us = DatabaseNow() - age_us, DatabaseNow() + patience_us
-        row.host, row.pid, row.thread, row.label = holder.host, holder.pid, holder.thread, holder.label
-        row.user, row.process_id, row.boot_id = holder.user, holder.process, boot_id
-        rows.append(row)
+    rows = [_row(acquisition, permits, boot_id, patience_us) for acquisition, permits in acquisitions]
     insert_missing(rows, using=alias)
+
+
+def _row(acquisition: Acquisition, permits: str, boot_id: str, patience_us: int) -> WaitRow:
+    request, holder = acquisition.request, acquisition.request.holder
+    age_us = max(0, boot_now_us() - round(acquisition.arrived * 1e6))
+    return WaitRow(
+        wait_id=request.permit_id,
+        key=request.resource.key,
+        name=request.resource.name,
+        take=request.take,
+        slots=request.slots,
+        mode=request.mode,
+        fair=request.fair,
+        permits=permits,
+        since_us=DatabaseNow() - age_us,
+        expires_us=DatabaseNow() + patience_us,
+        host=holder.host,
+        pid=holder.pid,
+        thread=holder.thread,
+        label=holder.label,
+        user=holder.user,
+        process_id=holder.process,
+        boot_id=boot_id,
+    )
 
 
 def refresh(cursor: AnyCursor, dialect: Dialect, wait_ids: Collection[str], patience_us: int) -> bool:
