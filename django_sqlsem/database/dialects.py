@@ -1,6 +1,6 @@
 """What differs from database to database: its clock, its SQL, the settings and the limits of our own connections.
 
-Whoever asks which database it is asks here, as Django asks its ``DatabaseFeatures``.
+No other module asks which vendor it is: it asks the dialect, as Django asks its ``DatabaseFeatures``.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Dialect:
         return connect()
 
     def incarnation(self, cursor: CursorWrapper) -> Incarnation | None:
-        """Ask a session whose server it is; ``None``: whoever is connected to it, it is the same."""
+        """Ask a session which life of its server it is on; ``None`` for SQLite, and where that cannot be asked."""
         return None
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:

@@ -82,7 +82,7 @@ class KeeperSession(Session, Protocol):
 def open_connection(alias: str, made: list[Any] | None = None) -> BaseDatabaseWrapper:
     """Open a connection to the database that an alias means now, and set its limits. Raises Django's database errors.
 
-    ``made`` gets what the caller must close if an exception strikes before it has the result.
+    ``made`` gets what the caller must close if it is interrupted before it has the result.
     """
     made = [] if made is None else made
     try:
@@ -248,7 +248,7 @@ class OwnSession:
     """One connection that belongs to this library alone, opened at the first statement.
 
     ``run`` may be called from any thread: statements take turns. It repeats a statement that lost a deadlock or
-    found SQLite locked. After any other database error, and after any exception that struck in the driver, the
+    found SQLite locked. After any other database error, and after any other exception, the
     connection is thrown away, since its state is unknown; the next call opens a new one. ``again`` says whether
     the work may be repeated when the connection turns out to be dead, its outcome unknown.
     """
@@ -268,7 +268,7 @@ class OwnSession:
         self._file: sqlite.FileId = None
         #: When a connection could not be opened last, and why; ``None`` since one could.
         self._unreachable: tuple[float, DjangoDatabaseError] | None = None
-        with _gate:  # who is about to fork goes through all of them
+        with _gate:  # a thread that is about to fork goes through all sessions
             _sessions.add(self)
 
     @property
@@ -329,7 +329,7 @@ class OwnSession:
             pass
         with self._lock:
             if self._unreachable is not None and self._unreachable[0] >= asked:
-                # Who stood in line meanwhile need not find it out anew, one long connect timeout after the other.
+                # The threads that stood in line meanwhile are told at once: each connect would time out in turn.
                 raise backend_error(self.alias, self._unreachable[1]) from self._unreachable[1]
             give_up = time.monotonic() + errors.LOCKED_PATIENCE
             tries = 0

@@ -38,7 +38,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: By id: each change is one step, so that a thread that is struck in it leaves no lock behind.
+        #: By id. Each change is one step of the interpreter, so an interrupted thread leaves no lock behind.
         self._watched: dict[int, weakref.ref[Watched]] = {}
         self._thread: threading.Thread | None = None
 

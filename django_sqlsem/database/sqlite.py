@@ -35,7 +35,7 @@ def file_id(connection: BaseDatabaseWrapper) -> FileId:
 
 
 def remember(connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
-    """Know of a connection that was opened, whoever uses it: a receiver of ``connection_created``."""
+    """Know of a connection that was opened by any code of the process: a receiver of ``connection_created``."""
     if isinstance(connection.connection, sqlite3.Connection):
         _known.add(connection)
 

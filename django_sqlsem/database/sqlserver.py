@@ -38,7 +38,7 @@ class LockNames:
 
     #: Slots are ``<slot>-<base>``; every holder has the base itself too, in a mode that its kind of lock says.
     base: str
-    #: Whoever holds it is the first in line.
+    #: Its holder is the first in line.
     gate: str
 
     @property

@@ -139,7 +139,7 @@ class Refresh:
             return None
 
     def _rebuild(self, job: Job, permit: Permit, args: Any, kwargs: Any, *, forced: bool = False) -> Any:
-        found = job.look(again=True)  # whoever had the lock before may have built it
+        found = job.look(again=True)  # the previous holder of the lock may have built it
         if found.settles(job, forced):
             return found.value
         job.refuse_without_token(permit)
