@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from importlib import import_module
+
 from django.apps import AppConfig
 from django.utils.translation import gettext_lazy as _
 
@@ -13,9 +15,5 @@ class SqlsemConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Register the checks, other libraries, the keepers' chores, and what tests, forks and exits need."""
-        from django_sqlsem import checks, contrib, lifecycle
-
-        checks.register()
-        lifecycle.install()
-        contrib.register()
+        """Install what needs the models: as Django imports ``models``, by name and not before this."""
+        import_module(f"{self.name}.lifecycle").install()

@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from django.apps import apps
-from django.http import HttpResponse, JsonResponse
+from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.template import Context, Engine, TemplateDoesNotExist
 from django.template.loader import get_template
 from django.templatetags.static import static
@@ -19,13 +19,8 @@ from django.utils.cache import patch_vary_headers
 from django.utils.translation import ngettext
 
 from django_sqlsem.core.text import shown
-
-if TYPE_CHECKING:
-    from django.http import HttpRequest
-
-    from django_sqlsem.exceptions import AcquireTimeoutError
-    from django_sqlsem.snapshots import HolderSnapshot
-
+from django_sqlsem.exceptions import AcquireTimeoutError
+from django_sqlsem.snapshots import HolderSnapshot
 
 PAGE: Final = "sqlsem/busy.html"
 #: What the page says, without a page around it.

@@ -39,7 +39,7 @@ class Config:
     durable: bool = True
     #: Whether a dead process's slots come back at once, and a process that is cut off loses its own as soon.
     beacons: bool = True
-    #: Whether a row is kept beside each application lock; without, nobody is named, and there are no tokens.
+    #: Whether a row is kept beside each application lock; without it no holder is named, and there are no tokens.
     record: bool = True
     #: How long an unused connection stays open.
     idle: float = 60.0

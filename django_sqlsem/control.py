@@ -13,6 +13,7 @@ from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.core.durations import to_seconds
 from django_sqlsem.core.names import Name, literal_prefix, matcher, validate_name, validate_slots
 from django_sqlsem.database.errors import backend_error
+from django_sqlsem.history import acts
 from django_sqlsem.signals import operator_acted
 from django_sqlsem.snapshots import SOMEBODY, SlotState
 
@@ -74,7 +75,7 @@ def revoke(
         holder = backend.revoke(name, number, shown, by=by, kill=kill)
         if holder is not None:
             revoked.append(holder)
-            _acted(backend, "revoke", name, by, str(holder), logging.WARNING, holder=holder)
+            _acted(backend, "revoke", name, by, holder=holder)
     return revoked
 
 
@@ -103,7 +104,7 @@ def drain(name: Name, *, by: str, using: str | None = None) -> bool:
     backend = get_backend(database_for(using))
     if not backend.set_paused(name, True):
         return False
-    _acted(backend, "drain", name, by, "")
+    _acted(backend, "drain", name, by)
     holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
     _ask(backend, name, [(holder.slot, holder.token) for holder in holders if holder.recorded], by)
     return True
@@ -115,7 +116,7 @@ def _ask(backend: BaseSemaphoreBackend, name: str, meant: list[tuple[int, int]],
         holder = backend.request_stop(name, number, shown, by=by or SOMEBODY)
         if holder is not None:
             asked.append(holder)
-            _acted(backend, "stop", name, by, str(holder), holder=holder)
+            _acted(backend, "stop", name, by, holder=holder)
     return asked
 
 
@@ -181,7 +182,7 @@ def execute_purge(plan: PurgePlan, *, by: str) -> PurgeResult:
     for holder in plan.slots:
         if backend.purge_slot(holder.name, holder.slot, holder.token):
             freed.append(holder)
-            _acted(backend, "purge", holder.name, by, str(holder), holder=holder)
+            _acted(backend, "purge", holder.name, by, holder=holder)
         else:
             changed.append(holder)
     for snapshot in plan.names:
@@ -244,7 +245,7 @@ def _set_paused(name: Name, paused: bool, by: str, using: str | None) -> bool:
     backend = get_backend(database_for(using))
     done = backend.set_paused(name, paused)
     if done:
-        _acted(backend, "pause" if paused else "resume", name, by, "")
+        _acted(backend, "pause" if paused else "resume", name, by)
     return done
 
 
@@ -253,17 +254,15 @@ def _acted(
     action: str,
     name: str,
     by: str,
-    detail: str,
-    level: int = logging.INFO,
-    *,
+    detail: str = "",
     holder: HolderSnapshot | None = None,
 ) -> None:
+    detail = detail or str(holder or "")
+    level = logging.WARNING if action == "revoke" else logging.INFO
     extra = {"semaphore": name, "what": "acted", "action": action, "by": by, "detail": detail}
     told = f": {detail}" if detail else ""
     logger.log(level, "%s of %r by %s%s", action, name, by or "somebody", told, extra=extra)
     if not backend.process_local:
-        from django_sqlsem.history import acts  # it needs the models, which this module must not
-
         acts.record(backend.alias, action, name, by, detail, holder)
     for receiver, result in operator_acted.send_robust(sender=None, action=action, name=name, by=by, detail=detail):
         if isinstance(result, Exception):  # the act is done: a receiver's fault must not hide that

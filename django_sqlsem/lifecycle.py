@@ -5,31 +5,25 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
-import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
-from django_sqlsem import backends
-from django_sqlsem.core import identity, testmode
-from django_sqlsem.database import bells, sessions, sqlite
+from django_sqlsem import checks, contrib
+from django_sqlsem.core import forks, testmode
+from django_sqlsem.database import bells, sqlite
 from django_sqlsem.deadlocks.lent_threads import LentThreads
 from django_sqlsem.deadlocks.watch import DeadlockWatch
-from django_sqlsem.decorators import busy_log
+from django_sqlsem.decorators import answers
 from django_sqlsem.history.chore import HistoryChore
-from django_sqlsem.locks import permit
-from django_sqlsem.runtime import acquisition, chores, keepers
+from django_sqlsem.runtime import chores, keepers
 from django_sqlsem.snapshots import Loss, LossReason
 
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
 _installed = False
-#: Locks of the backends that are kept while the process forks.
-_frozen: list[Any] = []
 
 
 def install() -> None:
@@ -39,7 +33,9 @@ def install() -> None:
         return
     _installed = True
     testmode.install()
-    for chore in (LentThreads, DeadlockWatch, HistoryChore, busy_log.LogRest):
+    checks.register()
+    contrib.register()
+    for chore in (LentThreads, DeadlockWatch, HistoryChore, answers.LogRest):
         chores.plug_in(chore)
     connection_created.connect(_guard_test_database, dispatch_uid="sqlsem_lifecycle")
     connection_created.connect(sqlite.remember, dispatch_uid="sqlsem_sqlite_files")
@@ -47,12 +43,7 @@ def install() -> None:
     _import_drivers()
     atexit.register(stop_all)
     _stop_with_multiprocessing()
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(
-            before=_before_fork,
-            after_in_parent=_after_fork_in_parent,
-            after_in_child=_after_fork_in_child,
-        )
+    forks.register("exits", "a child that ends by os._exit() would leave its slots to their leases", in_child=_in_child)
 
 
 def _import_drivers() -> None:
@@ -67,30 +58,11 @@ def _import_drivers() -> None:
 def stop_all() -> None:
     """Give back everything that this process holds and close the library's connections; later use starts anew."""
     keepers.stop_all()
-    busy_log.log_rest(everything=True)
+    answers.log_rest(everything=True)
     bells.stop()
 
 
-def _before_fork() -> None:
-    sessions.before_fork()
-    backends.before_fork(_frozen)
-
-
-def _after_fork_in_parent() -> None:
-    while _frozen:
-        _frozen.pop().release()
-    sessions.after_fork_in_parent()
-
-
-def _after_fork_in_child() -> None:
-    _frozen.clear()
-    acquisition.after_fork()
-    sessions.after_fork_in_child()
-    backends.after_fork()
-    keepers.after_fork()
-    permit.after_fork()
-    identity.after_fork()
-    busy_log.after_fork()
+def _in_child() -> None:
     _stop_with_multiprocessing()
     _stop_with_celery()
 
@@ -122,7 +94,7 @@ def _finalise_with_multiprocessing(*_: object) -> None:
 
 
 def _lose_flushed(using: str, **kwargs: Any) -> None:
-    """A ``TransactionTestCase`` has emptied the tables: what it left held is nobody's any more."""
+    """A ``TransactionTestCase`` has emptied the tables: what it left held is lost."""
     # Not with serialized_rollback or available_apps, which keep the signal from being sent: see the guard below.
     if testmode.active() and "plan" not in kwargs:  # a migration has a plan, a flush has none
         for keeper in keepers.all_keepers():

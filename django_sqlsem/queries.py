@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from django_sqlsem import conf, serialize
 from django_sqlsem.backends import database_for, get_backend
+from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.core.names import Name, literal_prefix, matcher, validate_name
+from django_sqlsem.database.errors import database_errors
+from django_sqlsem.deadlocks import reading as deadlocks_reading
+from django_sqlsem.deadlocks.reading import deadlocks, waits
+from django_sqlsem.history.reading import clock as history_clock
+from django_sqlsem.history.reading import events, minutes, spans, totals
+from django_sqlsem.refresh import rows as refresh_rows
 
 if TYPE_CHECKING:
     import datetime
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Iterable
 
     from django.db.models import Q
 
-    from django_sqlsem.history.events import (
-        Event,
-        Minute,
-        Span,
-        Totals,
-    )
-    from django_sqlsem.locks.transaction.base import LockState
     from django_sqlsem.models import ClaimRow, RefreshRow
     from django_sqlsem.serialize import Lately
     from django_sqlsem.snapshots import (
@@ -33,20 +34,100 @@ if TYPE_CHECKING:
         WaitSnapshot,
     )
 
-State: TypeAlias = Literal["held", "stale", "waiting", "free", "paused"]
+__all__ = [
+    "Reading",
+    "State",
+    "by_name",
+    "deadlocked",
+    "deadlocks",
+    "events",
+    "held_along",
+    "history_clock",
+    "holders",
+    "in_use",
+    "lately",
+    "locks_database",
+    "minutes",
+    "notes",
+    "refreshes",
+    "semaphore",
+    "semaphores",
+    "spans",
+    "survey",
+    "totals",
+    "waits",
+]
 
-_STATES: dict[State, Callable[[SemaphoreSnapshot], bool]] = {
-    "held": lambda snapshot: snapshot.held > 0,
-    "stale": lambda snapshot: snapshot.stale > 0,
-    "waiting": lambda snapshot: snapshot.waiting > 0,
-    "free": lambda snapshot: snapshot.free > 0,
-    "paused": lambda snapshot: snapshot.paused,
-}
+State: TypeAlias = Literal["held", "stale", "waiting", "free", "paused"]
 
 
 def locks_database(using: str | None = None) -> str:
     """Return the alias of the database that keeps the locks: ``using``, or the configured one."""
     return database_for(using)
+
+
+class Reading:
+    """What one request reads: all as of one instant of the database's clock, and nothing twice.
+
+    Whatever is asked of it may raise ``BackendError``. It belongs to one thread.
+    """
+
+    def __init__(self, using: str | None = None) -> None:
+        self.using = database_for(using)
+        self._backend = get_backend(self.using)
+        self._known: dict[str, SemaphoreSnapshot | None] = {}
+
+    @cached_property
+    def _clock(self) -> RowClock:
+        with database_errors(self.using):
+            return RowClock.of(self.using)
+
+    @cached_property
+    def now(self) -> datetime.datetime:
+        """The instant, by the clock that the history goes by."""
+        return history_clock(self.using, at=self._clock)
+
+    def by_name(self, names: Iterable[str]) -> dict[str, SemaphoreSnapshot]:
+        """Return the snapshots of these names by name, in that order; unknown ones are left out."""
+        wanted = sorted(set(names))
+        new = [name for name in wanted if name not in self._known]
+        if new:
+            self._known |= dict.fromkeys(new)
+            self._known |= {each.name: each for each in self._backend.inspect(new, at=self._clock)}
+        return {name: found for name in wanted if (found := self._known[name]) is not None}
+
+    @cached_property
+    def survey(self) -> Survey:
+        """How all names stand."""
+        return self._backend.survey(at=self._clock)
+
+    @cached_property
+    def waits(self) -> list[WaitSnapshot]:
+        """Who waits while holding something. Asked for before ``deadlocks``, it answers those too."""
+        found, self.deadlocks = deadlocks_reading.standing(self.using, at=self._clock)
+        return found
+
+    @cached_property
+    def deadlocks(self) -> list[DeadlockSnapshot]:
+        """The deadlocks."""
+        return deadlocks_reading.standing(self.using, everything=False, at=self._clock)[1]
+
+    def in_state(self, state: SurveyState) -> Q:
+        """Return the condition on ``SemaphoreRow`` that a name is in a state."""
+        return self._backend.in_state(state, at=self._clock)
+
+    def slots_in_state(self, state: SurveyState) -> Q:
+        """Return the condition on ``SlotRow`` that a slot is held or stale, or that its name is in another state."""
+        return self._backend.slots_in_state(state, at=self._clock)
+
+    def refreshed(self, rows: Iterable[RefreshRow]) -> dict[str, RefreshSnapshot]:
+        """Return what rows of refreshed values say, by their keys."""
+        return {row.pk: refresh_rows.snapshot_of(self._clock, row) for row in rows}
+
+    def claimed(self, rows: Iterable[ClaimRow]) -> dict[int, tuple[float, datetime.datetime]]:
+        """Return for how many seconds rows have been claimed, and since when, by their keys."""
+        ages = {row.pk: max(0.0, self._clock.age(row.claimed_us, row.boot_id)) for row in rows}
+        return {key: (age, self._clock.at(age)) for key, age in ages.items()}
 
 
 def semaphores(
@@ -57,15 +138,14 @@ def semaphores(
     ``name_glob`` is a shell pattern with case (``reports:*``). ``state`` keeps the semaphores that have a slot or
     a waiter in that state. Raises ``ValueError`` for an unknown state and ``BackendError`` if the database fails.
     """
-    if state is not None and state not in _STATES:
-        raise ValueError(f"state must be one of {', '.join(_STATES)}, not {state!r}.")
+    if state is not None and state not in get_args(State):
+        raise ValueError(f"state must be one of {', '.join(get_args(State))}, not {state!r}.")
     prefix = literal_prefix(name_glob)
     if prefix is None:
         return []
     matches = matcher(name_glob)
-    wanted = _STATES[state] if state else None
     found = get_backend(database_for(using)).inspect(prefix=prefix)
-    return [snapshot for snapshot in found if matches(snapshot.name) and (wanted is None or wanted(snapshot))]
+    return [snapshot for snapshot in found if matches(snapshot.name) and (state is None or getattr(snapshot, state))]
 
 
 def semaphore(name: Name, using: str | None = None) -> SemaphoreSnapshot | None:
@@ -98,14 +178,7 @@ def in_use(*, most: int, using: str | None = None) -> list[SemaphoreSnapshot]:
 
     One query finds them, whatever the number of idle names; the rest is that of ``by_name()``. Raises ``BackendError``.
     """
-    from django_sqlsem.backends.rows import reading  # it needs the models, which this module must not
-
-    alias = database_for(using)
-    backend = get_backend(alias)
-    if backend.process_local:
-        return [each for each in backend.inspect() if each.holders or each.waiters][:most]
-    found = by_name(reading.names_in_use(alias, most), using=alias)
-    return sorted(found.values(), key=lambda snapshot: snapshot.name)
+    return get_backend(database_for(using)).in_use(most)
 
 
 def refreshes(name_glob: str | None = None, *, using: str | None = None) -> list[RefreshSnapshot]:
@@ -117,27 +190,7 @@ def refreshes(name_glob: str | None = None, *, using: str | None = None) -> list
     if prefix is None:
         return []
     matches = matcher(name_glob)
-    from django_sqlsem.refresh import rows  # it needs the models, which this module must not
-
-    return [each for each in rows.refreshes(database_for(using), prefix) if matches(each.name)]
-
-
-def refreshed(rows: Collection[RefreshRow], *, using: str | None = None) -> dict[str, RefreshSnapshot]:
-    """Return what rows of refreshed values say at one instant, by their keys. Raises ``BackendError``."""
-    from django_sqlsem.backends.clock import RowClock
-    from django_sqlsem.refresh.rows import snapshot_of
-
-    clock = RowClock.of(database_for(using))
-    return {row.pk: snapshot_of(clock, row) for row in rows}
-
-
-def claimed(rows: Collection[ClaimRow], *, using: str | None = None) -> dict[int, tuple[float, datetime.datetime]]:
-    """Return for how many seconds rows have been claimed, and since when, by their keys. Raises ``BackendError``."""
-    from django_sqlsem.backends.clock import RowClock
-
-    clock = RowClock.of(database_for(using))
-    ages = {row.pk: max(0.0, clock.age(row.claimed_us, row.boot_id)) for row in rows}
-    return {key: (age, clock.at(age)) for key, age in ages.items()}
+    return [each for each in refresh_rows.refreshes(database_for(using), prefix) if matches(each.name)]
 
 
 def lately(snapshots: Iterable[SemaphoreSnapshot], *, using: str | None = None) -> dict[str, Lately]:
@@ -157,27 +210,6 @@ def deadlocked(using: str | None = None) -> frozenset[str]:
     return frozenset(wait.name for deadlock in deadlocks(using=using) for wait in deadlock.waits)
 
 
-def waits(using: str | None = None) -> list[WaitSnapshot]:
-    """Return who waits while holding something, since when, and who has what it waits for; the longest waits first.
-
-    Waits shorter than about a second, and those of who holds nothing else, are not known here. Raises
-    ``BackendError`` if the database fails.
-    """
-    from django_sqlsem.deadlocks import reading as deadlocks_reading  # it needs the models, which this module must not
-
-    return deadlocks_reading.waits(database_for(using))
-
-
-def deadlocks(using: str | None = None) -> list[DeadlockSnapshot]:
-    """Return the deadlocks over named locks, each with its waits in order round the cycle; the oldest first.
-
-    ``str()`` of one is a sentence. Raises ``BackendError`` if the database fails.
-    """
-    from django_sqlsem.deadlocks import reading as deadlocks_reading  # it needs the models, which this module must not
-
-    return deadlocks_reading.deadlocks(database_for(using))
-
-
 def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) -> list[HolderSnapshot]:
     """Return who else would lose slots if the database sessions that hold the ``chosen`` ones were ended."""
     slots = {(holder.name, holder.slot) for holder in chosen}
@@ -193,16 +225,6 @@ def held_along(chosen: Iterable[HolderSnapshot], *, using: str | None = None) ->
     ]
 
 
-def transaction_locks_held(keys: Collection[str], *, using: str | None = None) -> Mapping[str, LockState] | None:
-    """Return for each key of ``TransactionLockRow`` whether it is ``free``, ``shared`` or ``held`` right now.
-
-    They are tried, and let go of at once. ``None`` where the database does not tell. Raises ``BackendError``.
-    """
-    from django_sqlsem.locks.transaction import callers  # it is not needed by who only reads semaphores
-
-    return callers.held(database_for(using), keys)
-
-
 def survey(using: str | None = None) -> Survey:
     """Return how all names stand: totals, and which are held, stale, waited for, paused or draining.
 
@@ -211,68 +233,6 @@ def survey(using: str | None = None) -> Survey:
     return get_backend(database_for(using)).survey()
 
 
-def in_state(state: SurveyState, using: str | None = None) -> Q:
-    """Return the condition on ``SemaphoreRow`` that a name is in a state. Raises ``BackendError``."""
-    return get_backend(database_for(using)).in_state(state)
-
-
-def slots_in_state(state: SurveyState, using: str | None = None) -> Q:
-    """Return the condition on ``SlotRow`` that a slot is held or stale, or that its name is in another state.
-
-    Raises ``BackendError``.
-    """
-    return get_backend(database_for(using)).slots_in_state(state)
-
-
 def notes(using: str | None = None) -> list[str]:
     """Return sentences about what these snapshots cannot show: usually none."""
     return get_backend(database_for(using)).notes()
-
-
-# What has happened: see ``history``. Its reader needs the models, which this module must not.
-
-
-def events(
-    name: Name, *, limit: int = 50, what: Collection[str] | None = None, using: str | None = None
-) -> list[Event]:
-    """Return what happened to a name, the newest first: all, or these kinds of ``history.events``.
-
-    Raises ``BackendError`` if the database fails.
-    """
-    from django_sqlsem.history import reading as history_reading
-
-    return history_reading.events(validate_name(name), limit=limit, what=what, using=using)
-
-
-def spans(name: Name, *, window: float = 3600.0, using: str | None = None) -> list[Span]:
-    """Return the holds of each slot that ended within the last ``window`` seconds; of many, the newest thousand."""
-    from django_sqlsem.history import reading as history_reading
-
-    return history_reading.spans(validate_name(name), window=window, using=using)
-
-
-def minutes(name: Name, *, window: float = 3600.0, step: float = 60.0, using: str | None = None) -> list[Minute]:
-    """Return what happened in each ``step`` (whole minutes, in seconds) of the last ``window`` seconds.
-
-    The oldest first, and those too in which nothing did. The last one is not over yet.
-    """
-    from django_sqlsem.history import reading as history_reading
-
-    return history_reading.minutes(validate_name(name), window=window, step=step, using=using)
-
-
-def totals(names: Collection[str], *, window: float = 3600.0, using: str | None = None) -> dict[str, Totals]:
-    """Return what happened to each of these names within the last ``window`` seconds, all read at once.
-
-    Those to which nothing did are left out.
-    """
-    from django_sqlsem.history import reading as history_reading
-
-    return history_reading.totals(names, window=window, using=using)
-
-
-def history_clock(using: str | None = None) -> datetime.datetime:
-    """Return the instant now, by the clock of the database, which the history goes by."""
-    from django_sqlsem.history import reading as history_reading
-
-    return history_reading.clock(using)

@@ -1,11 +1,4 @@
-"""Frozen read models: what a semaphore, its holders and its waiters were like at one instant.
-
-What an overview says of all names at once: totals, and which names are not merely idle.
-
-When a slot may be free: from how long slots are usually held, how long they are held now, and who comes before.
-
-Frozen read models of waits and deadlocks, and the sentences that tell people of them.
-"""
+"""Frozen read models of one instant: semaphores, holders and waiters, waits and deadlocks, and all names at once."""
 
 from __future__ import annotations
 
@@ -310,21 +303,21 @@ class Survey:
 
 def survey_of(snapshots: Iterable[SemaphoreSnapshot]) -> Survey:
     """Return what snapshots of all names amount to."""
-    counts: dict[str, list[tuple[str, int]]] = {state: [] for state in SURVEY_STATES}
-    for snapshot in snapshots:
-        key = key_of(snapshot.name)
-        counts["held"].append((key, snapshot.held))
-        counts["stale"].append((key, snapshot.stale))
-        counts["waiting"].append((key, snapshot.waiting))
-        counts["paused"].append((key, int(snapshot.paused)))
-        counts["draining"].append((key, snapshot.held if snapshot.draining else 0))
+    counts: dict[str, dict[str, int]] = {state: {} for state in SURVEY_STATES}
+    for each in snapshots:
+        draining = each.held if each.draining else 0
+        for state, count in zip(
+            SURVEY_STATES, (each.held, each.stale, each.waiting, int(each.paused), draining), strict=True
+        ):
+            if count:
+                counts[state][key_of(each.name)] = count
     return Survey(
-        held=sum(count for _key, count in counts["held"]),
-        stale=sum(count for _key, count in counts["stale"]),
-        waiting=sum(count for _key, count in counts["waiting"]),
-        paused=sum(count for _key, count in counts["paused"]),
-        draining=sum(1 for _key, count in counts["draining"] if count),
-        names={state: Listed.of(each) for state, each in counts.items()},
+        held=sum(counts["held"].values()),
+        stale=sum(counts["stale"].values()),
+        waiting=sum(counts["waiting"].values()),
+        paused=len(counts["paused"]),
+        draining=len(counts["draining"]),
+        names={state: Listed.of(each.items()) for state, each in counts.items()},
     )
 
 

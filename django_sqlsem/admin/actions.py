@@ -1,130 +1,179 @@
-"""The admin's actions: each shows whom it means, and acts after a confirmation on just those."""
+"""What operators may do: as actions of the lists, and as buttons on the page of one lock.
+
+Each act shows whom it means, and acts after a confirmation on just those.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
 
+from django import forms
 from django.contrib import admin, messages
+from django.contrib.admin.utils import quote, unquote
+from django.core.exceptions import PermissionDenied, ValidationError
+from django.db import Error as DatabaseError
+from django.http import HttpResponseRedirect
+from django.urls import path, reverse
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, ngettext
+from django.utils.translation import gettext_lazy, ngettext, ngettext_lazy
 
 from django_sqlsem import control, queries
-from django_sqlsem.admin import confirm
+from django_sqlsem.admin import confirm, live
 from django_sqlsem.admin.confirm import Page
 from django_sqlsem.admin.display import visible
-from django_sqlsem.exceptions import SemaphoreError
-from django_sqlsem.models import SemaphoreRow, SlotRow
+from django_sqlsem.core.names import MAX_SLOTS, ONE_SLOT, key_of
+from django_sqlsem.exceptions import BackendError, SemaphoreError
 from django_sqlsem.snapshots import SlotState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from django.contrib.admin import ModelAdmin
     from django.db.models import QuerySet
     from django.http import HttpRequest, HttpResponse
+    from django.urls import URLPattern
     from django.utils.functional import _StrPromise
 
-    from django_sqlsem.snapshots import HolderSnapshot
-
-
-RowT = TypeVar("RowT", SemaphoreRow, SlotRow)
-
-
-_LOSE: Final = gettext_lazy(
-    "These holders will lose their slots at once. Each learns it within a quarter of its lease, and may still be at"
-    " work until it heeds that."
-)
-_KILLS: Final = gettext_lazy(
-    "These slots belong to database sessions. The sessions will be ended, with whatever else they hold. Each holder"
-    " learns it within 2 seconds, and may still be at work until it heeds that."
-)
+    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
 
 @admin.action(description=gettext_lazy("Ask to stop"), permissions=["operate"])
-def stop(model_admin: ModelAdmin[RowT], request: HttpRequest, queryset: QuerySet[RowT]) -> HttpResponse | None:
+def stop(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
     """Ask holders to stop, and leave them their slots until they do."""
-    targets = confirm.slot_targets(request)
-    if targets is None:
-        _semaphores, holders = confirm.shown(request, queryset)
+
+    def ask(holders: Sequence[HolderSnapshot]) -> Page | str:
         new = [holder for holder in holders if holder.recorded and not (holder.expired or holder.stop_requested)]
         if not new:
-            text = _("Nobody holds any of these who has not been asked already.")
-            model_admin.message_user(request, text, messages.INFO)
-            return None
-        page = Page(
-            action="stop",
+            return _("Nobody holds any of these who has not been asked already.")
+        return Page(
             title=_("Ask to stop"),
             question=_(
                 "These holders will be asked to stop. They keep their slots until they are done; nothing is taken from"
                 " anybody. Each learns it at its next renewal at the latest, if its code asks at all."
             ),
             confirm=_("Yes, ask to stop"),
-            targets=confirm.targets_of(new),
             holders=new,
             others=[holder for holder in holders if holder.stop_requested and not holder.expired],
             others_title=_("Asked already"),
         )
-        return confirm.confirmation(model_admin, request, page)
-    by, using = confirm.by(request), queries.locks_database()
-    asked = _each(
+
+    return _on_holders(
         model_admin,
         request,
-        targets,
-        lambda name, slot, token: control.request_stop(name, slot, token, by=by, using=using),
+        queryset,
+        "stop",
+        ask,
+        partial(control.request_stop, **_who(request)),
         gettext_lazy("Asked %(holder)s to stop."),
+        ngettext_lazy("Asked %(count)d holder to stop.", "Asked %(count)d holders to stop.", "count"),
     )
-    if asked:
-        text = ngettext("Asked %(count)d holder to stop.", "Asked %(count)d holders to stop.", asked)
-        model_admin.message_user(request, text % {"count": asked}, messages.SUCCESS)
-    return None
 
 
 @admin.action(description=gettext_lazy("Revoke permits"), permissions=["operate"])
-def revoke(model_admin: ModelAdmin[RowT], request: HttpRequest, queryset: QuerySet[RowT]) -> HttpResponse | None:
+def revoke(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
     """Take slots away from their holders."""
-    targets = confirm.slot_targets(request)
-    if targets is None:
-        _semaphores, holders = confirm.shown(request, queryset)
+
+    def ask(holders: Sequence[HolderSnapshot]) -> Page | str:
         if not holders:
-            model_admin.message_user(request, _("Nobody holds any of these: nothing to revoke."), messages.INFO)
-            return None
+            return _("Nobody holds any of these: nothing to revoke.")
         kills = any(holder.needs_kill for holder in holders)
-        page = Page(
-            action="revoke",
+        lose = _("These holders will lose their slots at once. Each learns it within a quarter of its lease, and may"
+                 " still be at work until it heeds that.")  # fmt: skip
+        end = _("These slots belong to database sessions. The sessions will be ended, with whatever else they hold."
+                " Each holder learns it within 2 seconds, and may still be at work until it heeds that.")  # fmt: skip
+        return Page(
             title=_("Revoke permits"),
-            question=str(_KILLS if kills else _LOSE),
+            question=end if kills else lose,
             confirm=_("Yes, end the sessions") if kills else _("Yes, revoke"),
-            targets=confirm.targets_of(holders),
             holders=holders,
             others=queries.held_along(holders),
             others_title=_("To be lost as well: the same sessions hold these"),
             dangerous=True,
         )
-        return confirm.confirmation(model_admin, request, page)
-    by, using = confirm.by(request), queries.locks_database()
-    revoked = _each(
+
+    return _on_holders(
         model_admin,
         request,
-        targets,
-        lambda name, slot, token: control.revoke(name, slot, token, by=by, using=using, kill=True),
+        queryset,
+        "revoke",
+        ask,
+        partial(control.revoke, **_who(request), kill=True),
         gettext_lazy("Revoked %(holder)s."),
+        ngettext_lazy("Revoked %(count)d permit.", "Revoked %(count)d permits.", "count"),
     )
-    if revoked:
-        text = ngettext("Revoked %(count)d permit.", "Revoked %(count)d permits.", revoked)
-        model_admin.message_user(request, text % {"count": revoked}, messages.SUCCESS)
-    return None
 
 
-def _each(
-    model_admin: ModelAdmin[RowT],
+@admin.action(description=gettext_lazy("Purge stale slots"), permissions=["operate"])
+def purge_stale(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
+    """Free slots whose lease has run out."""
+
+    def ask(holders: Sequence[HolderSnapshot]) -> Page | str:
+        others = [holder for holder in holders if holder.state is SlotState.STALE and not holder.expired]
+        page = Page(
+            title=_("Purge stale slots"),
+            question=_(
+                "The leases of these holders have run out, or their sessions have ended. Their slots will be freed; no"
+                " live holder is touched."
+            ),
+            confirm=_("Yes, purge"),
+            holders=[holder for holder in holders if holder.expired],
+            others=others,
+            others_title=_("Left alone: these seem gone, but their lease still runs"),
+        )
+        if page.holders:
+            return page
+        text = _("The lease of none of these has run out: nothing to purge.")
+        if others:
+            soon = max(others, key=lambda holder: -(holder.lease_left or 0.0))
+            text += " " + _("%(slot)s seems gone; its lease runs out in %(seconds).0f s.") % {
+                "slot": confirm.place(soon.name, soon.slot),
+                "seconds": soon.lease_left,
+            }
+        return text
+
+    def purge(name: str, slot: int, token: int) -> Sequence[HolderSnapshot]:
+        found = live.reading_of(request).by_name([name]).values()
+        held = [each for snapshot in found for each in snapshot.holders if (each.slot, each.token) == (slot, token)]
+        plan = control.PurgePlan(queries.locks_database(), slots=tuple(each for each in held if each.expired))
+        return control.execute_purge(plan, by=confirm.by(request)).freed
+
+    return _on_holders(
+        model_admin,
+        request,
+        queryset,
+        "purge_stale",
+        ask,
+        purge,
+        gettext_lazy("Purged %(holder)s."),
+        ngettext_lazy("Freed %(count)d slot.", "Freed %(count)d slots.", "count"),
+    )
+
+
+def _who(request: HttpRequest) -> dict[str, Any]:
+    return {"by": confirm.by(request), "using": queries.locks_database()}
+
+
+def _on_holders(
+    model_admin: Any,
     request: HttpRequest,
-    targets: list[tuple[str, int, int]],
-    act: Callable[[str, int, int], list[HolderSnapshot]],
-    message: _StrPromise,
-) -> int:
-    """Do ``act`` to every holder that is still there, log it, and say who was not; return how many were."""
-    done, changed = 0, []
-    for name, slot, token in targets:
+    queryset: QuerySet[Any],
+    action: str,
+    ask: Callable[[Sequence[HolderSnapshot]], Page | str],
+    act: Callable[[str, int, int], Sequence[HolderSnapshot]],
+    entry: _StrPromise,
+    done: _StrPromise,
+) -> HttpResponse | None:
+    """Show the page that asks, or say why there is none; after that, act on every holder that is still there."""
+    if not confirm.is_confirmed(request):
+        page = ask(confirm.shown(request, queryset)[1])
+        if isinstance(page, Page):
+            targets = [(holder.name, holder.slot, holder.token) for holder in page.holders]
+            return confirm.confirmation(model_admin, request, replace(page, action=action, targets=targets))
+        model_admin.message_user(request, page, messages.INFO)
+        return None
+    count, changed = 0, []
+    for name, slot, token in confirm.targets(request, action):
         try:
             holders = act(name, slot, token)
         except SemaphoreError as error:
@@ -133,56 +182,243 @@ def _each(
         if not holders:
             changed.append(confirm.place(name, slot))
         for holder in holders:
-            done += 1
-            confirm.log(model_admin, request, name, message % {"holder": holder})
+            count += 1
+            confirm.log(model_admin, request, name, entry % {"holder": holder})
+    if count:
+        model_admin.message_user(request, done % {"count": count}, messages.SUCCESS)
     confirm.report_changed(model_admin, request, changed)
-    return done
-
-
-@admin.action(description=gettext_lazy("Purge stale slots"), permissions=["operate"])
-def purge_stale(model_admin: ModelAdmin[RowT], request: HttpRequest, queryset: QuerySet[RowT]) -> HttpResponse | None:
-    """Free slots whose lease has run out."""
-    targets = confirm.slot_targets(request)
-    if targets is None:
-        _semaphores, holders = confirm.shown(request, queryset)
-        expired = [holder for holder in holders if holder.expired]
-        others = [holder for holder in holders if holder.state is SlotState.STALE and not holder.expired]
-        if not expired:
-            text = _("The lease of none of these has run out: nothing to purge.")
-            if others:
-                soon = max(others, key=lambda holder: -(holder.lease_left or 0.0))
-                text += " " + _("%(slot)s seems gone; its lease runs out in %(seconds).0f s.") % {
-                    "slot": confirm.place(soon.name, soon.slot),
-                    "seconds": soon.lease_left,
-                }
-            model_admin.message_user(request, text, messages.INFO)
-            return None
-        page = Page(
-            action="purge_stale",
-            title=_("Purge stale slots"),
-            question=_(
-                "The leases of these holders have run out, or their sessions have ended. Their slots will be freed; no"
-                " live holder is touched."
-            ),
-            confirm=_("Yes, purge"),
-            targets=confirm.targets_of(expired),
-            holders=expired,
-            others=others,
-            others_title=_("Left alone: these seem gone, but their lease still runs"),
-        )
-        return confirm.confirmation(model_admin, request, page)
-    shown = {(name, slot): token for name, slot, token in targets}
-    found = queries.by_name({name for name, _slot in shown}).values()
-    holders = [
-        each for snapshot in found for each in snapshot.holders if shown.get((each.name, each.slot)) == each.token
-    ]
-    plan = control.PurgePlan(queries.locks_database(), slots=tuple(holder for holder in holders if holder.expired))
-    result = control.execute_purge(plan, by=confirm.by(request))
-    for holder in result.freed:
-        confirm.log(model_admin, request, holder.name, _("Purged %(holder)s.") % {"holder": holder})
-    if result.freed:
-        text = ngettext("Freed %(count)d slot.", "Freed %(count)d slots.", len(result.freed))
-        model_admin.message_user(request, text % {"count": len(result.freed)}, messages.SUCCESS)
-    freed = {(holder.name, holder.slot) for holder in result.freed}
-    confirm.report_changed(model_admin, request, [confirm.place(*place) for place in shown if place not in freed])
     return None
+
+
+class SlotsForm(forms.Form):
+    """An operator's number of slots."""
+
+    slots = forms.IntegerField(
+        label=gettext_lazy("Slots"),
+        min_value=1,
+        max_value=MAX_SLOTS,
+        required=False,
+        help_text=gettext_lazy("Leave it empty to go by the number that the code declares."),
+    )
+
+
+_KEEP: Final = gettext_lazy("Holders, who keep their slots")
+
+
+@admin.action(description=gettext_lazy("Set slots"), permissions=["configure"])
+def set_slots(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
+    """Set the number of slots, whatever the code says."""
+    confirmed = confirm.is_confirmed(request)
+    form = SlotsForm(request.POST if confirmed else None, auto_id="id_sqlsem_%s")
+    slots = form.cleaned_data["slots"] if form.is_valid() else None
+    page = Page(
+        action="set_slots",
+        title=_("Set slots"),
+        question=_("The number counts at once, for every process. No holder is interrupted by a smaller one: nothing is"
+                   " granted until fewer are held."),
+        confirm=_("Set slots"),
+        others_title=str(_KEEP),
+        form=form,
+    )  # fmt: skip
+    message = _("Slots as declared by the code.") if slots is None else _("Slots set to %(slots)d.") % {"slots": slots}
+    return _on_names(model_admin, request, queryset, page, partial(control.set_slots, slots=slots), message)
+
+
+@admin.action(description=gettext_lazy("Pause"), permissions=["configure"])
+def pause(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
+    """Stop granting."""
+    page = Page(
+        action="pause",
+        title=_("Pause"),
+        question=_("Nothing more will be granted until these are resumed. Whoever waits goes on waiting."),
+        confirm=_("Yes, pause"),
+        others_title=str(_KEEP),
+    )
+    return _on_names(model_admin, request, queryset, page, control.pause, _("Paused."))
+
+
+@admin.action(description=gettext_lazy("Resume"), permissions=["configure"])
+def resume(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
+    """Grant again."""
+    page = Page(
+        action="resume",
+        title=_("Resume"),
+        question=_("Slots will be granted again, first to those who have waited longest."),
+        confirm=_("Yes, resume"),
+        others_title=str(_KEEP),
+    )
+    return _on_names(model_admin, request, queryset, page, control.resume, _("Resumed."))
+
+
+@admin.action(description=gettext_lazy("Drain"), permissions=["drain"])
+def drain(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
+    """Stop granting, and ask every holder to stop."""
+    page = Page(
+        action="drain",
+        title=_("Drain"),
+        question=_(
+            "Nothing more will be granted until these are resumed, and whoever holds one is asked to stop. Holders"
+            " that pay no heed keep their slots until they are done; nothing is taken from anybody."
+        ),
+        confirm=_("Yes, drain"),
+        others_title=_("Holders, who are asked to stop"),
+    )
+    return _on_names(model_admin, request, queryset, page, control.drain, _("Draining: holders are asked to stop."))
+
+
+def _on_names(
+    model_admin: Any, request: HttpRequest, queryset: QuerySet[Any], page: Page, act: Any, message: str
+) -> HttpResponse | None:
+    """Show the page; after a confirmation without mistakes, act on every name, log it, and say what happened."""
+    form, names = page.form, confirm.targets(request, page.action) if confirm.is_confirmed(request) else None
+    if names is None or (form is not None and not form.is_valid()):
+        if names is None:
+            semaphores = confirm.shown(request, queryset)[0]
+        else:
+            semaphores = list(live.reading_of(request).by_name(names).values())
+        if form is not None and len(semaphores) == 1:
+            form.initial["slots"] = semaphores[0].operator_slots
+        targets, holders = [each.name for each in semaphores], [each for found in semaphores for each in found.holders]
+        page = replace(page, targets=targets, semaphores=semaphores, others=holders)
+        return confirm.confirmation(model_admin, request, page)
+    done = 0
+    for name in names:
+        try:
+            known = act(name, **_who(request))
+        except (SemaphoreError, TypeError, ValueError) as error:
+            model_admin.message_user(request, visible(str(error)), messages.ERROR)
+            continue
+        if known:
+            done += 1
+            confirm.log(model_admin, request, name, message)
+        else:
+            text = _("There is no semaphore %(name)s any more.") % {"name": visible(name)}
+            model_admin.message_user(request, text, messages.WARNING)
+    if done:
+        text = ngettext("%(count)d semaphore: %(message)s", "%(count)d semaphores: %(message)s", done)
+        model_admin.message_user(request, text % {"count": done, "message": message}, messages.SUCCESS)
+    return None
+
+
+#: By the names that they have on lists, which are those of the functions.
+ACTIONS: Final[dict[str, Any]] = {
+    act.__name__: act for act in (stop, revoke, purge_stale, set_slots, pause, resume, drain)
+}
+
+
+def permitted(model_admin: Any, request: HttpRequest, act: str) -> bool:
+    """Whether the user may do this act, as the action of a list is allowed or not."""
+    needed = ACTIONS[act].allowed_permissions
+    return any(getattr(model_admin, f"has_{permission}_permission")(request) for permission in needed)
+
+
+def refuse(model_admin: Any, request: HttpRequest) -> None:
+    """Answer 403 to who sends a list an act without permission: Django would say that none was chosen."""
+    if request.method == "POST":
+        for act in request.POST.getlist("action"):
+            if act in ACTIONS and not permitted(model_admin, request, act):
+                raise PermissionDenied
+
+
+@dataclass(frozen=True, slots=True)
+class Button:
+    """One button: what it sends, what is on it, and, for who does not see what it is beside, what it is about."""
+
+    value: str
+    text: str
+    label: str
+    dangerous: bool = False
+
+
+class Buttons:
+    """What a user may do to one lock, as buttons. They belong to the form of ``_acts_form.html``.
+
+    ``url`` is where the form goes, ``lock`` the buttons of the lock as a whole; ``beside(holder)`` those of a holder.
+    """
+
+    def __init__(self, model_admin: Any, request: HttpRequest, snapshot: SemaphoreSnapshot) -> None:
+        self._may = {act for act in ACTIONS if permitted(model_admin, request, act)}
+        self.url = _address(model_admin, "act", key_of(snapshot.name))
+        self.lock = self._of_the_lock(snapshot)
+
+    def __bool__(self) -> bool:
+        """Whether the user may do anything at all."""
+        return bool(self._may)
+
+    def beside(self, holder: HolderSnapshot) -> list[Button]:
+        """Return the buttons of one holder: it is meant by its slot and token."""
+        texts = {
+            "stop": (_("Ask to stop"), not holder.expired and _can_be_asked(holder)),
+            "revoke": (_("Revoke"), not holder.expired),
+            "purge_stale": (_("Purge"), holder.expired),
+        }
+        return self._made(texts, f" {holder.slot} {holder.token}", str(holder))
+
+    def _of_the_lock(self, snapshot: SemaphoreSnapshot) -> list[Button]:
+        unasked = [each for each in snapshot.holders if not each.expired and _can_be_asked(each)]
+        texts = {
+            "stop": (_("Ask all to stop"), len(unasked) > 1),
+            "set_slots": (_("Set slots"), snapshot.tokens is None and snapshot.kind not in ONE_SLOT),
+            "pause": (_("Pause"), not snapshot.paused),
+            "resume": (_("Resume"), snapshot.paused),
+            "drain": (_("Drain"), not snapshot.paused or bool(unasked)),
+        }
+        return self._made(texts, "", snapshot.name)
+
+    def _made(self, texts: dict[str, tuple[str, bool]], place: str, about: str) -> list[Button]:
+        return [
+            Button(
+                f"{act}{place}",
+                text,
+                _("%(act)s: %(about)s") % {"act": text, "about": visible(about)},
+                dangerous=act == "revoke",
+            )
+            for act, (text, useful) in texts.items()
+            if useful and act in self._may
+        ]
+
+
+def _can_be_asked(holder: HolderSnapshot) -> bool:
+    # Without a record there is no place for the wish.
+    return holder.recorded and not holder.stop_requested
+
+
+def urls(model_admin: Any) -> list[URLPattern]:
+    """Return where the buttons lead."""
+
+    def act_view(request: HttpRequest, object_id: str) -> HttpResponse:
+        return _view(model_admin, request, unquote(object_id))
+
+    name = f"{model_admin.opts.app_label}_{model_admin.opts.model_name}_act"
+    return [path("<path:object_id>/act/", model_admin.admin_site.admin_view(act_view), name=name)]
+
+
+def _view(model_admin: Any, request: HttpRequest, key: str) -> HttpResponse:
+    """Ask, and act after the confirmation; then show the page of the lock again, with what happened."""
+    if not model_admin.has_view_permission(request):
+        raise PermissionDenied
+    back = HttpResponseRedirect(_address(model_admin, "change", key))
+    if request.method != "POST":  # somebody had to log in again, say
+        return back
+    try:
+        act = confirm.button(request)[0] or request.POST.get("action", "")
+        if act not in ACTIONS:
+            raise confirm.DamagedFormError
+        if not permitted(model_admin, request, act):
+            raise PermissionDenied
+        chosen = model_admin.get_queryset(request).filter(pk=key)
+        if not confirm.is_confirmed(request) and not chosen.exists():
+            return cast("HttpResponse", model_admin._get_obj_does_not_exist_redirect(request, model_admin.opts, key))
+        return ACTIONS[act](model_admin, request, chosen) or back
+    except (confirm.DamagedFormError, ValidationError):
+        model_admin.message_user(request, _("The form came back damaged: nothing was done."), messages.ERROR)
+    except confirm.ChangedError as error:
+        confirm.report_changed(model_admin, request, [str(error)])
+    except (BackendError, DatabaseError) as error:
+        model_admin.message_user(request, live.first_line(error), messages.ERROR)
+    return back
+
+
+def _address(model_admin: Any, view: str, key: str) -> str:
+    name = f"admin:{model_admin.opts.app_label}_{model_admin.opts.model_name}_{view}"
+    return reverse(name, args=[quote(key)], current_app=model_admin.admin_site.name)

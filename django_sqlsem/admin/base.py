@@ -1,93 +1,108 @@
-"""What all pages of the locks in the admin have in common: they read the locks database and never change rows."""
+"""What all lists of the locks in the admin have in common: they read the locks database and never change rows."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin, messages
+from django.contrib.admin.views.main import ChangeList
 from django.db import connections, transaction
 from django.http import HttpResponseRedirect
 from django.urls import reverse
 from django.utils.translation import gettext as _
 
 from django_sqlsem import queries
-from django_sqlsem.admin import live, lock_page
-from django_sqlsem.admin.confirm import ActionForm, ChangedError, DamagedFormError, check_selected, report_changed
+from django_sqlsem.admin import actions, confirm, live
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
     from django.db.models import QuerySet
     from django.http import HttpRequest, HttpResponse
     from django.urls import URLPattern
+    from django.utils.functional import _StrPromise
 
-    ModelAdmin = admin.ModelAdmin
-else:
-
-    class ModelAdmin(admin.ModelAdmin):
-        """Django's class does not take a type parameter when it runs."""
-
-        def __class_getitem__(cls, model: Any) -> Any:
-            return cls
+    from django_sqlsem.queries import Reading
 
 
-class OperatorAdmin(ModelAdmin[Any]):
-    """Shows rows of the locks database and changes nothing but through actions, which ask first."""
+def column(text: _StrPromise, show: Callable[[Any], Any], ordering: Any = None) -> Any:
+    """Return a column of a list, or a field of a page: what it shows of a row, under these words."""
+    return admin.display(lambda _admin, row: show(row), description=text, ordering=ordering)
+
+
+class ReadChangeList(ChangeList):
+    """A list that reads what its model admin knows of all rows of a page at once."""
+
+    def get_results(self, request: HttpRequest) -> None:
+        super().get_results(request)
+        self.result_list = self.model_admin.known(request, self.result_list)  # type: ignore[attr-defined]
+
+
+class OperatorAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
+    """Shows rows of the locks database and changes nothing but through actions, which ask first.
+
+    A list declares its columns, and what there is to know of rows besides their fields: ``read()`` returns it, and each
+    row carries it as ``known``.
+    """
 
     list_per_page = 100
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER  # each count would read all that is held
-    action_form = ActionForm
+    action_form = confirm.ActionForm
+
+    def read(self, reading: Reading, rows: list[Any]) -> Mapping[Any, Any]:
+        """Return what is known of rows, by their keys."""
+        return {}
+
+    def known(self, request: HttpRequest, rows: Iterable[Any]) -> list[Any]:
+        """Return the rows with what is known of them, all read at once."""
+        found = list(rows)
+        known = self.read(live.reading_of(request), found)
+        for row in found:
+            row.known = known.get(row.pk)
+        return found
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """Read from the database that keeps the locks."""
         return super().get_queryset(request).using(queries.locks_database())
 
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
+        """Read what is known with the row: a page is rendered where no failure of the database is expected."""
+        row = super().get_object(request, object_id, from_field)
+        return row if row is None else self.known(request, [row])[0]
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
+        return ReadChangeList
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Show of one row what the list shows, unless fields are declared."""
+        return self.fields or self.list_display
+
     def get_urls(self) -> list[URLPattern]:
-        """Keep the requests out of ATOMIC_REQUESTS: an act counts at once, whatever becomes of the request."""
+        """Say it if the locks database fails, and keep out of ATOMIC_REQUESTS: an act counts at once."""
         urls = [*self.own_urls(), *super().get_urls()]
         for url in urls:
+            url.callback = live.guarded(self, url.callback)
             for alias in connections:
                 transaction.non_atomic_requests(using=alias)(url.callback)
         return urls
 
     def own_urls(self) -> list[URLPattern]:
-        """Return what comes before Django's own addresses, whose last one would take any."""
+        """Return what comes before Django's own addresses: the last of those takes any."""
         return []
 
-    @live.guarded
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """Say it if the locks database fails, or a confirmation comes back damaged."""
-        lock_page.refuse(self, request)
+        """Refuse acts that are not allowed, and say it if a confirmation comes back damaged."""
+        actions.refuse(self, request)
         try:
-            check_selected(self, request)
+            confirm.check_selected(self, request)
             response = super().changelist_view(request, extra_context)
             self._note(request)
             return response
-        except DamagedFormError:
+        except confirm.DamagedFormError:
             self.message_user(request, _("The form came back damaged: nothing was done."), messages.ERROR)
-        except ChangedError as error:
-            report_changed(self, request, [str(error)])
+        except confirm.ChangedError as error:
+            confirm.report_changed(self, request, [str(error)])
         return HttpResponseRedirect(reverse("admin:index", current_app=self.admin_site.name))
-
-    @live.guarded
-    def change_view(
-        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
-    ) -> HttpResponse:
-        """Say it if the locks database fails."""
-        return super().change_view(request, object_id, form_url, extra_context)
-
-    @live.guarded
-    def history_view(
-        self, request: HttpRequest, object_id: str, extra_context: dict[str, Any] | None = None
-    ) -> HttpResponse:
-        """Say it if the locks database fails."""
-        return super().history_view(request, object_id, extra_context)
-
-    @live.guarded
-    def delete_view(
-        self, request: HttpRequest, object_id: str, extra_context: dict[str, Any] | None = None
-    ) -> HttpResponse:
-        """Refuse, or say it if the locks database fails."""
-        return super().delete_view(request, object_id, extra_context)
 
     def render_change_form(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         """Say what the page cannot show."""
@@ -99,26 +114,18 @@ class OperatorAdmin(ModelAdmin[Any]):
             for note in queries.notes():
                 self.message_user(request, note, messages.INFO)
 
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """The library makes the rows: by acquiring, claiming, building."""
+    def _never(self, request: HttpRequest, obj: Any = None) -> bool:
+        """The library alone makes and changes rows, and ``manage.py locks purge --idle`` deletes idle names."""
         return False
 
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Only actions change something, and the library."""
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """``manage.py locks purge --idle`` deletes idle names."""
-        return False
+    has_add_permission = has_change_permission = has_delete_permission = _never
 
     def has_operate_permission(self, request: HttpRequest) -> bool:
-        """Whether the user may ask to stop, revoke and purge."""
         return request.user.has_perm("sqlsem.operate_semaphorerow")
 
     def has_configure_permission(self, request: HttpRequest) -> bool:
-        """Whether the user may set slots, pause and resume."""
         return request.user.has_perm("sqlsem.configure_semaphorerow")
 
     def has_drain_permission(self, request: HttpRequest) -> bool:
-        """Whether the user may drain, which is to pause and to ask holders to stop."""
+        """To drain is to pause and to ask holders to stop."""
         return self.has_configure_permission(request) and self.has_operate_permission(request)

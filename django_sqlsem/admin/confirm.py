@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from django.contrib import messages
 from django.contrib.admin import helpers
 from django.contrib.admin.utils import unquote
+from django.core import signing
 from django.core.exceptions import ValidationError
-from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
-from django_sqlsem import queries
-from django_sqlsem.admin.display import EMPTY, STATES, held_since, lease_left, program_of, users, visible
-from django_sqlsem.core.modes import WRITER
-from django_sqlsem.core.names import MAX_SLOTS, key_of, validate_name
+from django_sqlsem.admin import live, tables
+from django_sqlsem.admin.display import users, visible
+from django_sqlsem.core.names import key_of
 from django_sqlsem.models import SemaphoreRow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from django import forms
     from django.db.models import QuerySet
@@ -31,8 +30,18 @@ if TYPE_CHECKING:
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
 
+#: What the targets of a page are signed with, before the name of its act.
+_SALT: Final = "django_sqlsem.admin."
+#: What a button sends: an act, and the slot and token of the holder that it is beside.
+_BUTTON: Final = re.compile(r"(?P<act>[a-z_]*)(?: (?P<slot>[0-9]{1,9}) (?P<token>[0-9]{1,19}))?")
+
+
 class DamagedFormError(Exception):
     """The confirmation did not come back as it was sent."""
+
+
+class ChangedError(Exception):
+    """Whom a button was beside is gone: the message says where."""
 
 
 class ActionForm(helpers.ActionForm):
@@ -43,18 +52,14 @@ class ActionForm(helpers.ActionForm):
         self.fields["action"].widget.attrs["x-model"] = "action"
 
 
-class ChangedError(Exception):
-    """Whom a button was beside is gone: the message says where."""
-
-
 @dataclass(frozen=True, slots=True)
 class Page:
     """What a confirmation page says."""
 
-    action: str
     title: str
     question: str
     confirm: str
+    action: str = ""
     #: What the confirmation brings back: names, or names with slots and tokens.
     targets: Sequence[Any] = ()
     holders: Sequence[HolderSnapshot] = ()
@@ -65,51 +70,29 @@ class Page:
     form: forms.Form | None = None
     dangerous: bool = False
 
-    @property
-    def named(self) -> str:
-        """The name of the one lock that it is about."""
-        names = {each.name for each in self.semaphores} | {each.name for each in (*self.holders, *self.others)}
-        return users(names.pop()) if len(names) == 1 else ""
-
 
 def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResponse:
-    # Any one row makes the list view call the action again; whom it means is said by the targets alone.
-    selected = request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)[:1]
-    site, opts = model_admin.admin_site, model_admin.opts
-    lock = one_lock(request)
+    """Return the page that asks."""
+    site, opts, lock = model_admin.admin_site, model_admin.opts, one_lock(request)
     back = lock and reverse(f"admin:{opts.app_label}_{opts.model_name}_change", args=[lock], current_app=site.name)
+    names = {each.name for each in page.semaphores} | {each.name for each in (*page.holders, *page.others)}
     context = {
-        **site.each_context(request),
         "title": page.title,
-        "opts": opts,
         "page": page,
-        "semaphores": [(users(each.name), each) for each in page.semaphores],
-        "holders": [_cells(holder) for holder in page.holders],
-        "others": [_cells(holder) for holder in page.others],
-        "targets": json.dumps(page.targets),
-        "selected": selected,
+        "tables": [
+            tables.semaphores(page.semaphores),
+            tables.meant("sqlsem-meant", _("Holders"), page.holders),
+            tables.meant("sqlsem-others", page.others_title, page.others),
+        ],
+        "targets": signing.dumps(page.targets, salt=_SALT + page.action),
+        # Any one row makes the list view call the action again; whom it means is said by the targets alone.
+        "selected": request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)[:1],
         "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
         "back": back or request.get_full_path(),
-        "one": page.named if lock else "",
-        "media": model_admin.media,
+        "one": users(names.pop()) if lock and len(names) == 1 else "",
     }
-    request.current_app = site.name
-    return TemplateResponse(request, "admin/sqlsem/confirm_action.html", context)
-
-
-def _cells(holder: HolderSnapshot) -> list[Any]:
-    return [
-        users(holder.name),
-        holder.place,
-        STATES[holder.state],
-        program_of(holder),
-        users(holder.label),
-        users(holder.user),
-        held_since(holder),
-        lease_left(holder),
-        f"{holder.acquired_at:%Y-%m-%d %H:%M:%S} UTC" if holder.recorded else EMPTY,
-        str(holder.token),
-    ]
+    answer: HttpResponse = live.page(model_admin, request, "admin/sqlsem/confirm_action.html", context)
+    return answer
 
 
 def one_lock(request: HttpRequest) -> str:
@@ -123,13 +106,10 @@ def button(request: HttpRequest) -> tuple[str, tuple[int, int] | None]:
 
     ``("", None)``: no such button was pressed. Raises ``DamagedFormError``.
     """
-    match request.POST.get("do", "").split(" "):
-        case [act]:
-            return act, None
-        case [act, slot, token]:
-            return act, _place(_int(slot), _int(token))
-        case _:
-            raise DamagedFormError
+    found = _BUTTON.fullmatch(request.POST.get("do", ""))
+    if found is None or int(found["token"] or 0) >= 2**63:
+        raise DamagedFormError
+    return found["act"], (int(found["slot"]), int(found["token"])) if found["token"] else None
 
 
 def check_selected(model_admin: Any, request: HttpRequest) -> None:
@@ -144,53 +124,16 @@ def check_selected(model_admin: Any, request: HttpRequest) -> None:
             raise DamagedFormError
 
 
-def confirmed(request: HttpRequest) -> list[Any] | None:
-    """Return the targets of a confirmed page, or ``None`` if it has not been shown yet."""
-    if "confirmed" not in request.POST:
-        return None
+def is_confirmed(request: HttpRequest) -> bool:
+    """Whether this is the answer to a confirmation page."""
+    return "confirmed" in request.POST
+
+
+def targets(request: HttpRequest, action: str) -> list[Any]:
+    """Return what the confirmed page of this very act means. Raises ``DamagedFormError``."""
     try:
-        targets = json.loads(request.POST.get("targets", ""))
-    except (ValueError, RecursionError):
-        targets = None
-    if not isinstance(targets, list):
-        raise DamagedFormError
-    return targets
-
-
-def slot_targets(request: HttpRequest) -> list[tuple[str, int, int]] | None:
-    targets = confirmed(request)
-    if targets is None:
-        return None
-    found = []
-    for target in targets:
-        match target:
-            case [str() as name, int() as slot, int() as token]:
-                found.append((_name(name), *_place(slot, token)))
-            case _:
-                raise DamagedFormError
-    return found
-
-
-def name_targets(targets: list[Any]) -> list[str]:
-    return [_name(target) for target in targets]
-
-
-def _int(text: str) -> int:
-    if len(text) > 20 or not (text.isascii() and text.isdigit()):
-        raise DamagedFormError
-    return int(text)
-
-
-def _place(slot: int, token: int) -> tuple[int, int]:
-    if WRITER <= slot <= MAX_SLOTS and 0 <= token < 2**63:
-        return slot, token
-    raise DamagedFormError
-
-
-def _name(target: object) -> str:
-    try:
-        return validate_name(target)
-    except (TypeError, ValueError):
+        return list(signing.loads(request.POST.get("targets", ""), salt=_SALT + action))
+    except signing.BadSignature:
         raise DamagedFormError from None
 
 
@@ -199,40 +142,35 @@ def shown(request: HttpRequest, queryset: QuerySet[Any]) -> tuple[list[Semaphore
 
     Raises ``ChangedError`` if that one has gone since the button was shown.
     """
-    if queryset.model is SemaphoreRow:
-        snapshots = queries.by_name(queryset.values_list("name", flat=True))
-        holders = [holder for snapshot in snapshots.values() for holder in snapshot.holders]
-    else:
-        rows = set(queryset.values_list("semaphore__name", "slot"))
-        snapshots = queries.by_name({name for name, _slot in rows})
-        holders = [
-            holder
-            for snapshot in snapshots.values()
-            for holder in snapshot.holders
-            if any((holder.name, slot) in rows for slot in holder.numbers)
-        ]
+    slots = queryset.model is not SemaphoreRow
+    rows = set(queryset.values_list("semaphore__name", "slot") if slots else queryset.values_list("name"))
+    snapshots = list(live.reading_of(request).by_name(name for name, *_slot in rows).values())
+    holders = [
+        holder
+        for snapshot in snapshots
+        for holder in snapshot.holders
+        if not slots or any((holder.name, slot) in rows for slot in holder.numbers)
+    ]
     beside = button(request)[1]
     if beside is not None:
         holders = [holder for holder in holders if (holder.slot, holder.token) == beside]
         if not holders:
-            raise ChangedError(place(next(iter(snapshots), ""), beside[0]))
-    return list(snapshots.values()), holders
-
-
-def targets_of(holders: Iterable[HolderSnapshot]) -> list[tuple[str, int, int]]:
-    return [(holder.name, holder.slot, holder.token) for holder in holders]
+            raise ChangedError(place(snapshots[0].name if snapshots else "", beside[0]))
+    return snapshots, holders
 
 
 def log(model_admin: Any, request: HttpRequest, name: str, message: str) -> None:
-    row = SemaphoreRow(key=key_of(name), name=name)
-    model_admin.log_change(request, row, visible(message))
+    """Note an act in Django's log, under the semaphore's name."""
+    model_admin.log_change(request, SemaphoreRow(key=key_of(name), name=name), visible(message))
 
 
 def by(request: HttpRequest) -> str:
+    """Return who acts."""
     return str(request.user.get_username())
 
 
 def report_changed(model_admin: Any, request: HttpRequest, changed: Sequence[str]) -> None:
+    """Say which holders were left alone."""
     if changed:
         text = ngettext(
             "The holder of %(slots)s has changed since it was shown: nobody there was disturbed.",
@@ -243,4 +181,5 @@ def report_changed(model_admin: Any, request: HttpRequest, changed: Sequence[str
 
 
 def place(name: str, slot: int) -> str:
+    """Return a slot of a name in words."""
     return _("%(name)s slot %(slot)d") % {"name": visible(name), "slot": slot}

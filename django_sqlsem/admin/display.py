@@ -1,40 +1,36 @@
-"""How snapshots look in the admin: texts, slots as cells, and lists that read the snapshots of a page at once."""
+"""How snapshots look in the admin: texts, and slots as cells."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final
 
-from django.contrib import admin
-from django.contrib.admin.views.main import ChangeList
 from django.utils.html import escape, format_html
 from django.utils.safestring import SafeString, mark_safe
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from django_sqlsem import queries
 from django_sqlsem.core.durations import duration
 from django_sqlsem.core.modes import WRITER
-from django_sqlsem.models import SemaphoreRow, SlotRow
 from django_sqlsem.snapshots import SlotState
 
 if TYPE_CHECKING:
     import datetime
-    from collections.abc import Iterable
 
-    from django.db.models import QuerySet
-    from django.http import HttpRequest
     from django.utils.functional import _StrPromise
 
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
 
-STATES: Final[dict[SlotState, _StrPromise]] = {
-    SlotState.FREE: gettext_lazy("free"),
-    SlotState.HELD: gettext_lazy("held"),
-    SlotState.STALE: gettext_lazy("stale"),
+#: The states of a slot, in the order in which groups of cells stand.
+STATES: Final[dict[str, _StrPromise]] = {
+    "stale": gettext_lazy("stale"),
+    "held": gettext_lazy("held"),
+    "draining": gettext_lazy("draining"),
+    "paused": gettext_lazy("paused"),
+    "free": gettext_lazy("free"),
 }
 #: What stands in a cell that has nothing to say.
 EMPTY: Final = "-"
@@ -48,7 +44,7 @@ _DISORDERLY: Final = frozenset(
 
 
 #: What each kind of lock is called.
-KINDS: Final[dict[str, _StrPromise]] = {
+KIND_WORDS: Final[dict[str, _StrPromise]] = {
     "semaphore": gettext_lazy("semaphore"),
     "mutex": gettext_lazy("mutex"),
     "monitor": gettext_lazy("monitor"),
@@ -61,7 +57,7 @@ KINDS: Final[dict[str, _StrPromise]] = {
 
 def kind_of(kind: str) -> str:
     """Return what a kind of lock is called."""
-    return str(KINDS.get(kind, kind))
+    return str(KIND_WORDS.get(kind, kind))
 
 
 def visible(text: str) -> str:
@@ -96,6 +92,21 @@ def lease_left(holder: HolderSnapshot) -> SafeString | str:
     return _time(text, holder.expires_at)
 
 
+def length(seconds: float) -> str:
+    """Return a length of time; below a second in milliseconds, and round ones without a fraction."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms" if seconds >= 0.00095 or not seconds else "< 1 ms"
+    for size, unit in ((3600, "h"), (60, "min"), (1, "s")):
+        if seconds >= size and seconds % size == 0 and seconds < size * 60:
+            return f"{seconds / size:.0f} {unit}"
+    return duration(seconds)
+
+
+def percent(part: float) -> str:
+    """Return a part of a whole; nothing but 0 is 0 %."""
+    return _("< 1 %") if 0 < part < 0.01 else _("%(percent)d %%") % {"percent": int(100 * part)}
+
+
 def _time(text: str, at: datetime.datetime) -> SafeString:
     unbroken = text.replace(" ", "\N{NO-BREAK SPACE}")
     title = f"{at:%Y-%m-%d %H:%M:%S} UTC"
@@ -125,68 +136,8 @@ def program_of(holder: HolderSnapshot) -> str:
     return _("%(program)s, session %(session)d") % {"program": found, "session": holder.session_id}
 
 
-def attach(rows: Iterable[SemaphoreRow | SlotRow]) -> None:
-    """Give every row the snapshot of its semaphore, as ``sqlsem``, read all at once."""
-    found = list(rows)
-    by_name = queries.by_name({_semaphore(row).name for row in found})
-    for row in found:
-        cast("Any", row).sqlsem = by_name.get(_semaphore(row).name)
-
-
-def snapshot_of(row: SemaphoreRow | SlotRow) -> SemaphoreSnapshot | None:
-    """Return the snapshot of a row's semaphore; ``None`` if it was purged meanwhile."""
-    if not hasattr(row, "sqlsem"):
-        attach([row])
-    return cast("SemaphoreSnapshot | None", cast("Any", row).sqlsem)
-
-
-def holder_of(row: SlotRow) -> HolderSnapshot | None:
-    """Return who holds a slot."""
-    snapshot = snapshot_of(row)
-    holders = snapshot.holders if snapshot else ()
-    return next((holder for holder in holders if row.slot in holder.numbers), None)
-
-
-def _semaphore(row: SemaphoreRow | SlotRow) -> SemaphoreRow:
-    return row.semaphore if isinstance(row, SlotRow) else row
-
-
-class SnapshotChangeList(ChangeList):
-    """A list whose rows carry snapshots of one instant."""
-
-    def get_results(self, request: HttpRequest) -> None:
-        """Read the page, and then the snapshots of its semaphores."""
-        super().get_results(request)
-        self.result_list = list(self.result_list)
-        attach(self.result_list)
-
-
-class StateFilter(admin.SimpleListFilter):
-    """Keeps slots in a state, or slots of names that are waited for."""
-
-    title = gettext_lazy("state")
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        """Return the states."""
-        return [("held", _("held")), ("stale", _("stale")), ("waiting", _("waited for"))]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Ask the query layer, whose clock is the database's."""
-        state = cast("Any", self.value())
-        return queryset if state is None else queryset.filter(queries.slots_in_state(state))
-
-
 #: More slots than these are drawn as groups.
-MANY: Final = 40
-#: The states in the order in which groups stand.
-WORDS: Final[dict[str, _StrPromise]] = {
-    "stale": gettext_lazy("stale"),
-    "held": gettext_lazy("held"),
-    "draining": gettext_lazy("draining"),
-    "paused": gettext_lazy("paused"),
-    "free": gettext_lazy("free"),
-}
+_MANY: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +162,12 @@ def cells(snapshot: SemaphoreSnapshot) -> list[Cell]:
     lone = {WRITER} if any(holder.numbers == (WRITER,) for holder in snapshot.holders) else set()
     slots = sorted({*range(1, snapshot.slots + 1), *(holders.keys() - {WRITER}), *lone})
     states = {slot: _state(snapshot, holders.get(slot)) for slot in slots}
-    if len(slots) > MANY:
+    if len(slots) > _MANY:
         counts = Counter(states.values())
         first = {state: min(slot for slot in slots if states[slot] == state) for state in counts}
         return [
             Cell(first[state], state, _("%(count)d %(state)s") % {"count": counts[state], "state": word}, counts[state])
-            for state, word in WORDS.items()
+            for state, word in STATES.items()
             if state in counts
         ]
     return [Cell(slot, states[slot], _title(slot, states[slot], holders.get(slot))) for slot in slots]
@@ -238,7 +189,7 @@ def drawn(snapshot: SemaphoreSnapshot) -> SafeString | str:
         )
     said = ", ".join(
         _("%(count)d %(state)s") % {"count": counts[state], "state": word}
-        for state, word in WORDS.items()
+        for state, word in STATES.items()
         if state in counts
     )
     label = escape(_("Slots: %(states)s") % {"states": said})
@@ -257,5 +208,5 @@ def _state(snapshot: SemaphoreSnapshot, holder: HolderSnapshot | None) -> str:
 def _title(slot: int, state: str, holder: HolderSnapshot | None) -> str:
     place = _("Upgradable place") if slot == WRITER else _("Slot %(slot)s") % {"slot": slot}
     who = [] if holder is None else [program_of(holder), holder.label, holder.user]
-    said = ", ".join([str(WORDS[state]), *(visible(part) for part in who if part)])
+    said = ", ".join([str(STATES[state]), *(visible(part) for part in who if part)])
     return _("%(place)s: %(state)s") % {"place": place, "state": said}

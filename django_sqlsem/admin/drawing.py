@@ -1,6 +1,6 @@
-"""Drawings as SVG text: elements, scales and axes, the charts of the last hour, and the timeline of one lock.
+"""Where things stand in the drawings of the last hour: scales, charts, and the timeline. Templates draw them.
 
-All text is escaped, and looks come from classes: a strict Content-Security-Policy allows no inline style.
+Looks come from classes: a strict Content-Security-Policy allows no inline style.
 """
 
 from __future__ import annotations
@@ -9,90 +9,52 @@ import datetime
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
+from django.template.loader import render_to_string
 from django.utils import timezone
-from django.utils.html import conditional_escape
-from django.utils.safestring import SafeString, mark_safe
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
-from django_sqlsem.admin.display import users, visible
-from django_sqlsem.core.durations import duration
+from django_sqlsem.admin.display import length, visible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from django.utils.safestring import SafeString
 
     from django_sqlsem.history.events import Minute, Percentiles
 
 
-__all__ = ["drawing", "element", "svg_number", "text", "users", "visible"]
-
-#: The only attributes that a drawing needs; none of them runs or styles anything.
-_ATTRIBUTES: Final = frozenset(
-    {
-        "aria-describedby", "aria-hidden", "aria-labelledby", "class", "d", "fill", "height", "id",
-        "patternTransform", "patternUnits", "role", "rx", "text-anchor", "viewBox", "width",
-        "x", "x1", "x2", "xmlns", "y", "y1", "y2",
-    }
-)  # fmt: skip
+#: All drawings are as wide, so that one minute stands above the same minute of the others.
+DRAWING_WIDTH: Final = 960.0
+PLOT_LEFT: Final = 56.0
+PLOT_RIGHT: Final = DRAWING_WIDTH - 130.0
+TICK: Final = datetime.timedelta(minutes=10)
+#: One step of the charts, in seconds.
+MINUTE: Final = 60.0
+#: What a logarithmic axis may be marked with, in seconds.
+_STEPS: Final = (0.001, 0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 36000.0, 360000.0, 3600000.0)
 
 
 def svg_number(value: float) -> str:
-    """Return a coordinate, in as few characters as a tenth of a pixel needs."""
+    """Return a coordinate, in as few characters as a tenth of a pixel needs, whatever the language."""
     return f"{value:.1f}".removesuffix(".0")
 
 
-def element(tag: str, *content: str, **attributes: object) -> SafeString:
-    """Return one element. A trailing ``_`` of an attribute is dropped, another one is a hyphen; ``None`` leaves it out.
-
-    Raises ``ValueError`` for an attribute that drawings do not need, such as ``style`` or ``onclick``.
-    """
-    parts = []
-    for key, value in attributes.items():
-        name = key.removesuffix("_").replace("_", "-")
-        if name not in _ATTRIBUTES:
-            raise ValueError(f"{name!r} is no attribute of a drawing.")
-        if value is not None:
-            text = svg_number(value) if isinstance(value, float) else str(value)
-            parts.append(f' {name}="{conditional_escape(text)}"')
-    inner = "".join(conditional_escape(each) for each in content)
-    return mark_safe(f"<{tag}{''.join(parts)}>{inner}</{tag}>")  # noqa: S308 - every part is escaped above
-
-
-def text(words: str, x: float, y: float, class_: str = "", anchor: str | None = None) -> SafeString:
-    """Return a line of text."""
-    return element("text", visible(words), x=float(x), y=float(y), class_=class_ or None, text_anchor=anchor)
-
-
-def drawing(
-    *content: str, key: str, width: float, height: float, title: str, description: str, class_: str = ""
+def _drawing(
+    template: str, scale: TimeScale, *, key: str, title: str, about: str, top: float, bottom: float, **parts: Any
 ) -> SafeString:
-    """Return a whole drawing, which screen readers announce by its title and description. ``key``: part of its ids."""
-    return element(
-        "svg",
-        element("title", visible(title), id=f"{key}-title"),
-        element("desc", visible(description), id=f"{key}-about"),
-        *content,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {svg_number(width)} {svg_number(height)}",
-        class_=f"sqlsem-drawing {class_}".strip(),
-        role="img",
-        aria_labelledby=f"{key}-title",
-        aria_describedby=f"{key}-about",
-        id=key,
-    )
-
-
-#: All drawings are as wide, so that one minute stands above the same minute of the others.
-WIDTH: Final = 960.0
-LEFT: Final = 56.0
-RIGHT: Final = 130.0
-TICK: Final = datetime.timedelta(minutes=10)
-#: What a logarithmic axis may be marked with, in seconds.
-_STEPS: Final = (0.001, 0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 36000.0, 360000.0, 3600000.0)
+    """Return a whole drawing with its time axis; ``key`` is part of its ids, ``top`` and ``bottom`` bound the plot."""
+    places = {"left": PLOT_LEFT, "right": PLOT_RIGHT, "beside": PLOT_RIGHT + 8, "before": PLOT_LEFT - 6}
+    places |= {"top": top, "bottom": bottom, "foot": bottom + 4, "words": bottom + 16}
+    places |= {"width": DRAWING_WIDTH, "height": bottom + 26}
+    ticks = [(scale.x(tick), tick) for tick in scale.ticks()]
+    shown = {name: svg_number(place) for name, place in places.items()} | {
+        "key": key,
+        "title": visible(title),
+        "about": visible(about),
+        "ticks": [(svg_number(x), f"{tick:%H:%M}" if PLOT_RIGHT - x > 40 else "") for x, tick in ticks],
+    }
+    return render_to_string(f"admin/sqlsem/{template}", shown | parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +67,17 @@ class TimeScale:
     @property
     def pixels(self) -> float:
         """How many pixels a second has."""
-        return (WIDTH - LEFT - RIGHT) / self.window
+        return (PLOT_RIGHT - PLOT_LEFT) / self.window
 
     def x(self, at: datetime.datetime) -> float:
         """Return where an instant is; what is outside is at the edge."""
         before = (self.now - at).total_seconds()
-        return WIDTH - RIGHT - min(self.window, max(0.0, before)) * self.pixels
+        return PLOT_RIGHT - min(self.window, max(0.0, before)) * self.pixels
+
+    def minute(self, at: datetime.datetime) -> tuple[float, float]:
+        """Return where the minute that begins at an instant stands, and its width; it ends now at the latest."""
+        left = self.x(at)
+        return left, min(PLOT_RIGHT - left, MINUTE * self.pixels)
 
     def ticks(self) -> list[datetime.datetime]:
         """Return the round instants within, in the current time zone."""
@@ -122,19 +89,6 @@ class TimeScale:
             found.append(timezone.localtime(at))
             at -= TICK
         return found[::-1]
-
-    def axis(self, top: float, bottom: float) -> list[SafeString]:
-        """Return the lines and words of the time axis, for a plot from ``top`` to ``bottom``."""
-        parts = []
-        for tick in self.ticks():
-            x = self.x(tick)
-            parts.append(element("line", x1=x, x2=x, y1=top, y2=bottom + 4, class_="sqlsem-grid"))
-            if WIDTH - RIGHT - x > 40:
-                parts.append(text(f"{tick:%H:%M}", x, bottom + 16, "sqlsem-tick", "middle"))
-        right = WIDTH - RIGHT
-        parts.append(element("line", x1=LEFT, x2=right, y1=bottom, y2=bottom, class_="sqlsem-axis"))
-        parts.append(text(_("now"), right, bottom + 16, "sqlsem-tick", "end"))
-        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,25 +114,6 @@ class LengthScale:
         share = (math.log(max(seconds, self.steps[0])) - low) / (high - low)
         return self.bottom - min(1.0, share) * (self.bottom - self.top)
 
-    def axis(self) -> list[SafeString]:
-        """Return its lines and words."""
-        parts = []
-        for step in self.steps:
-            y = self.y(step)
-            parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="sqlsem-grid"))
-            parts.append(text(length(step), LEFT - 6, y + 4, "sqlsem-tick", "end"))
-        return parts
-
-
-def length(seconds: float) -> str:
-    """Return a length of time; below a second in milliseconds, and round ones without a fraction."""
-    if seconds < 0.9995:
-        return f"{seconds * 1000:.0f} ms" if seconds >= 0.00095 or not seconds else "< 1 ms"
-    for size, unit in ((3600, "h"), (60, "min"), (1, "s")):
-        if seconds >= size and seconds % size == 0 and seconds < size * 60:
-            return f"{seconds / size:.0f} {unit}"
-    return duration(seconds)
-
 
 def spread(wanted: Sequence[float], gap: float, top: float, bottom: float) -> list[float]:
     """Return heights near the ``wanted`` ones, in their order, at least ``gap`` apart if there is room."""
@@ -195,7 +130,6 @@ def spread(wanted: Sequence[float], gap: float, top: float, bottom: float) -> li
     return [placed[number] for number in range(len(wanted))]
 
 
-_HEIGHT: Final = 150.0
 _TOP, _BOTTOM = 14.0, 124.0
 #: The lines of a chart of lengths, with their words.
 _LINES: Final = (("longest", "max"), ("p95", "p95"), ("p50", "p50"))
@@ -204,50 +138,38 @@ _MIDDLE: Final = 96.0
 
 
 def lengths(
-    key: str, title: str, steps: Sequence[tuple[datetime.datetime, Percentiles | None]], scale: TimeScale, step: float
+    key: str, title: str, minutes: Sequence[tuple[datetime.datetime, Percentiles | None]], scale: TimeScale
 ) -> SafeString | None:
-    """Return the chart of one kind of lengths, each step as a level line; ``None`` if there is nothing to draw.
+    """Return the chart of one kind of lengths, each minute as a level line; ``None`` if there is nothing to draw.
 
-    ``step`` is the length of one step in seconds. Steps in which nothing was counted are gaps.
+    Minutes in which nothing was counted are gaps.
     """
-    known = [(at, found) for at, found in steps if found is not None and found.count]
+    known = [(at, found) for at, found in minutes if found is not None and found.count]
     if not known:
         return None
     heights = LengthScale.of([value for _at, each in known for value in (each.p50, each.longest)], _TOP, _BOTTOM)
     last = known[-1][1]
-    lines = [_line(name, known, scale, heights, step) for name, _word in _LINES]
-    words = [f"{word} {length(getattr(last, name))}" for name, word in _LINES]
     places = spread([heights.y(getattr(last, name)) for name, _word in _LINES], 14, _TOP, _BOTTOM)
-    labels = [
-        text(word, WIDTH - RIGHT + 8, y + 4, f"sqlsem-label sqlsem-{name}")
-        for (name, _word), word, y in zip(_LINES, words, places, strict=True)
-    ]
-    hovers = [
-        _hover(
-            at, scale, step, f"{_clock(at)}: {', '.join(_said(each))}, {_('%(count)d counted') % {'count': each.count}}"
-        )
-        for at, each in known
-    ]
-    most = max(each.longest for _at, each in known)
     about = _("Each minute of the last hour. The latest: %(latest)s. The longest of all: %(longest)s.") % {
         "latest": ", ".join(_said(last)),
-        "longest": length(most),
+        "longest": length(max(each.longest for _at, each in known)),
     }
-    return drawing(
-        *heights.axis(),
-        *scale.axis(_TOP, _BOTTOM),
-        *lines,
-        *labels,
-        *hovers,
-        key=key,
-        width=WIDTH,
-        height=_HEIGHT,
-        title=title,
-        description=about,
+    return _chart(
+        key,
+        title,
+        about,
+        scale,
+        grid=[(heights.y(step), length(step), "grid") for step in heights.steps],
+        lines=[(name, _path(name, known, scale, heights)) for name, _word in _LINES],
+        labels=[
+            (y + 4, f"{word} {length(getattr(last, name))}", name)
+            for (name, word), y in zip(_LINES, places, strict=True)
+        ],
+        hovers=[(at, [*_said(each), _("%(count)d counted") % {"count": each.count}]) for at, each in known],
     )
 
 
-def numbers(key: str, title: str, minutes: Sequence[Minute], scale: TimeScale, step: float) -> SafeString | None:
+def numbers(key: str, title: str, minutes: Sequence[Minute], scale: TimeScale) -> SafeString | None:
     """Return the chart of how many were granted, upwards, and turned away, downwards; ``None`` if there were none."""
     granted, away = [each.granted for each in minutes], [each.turned_away for each in minutes]
     most = max([*granted, *away], default=0)
@@ -256,84 +178,78 @@ def numbers(key: str, title: str, minutes: Sequence[Minute], scale: TimeScale, s
     up = (_MIDDLE - _TOP) / most
     # Downwards there is less room: what would not fit is drawn smaller, but to the same scale while it can be.
     down = min(up, (_BOTTOM - _MIDDLE) / max(away)) if any(away) else up
-    parts = []
+    columns, hovers = [], []
+    said = _("%(granted)d granted"), _("%(away)d turned away"), _("%(lost)d lost")
     for each in minutes:
-        if each.granted:
-            parts.append(_column(each, scale, step, _MIDDLE - max(1.5, each.granted * up), _MIDDLE, "granted"))
-        if each.turned_away:
-            parts.append(_column(each, scale, step, _MIDDLE, _MIDDLE + max(1.5, each.turned_away * down), "away"))
+        left, wide = scale.minute(each.at)
+        bars = ("granted", -each.granted * up), ("away", each.turned_away * down)
+        for name, high in ((name, high) for name, high in bars if high):
+            high = math.copysign(max(1.5, abs(high)), high)
+            columns.append((left + 1, min(_MIDDLE, _MIDDLE + high), max(1.0, wide - 2), abs(high), name))
+        if each.granted or each.turned_away or each.lost:
+            counts = {"granted": each.granted, "away": each.turned_away, "lost": each.lost}
+            hovers.append((each.at, [word % counts for word in said]))
     totals = {"granted": sum(granted), "away": sum(away), "lost": sum(each.lost for each in minutes)}
-    words = [(_("%(granted)d granted"), _MIDDLE - 26, "granted"), (_("%(away)d turned away"), _MIDDLE + 14, "away")]
-    if totals["lost"]:
-        words.append((_("%(lost)d lost"), _MIDDLE + 28, "lost"))
-    labels = [text(word % totals, WIDTH - RIGHT + 8, y, f"sqlsem-label sqlsem-{name}") for word, y, name in words]
-    hovers = [
-        _hover(each.at, scale, step, _("%(time)s: %(granted)d granted, %(away)d turned away, %(lost)d lost") % {
-            "time": _clock(each.at), "granted": each.granted, "away": each.turned_away, "lost": each.lost,
-        })
-        for each in minutes
-        if each.granted or each.turned_away or each.lost
-    ]  # fmt: skip
-    return drawing(
-        text(str(most), LEFT - 6, _TOP + 4, "sqlsem-tick", "end"),
-        element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=_TOP, y2=_TOP, class_="sqlsem-grid"),
-        text("0", LEFT - 6, _MIDDLE + 4, "sqlsem-tick", "end"),
-        *scale.axis(_TOP, _BOTTOM),
-        element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=_MIDDLE, y2=_MIDDLE, class_="sqlsem-axis"),
-        *parts,
-        *labels,
-        *hovers,
-        key=key,
-        width=WIDTH,
-        height=_HEIGHT,
-        title=title,
-        description=_("In the last hour: %(granted)d granted, %(away)d turned away, %(lost)d lost.") % totals,
+    places = zip((_MIDDLE - 26, _MIDDLE + 14, _MIDDLE + 28), said, totals, strict=True)
+    return _chart(
+        key,
+        title,
+        _("In the last hour: %(granted)d granted, %(away)d turned away, %(lost)d lost.") % totals,
+        scale,
+        grid=[(_TOP, str(most), "grid"), (_MIDDLE, "0", "axis")],
+        columns=[(*map(svg_number, place), name) for *place, name in columns],
+        labels=[(y, word % totals, name) for y, word, name in places if name != "lost" or totals["lost"]],
+        hovers=hovers,
     )
 
 
-def _line(
-    name: str,
-    known: Sequence[tuple[datetime.datetime, Percentiles]],
+def _chart(
+    key: str,
+    title: str,
+    about: str,
     scale: TimeScale,
-    heights: LengthScale,
-    step: float,
+    *,
+    grid: Sequence[tuple[float, str, str]],
+    labels: Sequence[tuple[float, str, str]],
+    hovers: Sequence[tuple[datetime.datetime, Sequence[str]]],
+    **parts: Any,
 ) -> SafeString:
+    return _drawing(
+        "_chart.html",
+        scale,
+        key=key,
+        title=title,
+        about=about,
+        top=_TOP,
+        bottom=_BOTTOM,
+        high=svg_number(_BOTTOM - _TOP),
+        grid=[(svg_number(y), svg_number(y + 4), word, kind) for y, word, kind in grid],
+        labels=[(svg_number(y), word, kind) for y, word, kind in labels],
+        hovers=[
+            (*map(svg_number, scale.minute(at)), f"{timezone.localtime(at):%H:%M}: {', '.join(said)}")
+            for at, said in hovers
+        ],
+        **parts,
+    )
+
+
+def _path(
+    name: str, known: Sequence[tuple[datetime.datetime, Percentiles]], scale: TimeScale, heights: LengthScale
+) -> str:
     path: list[str] = []
     before: datetime.datetime | None = None
     for at, each in known:
-        left, right = _edges(at, scale, step)
+        left, wide = scale.minute(at)
         y = svg_number(heights.y(getattr(each, name)))
-        joined = before is not None and abs((at - before).total_seconds() - step) < 1
+        joined = before is not None and abs((at - before).total_seconds() - MINUTE) < 1
         path.append(f"V{y}" if joined else f"M{svg_number(left)} {y}")
-        path.append(f"H{svg_number(right)}")
+        path.append(f"H{svg_number(left + wide)}")
         before = at
-    return element("path", d="".join(path), class_=f"sqlsem-line sqlsem-{name}")
-
-
-def _column(each: Minute, scale: TimeScale, step: float, top: float, bottom: float, name: str) -> SafeString:
-    left, right = _edges(each.at, scale, step)
-    wide = max(1.0, right - left - 2)
-    return element("rect", x=left + 1, y=top, width=wide, height=bottom - top, class_=f"sqlsem-column sqlsem-{name}")
-
-
-def _hover(at: datetime.datetime, scale: TimeScale, step: float, words: str) -> SafeString:
-    left, right = _edges(at, scale, step)
-    title = element("title", visible(words))
-    wide = max(1.0, right - left)
-    return element("rect", title, x=left, y=_TOP, width=wide, height=_BOTTOM - _TOP, class_="sqlsem-hover")
-
-
-def _edges(at: datetime.datetime, scale: TimeScale, step: float) -> tuple[float, float]:
-    left = scale.x(at)
-    return left, min(WIDTH - RIGHT, scale.x(at) + step * scale.pixels)
+    return "".join(path)
 
 
 def _said(each: Percentiles) -> list[str]:
     return [f"{word} {length(getattr(each, name))}" for name, word in reversed(_LINES)]
-
-
-def _clock(at: datetime.datetime) -> str:
-    return f"{timezone.localtime(at):%H:%M}"
 
 
 #: So many lanes are drawn, and so many bars: what a page of reasonable size has room for.
@@ -343,7 +259,6 @@ MAX_MARKS: Final = 30
 #: Past bars that are narrower are merged, in pixels.
 _LEAST: Final = 1.5
 _LANE, _BAR, _LANES_TOP = 22.0, 14.0, 34.0
-_RIGHT_EDGE: Final = WIDTH - RIGHT
 #: The words over the marks: so many rows of them, each character about so wide.
 _ROWS, _CHARACTER = 2, 6.2
 
@@ -352,13 +267,17 @@ PAST, HELD, STALE, LOST, DENSE = "past", "held", "stale", "lost", "dense"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One hold of one slot; ``kind`` is one of the words above."""
+    """One hold of one slot, or where ``count`` is more, several of them. ``kind`` is one of the words above."""
 
-    slot: int
-    start: datetime.datetime
-    end: datetime.datetime
+    #: ``None``: all slots, of which ``density`` says how much they were held.
+    slot: int | None
+    x: float
+    width: float
     kind: str
     title: str
+    #: 1 to 4 where the bar stands for several holds.
+    density: int = 0
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,16 +286,6 @@ class Mark:
 
     at: datetime.datetime
     word: str
-    title: str
-
-
-@dataclass(frozen=True, slots=True)
-class Average:
-    """How much all slots were held in a while of which single holds are not drawn: ``part`` is 0 to 1."""
-
-    start: datetime.datetime
-    end: datetime.datetime
-    part: float
     title: str
 
 
@@ -390,59 +299,43 @@ class Lane:
     kind: str
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A rectangle of the drawing. ``density`` is 1 to 4 where it stands for several holds."""
-
-    slot: int
-    x: float
-    width: float
-    kind: str
-    title: str
-    density: int = 0
-    count: int = 1
+def density(part: float) -> int:
+    """Return by how much darker a bar is of which so large a part was held."""
+    return min(4, max(1, math.ceil(part * 4)))
 
 
-def pieces(bars: Iterable[Bar], scale: TimeScale, most: int = MAX_BARS) -> list[Piece]:
-    """Return what to draw: at most about ``most`` rectangles; narrow past holds become denser and lighter ones.
+def fewer(bars: Sequence[Bar], most: int = MAX_BARS) -> list[Bar]:
+    """Return at most about ``most`` bars: narrow past holds become denser and lighter ones.
 
     What is held now is never merged, nor are the latest losses.
     """
-    whole = [_piece(bar, scale) for bar in bars]
-    kept = [piece for piece in whole if piece.kind in (HELD, STALE)]
-    lost = [piece for piece in whole if piece.kind == LOST]
-    kept += lost[-most // 4 :]
-    past = [piece for piece in whole if piece.kind == PAST] + [replace(each, kind=PAST) for each in lost[: -most // 4]]
+    lost = [bar for bar in bars if bar.kind == LOST]
+    kept = [bar for bar in bars if bar.kind in (HELD, STALE)] + lost[-most // 4 :]
+    past = [bar for bar in bars if bar.kind == PAST] + [replace(each, kind=PAST) for each in lost[: -most // 4]]
     least = _LEAST
     while True:
-        wide = [piece for piece in past if piece.width >= least]
-        narrow = _merged([piece for piece in past if piece.width < least], max(4.0, least))
-        if len(kept) + len(wide) + len(narrow) <= most or least > _RIGHT_EDGE:
+        wide = [bar for bar in past if bar.width >= least]
+        narrow = _merged([bar for bar in past if bar.width < least], max(4.0, least))
+        if len(kept) + len(wide) + len(narrow) <= most or least > PLOT_RIGHT:
             return [*narrow, *wide, *kept]
         least *= 2
 
 
-def _piece(bar: Bar, scale: TimeScale) -> Piece:
-    left, right = scale.x(bar.start), scale.x(bar.end)
-    return Piece(bar.slot, left, right - left, bar.kind, bar.title)
-
-
-def _merged(narrow: Iterable[Piece], wide: float) -> list[Piece]:
-    """Return one piece for all that begin in the same ``wide`` pixels of a lane: the denser, the more they fill it."""
-    bins: dict[tuple[int, int], list[Piece]] = {}
-    for piece in narrow:
-        bins.setdefault((piece.slot, math.floor((piece.x - LEFT) / wide)), []).append(piece)
+def _merged(narrow: Sequence[Bar], wide: float) -> list[Bar]:
+    """Return one bar for all that begin in the same ``wide`` pixels of a lane: the denser, the more they fill it."""
+    bins: dict[tuple[int | None, int], list[Bar]] = {}
+    for bar in narrow:
+        bins.setdefault((bar.slot, math.floor((bar.x - PLOT_LEFT) / wide)), []).append(bar)
     found = []
     for (slot, number), parts in bins.items():
         if len(parts) == 1:
             found.append(replace(parts[0], width=max(1.0, parts[0].width)))
             continue
-        filled = min(1.0, sum(part.width for part in parts) / wide)
         title = ngettext("slot %(slot)s: %(count)d hold", "slot %(slot)s: %(count)d short holds", len(parts))
         title %= {"slot": slot, "count": len(parts)}
-        left = LEFT + number * wide
-        width = min(wide, _RIGHT_EDGE - left)
-        found.append(Piece(slot, left, width, DENSE, title, max(1, math.ceil(filled * 4)), len(parts)))
+        left = PLOT_LEFT + number * wide
+        filled = density(sum(part.width for part in parts) / wide)
+        found.append(Bar(slot, left, min(wide, PLOT_RIGHT - left), DENSE, title, filled, len(parts)))
     return found
 
 
@@ -450,7 +343,6 @@ def draw(
     lanes: Sequence[Lane],
     bars: Sequence[Bar],
     marks: Sequence[Mark],
-    averages: Sequence[Average],
     scale: TimeScale,
     *,
     title: str,
@@ -459,93 +351,52 @@ def draw(
     """Return the timeline as SVG."""
     place = {lane.slot: _LANES_TOP + number * _LANE for number, lane in enumerate(lanes)}
     bottom = _LANES_TOP + len(lanes) * _LANE
-    drawn = pieces([bar for bar in bars if bar.slot in place], scale)
-    return drawing(
-        _hatch(),
-        *scale.axis(_LANES_TOP - 4, bottom),
-        *(_average(each, scale, bottom) for each in averages if each.part > 0),
-        *(part for lane in lanes for part in _lane(lane, place[lane.slot])),
-        *(part for piece in drawn for part in _bar(piece, place[piece.slot])),
-        *_marks(marks, scale, bottom),
+    drawn = [_drawn(bar, _LANES_TOP, bottom - _LANES_TOP) for bar in bars if bar.slot is None]
+    shown = fewer([bar for bar in bars if bar.slot in place])
+    drawn += [_drawn(bar, place[cast("int", bar.slot)] + (_LANE - _BAR) / 2, _BAR) for bar in shown]
+    return _drawing(
+        "_timeline.html",
+        scale,
         key="sqlsem-timeline",
-        width=WIDTH,
-        height=bottom + 24,
         title=title,
-        description=description,
+        about=description,
+        top=_LANES_TOP - 4,
+        bottom=bottom,
+        lanes=[
+            {"y": svg_number(y + _LANE / 2), "words": svg_number(y + _LANE / 2 + 4), "lane": lane}
+            for lane, y in zip(lanes, place.values(), strict=True)
+        ],
+        bars=drawn,
+        marks=_marks(marks, scale),
     )
 
 
-def _hatch() -> SafeString:
-    line = element("line", x1=0, x2=0, y1=0, y2=6, class_="sqlsem-hatch")
-    pattern = element(
-        "pattern",
-        line,
-        id="sqlsem-hatched",
-        width=5,
-        height=6,
-        patternUnits="userSpaceOnUse",
-        patternTransform="rotate(45)",
-    )
-    return element("defs", pattern)
-
-
-def _average(each: Average, scale: TimeScale, bottom: float) -> SafeString:
-    left, right = scale.x(each.start), scale.x(each.end)
-    words = element("title", visible(each.title))
-    density = min(4, max(1, math.ceil(each.part * 4)))
-    wide = max(1.0, right - left - 1)
-    kind = f"sqlsem-bar-dense sqlsem-d{density}"
-    return element("rect", words, x=left, y=_LANES_TOP, width=wide, height=bottom - _LANES_TOP, class_=kind)
-
-
-def _lane(lane: Lane, y: float) -> list[SafeString]:
-    middle = y + _LANE / 2
-    return [
-        element("line", x1=LEFT, x2=_RIGHT_EDGE, y1=middle, y2=middle, class_="sqlsem-lane"),
-        text(lane.word, LEFT - 8, middle + 4, "sqlsem-word", "end"),
-        text(lane.now, _RIGHT_EDGE + 8, middle + 4, f"sqlsem-label sqlsem-{lane.kind}"),
-    ]
-
-
-def _bar(piece: Piece, y: float) -> list[SafeString]:
-    top = y + (_LANE - _BAR) / 2
-    words = element("title", visible(piece.title))
-    density = f" sqlsem-d{piece.density}" if piece.density else ""
+def _drawn(bar: Bar, top: float, high: float) -> dict[str, Any]:
     # Neighbours keep a hair's breadth apart.
-    width = piece.width - 0.6 if piece.width > 3 else max(1.0, piece.width)
-    rectangle = element(
-        "rect",
-        words,
-        x=piece.x,
-        y=top,
-        width=width,
-        height=_BAR,
-        rx=1.5 if width > 4 else None,
-        class_=f"sqlsem-bar-{piece.kind}{density}",
-        fill="url(#sqlsem-hatched)" if piece.kind == STALE else None,
-    )
-    if piece.kind != LOST:
-        return [rectangle]
-    x, y = min(piece.x + width, _RIGHT_EDGE - 4), top + _BAR / 2
-    cross = "".join(
-        f"M{svg_number(x - 4)} {svg_number(y + s)}L{svg_number(x + 4)} {svg_number(y - s)}" for s in (4, -4)
-    )
-    return [rectangle, element("path", words, d=cross, class_="sqlsem-cross")]
+    width = bar.width - 0.6 if bar.width > 3 else max(1.0, bar.width)
+    found: dict[str, Any] = {"kind": bar.kind, "title": visible(bar.title), "density": bar.density}
+    found |= {"x": svg_number(bar.x), "y": svg_number(top), "width": svg_number(width), "height": svg_number(high)}
+    found["round"] = width > 4 and bar.slot is not None
+    if bar.kind == LOST:
+        x, y = min(bar.x + width, PLOT_RIGHT - 4), top + high / 2
+        ends = ((x - 4, y + 4), (x + 4, y - 4)), ((x - 4, y - 4), (x + 4, y + 4))
+        found["cross"] = "".join("M{} {}L{} {}".format(*map(svg_number, (*one, *two))) for one, two in ends)
+    return found
 
 
-def _marks(marks: Sequence[Mark], scale: TimeScale, bottom: float) -> list[SafeString]:
+def _marks(marks: Sequence[Mark], scale: TimeScale) -> list[dict[str, Any]]:
     """Return the marks, the newest last; a word that has no room is left to the line's own title."""
-    parts = []
-    free = [LEFT] * _ROWS  # where the next word of each row may begin
+    found = []
+    free = [PLOT_LEFT] * _ROWS  # where the next word of each row may begin
     for mark in sorted(marks, key=lambda each: each.at)[-MAX_MARKS:]:
         x = scale.x(mark.at)
-        words = element("title", visible(mark.title))
         wide = len(mark.word) * _CHARACTER
-        left = min(x, WIDTH - wide)
+        left = min(x, DRAWING_WIDTH - wide)
         row = next((number for number, least in enumerate(free) if left >= least), None)
         top = _LANES_TOP - 6 if row is None else 4.0 + row * 13
-        parts.append(element("line", words, x1=x, x2=x, y1=top, y2=bottom, class_="sqlsem-mark"))
+        places = {"x": x, "top": top, "word_x": left + 3, "word_y": top + 8}
+        shown = {name: svg_number(place) for name, place in places.items()}
+        found.append({**shown, "title": visible(mark.title), "word": "" if row is None else visible(mark.word)})
         if row is not None:
             free[row] = left + wide + 6
-            parts.append(text(mark.word, left + 3, top + 8, "sqlsem-mark-word"))
-    return parts
+    return found

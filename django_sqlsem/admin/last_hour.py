@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from django.utils import timezone
 from django.utils.translation import gettext as _
@@ -12,112 +11,71 @@ from django.utils.translation import ngettext
 
 from django_sqlsem import queries
 from django_sqlsem.admin import drawing, tables
-from django_sqlsem.admin.drawing import Average, Bar, Lane, Mark, TimeScale, length
+from django_sqlsem.admin.display import length, percent
+from django_sqlsem.admin.drawing import MINUTE, Bar, Lane, Mark, TimeScale
 from django_sqlsem.conf import config
 from django_sqlsem.core.durations import duration
 from django_sqlsem.core.modes import WRITER
 from django_sqlsem.history.events import ACTS, DEADLOCK, LOST, PURGED, REVOKED, Totals
 from django_sqlsem.history.reading import MAX_SPANS
-from django_sqlsem.serialize import lately
+from django_sqlsem.serialize import WINDOW, lately
 from django_sqlsem.snapshots import SlotState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
 
-    from django.utils.safestring import SafeString
-
-    from django_sqlsem.admin.tables import Table
     from django_sqlsem.history.events import Event, Minute, Span
+    from django_sqlsem.queries import Reading
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
 
-#: What the drawings look back on, in seconds, and one step of the charts.
-WINDOW: Final = 3600.0
-STEP: Final = 60.0
 #: How a past hold ended that did not end well.
 _BADLY: Final = (LOST, REVOKED, PURGED)
 _SECOND: Final = datetime.timedelta(seconds=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A drawing under its heading."""
-
-    title: str
-    drawing: SafeString
-
-
-@dataclass(frozen=True, slots=True)
-class Recent:
-    """What the page shows of the last hour."""
-
-    up_to: datetime.datetime
-    zone: str
-    timeline: SafeString | None
-    timeline_notes: Sequence[str]
-    bars: Table
-    facts: Sequence[tuple[str, str]]
-    charts: Sequence[Chart]
-    minutes: Table
-    acts: Table
-    events: Table
-
-
-def recent(snapshot: SemaphoreSnapshot) -> Recent:
-    """Read and draw the last hour. Raises ``BackendError``."""
-    name = snapshot.name
-    scale = TimeScale(queries.history_clock(), WINDOW)
-    spans = queries.spans(name, window=WINDOW)
-    minutes = queries.minutes(name, window=WINDOW, step=STEP)
+def recent(reading: Reading, snapshot: SemaphoreSnapshot) -> dict[str, Any]:
+    """Read and draw the last hour, for the template. Raises ``BackendError``."""
+    name, scale = snapshot.name, TimeScale(reading.now, WINDOW)
+    spans = queries.spans(name, window=WINDOW, now=reading.now)
+    minutes = queries.minutes(name, window=WINDOW, step=MINUTE, now=reading.now)
     rare = queries.events(name, what=(*ACTS, DEADLOCK, LOST), limit=2 * drawing.MAX_MARKS)
-    acts = [event for event in rare if event.what != LOST]
+    marks = _marks(rare, scale)
     lanes = _lanes(snapshot, spans)
-    timeline = None
-    if lanes:
-        title = _("Who held which slot in the last hour")
-        about = _about(lanes, spans, minutes, acts, scale)
-        timeline = drawing.draw(
-            lanes,
-            _bars(snapshot, spans, scale, {lane.slot for lane in lanes}),
-            _marks(acts, scale),
-            _averages(snapshot, spans, minutes),
-            scale,
-            title=title,
-            description=about,
-        )
-    return Recent(
-        up_to=timezone.localtime(scale.now),  # templates do not convert it where USE_TZ is off
-        zone=f"{timezone.localtime(scale.now):%Z}",
-        timeline=timeline,
-        timeline_notes=_notes(snapshot, lanes, spans, minutes),
-        bars=tables.bars(spans),
-        facts=_facts(snapshot, minutes),
-        charts=_charts(minutes, scale),
-        minutes=tables.by_minute(minutes),
-        acts=tables.rare(rare),
-        events=tables.recent_events(queries.events(name, limit=tables.MAX_ROWS)),
-    )
+    bars = _bars(snapshot, spans, scale, {lane.slot for lane in lanes}) + _averages(snapshot, spans, minutes, scale)
+    title, about = _("Who held which slot in the last hour"), _about(lanes, spans, marks)
+    up_to = timezone.localtime(scale.now)  # templates do not convert it where USE_TZ is off
+    return {
+        "up_to": up_to,
+        "zone": f"{up_to:%Z}",
+        "timeline": drawing.draw(lanes, bars, marks, scale, title=title, description=about) if lanes else None,
+        "timeline_notes": _notes(snapshot, lanes, spans, minutes),
+        "bars": tables.bars(spans),
+        "facts": _facts(reading, snapshot, minutes),
+        "charts": _charts(minutes, scale),
+        "minutes": tables.by_minute(minutes),
+        "acts": tables.happened(
+            "sqlsem-rare", _("Losses, deadlocks and operators' acts"), rare, _("None is recorded.")
+        ),
+        "events": tables.happened(
+            "sqlsem-events",
+            _("Recent events"),
+            queries.events(name, limit=tables.MAX_ROWS),
+            _("Nothing is recorded."),
+        ),
+    }
 
 
-def _facts(snapshot: SemaphoreSnapshot, minutes: Sequence[Minute]) -> list[tuple[str, str]]:
+def _facts(reading: Reading, snapshot: SemaphoreSnapshot, minutes: Sequence[Minute]) -> list[tuple[str, str]]:
     """Return the figures of the hour with their words, as the overview has them; none if nothing is recorded."""
-    if not config(queries.locks_database()).history:
+    if not config(reading.using).history:
         return []
     holds = [each.holds.longest for each in minutes if each.holds]
     waits = [each.waits.longest for each in minutes if each.waits]
-    found = lately(
-        snapshot,
-        Totals(
-            granted=sum(each.granted for each in minutes),
-            released=sum(each.released for each in minutes),
-            turned_away=sum(each.turned_away for each in minutes),
-            lost=sum(each.lost for each in minutes),
-            held=sum(each.held for each in minutes),
-            longest_hold=max(holds, default=0.0),
-            longest_wait=max(waits, default=0.0),
-        ),
-    )
+    added = ("granted", "released", "turned_away", "lost", "held")
+    sums: dict[str, Any] = {field: sum(getattr(each, field) for each in minutes) for field in added}
+    found = lately(snapshot, Totals(**sums, longest_hold=max(holds, default=0.0), longest_wait=max(waits, default=0.0)))
     facts = [
         (_("granted"), str(found.granted)),
         (_("turned away"), str(found.turned_away)),
@@ -126,22 +84,21 @@ def _facts(snapshot: SemaphoreSnapshot, minutes: Sequence[Minute]) -> list[tuple
         (_("longest hold"), length(found.longest_hold or 0.0)),
     ]
     if found.utilisation is not None:
-        little = 0 < found.utilisation < 0.01
-        used = _("< 1 %") if little else _("%(percent)d %%") % {"percent": round(100 * found.utilisation)}
-        facts.insert(0, (_("used"), used))
+        facts.insert(0, (_("used"), percent(found.utilisation)))
     return facts
 
 
-def _charts(minutes: Sequence[Minute], scale: TimeScale) -> list[Chart]:
+def _charts(minutes: Sequence[Minute], scale: TimeScale) -> list[dict[str, Any]]:
+    """Return the drawings, each under its heading."""
     waits, holds = [(each.at, each.waits) for each in minutes], [(each.at, each.holds) for each in minutes]
-    titles = _("Waits, minute by minute"), _("Holds, minute by minute"), _("Granted and turned away, minute by minute")
-    found = (
-        drawing.numbers("sqlsem-numbers", titles[2], minutes, scale, STEP),
-        drawing.lengths("sqlsem-waits", titles[0], waits, scale, STEP),
-        drawing.lengths("sqlsem-holds", titles[1], holds, scale, STEP),
-    )
-    order = titles[2], titles[0], titles[1]
-    return [Chart(title, chart) for title, chart in zip(order, found, strict=True) if chart is not None]
+    of_numbers, of_waits = _("Granted and turned away, minute by minute"), _("Waits, minute by minute")
+    of_holds = _("Holds, minute by minute")
+    found = {
+        of_numbers: drawing.numbers("sqlsem-numbers", of_numbers, minutes, scale),
+        of_waits: drawing.lengths("sqlsem-waits", of_waits, waits, scale),
+        of_holds: drawing.lengths("sqlsem-holds", of_holds, holds, scale),
+    }
+    return [{"title": title, "drawing": chart} for title, chart in found.items() if chart is not None]
 
 
 def _lanes(snapshot: SemaphoreSnapshot, spans: Sequence[Span]) -> list[Lane]:
@@ -180,7 +137,7 @@ def _bars(snapshot: SemaphoreSnapshot, spans: Sequence[Span], scale: TimeScale, 
     for span in spans:
         if span.slot not in drawn:
             continue
-        event = span.event
+        event, left = span.event, scale.x(span.start)
         title = _("slot %(slot)s: %(who)s, held %(length)s from %(start)s to %(end)s, %(end_word)s") % {
             "slot": span.slot,
             "who": tables.program_text(event),
@@ -190,26 +147,47 @@ def _bars(snapshot: SemaphoreSnapshot, spans: Sequence[Span], scale: TimeScale, 
             "end_word": tables.word(event.what),
         }
         kind = drawing.LOST if event.what in _BADLY else drawing.PAST
-        found.append(Bar(span.slot, span.start, span.end, kind, title))
+        found.append(Bar(span.slot, left, scale.x(span.end) - left, kind, title))
     for holder in snapshot.holders:
-        slots = [slot for slot in holder.numbers if slot in drawn]
-        if holder.recorded and slots:
+        if holder.recorded:
+            stale = holder.state is SlotState.STALE
             title = _("slot %(slot)s: %(who)s, held %(age)s up to now, %(state)s") % {
                 "slot": holder.place,
                 "who": tables.program_text(holder),
                 "age": duration(holder.age),
-                "state": _("stale") if holder.state is SlotState.STALE else _("held"),
+                "state": _("stale") if stale else _("held"),
             }
-            kind = drawing.STALE if holder.state is SlotState.STALE else drawing.HELD
-            start = scale.now - min(holder.age, WINDOW * 2) * _SECOND
-            found += [Bar(slot, start, scale.now, kind, title) for slot in slots]
+            left = scale.x(scale.now - min(holder.age, WINDOW) * _SECOND)
+            wide, kind = scale.x(scale.now) - left, drawing.STALE if stale else drawing.HELD
+            found += [Bar(slot, left, wide, kind, title) for slot in holder.numbers if slot in drawn]
     return found
 
 
-def _marks(acts: Sequence[Event], scale: TimeScale) -> list[Mark]:
+def _averages(
+    snapshot: SemaphoreSnapshot, spans: Sequence[Span], minutes: Sequence[Minute], scale: TimeScale
+) -> list[Bar]:
+    """Return how much was held before the first hold that is drawn, if there are more than can be."""
+    if len({_end(span) for span in spans}) < MAX_SPANS:
+        return []
+    first = min(span.end for span in spans)
+    found = []
+    for each in minutes:
+        end = min(first, each.at + MINUTE * _SECOND)
+        if each.held and end > each.at:
+            part, left = min(1.0, each.held / (snapshot.slots * MINUTE)), scale.x(each.at)
+            title = _("%(time)s: %(percent)d %% of all slots were held; single holds are not drawn here") % {
+                "time": f"{timezone.localtime(each.at):%H:%M}",
+                "percent": round(100 * part),
+            }
+            found.append(Bar(None, left, scale.x(end) - left, drawing.DENSE, title, drawing.density(part)))
+    return found
+
+
+def _marks(rare: Sequence[Event], scale: TimeScale) -> list[Mark]:
+    """Return the marks of acts and deadlocks; a loss has its cross."""
     marks = []
-    for event in acts:
-        if (scale.now - event.at).total_seconds() < WINDOW:
+    for event in rare:
+        if event.what != LOST and (scale.now - event.at).total_seconds() < WINDOW:
             word = tables.word(event.what)
             parts = [f"{timezone.localtime(event.at):%H:%M:%S} {word}"]
             if event.by:
@@ -218,40 +196,18 @@ def _marks(acts: Sequence[Event], scale: TimeScale) -> list[Mark]:
     return marks
 
 
-def _averages(snapshot: SemaphoreSnapshot, spans: Sequence[Span], minutes: Sequence[Minute]) -> list[Average]:
-    """Return how much was held before the first hold that is drawn, if there are more than can be."""
-    if len({_end(span) for span in spans}) < MAX_SPANS:
-        return []
-    first = min(span.end for span in spans)
-    found = []
-    for each in minutes:
-        end = min(first, each.at + STEP * _SECOND)
-        if each.held and end > each.at:
-            part = min(1.0, each.held / (snapshot.slots * STEP))
-            title = _("%(time)s: %(percent)d %% of all slots were held; single holds are not drawn here") % {
-                "time": f"{timezone.localtime(each.at):%H:%M}",
-                "percent": round(100 * part),
-            }
-            found.append(Average(each.at, end, part, title))
-    return found
-
-
-def _about(
-    lanes: Sequence[Lane], spans: Sequence[Span], minutes: Sequence[Minute], acts: Sequence[Event], scale: TimeScale
-) -> str:
+def _about(lanes: Sequence[Lane], spans: Sequence[Span], marks: Sequence[Mark]) -> str:
     """Return what somebody who does not see the timeline should know of it."""
-    held = sum(lane.kind == "held" for lane in lanes)
-    stale = sum(lane.kind == "stale" for lane in lanes)
     return _(
         "%(lanes)d slots drawn, of which %(held)d held and %(stale)d stale now; %(past)d holds that ended, %(lost)d of"
         " them taken away or lost; %(acts)d acts of operators. The table below says the same."
     ) % {
         "lanes": len(lanes),
-        "held": held,
-        "stale": stale,
+        "held": sum(lane.kind == "held" for lane in lanes),
+        "stale": sum(lane.kind == "stale" for lane in lanes),
         "past": len(spans),
         "lost": sum(span.event.what in _BADLY for span in spans),
-        "acts": len(_marks(acts, scale)),
+        "acts": len(marks),
     }
 
 

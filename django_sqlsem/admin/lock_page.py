@@ -2,259 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from django.contrib import messages
-from django.contrib.admin.utils import quote, unquote
-from django.core.exceptions import PermissionDenied, ValidationError
-from django.db import Error as DatabaseError
-from django.http import HttpResponseRedirect
-from django.template.response import TemplateResponse
-from django.urls import path, reverse
+from django.contrib.admin.utils import unquote
+from django.core.exceptions import PermissionDenied
 from django.utils.html import format_html
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
 from django_sqlsem import queries
-from django_sqlsem.admin import actions, configure, confirm, drawing, live, tables
-from django_sqlsem.admin.display import drawn, kind_of, snapshot_of
-from django_sqlsem.admin.drawing import length
+from django_sqlsem.admin import live, tables
+from django_sqlsem.admin.actions import Buttons
+from django_sqlsem.admin.display import drawn, kind_of, length, users, visible
 from django_sqlsem.admin.last_hour import recent
 from django_sqlsem.conf import config
-from django_sqlsem.core.names import ONE_SLOT, key_of
-from django_sqlsem.exceptions import BackendError
 from django_sqlsem.history import events
 
 if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponse
-    from django.urls import URLPattern
 
     from django_sqlsem.history.events import Event
-    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
-
-
-#: By the names that actions have on lists, which are those of the functions.
-ACTS: Final[dict[str, Any]] = {
-    act.__name__: act
-    for act in (
-        actions.stop,
-        actions.revoke,
-        actions.purge_stale,
-        configure.set_slots,
-        configure.pause,
-        configure.resume,
-        configure.drain,
-    )
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Button:
-    """One button: what it sends, what is on it, and, for who does not see what it is beside, what it is about."""
-
-    value: str
-    text: str
-    label: str
-    dangerous: bool = False
-
-
-class Acts:
-    """What a user may do to one lock, as buttons. They belong to the form of ``_acts_form.html``.
-
-    ``url`` is where the form goes, ``lock`` the buttons of the lock as a whole; ``beside(holder)`` those of a holder.
-    """
-
-    def __init__(self, model_admin: Any, request: HttpRequest, snapshot: SemaphoreSnapshot) -> None:
-        self._snapshot = snapshot
-        self._may = {act for act in ACTS if permitted(model_admin, request, act)}
-        self.url = _address(model_admin, "act", key_of(snapshot.name))
-        self.lock = self._of_the_lock()
-
-    def __bool__(self) -> bool:
-        """Whether the user may do anything at all."""
-        return bool(self._may)
-
-    def beside(self, holder: HolderSnapshot) -> list[Button]:
-        """Return the buttons of one holder: it is meant by its slot and token."""
-        wanted = [("purge_stale", _("Purge"), False)]
-        if not holder.expired:
-            wanted = [("revoke", _("Revoke"), True)]
-            if _can_be_asked(holder):
-                wanted.insert(0, ("stop", _("Ask to stop"), False))
-        return [
-            Button(
-                f"{act} {holder.slot} {holder.token}",
-                text,
-                _("%(act)s: %(holder)s") % {"act": text, "holder": drawing.visible(str(holder))},
-                dangerous,
-            )
-            for act, text, dangerous in wanted
-            if act in self._may
-        ]
-
-    def _of_the_lock(self) -> list[Button]:
-        snapshot, live = self._snapshot, [each for each in self._snapshot.holders if not each.expired]
-        unasked = [each for each in live if _can_be_asked(each)]
-        texts = {
-            "stop": (_("Ask all to stop"), len(unasked) > 1),
-            "set_slots": (_("Set slots"), snapshot.tokens is None and snapshot.kind not in ONE_SLOT),
-            "pause": (_("Pause"), not snapshot.paused),
-            "resume": (_("Resume"), snapshot.paused),
-            "drain": (_("Drain"), not snapshot.paused or bool(unasked)),
-        }
-        return [
-            Button(act, text, _("%(act)s: %(name)s") % {"act": text, "name": drawing.visible(snapshot.name)})
-            for act, (text, useful) in texts.items()
-            if useful and act in self._may
-        ]
-
-
-def _can_be_asked(holder: HolderSnapshot) -> bool:
-    # Without a record there is no place for the wish.
-    return holder.recorded and not holder.stop_requested
-
-
-def permitted(model_admin: Any, request: HttpRequest, act: str) -> bool:
-    """Whether the user may do this act, as the action of a list is allowed or not."""
-    needed = ACTS[act].allowed_permissions
-    return any(getattr(model_admin, f"has_{permission}_permission")(request) for permission in needed)
-
-
-def refuse(model_admin: Any, request: HttpRequest) -> None:
-    """Answer 403 to who sends a list an act without permission: Django would say that none was chosen."""
-    if request.method == "POST":
-        for act in request.POST.getlist("action"):
-            if act in ACTS and not permitted(model_admin, request, act):
-                raise PermissionDenied
-
-
-def urls(model_admin: Any) -> list[URLPattern]:
-    """Return where the buttons lead."""
-
-    def act_view(request: HttpRequest, object_id: str) -> HttpResponse:
-        return _view(model_admin, request, unquote(object_id))
-
-    name = f"{model_admin.opts.app_label}_{model_admin.opts.model_name}_act"
-    return [path("<path:object_id>/act/", model_admin.admin_site.admin_view(act_view), name=name)]
-
-
-def _view(model_admin: Any, request: HttpRequest, key: str) -> HttpResponse:
-    """Ask, and act after the confirmation; then show the page of the lock again, with what happened."""
-    if not model_admin.has_view_permission(request):
-        raise PermissionDenied
-    back = HttpResponseRedirect(_address(model_admin, "change", key))
-    if request.method != "POST":  # somebody had to log in again, say
-        return back
-    try:
-        act = confirm.button(request)[0] or request.POST.get("action", "")
-        if act not in ACTS:
-            raise confirm.DamagedFormError
-        if not permitted(model_admin, request, act):
-            raise PermissionDenied
-        chosen = model_admin.get_queryset(request).filter(pk=key)
-        if confirm.confirmed(request) is None and not chosen.exists():
-            return cast("HttpResponse", model_admin._get_obj_does_not_exist_redirect(request, model_admin.opts, key))
-        return ACTS[act](model_admin, request, chosen) or back
-    except (confirm.DamagedFormError, ValidationError):
-        model_admin.message_user(request, _("The form came back damaged: nothing was done."), messages.ERROR)
-    except confirm.ChangedError as error:
-        confirm.report_changed(model_admin, request, [str(error)])
-    except (BackendError, DatabaseError) as error:
-        model_admin.message_user(request, live.first_line(error), messages.ERROR)
-    return back
-
-
-def _address(model_admin: Any, view: str, key: str) -> str:
-    name = f"admin:{model_admin.opts.app_label}_{model_admin.opts.model_name}_{view}"
-    return reverse(name, args=[quote(key)], current_app=model_admin.admin_site.name)
+    from django_sqlsem.queries import Reading
+    from django_sqlsem.snapshots import SemaphoreSnapshot
 
 
 #: So many sentences about who waits for whom.
 _MAX_WAITS: Final = 50
+#: What operators do that lasts. Of these acts so many are looked through for the latest of each kind.
+_LASTING: Final = (events.PAUSED, events.DRAINED, events.RESIZED)
+_MAX_LASTING: Final = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
-    """A sentence above everything else."""
+class Said:
+    """A sentence, or a figure with its word and a note; ``loud`` if somebody should see it."""
 
     key: str
     text: Any
-    bad: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """A figure with its word; ``loud`` if somebody should see it."""
-
-    key: str
-    word: str
-    value: Any
+    word: str = ""
     note: str = ""
     loud: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Sentence:
-    """One line about who waits for whom."""
-
-    key: str
-    text: Any
-
-
-def lock_page(
-    model_admin: Any, request: HttpRequest, object_id: str, usual: Callable[[], HttpResponse]
-) -> HttpResponse:
-    """Return the page of one lock, or what changes of it; ``usual()`` is Django's own answer, for everything else."""
+def lock_page(model_admin: Any, request: HttpRequest, object_id: str) -> HttpResponse:
+    """Return the page of one lock, or what changes of it. Raises ``BackendError``."""
     if request.method not in ("GET", "HEAD"):
-        return usual()
+        raise PermissionDenied
     row = model_admin.get_object(request, unquote(object_id))
     if not model_admin.has_view_permission(request, row):
         raise PermissionDenied
-    snapshot = None if row is None else snapshot_of(row)
-    if snapshot is None:
-        return live.plain(_("There is no such lock any more."), 404) if live.is_fragment(request) else usual()
-    context = _changing(model_admin, request, snapshot)
+    if row is None or row.known is None:
+        if live.is_fragment(request):
+            return live.plain(_("There is no such lock any more."), 404)
+        return cast(
+            "HttpResponse", model_admin._get_obj_does_not_exist_redirect(request, model_admin.opts, unquote(object_id))
+        )
+    snapshot, reading = row.known, live.reading_of(request)
+    buttons = Buttons(model_admin, request, snapshot)
+    acts = _last_acts(snapshot)
+    context = {
+        "acts": buttons,
+        "waits": _waits(reading, snapshot.name),  # before the deadlocks, which come with them
+        "notices": _notices(reading, snapshot, acts),
+        "facts": _facts(snapshot, acts),
+        "cells": drawn(snapshot),
+        "holders": tables.holders(snapshot, buttons.beside),
+        "waiters": tables.waiters(snapshot),
+        "recent": None if live.is_light(request) else recent(reading, snapshot),
+    }
     if live.is_fragment(request):
         return live.fragment(request, "admin/sqlsem/_one.html", context)
     context |= {
-        **model_admin.admin_site.each_context(request),
-        "title": drawing.visible(snapshot.name),
+        "title": visible(snapshot.name),
         "subtitle": None,
-        "shown_name": drawing.users(snapshot.name),
+        "shown_name": users(snapshot.name),
         "kind": kind_of(snapshot.kind),
-        "opts": model_admin.opts,
         "original": row,
         "preserved_filters": model_admin.get_preserved_filters(request),
-        "media": model_admin.media,
-        "refresh_seconds": live.REFRESH_SECONDS,
     }
-    request.current_app = model_admin.admin_site.name
-    return TemplateResponse(request, "admin/sqlsem/one.html", context)
+    return cast("HttpResponse", live.page(model_admin, request, "admin/sqlsem/one.html", context))
 
 
-def _changing(model_admin: Any, request: HttpRequest, snapshot: SemaphoreSnapshot) -> dict[str, Any]:
-    acts = Acts(model_admin, request, snapshot)
-    return {
-        "acts": acts,
-        "notices": _notices(snapshot),
-        "facts": _facts(snapshot),
-        "cells": drawn(snapshot),
-        "holders": tables.holders(snapshot, acts.beside),
-        "waiters": tables.waiters(snapshot),
-        "waits": _waits(snapshot.name),
-        "recent": None if live.is_light(request) else recent(snapshot),
-    }
+def _last_acts(snapshot: SemaphoreSnapshot) -> list[Event]:
+    """Return what operators have set, the newest first, if anything is."""
+    if not snapshot.paused and snapshot.operator_slots is None:
+        return []
+    return queries.events(snapshot.name, what=_LASTING, limit=_MAX_LASTING)
 
 
-def _notices(snapshot: SemaphoreSnapshot) -> list[Notice]:
+def _last(acts: list[Event], *what: str) -> Event | None:
+    return next((act for act in acts if act.what in what), None)
+
+
+def _notices(reading: Reading, snapshot: SemaphoreSnapshot, acts: list[Event]) -> list[Said]:
+    bad = [str(each) for each in reading.deadlocks if snapshot.name in each.names]
     notices = [
-        Notice(
-            f"deadlock {number}", format_html(_("<strong>Deadlock:</strong> {}"), drawing.visible(str(each))), bad=True
-        )
-        for number, each in enumerate(queries.deadlocks())
-        if snapshot.name in each.names
+        Said(f"deadlock {number}", format_html(_("<strong>Deadlock:</strong> {}"), visible(text)), loud=True)
+        for number, text in enumerate(bad)
     ]
     if snapshot.stale:
         text = ngettext(
@@ -263,23 +108,20 @@ def _notices(snapshot: SemaphoreSnapshot) -> list[Notice]:
             " run out.",
             snapshot.stale,
         )
-        notices.append(Notice("stale", text % {"count": snapshot.stale}))
+        notices.append(Said("stale", text % {"count": snapshot.stale}))
     if snapshot.paused:
-        notices.append(Notice("paused", _paused(snapshot)))
+        notices.append(Said("paused", _paused(snapshot, _last(acts, events.PAUSED, events.DRAINED))))
     if snapshot.other_declared_slots is not None:
         text = _("Processes disagree: some declare %(one)d slots, others %(other)d. The larger number is the bound.")
         numbers = {"one": snapshot.declared_slots, "other": snapshot.other_declared_slots}
-        notices.append(Notice("declared", text % numbers))
-    if not config(queries.locks_database()).history:
-        notices.append(
-            Notice("history", _("The history is turned off: only operators' acts and what is now are shown."))
-        )
-    return [*notices, *(Notice(f"note {number}", note) for number, note in enumerate(queries.notes()))]
+        notices.append(Said("declared", text % numbers))
+    if not config(reading.using).history:
+        notices.append(Said("history", _("The history is turned off: only operators' acts and what is now are shown.")))
+    return [*notices, *(Said(f"note {number}", note) for number, note in enumerate(queries.notes()))]
 
 
-def _paused(snapshot: SemaphoreSnapshot) -> str:
-    last = _last_act(snapshot.name, events.PAUSED, events.DRAINED)
-    by = _(" by %(user)s") % {"user": drawing.visible(last.by)} if last is not None and last.by else ""
+def _paused(snapshot: SemaphoreSnapshot, last: Event | None) -> str:
+    by = _(" by %(user)s") % {"user": visible(last.by)} if last is not None and last.by else ""
     held = len([holder for holder in snapshot.holders if not holder.expired])
     if last is not None and last.what == events.DRAINED:
         if not held:
@@ -293,37 +135,34 @@ def _paused(snapshot: SemaphoreSnapshot) -> str:
     return _("Paused%(by)s: nothing is granted until it is resumed. Holders keep what they have.") % {"by": by}
 
 
-def _facts(snapshot: SemaphoreSnapshot) -> list[Fact]:
-    stale = Fact("stale", _("stale"), snapshot.stale, loud=bool(snapshot.stale))
+def _facts(snapshot: SemaphoreSnapshot, acts: list[Event]) -> list[Said]:
     note = ""
     if snapshot.away:
         note = ngettext("%(count)d task will come back", "%(count)d tasks will come back", snapshot.away)
         note %= {"count": snapshot.away}
-    waiting = Fact("waiting", _("waiting"), snapshot.waiting, note, loud=bool(snapshot.waiting))
+    waiting = Said("waiting", snapshot.waiting, _("waiting"), note, loud=bool(snapshot.waiting))
     if snapshot.tokens is not None:
-        return [Fact("tokens", _("tokens"), snapshot.tokens), waiting]
-    slots = Fact("slots", _("slots"), snapshot.slots, _who_set(snapshot))
-    held = Fact("held", _("held"), snapshot.held)
-    free = Fact("free", _("free"), snapshot.free)
-    found = [slots, held, free, stale, waiting]
+        return [Said("tokens", snapshot.tokens, _("tokens")), waiting]
+    found = [
+        Said("slots", snapshot.slots, _("slots"), _who_set(snapshot, _last(acts, events.RESIZED))),
+        Said("held", snapshot.held, _("held")),
+        Said("free", snapshot.free, _("free")),
+        Said("stale", snapshot.stale, _("stale"), loud=bool(snapshot.stale)),
+        waiting,
+    ]
     if snapshot.usual_hold is not None:
-        found.append(Fact("usual", _("usual hold"), length(snapshot.usual_hold)))
+        found.append(Said("usual", length(snapshot.usual_hold), _("usual hold")))
     return found
 
 
-def _who_set(snapshot: SemaphoreSnapshot) -> str:
+def _who_set(snapshot: SemaphoreSnapshot, last: Event | None) -> str:
     if snapshot.operator_slots is None:
         return _("as the code declares")
-    last = _last_act(snapshot.name, events.RESIZED)
-    who = drawing.visible(last.by) if last is not None and last.by else _("an operator")
+    who = visible(last.by) if last is not None and last.by else _("an operator")
     return _("set by %(who)s; the code declares %(slots)d") % {"who": who, "slots": snapshot.declared_slots}
 
 
-def _last_act(name: str, *what: str) -> Event | None:
-    return next(iter(queries.events(name, what=what, limit=1)), None)
-
-
-def _waits(name: str) -> Sequence[Sentence]:
+def _waits(reading: Reading, name: str) -> list[Said]:
     """Return who waits for this lock while holding others, and who holds it while waiting for others."""
-    found = [each for each in queries.waits() if each.name == name or any(holder.name == name for holder in each.holds)]
-    return [Sentence(f"wait {each.wait_id}", drawing.users(str(each))) for each in found[:_MAX_WAITS]]
+    found = [each for each in reading.waits if each.name == name or any(held.name == name for held in each.holds)]
+    return [Said(f"wait {each.wait_id}", users(str(each))) for each in found[:_MAX_WAITS]]

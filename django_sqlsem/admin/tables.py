@@ -1,4 +1,4 @@
-"""The tables on the page of one lock: holders, waiters, recent events, and the drawings' figures."""
+"""The tables on the page of one lock and on those that ask before an act."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from django.utils.html import format_html, format_html_join
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext, pgettext_lazy
 
-from django_sqlsem.admin import drawing
-from django_sqlsem.admin.display import EMPTY, STATES, held_since, instant, lease_left
-from django_sqlsem.admin.drawing import length
+from django_sqlsem.admin.display import EMPTY, STATES, held_since, instant, lease_left, length, users
+from django_sqlsem.core.names import key_of
 from django_sqlsem.history import events
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 MAX_ROWS: Final = 25
 
 #: What happened, in a word or two.
-WORDS: Final[dict[str, _StrPromise]] = {
+_WORDS: Final[dict[str, _StrPromise]] = {
     events.GRANTED: pgettext_lazy("event", "granted"),
     events.RELEASED: pgettext_lazy("event", "released"),
     events.TIMED_OUT: pgettext_lazy("event", "turned away"),
@@ -78,31 +77,54 @@ def holders(snapshot: SemaphoreSnapshot, beside: Callable[[HolderSnapshot], Sequ
     found = list(snapshot.holders)
     if len(found) > MAX_ROWS:  # what may need somebody's attention
         found.sort(key=lambda each: (each.state.value != "stale", not each.stop_by, -each.age))
+    rows = [
+        Row(f"holder {each.slot} {each.token}", _holder(each, snapshot.role(each)), beside(each))
+        for each in found[:MAX_ROWS]
+    ]
+    note = _left_out(len(snapshot.holders), _("the stale ones and the oldest are listed"))
+    return Table("sqlsem-holders", _("Holders"), _holder_columns(), rows, note, _("Nobody holds it."))
+
+
+def meant(key: str, caption: str, found: Sequence[HolderSnapshot]) -> Table:
+    """Return the holders that an act is about, or not about, with all that tells them from others."""
     rows = []
-    for holder in found[:MAX_ROWS]:
-        state: Any = drawing.users(str(STATES[holder.state]))
-        if role := snapshot.role(holder):
-            state = format_html("{} ({})", state, role)
-        if holder.stop_by:
-            asked = drawing.users(holder.stop_by)
-            state = format_html(_('{} <span class="sqlsem-asked">asked to stop by {}</span>'), state, asked)
-        cells = [
-            holder.place,
-            format_html('<span class="sqlsem-state sqlsem-{}">{}</span>', holder.state.value, state),
-            _program(holder),
-            _work(holder),
-            format_html('{} <span class="sqlsem-second">{}</span>', held_since(holder), _token(holder.token)),
-            lease_left(holder),
-        ]
-        rows.append(Row(f"holder {holder.slot} {holder.token}", cells, beside(holder)))
-    return Table(
-        "sqlsem-holders",
-        _("Holders"),
-        [_("Slot"), _("State"), _("Held by"), _("Work, user"), _("For, token"), _("Lease left")],
-        rows,
-        _left_out(len(snapshot.holders), _("the stale ones and the oldest are listed")),
-        _("Nobody holds it."),
-    )
+    for each in found:
+        since = f"{each.acquired_at:%Y-%m-%d %H:%M:%S} UTC" if each.recorded else EMPTY
+        row = f"{key} {key_of(each.name)} {each.slot} {each.token}"
+        rows.append(Row(row, [users(each.name), *_holder(each), since]))
+    return Table(key, caption, [_("Name"), *_holder_columns(), _("Since")], rows)
+
+
+def _holder_columns() -> list[str]:
+    return [_("Slot"), _("State"), _("Held by"), _("Work, user"), _("For, token"), _("Lease left")]
+
+
+def _holder(holder: HolderSnapshot, role: str = "") -> list[Any]:
+    state: Any = users(str(STATES[holder.state]))
+    if role:
+        state = format_html("{} ({})", state, role)
+    if holder.stop_by:
+        asked = users(holder.stop_by)
+        state = format_html(_('{} <span class="sqlsem-asked">asked to stop by {}</span>'), state, asked)
+    return [
+        holder.place,
+        format_html('<span class="sqlsem-state sqlsem-{}">{}</span>', holder.state.value, state),
+        _program(holder),
+        _work(holder),
+        format_html('{} <span class="sqlsem-second"><code>{}</code></span>', held_since(holder), holder.token),
+        lease_left(holder),
+    ]
+
+
+def semaphores(found: Sequence[SemaphoreSnapshot]) -> Table:
+    """Return the locks that an act is about."""
+    rows = []
+    for each in found:
+        paused = _("yes") if each.paused else _("no")
+        cells = [users(each.name), each.slots, each.declared_slots, each.held, each.waiting, paused]
+        rows.append(Row(f"semaphore {key_of(each.name)}", cells))
+    columns = [_("Name"), _("Slots"), _("Declared by the code"), _("Held"), _("Waiting"), _("Paused")]
+    return Table("sqlsem-semaphores", _("Semaphores"), columns, rows)
 
 
 def waiters(snapshot: SemaphoreSnapshot) -> Table:
@@ -130,46 +152,27 @@ def waiters(snapshot: SemaphoreSnapshot) -> Table:
     )
 
 
-def rare(found: Sequence[Event]) -> Table:
-    """Return losses, deadlocks and what operators did, the newest first: these are kept for long."""
-    rows = [
-        Row(_event_key(event), [*_what(event), drawing.users(event.by) or EMPTY, drawing.users(event.detail) or EMPTY])
-        for event in found[:MAX_ROWS]
-    ]
-    columns = [_("When"), _("What"), _("Slot"), _("Who"), _("Work"), _("By"), _("Detail")]
-    return Table("sqlsem-rare", _("Losses, deadlocks and operators' acts"), columns, rows, empty=_("None is recorded."))
-
-
-def recent_events(found: Sequence[Event]) -> Table:
-    """Return what happened lately, the newest first."""
+def happened(key: str, caption: str, found: Sequence[Event], empty: str) -> Table:
+    """Return events, the newest first."""
     rows = [
         Row(
-            _event_key(event),
+            f"{key} {event.at.timestamp():.6f} {event.what} {event.slot} {event.pid}",
             [
-                *_what(event),
+                moment(event.at),
+                format_html('<span class="sqlsem-event sqlsem-{}">{}</span>', event.what, word(event.what)),
+                EMPTY if event.slot is None else ", ".join(map(str, event.slots[:8])),
+                users(_place(event)) or EMPTY,
+                users(event.label) or EMPTY,
                 EMPTY if event.waited is None else length(event.waited),
                 EMPTY if event.held is None else length(event.held),
-                drawing.users(" ".join(filter(None, (event.by, event.detail)))) or EMPTY,
+                users(event.by) or EMPTY,
+                users(event.detail) or EMPTY,
             ],
         )
-        for event in found
+        for event in found[:MAX_ROWS]
     ]
-    columns = [_("When"), _("What"), _("Slot"), _("Who"), _("Work"), _("Waited"), _("Held"), _("Detail")]
-    return Table("sqlsem-events", _("Recent events"), columns, rows, empty=_("Nothing is recorded."))
-
-
-def _event_key(event: Event) -> str:
-    return f"event {event.at.timestamp():.6f} {event.what} {event.slot} {event.pid}"
-
-
-def _what(event: Event) -> list[Any]:
-    return [
-        moment(event.at),
-        format_html('<span class="sqlsem-event sqlsem-{}">{}</span>', event.what, word(event.what)),
-        EMPTY if event.slot is None else ", ".join(map(str, event.slots[:8])),
-        drawing.users(_place(event)) or EMPTY,
-        drawing.users(event.label) or EMPTY,
-    ]
+    columns = [_("When"), _("What"), _("Slot"), _("Who"), _("Work"), _("Waited"), _("Held"), _("By"), _("Detail")]
+    return Table(key, caption, columns, rows, empty=empty)
 
 
 def bars(found: Sequence[Span]) -> Table:
@@ -183,7 +186,7 @@ def bars(found: Sequence[Span]) -> Table:
                 moment(span.start),
                 moment(span.end),
                 length((span.end - span.start).total_seconds()),
-                format_html("{} {}", _program(span.event), drawing.users(span.event.label)),
+                format_html("{} {}", _program(span.event), users(span.event.label)),
                 word(span.event.what),
             ],
         )
@@ -218,7 +221,7 @@ def by_minute(found: Sequence[Minute]) -> Table:
 
 def word(what: str) -> str:
     """Return an event in a word."""
-    return str(WORDS.get(what, what))
+    return str(_WORDS.get(what, what))
 
 
 def moment(at: datetime.datetime) -> SafeString:
@@ -244,21 +247,17 @@ def program_text(someone: HolderSnapshot | WaiterSnapshot | Event) -> str:
 
 def _program(someone: HolderSnapshot | WaiterSnapshot | Event) -> SafeString:
     quiet = [_("pid %(pid)d") % {"pid": someone.pid}] if someone.pid else []
-    quiet.append(drawing.users(someone.thread))
+    quiet.append(users(someone.thread))
     if session := getattr(someone, "session_id", None):
         quiet.append(_("session %(session)d") % {"session": session})
-    quiet += [drawing.users(getattr(someone, each, "")) for each in ("login", "program")]
+    quiet += [users(getattr(someone, each, "")) for each in ("login", "program")]
     second = format_html_join(" \N{MIDDLE DOT} ", "{}", ((each,) for each in quiet if each))
-    return format_html('{} <span class="sqlsem-second">{}</span>', drawing.users(someone.host) or EMPTY, second)
+    return format_html('{} <span class="sqlsem-second">{}</span>', users(someone.host) or EMPTY, second)
 
 
 def _work(someone: HolderSnapshot | WaiterSnapshot) -> SafeString:
-    work, user = drawing.users(someone.label) or EMPTY, drawing.users(someone.user)
+    work, user = users(someone.label) or EMPTY, users(someone.user)
     return format_html('{} <span class="sqlsem-second">{}</span>', work, user) if user else format_html("{}", work)
-
-
-def _token(token: int) -> SafeString:
-    return format_html("<code>{}</code>", token)
 
 
 def _wanted(snapshot: SemaphoreSnapshot, waiter: WaiterSnapshot) -> str:

@@ -11,7 +11,7 @@ from django.utils.module_loading import import_string
 
 from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.conf import config
-from django_sqlsem.core import testmode
+from django_sqlsem.core import forks, testmode
 from django_sqlsem.core.text import shown
 from django_sqlsem.exceptions import InvalidSemaphoreBackendError
 
@@ -79,18 +79,31 @@ def _make(path: str, alias: str) -> BaseSemaphoreBackend:
     return backend
 
 
-def before_fork(frozen: list[Any]) -> None:
-    """Let the backends' statements under way finish.
+#: The locks that are kept while the process forks. Each is noted at once: a signal's exception does not stop a fork.
+_frozen: list[Any] = []
 
-    ``frozen`` gets each lock that is to be released, at once: a signal's exception does not stop a fork, and a lock
-    that was not noted would stay locked.
-    """
+
+def _before_fork() -> None:
     for backend in list(_backends.values()):
-        backend.before_fork(frozen)
+        backend.before_fork(_frozen)
 
 
-def after_fork() -> None:
-    """In a forked child: make the backends anew, since a thread that the fork left out may hold a lock of theirs."""
+def _after_fork_in_parent() -> None:
+    while _frozen:
+        _frozen.pop().release()
+
+
+def _after_fork_in_child() -> None:
+    _frozen.clear()
     for backend in _backends.values():
         backend.after_fork()
     _backends.clear()
+
+
+forks.register(
+    "backends",
+    "a lock of theirs would stay locked for good, that a thread had which the fork left out",
+    before=_before_fork,
+    in_parent=_after_fork_in_parent,
+    in_child=_after_fork_in_child,
+)

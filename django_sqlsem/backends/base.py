@@ -16,6 +16,7 @@ from django.db.models import Q
 from django_sqlsem.core.modes import SHARED, UPGRADE, WHOLE, line_of
 from django_sqlsem.core.names import key_of
 from django_sqlsem.database.bells import MAX_NOTE
+from django_sqlsem.database.errors import database_errors
 from django_sqlsem.database.sessions import OwnSession
 from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.snapshots import SlotState, Survey, SurveyState, survey_of
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+    from django_sqlsem.backends.clock import RowClock
     from django_sqlsem.core.identity import HolderIdentity
     from django_sqlsem.core.names import Resource
     from django_sqlsem.database.sessions import KeeperSession, Session
@@ -391,20 +393,38 @@ class BaseSemaphoreBackend(abc.ABC):
         return []
 
     @abc.abstractmethod
-    def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
-        """Return snapshots, ordered by name: of ``names`` if given, else of all names that begin with ``prefix``."""
+    def inspect(
+        self, names: Collection[str] | None = None, *, prefix: str = "", at: RowClock | None = None
+    ) -> list[SemaphoreSnapshot]:
+        """Return snapshots, ordered by name: of ``names`` if given, else of all names that begin with ``prefix``.
 
-    def survey(self) -> Survey:
+        ``at``: the instant as of which they are read; omitted, now. A backend that tells the time by itself ignores it.
+        """
+
+    def in_use(self, most: int) -> list[SemaphoreSnapshot]:
+        """Return snapshots, by name, of at most ``most`` names of which a slot is taken or waited for in the tables.
+
+        One query finds them among any number of idle names.
+        """
+        slots, waiters = (
+            apps.get_model("sqlsem", row)._default_manager.using(self.alias).order_by().values_list("semaphore__name")
+            for row in ("SlotRow", "WaiterRow")
+        )
+        with database_errors(self.alias):
+            names = [name for (name,) in slots.filter(expires_us__isnull=False).union(waiters)[:most]]
+        return self.inspect(names)
+
+    def survey(self, *, at: RowClock | None = None) -> Survey:
         """Return how all names stand. A backend whose tables tell that at once overrides this and the next two."""
-        return survey_of(self.inspect())
+        return survey_of(self.inspect(at=at))
 
-    def in_state(self, state: SurveyState) -> Q:
+    def in_state(self, state: SurveyState, *, at: RowClock | None = None) -> Q:
         """Return the condition on ``SemaphoreRow`` that a name is in a state at this moment."""
-        return Q(pk__in=[key_of(snapshot.name) for snapshot in self.inspect() if getattr(snapshot, state)])
+        return Q(pk__in=[key_of(snapshot.name) for snapshot in self.inspect(at=at) if getattr(snapshot, state)])
 
-    def slots_in_state(self, state: SurveyState) -> Q:
+    def slots_in_state(self, state: SurveyState, *, at: RowClock | None = None) -> Q:
         """Return the condition on ``SlotRow`` that a slot is held or stale, or that its name is in another state."""
-        found = {key_of(snapshot.name): snapshot for snapshot in self.inspect() if getattr(snapshot, state)}
+        found = {key_of(snapshot.name): snapshot for snapshot in self.inspect(at=at) if getattr(snapshot, state)}
         if state not in ("held", "stale"):
             return Q(semaphore__in=list(found))
         wanted = {

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     from django_sqlsem.backends.base import Presence
+    from django_sqlsem.backends.clock import RowClock
     from django_sqlsem.core.names import Resource
     from django_sqlsem.database.sessions import Session
 
@@ -346,13 +347,18 @@ class LocalBackend(BaseSemaphoreBackend):
 
     # The operator's side.
 
-    def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
+    def inspect(
+        self, names: Collection[str] | None = None, *, prefix: str = "", at: RowClock | None = None
+    ) -> list[SemaphoreSnapshot]:
         with self._lock:
             return [
                 known.snapshot()
                 for name, known in sorted(self._world().items())
                 if name.startswith(prefix) and (names is None or name in names)
             ]
+
+    def in_use(self, most: int) -> list[SemaphoreSnapshot]:
+        return [each for each in self.inspect() if each.holders or each.waiters][:most]
 
     def _held_with(self, name: str, slot: int, token: int) -> LocalName | None:
         """Return the name if the slot is held with this token."""

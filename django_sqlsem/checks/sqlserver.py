@@ -1,7 +1,4 @@
-"""System checks of databases that keep application locks: SQL Server. Every id has a heading in ``docs/checks.md``.
-
-Which rights on the lock tables a login needs, and for what: asked of a SQL Server database.
-"""
+"""System checks of databases that keep application locks: SQL Server, its drivers, and the rights of the login."""
 
 from __future__ import annotations
 
@@ -13,12 +10,13 @@ from typing import Any, Final
 
 from django.apps import AppConfig
 from django.conf import settings as django_settings
-from django.core import checks
+from django.core.checks import CheckMessage
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.applock.sessions import split
+from django_sqlsem.checks.messages import error, note, warning
 from django_sqlsem.conf import config
 from django_sqlsem.database.sqlserver import Meaning, meaning
 from django_sqlsem.models import (
@@ -35,78 +33,24 @@ from django_sqlsem.models import (
 
 _ALL: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 #: What every acquire reads and writes, unless nothing is recorded.
-ACQUIRES: Final = {
+ACQUIRE_RIGHTS: Final = {
     SemaphoreRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
     SlotRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
     WaiterRow._meta.db_table: _ALL,
 }
 #: What goes on beside it: without these rights the locks work, and less is known of them.
-HISTORY: Final = {EventRow._meta.db_table: ("SELECT", "INSERT", "DELETE"), MinuteRow._meta.db_table: _ALL}
-DEADLOCKS: Final = {WaitRow._meta.db_table: _ALL}
+HISTORY_RIGHTS: Final = {EventRow._meta.db_table: ("SELECT", "INSERT", "DELETE"), MinuteRow._meta.db_table: _ALL}
+DEADLOCK_RIGHTS: Final = {WaitRow._meta.db_table: _ALL}
 #: What only some kinds of locks use.
-KINDS: Final = {
+KIND_RIGHTS: Final = {
     TransactionLockRow._meta.db_table: ("SELECT",),
     ClaimRow._meta.db_table: ("SELECT", "INSERT", "DELETE"),
     RefreshRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
 }
 
-#: Runs one query and returns its first row.
-Row = Callable[[str], tuple[Any, ...]]
-
-
-def messages(alias: str, where: str, login: str, row: Row) -> Iterator[checks.CheckMessage]:
-    """Yield what the login lacks. Tables that are not there count as granted."""
-    settings = config(alias)
-    if missing := _missing_rights(row, ACQUIRES if settings.record else {}):
-        yield checks.Error(
-            f"{where} does not let the login {login!r} record who holds what: {missing}.",
-            hint="Grant these rights. See docs/checks.md#sqlseme006.",
-            id="sqlsem.E006",
-        )
-    beside = (HISTORY if settings.history else {}) | (DEADLOCKS if settings.deadlocks != "ignore" else {})
-    if missing := _missing_rights(row, beside):
-        yield checks.Warning(
-            f"{where} does not let the login {login!r} record what happens, or who waits for whom: {missing}.",
-            hint='Grant these rights, or turn it off: SQLSEM["HISTORY"], SQLSEM["DEADLOCKS"]. '
-            "See docs/checks.md#sqlsemw013.",
-            id="sqlsem.W013",
-        )
-    if missing := _missing_rights(row, KINDS):
-        yield checks.Info(
-            f"{where} does not let the login {login!r} use all kinds of locks: {missing}.",
-            hint="Grant these rights if you use claims, refresh_every() or transaction_lock(). "
-            "See docs/checks.md#sqlsemi002.",
-            id="sqlsem.I002",
-        )
-
-
-def _missing_rights(row: Row, wanted: Mapping[str, tuple[str, ...]]) -> str:
-    asked = {
-        f"{right} on {table}": f"HAS_PERMS_BY_NAME(N'{table}', N'OBJECT', N'{right}')"
-        for table, rights in wanted.items()
-        for right in rights
-    }
-    if not asked:
-        return ""
-    granted = dict(zip(asked, row(f"SELECT {', '.join(asked.values())};\n"), strict=True))
-    # Of a table on which a login has no right at all it is not even told that there is one.
-    hidden = {table for table in wanted if granted[f"SELECT on {table}"] is None and _is_refused(row, table)}
-    return ", ".join(
-        right for right, answer in granted.items() if answer == 0 or (answer is None and right.split()[-1] in hidden)
-    )
-
-
-def _is_refused(row: Row, table: str) -> bool:
-    try:
-        row(f"SELECT TOP (0) 1 FROM {table};\n")  # noqa: S608
-    except Exception as error:  # noqa: BLE001 - of the driver, whatever it is
-        return meaning(error) is Meaning.FORBIDDEN or "permission" in str(error).lower()
-    return False
-
-
 #: What mssql-django tries if ``OPTIONS`` names no driver.
 DEFAULT_DRIVERS: Final = ("ODBC Driver 18 for SQL Server", "ODBC Driver 17 for SQL Server")
-#: Behind a network that is gone, who waits in line is silent for as long as the first probe takes, in seconds.
+#: A waiter behind a network that is gone learns of it by the first probe: after so many seconds at the most.
 LONGEST_KEEP_ALIVE: Final = 60
 
 #: Whether the database can be written, whether the login may see other sessions' locks, and who it is.
@@ -129,10 +73,21 @@ SELECT @rc AS rc, (SELECT login_time FROM sys.dm_exec_sessions WHERE session_id 
 SET NOCOUNT OFF;
 """
 #: Azure SQL Database has other names for the right, and tiers without it: there only trying tells.
-LOOK: Final = "SELECT TOP (1) request_mode FROM sys.dm_tran_locks WHERE request_session_id = @@SPID;\n"
+SEE_LOCKS: Final = "SELECT TOP (1) request_mode FROM sys.dm_tran_locks WHERE request_session_id = @@SPID;\n"
+#: Runs one query and returns its first row.
+Row = Callable[[str], tuple[Any, ...]]
 
 
-def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Iterable[checks.CheckMessage]:
+def named() -> list[str]:
+    """Return the aliases that ``SQLSEM`` names for locks, or the router chooses; none while ``SQLSEM`` is wrong."""
+    try:
+        config()
+        return list(dict.fromkeys([database_for(None), *getattr(django_settings, "SQLSEM", {}).get("DATABASES", {})]))
+    except ImproperlyConfigured:  # E001 says it
+        return []
+
+
+def check_sqlserver(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Iterable[CheckMessage]:
     """Report a missing driver, and settings of SQL Server aliases under which application locks are not safe."""
     for alias in named():
         settings = connections.settings[alias]
@@ -143,23 +98,13 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> It
             yield from settings_messages(alias, settings)
 
 
-def check_databases(
+def check_rights(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
-) -> Iterable[checks.CheckMessage]:
+) -> Iterable[CheckMessage]:
     """Ask the servers of SQL Server aliases for the rights that application locks need."""
     for alias in named():
         if alias in (databases or ()) and keeps_applocks(alias):
             yield from database_messages(alias)
-
-
-def named() -> list[str]:
-    """Return the aliases that ``SQLSEM`` names for locks, or the router chooses; none while ``SQLSEM`` is wrong."""
-    try:
-        config()
-        named = [database_for(None), *getattr(django_settings, "SQLSEM", {}).get("DATABASES", {})]
-    except ImproperlyConfigured:  # sqlsem.E001
-        return []
-    return list(dict.fromkeys(named))
 
 
 def keeps_applocks(alias: str) -> bool:
@@ -173,15 +118,15 @@ def keeps_applocks(alias: str) -> bool:
     return backend is None or any(base.__module__ == "django_sqlsem.backends.applock" for base in backend.__mro__)
 
 
-def driver_messages(alias: str, settings: Mapping[str, Any]) -> Iterator[checks.CheckMessage]:
+# The driver and its settings.
+
+
+def driver_messages(alias: str, settings: Mapping[str, Any]) -> Iterator[CheckMessage]:
     """Yield the error that says what of the driver is missing. Nothing else works then, not even loading the alias."""
     reason = _missing(settings) if settings.get("ENGINE") == "mssql" else ""
     if reason:
-        yield checks.Error(
-            f"The driver of the SQL Server database {alias!r} is missing: {reason}",
-            hint='pip install "django-sqlsem[mssql]", and what docs/checks.md#sqlseme003 says.',
-            id="sqlsem.E003",
-        )
+        text = f"The driver of the SQL Server database {alias!r} is missing: {reason}"
+        yield error("E003", text, 'pip install "django-sqlsem[mssql]".')
 
 
 def _missing(settings: Mapping[str, Any]) -> str:
@@ -191,8 +136,8 @@ def _missing(settings: Mapping[str, Any]) -> str:
         if _python_driver(options):
             importlib.import_module("mssql_python")
             return ""
-    except (ImportError, ImproperlyConfigured) as error:
-        return f"{error}."
+    except (ImportError, ImproperlyConfigured) as missing:
+        return f"{missing}."
     pyodbc: Any = importlib.import_module("pyodbc")
     if pyodbc.pooling or options.get("dsn"):  # asking the driver manager would make the pooling final
         return ""
@@ -206,44 +151,26 @@ def _missing(settings: Mapping[str, Any]) -> str:
     return f"the ODBC driver manager knows {', '.join(map(repr, known)) or 'no driver'}, but not {wanted[0]!r}."
 
 
-def settings_messages(alias: str, settings: Mapping[str, Any]) -> Iterator[checks.CheckMessage]:
+def settings_messages(alias: str, settings: Mapping[str, Any]) -> Iterator[CheckMessage]:
     """Yield what is wrong with the settings of an alias that keeps application locks."""
     options = settings.get("OPTIONS") or {}
     parameters = _parameters(options)
     where = f"The SQL Server database {alias!r}"
     if _is_pooled(options):
-        yield checks.Warning(
-            f"{where} is reached through the driver's connection pool.",
-            hint=(
-                "Set DATABASE_CONNECTION_POOLING = False in the settings: a pooled session goes on after it was "
-                "closed, with its locks. See docs/checks.md#sqlsemw002."
-            ),
-            id="sqlsem.W002",
+        advice = (
+            "Set DATABASE_CONNECTION_POOLING = False in the settings: a pooled session goes on after it was closed,"
+            " with its locks."
         )
+        yield warning("W002", f"{where} is reached through the driver's connection pool.", advice)
     if _has_mars(options, parameters):
-        yield checks.Warning(
-            f"{where} has MARS on.",
-            hint='Set MARS_Connection=no in OPTIONS["extra_params"]. See docs/checks.md#sqlsemw003.',
-            id="sqlsem.W003",
-        )
+        yield warning("W003", f"{where} has MARS on.", 'Set MARS_Connection=no in OPTIONS["extra_params"].')
     if parameters.get("applicationintent", "").lower() == "readonly":
-        yield checks.Error(
-            f"{where} has ApplicationIntent=ReadOnly.",
-            hint="Keep the locks under an alias that writes to the primary. See docs/checks.md#sqlseme002.",
-            id="sqlsem.E002",
-        )
+        advice = "Keep the locks under an alias that writes to the primary."
+        yield error("E002", f"{where} has ApplicationIntent=ReadOnly.", advice)
     for limit in _limits(options, parameters):
-        yield checks.Warning(
-            f"{where} has {limit} in its extra_params.",
-            hint="Waiting in line is one long statement. See docs/checks.md#sqlsemw004.",
-            id="sqlsem.W004",
-        )
+        yield warning("W004", f"{where} has {limit} in its extra_params.", "Waiting in line is one long statement.")
     if parameters.get("retryexec"):
-        yield checks.Warning(
-            f"{where} has a RetryExec rule.",
-            hint="The driver may run an operator's KILL twice. See docs/checks.md#sqlsemw005.",
-            id="sqlsem.W005",
-        )
+        yield warning("W005", f"{where} has a RetryExec rule.", "The driver may run an operator's KILL twice.")
 
 
 def _parameters(options: Mapping[str, Any]) -> dict[str, str]:
@@ -289,54 +216,81 @@ def _seconds(value: str | None) -> int:
     return int(value) if value and value.isdecimal() else 0
 
 
-def database_messages(alias: str) -> Iterator[checks.CheckMessage]:
+# The server and the login's rights.
+
+
+def database_messages(alias: str) -> Iterator[CheckMessage]:
     """Connect, and yield what the server refuses. Never raises: a server that does not answer is a message too."""
     where = f"The SQL Server database {alias!r}"
     try:
         # Not within the caller's transaction, which a refusal could end.
         connection = connections[alias].copy()
         with contextlib.closing(connection), connection.cursor() as cursor:
-            yield from _asked(alias, where, cursor)
-    except Exception as error:  # noqa: BLE001 - of the driver, whatever it is
-        yield checks.Warning(
-            f"{where} could not be asked: {error}",
-            hint="See docs/checks.md#sqlsemw006.",
-            id="sqlsem.W006",
-        )
+            yield from _asked(alias, where, lambda sql: _row(cursor, sql))
+    except Exception as failed:  # noqa: BLE001 - of the driver, whatever it is
+        yield warning("W006", f"{where} could not be asked: {failed}")
 
 
-def _asked(alias: str, where: str, cursor: Any) -> Iterator[checks.CheckMessage]:
-    updateability, server_state, performance_state, login = _row(cursor, FACTS)
+def _asked(alias: str, where: str, row: Row) -> Iterator[CheckMessage]:
+    updateability, server_state, performance_state, login = row(FACTS)
     if str(updateability).upper() == "READ_ONLY":
-        yield checks.Error(
-            f"{where} is read-only: a secondary, or set to READ_ONLY.",
-            hint="Keep the locks in a database that can be written. See docs/checks.md#sqlseme004.",
-            id="sqlsem.E004",
-        )
-    refused = _refusal(cursor)
-    if refused:
-        yield checks.Error(
-            f"{where} gives the login {login!r} no application lock: {refused}",
-            hint="GRANT EXECUTE ON sys.sp_getapplock, and the like. See docs/checks.md#sqlseme005.",
-            id="sqlsem.E005",
-        )
-    yield from messages(alias, where, login, lambda sql: _row(cursor, sql))
+        text = f"{where} is read-only: a secondary, or set to READ_ONLY."
+        yield error("E004", text, "Keep the locks in a database that can be written.")
+    if refused := _refusal(row):
+        text = f"{where} gives the login {login!r} no application lock: {refused}"
+        yield error("E005", text, "GRANT EXECUTE ON sys.sp_getapplock, and the like.")
+    yield from _lacking(alias, f"{where} does not let the login {login!r}", row)
     if 1 not in (server_state, performance_state):
         try:
-            _row(cursor, LOOK)
-        except Exception as error:  # noqa: BLE001 - of the driver, whatever it is
-            yield checks.Info(
-                f"{where} does not show the login {login!r} who else waits or holds application locks: {error}",
-                hint="GRANT VIEW SERVER STATE, if you want to see that. See docs/checks.md#sqlsemi001.",
-                id="sqlsem.I001",
-            )
+            row(SEE_LOCKS)
+        except Exception as failed:  # noqa: BLE001 - of the driver, whatever it is
+            text = f"{where} does not show the login {login!r} who else waits or holds application locks: {failed}"
+            yield note("I001", text, "GRANT VIEW SERVER STATE, if you want to see that.")
 
 
-def _refusal(cursor: Any) -> str:
+def _lacking(alias: str, refuses: str, row: Row) -> Iterator[CheckMessage]:
+    """Yield what rights the login lacks. Tables that are not there count as granted."""
+    settings = config(alias)
+    if missing := _missing_rights(row, ACQUIRE_RIGHTS if settings.record else {}):
+        yield error("E006", f"{refuses} record who holds what: {missing}.", "Grant these rights.")
+    beside = (HISTORY_RIGHTS if settings.history else {}) | (DEADLOCK_RIGHTS if settings.deadlocks != "ignore" else {})
+    if missing := _missing_rights(row, beside):
+        advice = 'Grant these rights, or turn it off: SQLSEM["HISTORY"], SQLSEM["DEADLOCKS"].'
+        yield warning("W013", f"{refuses} record what happens, or who waits for whom: {missing}.", advice)
+    if missing := _missing_rights(row, KIND_RIGHTS):
+        advice = "Grant these rights if you use claims, refresh_every() or transaction_lock()."
+        yield note("I002", f"{refuses} use all kinds of locks: {missing}.", advice)
+
+
+def _missing_rights(row: Row, wanted: Mapping[str, tuple[str, ...]]) -> str:
+    asked = {
+        f"{right} on {table}": f"HAS_PERMS_BY_NAME(N'{table}', N'OBJECT', N'{right}')"
+        for table, rights in wanted.items()
+        for right in rights
+    }
+    if not asked:
+        return ""
+    granted = dict(zip(asked, row(f"SELECT {', '.join(asked.values())};\n"), strict=True))
+    # Of a table on which a login has no right at all it is not even told that there is one.
+    hidden = {table for table in wanted if granted[f"SELECT on {table}"] is None and _is_refused(row, table)}
+    return ", ".join(
+        right for right, answer in granted.items() if answer == 0 or (answer is None and right.split()[-1] in hidden)
+    )
+
+
+def _is_refused(row: Row, table: str) -> bool:
     try:
-        code = _row(cursor, PROBE)[0]
-    except Exception as error:  # noqa: BLE001 - of the driver, whatever it is
-        return str(error)
+        row(f"SELECT TOP (0) 1 FROM {table};\n")  # noqa: S608
+    except Exception as failed:  # noqa: BLE001 - of the driver, whatever it is
+        return meaning(failed) is Meaning.FORBIDDEN or "permission" in str(failed).lower()
+    return False
+
+
+def _refusal(row: Row) -> str:
+    try:
+        code = row(PROBE)[0]
+    except Exception as failed:  # noqa: BLE001 - of the driver, whatever it is
+        return str(failed)
     return "" if code >= 0 else f"sp_getapplock returns {code}"
 
 

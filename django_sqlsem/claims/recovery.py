@@ -78,7 +78,7 @@ def _standing(keeper: Keeper, resource: Resource) -> set[tuple[int, int]]:
     def look() -> set[tuple[int, int]]:
         if not backend.released_on_disconnect:
             own.run(lambda cursor: None)  # with the connection, the beacon is lit
-        backend.free_dead(own, resource, witness=keeper.presence.beacon)
+        backend.free_dead(own, resource, witness=keeper.reach.presence.beacon)
         return backend.standing(own, resource)
 
     try:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from django.http import HttpResponse
+
+from django_sqlsem.busy import Busy
 from django_sqlsem.contrib import celery, tasks
 from django_sqlsem.core import identity
 from django_sqlsem.decorators import answers
 from django_sqlsem.decorators import tasks as systems_of_tasks
-
-if TYPE_CHECKING:
-    from django.http import HttpResponse
-
-    from django_sqlsem.busy import Busy
-    from django_sqlsem.decorators.calls import Call
+from django_sqlsem.decorators.calls import Call
 
 
 def register() -> None:
     """Have decorators ask what is here. Idempotent."""
-    systems_of_tasks.systems[:] = [celery, tasks]
-    identity.task_labels[:] = [celery.label, tasks.label]
+    systems_of_tasks.systems.update({"celery": celery, **dict.fromkeys(tasks.LIBRARIES, tasks)})
+    identity.task_labels.update({"celery": celery.label, **dict.fromkeys(tasks.LIBRARIES, tasks.label)})
     answers.frameworks[:] = [_rest_framework]
     tasks.listen()
 

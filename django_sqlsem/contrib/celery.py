@@ -36,7 +36,6 @@ class CeleryTask:
 
     @property
     def label(self) -> str:
-        """What operators are shown."""
         return f"{self.task.name}[{self.task.request.id}]"
 
     @property
@@ -49,7 +48,6 @@ class CeleryTask:
         return contextlib.nullcontext()
 
     def retry(self, retry_after: int, error: Exception) -> SentAgain:
-        """Send the task again; the exception tells the worker so."""
         try:
             return SentAgain(exception=retry(self.task, retry_after, error))
         finally:

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import os
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from django.db import connections
 
 from django_sqlsem import queries, signals
+from django_sqlsem.core import forks
 from django_sqlsem.core.templates import Field, Template
+from django_sqlsem.locks.semaphore import Semaphore
 from django_sqlsem.snapshots import LossReason
-
-if TYPE_CHECKING:
-    from django_sqlsem.locks.semaphore import Semaphore
 
 #: Upper bounds of waits and holds, in seconds. One that was granted at once waited 0.
 WAIT_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -99,14 +97,12 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(text if ".+" in text else f"{text}:.+", re.DOTALL)
 
 
-def _after_fork() -> None:
-    """In a forked child: another thread of the parent may have had the lock."""
+def _unlock() -> None:
     global _lock
     _lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+forks.register("metrics", "a label would wait for ever for a lock that a thread of the parent had", in_child=_unlock)
 
 
 class Receivers(abc.ABC):

@@ -54,19 +54,16 @@ class TelemetryReceivers(Receivers):
             self._span(of, seconds, told)
 
     def held(self, of: tuple[str, str], seconds: float) -> None:
-        """A permit was given back after so long."""
         self._holds.record(seconds, _attributes(of))
         trace.get_current_span().add_event("sqlsem.released", {**_attributes(of), "sqlsem.held": seconds})
 
     def timed_out(self, of: tuple[str, str], seconds: float, name: str) -> None:
-        """An acquire was refused after so long."""
         self._timeouts.add(1, _attributes(of))
         told: dict[str, Any] = {"sqlsem.name": name, "sqlsem.waited": seconds}
         trace.get_current_span().add_event("sqlsem.timed_out", told)
         self._span(of, seconds, told, Status(StatusCode.ERROR, "no slot became free in time"))
 
     def lost(self, of: tuple[str, str], reason: str) -> None:
-        """A permit was lost, or forgotten."""
         self._losses.add(1, _attributes(of) | {"sqlsem.reason": reason})
 
     def _span(self, of: tuple[str, str], seconds: float, told: dict[str, Any], status: Status | None = None) -> None:

@@ -6,17 +6,15 @@ Needs the extra ``prometheus``. See ``docs/observability.md``, also for several 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from django_sqlsem.contrib.metrics import HOLD_BUCKETS, MOST, WAIT_BUCKETS, Labels, Receivers, Standing
 from django_sqlsem.exceptions import BackendError
-
-if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
 
 _LABELS: Final = ("database", "semaphore")
 
@@ -67,19 +65,15 @@ class PrometheusReceivers(Receivers):
         self._losses = Counter("sqlsem_losses", "Permits that were lost, or forgotten by their program.", **named)
 
     def waited(self, of: tuple[str, str], seconds: float, name: str, slots: tuple[int, ...]) -> None:
-        """A permit was granted after so long."""
         self._waits.labels(*of).observe(seconds)
 
     def held(self, of: tuple[str, str], seconds: float) -> None:
-        """A permit was given back after so long."""
         self._holds.labels(*of).observe(seconds)
 
     def timed_out(self, of: tuple[str, str], seconds: float, name: str) -> None:
-        """An acquire was refused after so long."""
         self._timeouts.labels(*of).inc()
 
     def lost(self, of: tuple[str, str], reason: str) -> None:
-        """A permit was lost, or forgotten."""
         self._losses.labels(*of, reason).inc()
 
 

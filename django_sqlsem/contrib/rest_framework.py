@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.http import HttpRequest, HttpResponse
 from rest_framework import exceptions
 from rest_framework.views import APIView
 
 from django_sqlsem.busy import Busy, detail, finish
+from django_sqlsem.decorators.calls import Call
 from django_sqlsem.decorators.views import view_class
-
-if TYPE_CHECKING:
-    from django_sqlsem.decorators.calls import Call
 
 
 class BusyAnswer(exceptions.APIException):  # type: ignore[misc]  # of a library without types

@@ -12,21 +12,19 @@ import datetime
 import importlib
 import random
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from django.utils import timezone
 
 from django_sqlsem.contrib.celery import MAX_COUNTDOWN
 from django_sqlsem.decorators.tasks import SentAgain, is_below
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 #: The only key of the value of an attempt that was refused; under it is the id of the next attempt's result.
 SENT_AGAIN_AS: Final = "sqlsem_sent_again_as"
 #: Django's own, and the backport for older versions of it.
-_LIBRARIES: Final = ("django.tasks", "django_tasks")
+LIBRARIES: Final = ("django.tasks", "django_tasks")
 #: So many tasks may run one inside another. What is older than as many was never said to have ended.
 DEEPEST: Final = 20
 #: Those whose signals are heard.
@@ -142,7 +140,7 @@ def sent_again_as(result: Any) -> str:
 
 def listen() -> None:
     """Hear of the tasks that workers start and finish, of each library that is loaded. Idempotent."""
-    for library in _LIBRARIES:
+    for library in LIBRARIES:
         if library in sys.modules and library not in _heard:
             signals: Any = importlib.import_module(f"{library}.signals")
             signals.task_started.connect(_on_started, dispatch_uid="sqlsem")
@@ -183,7 +181,7 @@ def _current() -> Any:
 
 def _given(args: tuple[Any, ...]) -> Any:
     """The result in the context that a worker gives to a task which asks for it, if the task is running."""
-    for library in _LIBRARIES:
+    for library in LIBRARIES:
         kind = getattr(sys.modules.get(f"{library}.base"), "TaskContext", None)
         if kind is not None and args and isinstance(args[0], kind):
             result = cast("Any", args[0]).task_result

@@ -1,7 +1,7 @@
-"""Greenlets instead of threads: which library's are supported, and with which databases.
+"""Greenlets instead of threads: which libraries are supported, and with which databases.
 
-Who waits for a slot waits by Python's own locks, and the keeper is a thread: both are greenlets where an interpreter
-was patched. What waits inside a driver written in C, for the server's answer, stops all greenlets of the process.
+A waiter waits by Python's own locks, and the keeper is a thread: in a patched interpreter both are greenlets. A driver
+written in C stops all greenlets of the process while it waits for the server's answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEEDED: Final = ("threading", "socket", "select", "time")
 
 
 def library() -> str:
-    """Return whose greenlets stand in for this interpreter's threads: ``gevent``, ``eventlet``, or nobody's: empty."""
+    """Return the library whose greenlets replace this interpreter's threads: ``gevent``, ``eventlet``, or nothing."""
     eventlet: Any = sys.modules.get("eventlet.patcher")  # never imported for its own sake
     if eventlet is not None and (eventlet.is_monkey_patched("thread") or eventlet.is_monkey_patched("socket")):
         return "eventlet"
@@ -48,8 +48,8 @@ def refusal(green: str, vendor: str, alias: str) -> str:
     return ""
 
 
-def reproach(green: str, connection: Any) -> str:
-    """Say what is slow about this database's driver under these greenlets; empty: nothing."""
+def slowness(green: str, connection: Any) -> str:
+    """Say why this database's driver is slow under these greenlets; empty: it is not."""
     if green != "gevent":
         return ""
     driver = getattr(connection, "Database", None)
@@ -65,13 +65,13 @@ def reproach(green: str, connection: Any) -> str:
 
 
 def refuse(connection: Any) -> None:
-    """Raise ``ImproperlyConfigured`` if locks can't be kept in this database in an interpreter that is so patched."""
+    """Raise ``ImproperlyConfigured`` if this database can't keep locks in this patched interpreter."""
     green = library()
     if not green:
         return
     if why := refusal(green, connection.vendor, connection.alias):
         raise ImproperlyConfigured(why)
-    if slow := reproach(green, connection):
+    if slow := slowness(green, connection):
         logger.warning("Locks of %r: %s", connection.alias, slow, extra={"semaphore": "", "what": "greenlets"})
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
+from typing import Any
 
 #: Returns a function so that each call of it holds a permit of a lock: ``decorate(lock, function)``.
 decorate: Callable[[Any, Any], Any]

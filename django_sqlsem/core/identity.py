@@ -11,12 +11,11 @@ import socket
 import sys
 import threading
 import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
+from django_sqlsem.core import forks
 
 MAX_LABEL_LENGTH: Final = 200
 MAX_USER_LENGTH: Final = 150
@@ -61,10 +60,12 @@ def process_id() -> str:
     return _process_id
 
 
-def after_fork() -> None:
-    """Give the forked child a name of its own."""
+def _rename() -> None:
     global _process_id
     _process_id = uuid.uuid4().hex
+
+
+forks.register("identity", "parent and child would pass for one process, and free each other's slots", in_child=_rename)
 
 
 def printable(text: str, length: int) -> str:
@@ -75,14 +76,22 @@ def printable(text: str, length: int) -> str:
 def current(label: str = "") -> HolderIdentity:
     """Return the identity of the calling thread and of the work it does."""
     doing = _activity.get()
-    label = label or (doing.label if doing else "") or _task_label() or _command_line()
+    label = label or (doing.label if doing else "")
+    if not label:
+        asked = (ask() for module, ask in task_labels.items() if module in sys.modules)
+        label = next(filter(None, asked), "") or _command_line()
+    return _identity(os.getpid(), threading.current_thread().name, label, doing.user if doing else "", _process_id)
+
+
+@functools.lru_cache(maxsize=1024)
+def _identity(pid: int, thread: str, label: str, user: str, process: str) -> HolderIdentity:
     return HolderIdentity(
         host=_host(),
-        pid=os.getpid(),
-        thread=printable(threading.current_thread().name, 100),
+        pid=pid,
+        thread=printable(thread, 100),
         label=printable(label, MAX_LABEL_LENGTH),
-        user=printable(doing.user, MAX_USER_LENGTH) if doing else "",
-        process=_process_id,
+        user=printable(user, MAX_USER_LENGTH),
+        process=process,
     )
 
 
@@ -91,12 +100,9 @@ def _host() -> str:
     return printable(socket.gethostname(), 255)
 
 
-#: Each returns what operators are shown about the running task, or nothing; ``contrib`` registers them.
-task_labels: list[Callable[[], str]] = []
-
-
-def _task_label() -> str:
-    return next(filter(None, (label() for label in task_labels)), "")
+#: By the module without which there is nothing to ask: what returns how operators are shown the running task, or
+#: nothing. ``contrib`` registers them.
+task_labels: dict[str, Callable[[], str]] = {}
 
 
 @functools.cache

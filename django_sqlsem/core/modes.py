@@ -6,14 +6,15 @@ from typing import Final
 
 #: One or more slots, beside others.
 SHARED: Final = ""
-#: All slots at once, beside nobody: a writer, or a semaphore that is drained.
+#: All slots at once, alone: a writer, or a semaphore that is drained.
 WHOLE: Final = "whole"
 #: The writer's place, beside readers: a reader that may become the writer.
 UPDATE: Final = "update"
-#: All slots but the writer's place, for whoever has that. Only claims have this mode; what they get is ``WHOLE``.
+#: All slots but the writer's place, for the upgradable reader that has that. Only requests have this mode: what they
+#: get is ``WHOLE``.
 UPGRADE: Final = "upgrade"
 
-#: The modes that want everybody else to leave, and let nobody pass while they wait.
+#: The modes that want all other holders to leave; nothing is granted past them while they wait.
 EXCLUSIVE: Final = (WHOLE, UPGRADE)
 #: The kind of locks whose slot 0 is the writer's place.
 RWLOCK: Final = "rwlock"
@@ -22,22 +23,22 @@ WRITER: Final = 0
 
 
 def line_of(key: str, mode: str) -> str:
-    """Return the line in which a claim of a name's key waits inside its process.
+    """Return the queue in which a request for a name's key waits inside its process.
 
-    Who may become the writer waits beside the readers, whom it does not keep out, and an upgrade before everybody.
+    Upgradable readers have a queue of their own, as they do not keep readers out; so do upgrades, which come first.
     """
     return key if mode in (SHARED, WHOLE) else f"{key}/{mode}"
 
 
 def word(kind: str, mode: str) -> str:
-    """Return what someone with this mode is; nothing for who merely has a slot of a semaphore."""
+    """Return what a holder or a waiter with this mode is; nothing for a plain slot of a semaphore."""
     if kind != RWLOCK:
         return "drains" if mode == WHOLE else ""
     return {SHARED: "reader", WHOLE: "writer", UPDATE: "upgradable", UPGRADE: "upgrades"}[mode]
 
 
 def refused(name: str, kind: str, mode: str, when: str) -> str:
-    """Return the beginning of a sentence about a claim that got nothing; ``when``: ``within 5 s``, or nothing."""
+    """Return the beginning of a sentence about a request that was refused; ``when``: ``within 5 s``, or nothing."""
     within = f" {when}" if when else ""
     if mode == UPGRADE:
         return f"The readers of {name!r} have not left{within}"

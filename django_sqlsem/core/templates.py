@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
@@ -37,6 +37,8 @@ class Field:
 
     text: str
     path: tuple[str, ...]
+    #: Is it in a part of a name made of several, which is escaped?
+    in_part: bool = False
 
     @property
     def root(self) -> str:
@@ -56,6 +58,16 @@ class Template:
         """Parse ``source``. Raises ``ValueError`` that names the template and the field that it does not allow."""
         return _parse(source)
 
+    @staticmethod
+    def join(sources: tuple[str, ...]) -> Template:
+        """Parse the parts of a name made of several: each is filled in, and then escaped."""
+        parts: list[str | Field] = []
+        for template in map(_parse, sources):
+            parts += [":"] if parts else []
+            for each in template.parts:
+                parts.append(escaped(each) if isinstance(each, str) else replace(each, in_part=True))
+        return Template(":".join(map(escaped, sources)), tuple(parts))
+
     @property
     def fields(self) -> tuple[Field, ...]:
         """The fields, in order; none if the name is the same for every call."""
@@ -68,7 +80,9 @@ class Template:
         own: whatever else came out would be shared by calls that have nothing in common.
         """
         return "".join(
-            self._text(part, _walk(self._root(part, arguments), part.path[1:])) if isinstance(part, Field) else part
+            part
+            if isinstance(part, str)
+            else self._text(part, _walk(arguments.get(part.root, _MISSING), part.path[1:]))
             for part in self.parts
         )
 
@@ -77,16 +91,13 @@ class Template:
         texts = []
         for part in self.parts:
             if isinstance(part, Field):
-                value, rest = self._root(part, arguments), part.path[1:]
+                value, rest = arguments.get(part.root, _MISSING), part.path[1:]
                 if rest[:1] == ("user",) and (request := django_request(value)) is not None:
                     value, rest = await _auser(value, request), rest[1:]
                 texts.append(self._text(part, _walk(value, rest)))
             else:
                 texts.append(part)
         return "".join(texts)
-
-    def _root(self, field: Field, arguments: Mapping[str, object]) -> object:
-        return arguments.get(field.root, _MISSING)
 
     def _text(self, field: Field, value: Any) -> str:
         if issubclass(type(value), LazyObject):
@@ -101,35 +112,10 @@ class Template:
         elif not _has_text(type(value)):
             problem = f"is a {type(value).__name__}, which has no text of its own"
         elif text := str(value):
-            return text
+            return escaped(text) if field.in_part else text
         else:
             problem = "is empty in this call"
         raise ValueError(f"The field {field.text!r} of the semaphore's name {self.source!r} {problem}.")
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedTemplate:
-    """The templates of a name made of several parts: each is filled in, and then escaped."""
-
-    templates: tuple[Template, ...]
-
-    @property
-    def source(self) -> str:
-        """The name as it stands before it is filled in."""
-        return ":".join(escaped(template.source) for template in self.templates)
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """The fields of all parts, in order."""
-        return tuple(field for template in self.templates for field in template.fields)
-
-    def expand(self, arguments: Mapping[str, object]) -> str:
-        """Fill the fields in from ``arguments``: see ``Template.expand``."""
-        return ":".join(escaped(template.expand(arguments)) for template in self.templates)
-
-    async def aexpand(self, arguments: Mapping[str, object]) -> str:
-        """Do as ``expand`` does, and resolve ``request.user`` through ``request.auser()``."""
-        return ":".join([escaped(await template.aexpand(arguments)) for template in self.templates])
 
 
 class CallName:
@@ -149,9 +135,8 @@ class CallName:
             raise TypeError(f"key must be a callable that takes the function's arguments, not {key!r}.")
         self.func = func
         self.key = key
-        self.template: Template | JoinedTemplate = (
-            Template.parse(source) if parts is None else JoinedTemplate(tuple(map(Template.parse, parts)))
-        )
+        self.joined = parts is not None
+        self.template = Template.parse(source) if parts is None else Template.join(parts)
         for field in self.template.fields:
             self._check_root(field.root)
 
@@ -190,20 +175,18 @@ class CallName:
             raise ValueError(f"key {self.key!r} returned {key!r}: calls with nothing in common would share a slot.")
         if isinstance(key, tuple):
             return joined(key)
-        text = self._plain_key_text(key)
-        return escaped(text) if isinstance(self.template, JoinedTemplate) else text
-
-    def _plain_key_text(self, key: object) -> str:
         if isinstance(key, str):
-            return str.__str__(key)
-        if isinstance(key, int) and not isinstance(key, bool):
-            return int.__repr__(key)
-        if isinstance(key, uuid.UUID):
-            return str(key)
-        raise TypeError(
-            f"key {self.key!r} must return a str, an int, a UUID or a tuple of parts, not {key!r} of"
-            f" {type(key).__name__}."
-        )
+            text = str.__str__(key)
+        elif isinstance(key, int) and not isinstance(key, bool):
+            text = int.__repr__(key)
+        elif isinstance(key, uuid.UUID):
+            text = str(key)
+        else:
+            raise TypeError(
+                f"key {self.key!r} must return a str, an int, a UUID or a tuple of parts, not {key!r} of"
+                f" {type(key).__name__}."
+            )
+        return escaped(text) if self.joined else text
 
     def _check_root(self, root: str) -> None:
         kinds = [parameter.kind for parameter in self.signature.parameters.values()]

@@ -7,14 +7,14 @@ from typing import Final
 
 MAX_SHOWN: Final = 100
 #: So many numbers in a row are told by the first and the last.
-MANY: Final = 8
+MANY_NUMBERS: Final = 8
 
 
 def shown(value: object) -> str:
     """Return ``repr(value)``, cut to some 100 characters; whatever the value is, this works."""
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 - an int of many digits has no repr, and a stranger's may fail
+    except Exception:  # noqa: BLE001 - an int of many digits has no repr, and a foreign class's may fail
         bits = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
         return f"<{type(value).__name__}{bits}>"
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
@@ -22,6 +22,6 @@ def shown(value: object) -> str:
 
 def numbers(slots: Sequence[int]) -> str:
     """Return the numbers of slots: ``1, 2, 3``, and of many in a row ``1-100``."""
-    if len(slots) > MANY and slots[-1] - slots[0] == len(slots) - 1:
+    if len(slots) > MANY_NUMBERS and slots[-1] - slots[0] == len(slots) - 1:
         return f"{slots[0]}-{slots[-1]}"
     return ", ".join(map(str, slots))

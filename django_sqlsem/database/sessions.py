@@ -21,6 +21,7 @@ from django.db import IntegrityError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import load_backend
 
+from django_sqlsem.core import forks
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.database import dialects, errors, sockets, sqlite
 from django_sqlsem.database.dialects import dialect_for
@@ -444,6 +445,15 @@ def after_fork_in_child() -> None:
     for session in list(_sessions):
         session.after_fork()
     _sessions.clear()
+
+
+forks.register(
+    "sessions",
+    "parent and child would speak on one connection, and the child's end would end the parent's session",
+    before=before_fork,
+    in_parent=after_fork_in_parent,
+    in_child=after_fork_in_child,
+)
 
 
 class CallerSession:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from django.db import connections
 
-from django_sqlsem.backends import get_backend
+from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.conf import config
 from django_sqlsem.database.cursors import padded
@@ -79,12 +79,14 @@ class Look:
         return int(row["expires_us"])
 
 
-def read_waits(cursor: AnyCursor, dialect: Dialect, *, leases: bool, everything: bool = False) -> Look:
+def read_waits(
+    cursor: AnyCursor, dialect: Dialect, *, leases: bool, everything: bool = False, now: int | None = None
+) -> Look:
     """Read the waits, and what keeps them if they may be deadlocked, or in any case.
 
-    ``leases``: whether what is held runs out unless it is renewed.
+    ``leases``: whether what is held runs out unless it is renewed. ``now``: by the database's clock, if it was asked.
     """
-    found = Look(dialect.now(cursor))
+    found = Look(dialect.now(cursor) if now is None else now)
     for row in _select(cursor, dialect, WaitRow, "1 = 1", {}):
         if _lives(row, dialect, found.now):
             found.waits[row["wait_id"]] = row
@@ -166,42 +168,50 @@ def has_rows(backend: BaseSemaphoreBackend) -> bool:
     return not backend.process_local and (backend.supports_renewal or config(backend.alias).record)
 
 
-def waits(alias: str) -> list[WaitSnapshot]:
-    """Return who waits while holding something, the longest waits first. Raises ``BackendError``."""
-    look = _look(alias, everything=True)
-    if look is None:
-        return []
-    teller = _teller(alias, look)
-    rows = sorted(look.waits.values(), key=lambda row: (row["since_us"], row["wait_id"]))
-    return [teller.wait(row) for row in rows if row["wait_id"] not in teller.granted]
+def waits(using: str | None = None) -> list[WaitSnapshot]:
+    """Return who waits while holding something, since when, and who has what it waits for; the longest waits first.
+
+    Waits shorter than about a second, and those of who holds nothing else, are not known here. Raises
+    ``BackendError`` if the database fails.
+    """
+    return standing(database_for(using))[0]
 
 
-def deadlocks(alias: str) -> list[DeadlockSnapshot]:
-    """Return the deadlocks, the oldest first. Raises ``BackendError``."""
-    look = _look(alias)
-    first = set() if look is None else {knot.identity for knot in graph.knots(*look.graph())}
-    if not first:
-        return []
-    time.sleep(_AGAIN)
-    look = _look(alias)
-    if look is None:
-        return []
-    teller = _teller(alias, look)
-    return [teller.deadlock(knot) for knot in graph.knots(*look.graph()) if knot.identity in first]
+def deadlocks(using: str | None = None) -> list[DeadlockSnapshot]:
+    """Return the deadlocks over named locks, each with its waits in order round the cycle; the oldest first.
+
+    ``str()`` of one is a sentence. Raises ``BackendError`` if the database fails.
+    """
+    return standing(database_for(using), everything=False)[1]
 
 
-def _look(alias: str, *, everything: bool = False) -> Look | None:
+def standing(
+    alias: str, *, everything: bool = True, at: RowClock | None = None
+) -> tuple[list[WaitSnapshot], list[DeadlockSnapshot]]:
+    """Return the waits and the deadlocks, from one look; from two, if there seems to be a deadlock.
+
+    ``everything``: what all waits are about; else the deadlocks alone. ``at``: the instant as of which it is read.
+    """
     backend, connection = get_backend(alias), connections[alias]
     if not has_rows(backend):
-        return None
-    dialect, leases = dialect_for(connection), backend.supports_renewal
-    return CallerSession(connection).run(
-        lambda cursor: read_waits(cursor, dialect, leases=leases, everything=everything)
+        return [], []
+    dialect, leases, session = dialect_for(connection), backend.supports_renewal, CallerSession(connection)
+
+    def read(now: int | None) -> Look:
+        return session.run(lambda cursor: read_waits(cursor, dialect, leases=leases, everything=everything, now=now))
+
+    look = read(None if at is None else at.now)
+    first = {knot.identity for knot in graph.knots(*look.graph())}
+    if first:
+        time.sleep(_AGAIN)
+        look = read(None)
+    teller = Teller(look, dialect, leases=leases)
+    knots = graph.knots(*look.graph()) if first else []
+    rows = sorted(look.waits.values(), key=lambda row: (row["since_us"], row["wait_id"])) if everything else []
+    return (
+        [teller.wait(row) for row in rows if row["wait_id"] not in teller.granted],
+        [teller.deadlock(knot) for knot in knots if knot.identity in first],
     )
-
-
-def _teller(alias: str, look: Look) -> Teller:
-    return Teller(look, dialect_for(connections[alias]), leases=get_backend(alias).supports_renewal)
 
 
 class Teller:

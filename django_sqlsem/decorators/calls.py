@@ -6,24 +6,20 @@ import contextlib
 import functools
 import inspect
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
+from django.http import HttpRequest
 
 from django_sqlsem import conf
 from django_sqlsem.core import identity
 from django_sqlsem.core.durations import Unset
 from django_sqlsem.core.templates import django_request, resolved_user
-from django_sqlsem.decorators.tasks import RunningTask, rank_of, running_task
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-
-    from django.http import HttpRequest
-
-    from django_sqlsem.locks.semaphore import Semaphore
+from django_sqlsem.decorators.tasks import RunningTask, rank_of, systems
+from django_sqlsem.locks.semaphore import Semaphore
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +76,8 @@ class Call:
         return rank_of(self.task.id) if self.task is not None and self.policy(semaphore) == "retry" else ""
 
 
-_PLAIN = Call()
+#: A call that is neither a view's nor a task's.
+PLAIN = Call()
 
 
 def classify(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Call:
@@ -92,8 +89,10 @@ def classify(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Call:
     for arg in args[:2]:
         if (request := django_request(arg)) is not None:
             return Call(request=request, given=arg)
-    task = running_task(wrapper, args)
-    return _PLAIN if task is None else Call(task=task)
+    for module, system in systems.items():
+        if module in sys.modules and (task := system.running(wrapper, args)) is not None:
+            return Call(task=task)
+    return PLAIN
 
 
 @contextlib.contextmanager

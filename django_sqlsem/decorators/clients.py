@@ -14,28 +14,23 @@ import select
 import socket
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import asgiref
 from asgiref.sync import SyncToAsync, async_to_sync
 from django.core.exceptions import BadRequest
-from django.http import HttpResponse
+from django.http import HttpRequest, HttpResponse
 from django.utils.version import get_version_tuple
 
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.decorators.calls import Call
 from django_sqlsem.exceptions import AcquireTimeoutError
-
-if TYPE_CHECKING:
-    from django.http import HttpRequest
-
-    from django_sqlsem.decorators.calls import Call
-    from django_sqlsem.runtime.acquisition import Client, Reply
-
+from django_sqlsem.runtime.acquisition import Client, Reply
 
 logger = logging.getLogger("django_sqlsem")
 
 #: How often a waiting view looks whether its client is there, in seconds.
-LOOK_EVERY: Final = 0.5
+CLIENT_LOOK_EVERY: Final = 0.5
 #: The status that such a view "answers": nginx's for a client that has closed the connection.
 CLIENT_GONE: Final = 499
 #: Before, the end of a request could block the event loop until its thread was done, which must not wait for the loop.
@@ -58,15 +53,14 @@ class WatchedClient:
         """Block until there is an answer, and look after the client meanwhile: first of all before that."""
         until = None if timeout is None else boot_now() + timeout
         while not self._left():
-            remaining = LOOK_EVERY if until is None else until - boot_now()
-            if answer.wait_here(max(0.0, min(LOOK_EVERY, remaining))):
+            remaining = CLIENT_LOOK_EVERY if until is None else until - boot_now()
+            if answer.wait_here(max(0.0, min(CLIENT_LOOK_EVERY, remaining))):
                 return True
             if remaining <= 0:
                 return False
         return False
 
     def check(self, name: str) -> None:
-        """Raise ``ClientGoneError``, and log that, if the client was seen to have gone."""
         if self._gone:
             _log(self._label, name, "its client has gone")
             raise ClientGoneError(name=name)
@@ -84,7 +78,6 @@ class CancelledClient:
         self._cancelled: asyncio.CancelledError | None = None
 
     def wait(self, answer: Reply, timeout: float | None) -> bool:
-        """Block until there is an answer, or the request is cancelled."""
         if self._cancelled is None:
             try:
                 return bool(async_to_sync(answer.wait_on_loop)(timeout))

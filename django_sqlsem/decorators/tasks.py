@@ -10,20 +10,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from django_sqlsem.exceptions import BackendError
+from django_sqlsem.exceptions import AcquireTimeoutError, BackendError
+from django_sqlsem.locks.semaphore import Semaphore
 from django_sqlsem.runtime import callers
 from django_sqlsem.snapshots import retry_after
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from django_sqlsem.exceptions import AcquireTimeoutError
-    from django_sqlsem.locks.semaphore import Semaphore
-
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -70,21 +65,13 @@ class System(Protocol):
         """Hear of the tasks that start, if nothing else tells what a worker is running. Idempotent."""
 
 
-#: The systems that ``contrib`` has registered.
-systems: list[System] = []
-
-
-def running_task(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> RunningTask | None:
-    """Return the task whose body is ``wrapper``, if a worker is running it right now, else ``None``."""
-    for system in systems:
-        if (task := system.running(wrapper, args)) is not None:
-            return task
-    return None
+#: The systems that ``contrib`` has registered, by the module without which they run nothing.
+systems: dict[str, System] = {}
 
 
 def listen() -> None:
     """Hear of the tasks that start."""
-    for system in systems:
+    for system in systems.values():
         system.listen()
 
 
@@ -111,7 +98,7 @@ def rank_of(task_id: str) -> str:
 def step_aside(lock: Semaphore, task: RunningTask, refusal: AcquireTimeoutError) -> float:
     """Keep the rank of a task that will be sent again. Returns in how many seconds that should be."""
     snapshot = refusal._snapshot
-    if snapshot is None or not task.id or callers.in_event_loop():
+    if snapshot is None or not task.id or callers.running_loop() is not None:
         return refusal.retry_after
     twin = next((holder for holder in snapshot.holders if holder.label.endswith(f"[{task.id}]")), None)
     if twin is not None:
@@ -135,7 +122,7 @@ def step_aside(lock: Semaphore, task: RunningTask, refusal: AcquireTimeoutError)
 
 def hand_on(lock: Semaphore, task: RunningTask, refusal: AcquireTimeoutError, task_id: str) -> None:
     """Let a task that comes back under another id have the rank that was kept for this one."""
-    if refusal._snapshot is None or not task_id or not task.id or callers.in_event_loop():
+    if refusal._snapshot is None or not task_id or not task.id or callers.running_loop() is not None:
         return
     try:
         lock._hand_rank_on(rank_of(task.id), rank_of(task_id))

@@ -11,19 +11,14 @@ import functools
 import inspect
 import types
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Self, cast
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Final, Self, cast
 
 from django.db import connections, transaction
-from django.http import FileResponse
+from django.http import FileResponse, HttpRequest
 from django.views.generic import View
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-
-    from django.http import HttpRequest
-
-    from django_sqlsem.locks.permit import Permit
-
+from django_sqlsem.locks.permit import Permit
 
 #: So many steps suffice for any view, and end a walk through something strange.
 MOST_STEPS: Final = 400
@@ -211,7 +206,7 @@ def leave_to(response: Any, permit: Permit, request: HttpRequest | None = None) 
     """
     if not isinstance(response, FileResponse):  # of which WSGI's servers may take the file itself
         # Not through the property, whose iterators refer to the response: it would be on a cycle.
-        response._iterator = (_Parts if response.is_async else _SyncParts)(response._iterator, permit)
+        response._iterator = (_AsyncParts if response.is_async else _sync_parts)(response._iterator, permit)
     end = _End(permit)
     response._resource_closers.append(end)
     if request is not None:
@@ -246,7 +241,7 @@ def _handled(response: weakref.ref[Any], permit: Permit, task: asyncio.Task[Any]
         permit._abandon()  # Django has nothing left to close
 
 
-class _Parts:
+class _AsyncParts:
     """The parts of an asynchronous stream."""
 
     def __init__(self, parts: AsyncIterator[Any], permit: Permit) -> None:
@@ -266,24 +261,13 @@ class _Parts:
             raise
 
 
-class _SyncParts:
-    """The parts of a synchronous stream."""
-
-    def __init__(self, parts: Iterator[Any], permit: Permit) -> None:
-        self.parts = parts
-        self.permit = permit
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self.parts)
-        except StopIteration:
-            raise
-        except Exception:
-            self.permit._close()
-            raise
+def _sync_parts(parts: Iterator[Any], permit: Permit) -> Iterator[Any]:
+    """Yield the parts of a synchronous stream."""
+    try:
+        yield from parts
+    except Exception:
+        permit._close()
+        raise
 
 
 class _End:

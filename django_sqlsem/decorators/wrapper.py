@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from typing import Any, TypeVar, cast
 
 from asgiref.sync import sync_to_async
 from django.http.response import HttpResponseBase
@@ -15,23 +15,18 @@ from django_sqlsem.busy import Busy
 from django_sqlsem.core.templates import ANYTHING, CallName, is_coroutine_function, signature_of
 from django_sqlsem.database.transactions import at_transaction_end
 from django_sqlsem.decorators import tasks, views
-from django_sqlsem.decorators.answers import answer_view, refuse_answer
-from django_sqlsem.decorators.busy_log import log_busy, log_busy_response
-from django_sqlsem.decorators.calls import Call, classify, is_async_dispatch, refuse, refuse_skipped_view
+from django_sqlsem.decorators.answers import answer_view, log_busy, log_busy_response, refuse_answer
+from django_sqlsem.decorators.calls import PLAIN, Call, classify, is_async_dispatch, refuse, refuse_skipped_view
 from django_sqlsem.decorators.clients import ClientGoneError, client_of, gone_response
 from django_sqlsem.exceptions import AcquireTimeoutError
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Generator
-
-    from django_sqlsem.locks.permit import Permit
-    from django_sqlsem.locks.semaphore import Semaphore
+from django_sqlsem.locks.permit import Permit
+from django_sqlsem.locks.semaphore import Semaphore
 
 
 class CallPermit:
     """The permit of one call, until the call ends or leaves it to a stream or a coroutine.
 
-    Used as a block. An exception that interrupts the giving back leaves the permit to the keeper: see ``abandon()``.
+    Used as a block: an exception that leaves the block leaves to the keeper what was not given back by ``finish()``.
     """
 
     def __init__(self, call: Call, *, late: bool = False) -> None:
@@ -43,12 +38,26 @@ class CallPermit:
         #: Why there is no permit. It is kept here alone: if it is raised, its traceback keeps the frames it passes.
         self.refusal: AcquireTimeoutError | None = None
 
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(self, kind: object, *exc_info: object) -> None:
+        """End it."""
+        if kind is not None:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Leave the permit to the keeper: an exception interrupted the giving back, or the handing over."""
+        permit = self.permit or self.left
+        if permit is not None:
+            permit._abandon()
+
     def acquire(self, lock: Semaphore) -> bool:
         """Take a permit, or note why there is none. Return whether there is one."""
-        timeout = self.call.timeout(lock)
-        client = client_of(self.call) if timeout != 0 else None
+        call, timeout = self.call, self.call.timeout(lock)
+        client = client_of(call) if call.request is not None and timeout != 0 else None
         try:
-            self.permit = lock._take(timeout, self.call.rank(lock), client)
+            self.permit = lock._take(timeout, call.rank(lock) if call.task is not None else "", client)
             if client is not None:
                 client.check(lock.name)  # granted at the very moment of leaving: it goes back
         except AcquireTimeoutError as error:
@@ -63,6 +72,23 @@ class CallPermit:
             self.refusal = error
         return self.refusal is None
 
+    def finish(self) -> None:
+        """The call has ended: give back what it has not left to anything else."""
+        self.refusal = None
+        if self.permit is not None:
+            if self.late:
+                at_transaction_end(None, self.permit._close)
+            else:
+                self.permit._finish()
+            self.permit = None
+
+    async def afinish(self) -> None:
+        """The call of a coroutine has ended."""
+        self.refusal = None
+        if self.permit is not None:
+            await self.permit._aclose()
+            self.permit = None
+
     def leave_to_stream(self, response: Any) -> None:
         """If a view's response is a stream, let the permit be given back when it, or what replaces it, is closed."""
         request = self.call.request
@@ -76,8 +102,11 @@ class CallPermit:
         """Let the coroutine that a plain function has returned give the permit back at its end."""
 
         async def finish(later: CallPermit) -> Any:
-            async with later:
-                return await coroutine
+            with later:
+                try:
+                    return await coroutine
+                finally:
+                    await later.afinish()
 
         later = CallPermit(self.call)
         later.permit = self.permit
@@ -89,37 +118,9 @@ class CallPermit:
         permit.detach()
         self.left, self.permit = permit, None
 
-    def abandon(self) -> None:
-        """Leave the permit to the keeper: an exception interrupted the giving back, or the handing over."""
-        permit = self.permit or self.left
-        if permit is not None:
-            permit._abandon()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.refusal = None
-        if self.permit is not None:
-            if self.late:
-                at_transaction_end(None, self.permit._close)
-            else:
-                self.permit._finish()
-            self.permit = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self.refusal = None
-        if self.permit is not None:
-            await self.permit._afinish()
-            self.permit = None
-
-
-_NO_TRANSACTION = contextlib.nullcontext()
 
 F = TypeVar("F", bound="Callable[..., Any]")
+_NOTHING = contextlib.nullcontext()
 
 
 def decorate(semaphore: Semaphore, func: F) -> F:
@@ -210,15 +211,14 @@ class _Decorated:
 
         @functools.wraps(self.func)
         def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-            taken = CallPermit(Call())
-            try:
-                with taken:
+            taken = CallPermit(PLAIN)
+            with taken:
+                try:
                     if not taken.acquire(self._lock(args, kwargs)):
                         return self._answer(taken)
                     return (yield from self.func(*args, **kwargs))
-            except BaseException:
-                taken.abandon()
-                raise
+                finally:
+                    taken.finish()
 
         return wrapper
 
@@ -227,9 +227,9 @@ class _Decorated:
 
         @functools.wraps(self.func)
         async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-            taken = CallPermit(Call())
-            try:
-                async with taken:
+            taken = CallPermit(PLAIN)
+            with taken:
+                try:
                     if not await taken.aacquire(await self._alock(args, kwargs)):
                         await self._aanswer(taken)
                         return
@@ -248,27 +248,30 @@ class _Decorated:
                                 step = inner.athrow(error)
                             else:
                                 step = inner.asend(sent)
-            except BaseException:
-                taken.abandon()
-                raise
+                finally:
+                    await taken.afinish()
 
         return wrapper
 
     # A call, synchronous and asynchronous.
 
     def _call(self, wrapper: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        aliases, late = self._transactions(wrapper, call)
-        lock, taken = self._lock(args, kwargs), CallPermit(call, late=late)
-        try:
-            with call.activity(), taken:
-                if not taken.acquire(lock):
-                    return self._answer(taken)
-                with views.atomic(aliases, call.request) if aliases else _NO_TRANSACTION:
-                    result = self.func(*args, **kwargs)
-                if inspect.iscoroutine(result):
-                    return taken.leave_to_coroutine(result)
-                taken.leave_to_stream(result)
-                return result
+        lock, taken = self.fixed or self._lock(args, kwargs), CallPermit(call)
+        aliases, taken.late = self._transactions(wrapper, call) if call.request is not None else ([], False)
+        try:  # not by the block: a response that the exception keeps may have the permit
+            with _NOTHING if call is PLAIN else call.activity():
+                try:
+                    if not taken.acquire(lock):
+                        return self._answer(taken)
+                    with views.atomic(aliases, call.request) if aliases else _NOTHING:
+                        result = self.func(*args, **kwargs)
+                    if inspect.iscoroutine(result):
+                        return taken.leave_to_coroutine(result)
+                    if call.request is not None:
+                        taken.leave_to_stream(result)
+                    return result
+                finally:
+                    taken.finish()
         except BaseException:
             taken.abandon()
             raise
@@ -280,19 +283,17 @@ class _Decorated:
         if aliases:
             raise RuntimeError("You cannot use ATOMIC_REQUESTS with async views.")  # in Django's own words
         lock, taken = await self._alock(args, kwargs), CallPermit(call)
-        try:
-            with call.activity():
-                async with taken:
-                    if not await taken.aacquire(lock):
-                        return await self._aanswer(taken)
-                    result = self.func(*args, **kwargs)
-                    if inspect.isawaitable(result):
-                        result = await result
-                    taken.leave_to_stream(result)
-                    return result
-        except BaseException:
-            taken.abandon()
-            raise
+        with taken, call.activity():
+            try:
+                if not await taken.aacquire(lock):
+                    return await self._aanswer(taken)
+                result = self.func(*args, **kwargs)
+                if inspect.isawaitable(result):
+                    result = await result
+                taken.leave_to_stream(result)
+                return result
+            finally:
+                await taken.afinish()
 
     def _transactions(self, wrapper: Callable[..., Any], call: Call) -> tuple[list[str], bool]:
         """Which transactions the call must open, and whether one is open that the permit must outlast."""

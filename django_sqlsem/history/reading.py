@@ -5,18 +5,22 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
 from django.db.models import Max, Sum
 
 from django_sqlsem.backends import database_for
-from django_sqlsem.core.names import key_of
+from django_sqlsem.core.names import Name, key_of, validate_name
 from django_sqlsem.database.dialects import DatabaseNow, dialect_for
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.history import recorder
 from django_sqlsem.history.events import LOST, PURGED, RELEASED, REVOKED, Event, Minute, Span, Totals
 from django_sqlsem.models import EventRow, MinuteRow
+
+if TYPE_CHECKING:
+    from django_sqlsem.backends.clock import RowClock
+
 
 MINUTE_US: Final = 60_000_000
 #: No timeline shows more.
@@ -29,26 +33,37 @@ _SUMS: Final = [Sum(name) for name in ("granted", "released", "turned_away", "lo
 _LONGEST: Final = [Max(name) for name in ("longest_hold_us", "longest_wait_us")]
 
 
-def clock(using: str | None = None) -> datetime.datetime:
-    """Return the instant now, by the clock that the history goes by. Raises ``BackendError``."""
-    return _instant(_now(database_for(using)))
+def clock(using: str | None = None, *, at: RowClock | None = None) -> datetime.datetime:
+    """Return the instant now, by the clock of the database, which the history goes by; or that of ``at``.
+
+    Raises ``BackendError``.
+    """
+    alias = database_for(using)
+    return _instant(_now(alias) if at is None else dialect_for(connections[alias]).token_clock(at.now))
 
 
-def events(name: str, *, limit: int = 50, what: Collection[str] | None = None, using: str | None = None) -> list[Event]:
-    """Return what happened to a name, the newest first: all, or these kinds. Raises ``BackendError``."""
+def events(
+    name: Name, *, limit: int = 50, what: Collection[str] | None = None, using: str | None = None
+) -> list[Event]:
+    """Return what happened to a name, the newest first: all, or these kinds of ``history.events``.
+
+    Raises ``BackendError`` if the database fails.
+    """
     alias = database_for(using)
     with database_errors(alias):
         wanted = _events(alias, name) if what is None else _events(alias, name).filter(what__in=what)
         return [_event(row) for row in wanted.order_by("-at_us", "-id")[:limit]]
 
 
-def spans(name: str, *, window: float = 3600.0, using: str | None = None) -> list[Span]:
-    """Return the holds that ended within the last ``window`` seconds, by slot and time; of many, the newest thousand.
+def spans(
+    name: Name, *, window: float = 3600.0, using: str | None = None, now: datetime.datetime | None = None
+) -> list[Span]:
+    """Return the holds of each slot that ended within ``window`` seconds up to ``now``; of many, the newest thousand.
 
     Raises ``BackendError``.
     """
     alias = database_for(using)
-    since = _now(alias) - int(window * 1e6)
+    since = _microseconds(now or clock(alias)) - int(window * 1e6)
     with database_errors(alias):
         ended = _events(alias, name).filter(what__in=_ENDS, held_us__isnull=False, at_us__gte=since)
         newest = [_event(row) for row in ended.order_by("-at_us", "-id")[:MAX_SPANS]]
@@ -62,18 +77,25 @@ def spans(name: str, *, window: float = 3600.0, using: str | None = None) -> lis
     return sorted(found.values(), key=lambda span: (span.slot, span.start))
 
 
-def minutes(name: str, *, window: float = 3600.0, step: float = 60.0, using: str | None = None) -> list[Minute]:
-    """Return what happened in each ``step`` of the last ``window`` seconds: the oldest first, the last goes on.
+def minutes(
+    name: Name,
+    *,
+    window: float = 3600.0,
+    step: float = 60.0,
+    using: str | None = None,
+    now: datetime.datetime | None = None,
+) -> list[Minute]:
+    """Return what happened in each ``step`` (whole minutes, in seconds) of ``window`` seconds up to ``now``.
 
-    A step is at least a minute, in whole minutes. Raises ``BackendError``.
+    The oldest first, and those too in which nothing did. The last one is not over yet. Raises ``BackendError``.
     """
     alias = database_for(using)
     step_us = max(1, round(step / 60)) * MINUTE_US
-    last = _now(alias) // step_us * step_us
+    last = _microseconds(now or clock(alias)) // step_us * step_us
     first = last - (max(1, math.ceil(window * 1e6 / step_us)) - 1) * step_us
     steps: dict[int, list[MinuteRow]] = {at: [] for at in range(first, last + 1, step_us)}
     with database_errors(alias):
-        rows = MinuteRow._default_manager.using(alias).filter(key=key_of(name), minute_us__gte=first)
+        rows = MinuteRow._default_manager.using(alias).filter(key=key_of(validate_name(name)), minute_us__gte=first)
         for row in rows:
             # One that was written a moment after the clock was asked is of the last step.
             steps[min(last, row.minute_us // step_us * step_us)].append(row)
@@ -81,9 +103,9 @@ def minutes(name: str, *, window: float = 3600.0, step: float = 60.0, using: str
 
 
 def totals(names: Collection[str], *, window: float = 3600.0, using: str | None = None) -> dict[str, Totals]:
-    """Return what happened to each of these names within the last ``window`` seconds, read by one statement a page.
+    """Return what happened to each of these names within the last ``window`` seconds, all read at once.
 
-    Names to which nothing happened are left out. Raises ``BackendError``.
+    Those to which nothing did are left out. Raises ``BackendError``.
     """
     alias = database_for(using)
     by_key = {key_of(name): name for name in names}
@@ -105,12 +127,16 @@ def _now(alias: str) -> int:
         return dialect.token_clock(dialect.now(cursor))
 
 
-def _events(alias: str, name: str) -> Any:
-    return EventRow._default_manager.using(alias).filter(key=key_of(name))
+def _events(alias: str, name: Name) -> Any:
+    return EventRow._default_manager.using(alias).filter(key=key_of(validate_name(name)))
 
 
 def _instant(microseconds: int) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(0, datetime.UTC) + datetime.timedelta(microseconds=microseconds)
+
+
+def _microseconds(instant: datetime.datetime) -> int:
+    return (instant - _instant(0)) // datetime.timedelta(microseconds=1)
 
 
 def _event(row: EventRow) -> Event:

@@ -1,77 +1,30 @@
-"""What every lock does to acquire: it finds its keeper, waits for a grant, or says why there is none."""
+"""What every lock has in common as it is acquired: how long it waits, its status, and why it got nothing."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeVar
-
-from django.db import connections
-
-from django_sqlsem.backends import database_for
 from django_sqlsem.conf import config
-from django_sqlsem.core import testmode
 from django_sqlsem.core.durations import Seconds, Unset, to_seconds
 from django_sqlsem.core.modes import refused
+from django_sqlsem.core.names import Resource
 from django_sqlsem.exceptions import AcquireTimeoutError, never_met, wrong_kind
-from django_sqlsem.runtime.keepers import keeper_for
-from django_sqlsem.snapshots import retry_after
+from django_sqlsem.runtime.keeper import Keeper
+from django_sqlsem.snapshots import SemaphoreSnapshot, retry_after
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from django_sqlsem.backends.base import BaseSemaphoreBackend
-    from django_sqlsem.core.names import Resource
-    from django_sqlsem.runtime.acquisition import Acquisition
-    from django_sqlsem.runtime.keeper import Keeper
-    from django_sqlsem.snapshots import SemaphoreSnapshot
-
-T = TypeVar("T")
+#: The names of which a test wants every acquire to be refused: see ``testing.busy()``.
+refused_by_tests: list[str] = []
 
 
-class Forcing(Protocol):
-    """What a test wants to happen: see ``testing``."""
-
-    def refuses(self, name: str) -> bool:
-        """Whether every acquire of this name is to be refused."""
-
-    def granted(self, acquisition: Acquisition) -> None:
-        """Have a new grant suffer what the test wants."""
-
-
-#: Set while a test forces something.
-forcing: Forcing | None = None
-
-
-def is_refused_by_test(name: str) -> bool:
-    """Whether a test wants this name to be busy."""
-    return forcing is not None and forcing.refuses(name)
-
-
-def force(acquisition: Acquisition) -> None:
-    """Have a new grant suffer what a test wants."""
-    if forcing is not None:
-        forcing.granted(acquisition)
-
-
-def keeper_of(backend: BaseSemaphoreBackend) -> Keeper:
-    """Return the keeper of a backend. Raises what Django does if the running test may not use its database."""
-    if not backend.process_local:
-        testmode.refuse_forbidden(connections[backend.alias])
-    return keeper_for(backend)
-
-
-def seconds_to_wait(timeout: Seconds | Unset | None, usual: float | Unset | None, using: str | None) -> float | None:
+def seconds_to_wait(timeout: Seconds | Unset | None, usual: float | Unset | None, alias: str) -> float | None:
     """Return for how long to wait: as the call says, or else the lock, or else the settings."""
-    if isinstance(timeout, Unset):
-        timeout = usual
-    if isinstance(timeout, Unset):
-        return config(database_for(using)).timeout
-    return to_seconds(timeout, what="timeout", allow_none=True)
+    if timeout is not usual and not isinstance(timeout, Unset):
+        return to_seconds(timeout, what="timeout", allow_none=True)
+    return config(alias).timeout if isinstance(usual, Unset) else usual
 
 
 def read_status(keeper: Keeper, resource: Resource) -> SemaphoreSnapshot | None:
     """Return a snapshot of a name; ``None`` if it was never used."""
     found = keeper.backend.snapshot(keeper.session_here(), resource)
-    keeper.post(lambda: None)  # its thread closes the connection that was opened for this, once it is idle
+    keeper.post(_nothing)  # its thread closes the connection that was opened for this, once it is idle
     return found
 
 
@@ -80,50 +33,7 @@ async def aread_status(keeper: Keeper, resource: Resource) -> SemaphoreSnapshot 
     return await keeper.call(lambda: keeper.backend.snapshot(keeper.own, resource))
 
 
-def obtain(
-    acquisition: Acquisition,
-    take: Callable[[], T | None],
-    timeout: float | None,
-    give_up: Callable[[], object] | None = None,
-) -> T | None:
-    """Wait for a grant, and return what ``take()`` makes of it; ``None`` if there was none in time.
-
-    If ``take()`` returns ``None``, the grant has come to nothing, and the wait goes on. ``give_up()`` undoes what an
-    exception has interrupted, besides giving back what was granted. Callers must have the permit in no variable: an
-    exception that interrupts them keeps their frames.
-    """
-    try:
-        while acquisition.keeper.acquire(acquisition, timeout):
-            if (taken := take()) is not None:
-                return taken
-            acquisition.ask_anew()
-        acquisition.keeper.drop(acquisition)
-    except BaseException:
-        acquisition.keeper.abandon(acquisition)
-        if give_up is not None:
-            give_up()
-        raise
-    return None
-
-
-async def aobtain(
-    acquisition: Acquisition,
-    take: Callable[[], Awaitable[T | None]],
-    timeout: float | None,
-    give_up: Callable[[], object] | None = None,
-) -> T | None:
-    """Do what ``obtain()`` does, from a coroutine."""
-    try:
-        while await acquisition.keeper.aacquire(acquisition, timeout):
-            if (taken := await take()) is not None:
-                return taken
-            acquisition.ask_anew()
-        acquisition.keeper.drop(acquisition)
-    except BaseException:
-        acquisition.keeper.abandon(acquisition)
-        if give_up is not None:
-            give_up()
-        raise
+def _nothing() -> None:
     return None
 
 

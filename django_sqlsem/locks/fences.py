@@ -5,26 +5,22 @@ from __future__ import annotations
 import contextlib
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import BooleanField, Expression
+from django.db.models.sql.compiler import SQLCompiler
 from django.db.transaction import TransactionManagementError
 
+from django_sqlsem.backends.base import Acquired
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.text import shown
 from django_sqlsem.database import transactions
 from django_sqlsem.database.server import leads_to_locks
 from django_sqlsem.exceptions import BackendError, PermitLostError
-from django_sqlsem.runtime.acquisition import State
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-    from django.db.models.sql.compiler import SQLCompiler
-
-    from django_sqlsem.backends.base import Acquired
-    from django_sqlsem.runtime.acquisition import Acquisition
-    from django_sqlsem.snapshots import Loss
+from django_sqlsem.runtime.acquisition import Acquisition, State
+from django_sqlsem.snapshots import Loss
 
 
 class _Holder(Protocol):

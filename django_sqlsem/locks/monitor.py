@@ -21,11 +21,8 @@ from django_sqlsem.locks import permit as blocks
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore, one_slot
 from django_sqlsem.runtime import callers
-from django_sqlsem.runtime.acquisition import State
-
-if TYPE_CHECKING:
-    from django_sqlsem.runtime.acquisition import Acquisition, Client
-
+from django_sqlsem.runtime.acquisition import Acquisition, Client, State
+from django_sqlsem.runtime.keeper import Keeper
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -148,7 +145,7 @@ class MonitorPermit(Permit):
         """
         try:
             self._refuse_strangers()
-            super().release()
+            self._give_back()
         except (BackendError, NotEnteredError):
             raise
         except BaseException:
@@ -157,14 +154,8 @@ class MonitorPermit(Permit):
 
     async def arelease(self) -> None:
         """Leave, from a coroutine; see ``release()``."""
-        try:
-            self._refuse_strangers()
-            await super().arelease()
-        except (BackendError, NotEnteredError):
-            raise
-        except BaseException:
-            self._abandon()
-            raise
+        self._refuse_strangers()
+        await self._agive_back()
 
     def detach(self) -> None:
         """Untie this entry from its thread or task: its new holder must release it."""
@@ -187,27 +178,24 @@ class MonitorPermit(Permit):
         if itself is not callers.current_caller():
             raise NotEnteredError(f"Only the thread or task that entered {self.name!r} may leave it.")
 
-    def _leave(self) -> bool:
-        self._left = True
-        return self._stay.leave(self) and not self._acquisition.given_back
+    # What a block calls at its end does not ask who ends it: a generator may be closed by another thread.
+
+    def _give_back(self) -> None:
+        if self._acquisition.fenced or self._leave():
+            super()._give_back()
+
+    async def _agive_back(self) -> None:
+        if self._acquisition.fenced or self._leave():
+            await super()._agive_back()
 
     def _abandon(self) -> None:
-        self._left = True
-        if self._stay.leave(self):
+        if self._leave():
             super()._abandon()
 
-    def _close(self) -> None:
-        # A block ends where it ends: a generator may be closed by another thread.
-        try:
-            super().release()
-        except BackendError as error:
-            self._log_failed_release(error)
-
-    async def _aclose(self) -> None:
-        try:
-            await super().arelease()
-        except BackendError as error:
-            self._log_failed_release(error)
+    def _leave(self) -> bool:
+        """Count this entry out. Return whether it was the last one."""
+        self._left = True
+        return self._stay.leave(self)
 
     def __del__(self) -> None:
         acquisition = getattr(self, "_acquisition", None)
@@ -278,12 +266,14 @@ class Monitor(Semaphore):
         """Any object of this name may leave what another one entered."""
         return "monitor", database_for(self.using), self.name
 
-    def _acquire(self, timeout: float | None, rank: str = "", client: Client | None = None) -> Permit | None:
+    def _acquire(
+        self, keeper: Keeper, timeout: float | None, rank: str = "", client: Client | None = None
+    ) -> Permit | None:
         callers.refuse_event_loop()
-        return self._enter_again() or super()._acquire(timeout, rank, client)
+        return self._enter_again() or super()._acquire(keeper, timeout, rank, client)
 
-    async def _aacquire(self, timeout: float | None, rank: str = "") -> Permit | None:
-        return self._enter_again() or await super()._aacquire(timeout, rank)
+    async def _aacquire(self, keeper: Keeper, timeout: float | None, rank: str = "") -> Permit | None:
+        return self._enter_again() or await super()._aacquire(keeper, timeout, rank)
 
     def _enter_again(self) -> MonitorPermit | None:
         caller = callers.current_caller()
@@ -304,6 +294,8 @@ class Monitor(Semaphore):
         permit = MonitorPermit(self, acquisition, stay)
         stay.admit(permit)
         acquisition.permit = stay.outermost
+        if self.on_lost is not None:
+            permit.on_lost(self.on_lost)
         return permit
 
 

@@ -9,14 +9,16 @@ import contextlib
 import dataclasses
 import datetime
 import logging
+import secrets
 import threading
-import uuid
 import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self, TypeVar
 
 from django_sqlsem.backends import database_for
+from django_sqlsem.backends.base import Grant
+from django_sqlsem.core import forks
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.durations import UNSET, Seconds, Unset
 from django_sqlsem.core.modes import UPGRADE
@@ -25,14 +27,10 @@ from django_sqlsem.core.text import numbers, shown
 from django_sqlsem.database import transactions
 from django_sqlsem.exceptions import AlreadyHeldError, BackendError, NotEnteredError, PermitLostError
 from django_sqlsem.locks import fences
-from django_sqlsem.locks.acquire import aobtain, obtain, refusal, seconds_to_wait
+from django_sqlsem.locks.acquire import refusal, seconds_to_wait
 from django_sqlsem.runtime import callers, events
-from django_sqlsem.runtime.acquisition import Acquisition, Caller, State
+from django_sqlsem.runtime.acquisition import HAS_NOTHING, Acquisition, Caller, State
 from django_sqlsem.snapshots import Loss, LossReason
-
-if TYPE_CHECKING:
-    from django_sqlsem.backends.base import Grant
-
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -155,33 +153,11 @@ class Permit:
         returns at once: ``arelease()`` waits for it. While a transaction that is fenced with it is open, it is only
         given back when that ends.
         """
-        acquisition = self._acquisition
-        if acquisition.fenced:
-            acquisition.put_off()
-            return
-        try:
-            if self._leave() and acquisition.keeper.release(acquisition):
-                events.released(self)
-        except BackendError:
-            raise
-        except BaseException:
-            self._abandon()  # else it would be held for as long as the exception is kept
-            raise
+        self._give_back()
 
     async def arelease(self) -> None:
         """Give the slots back from a coroutine. Raises ``BackendError`` like ``release()``."""
-        acquisition = self._acquisition
-        if acquisition.fenced:
-            acquisition.put_off()
-            return
-        try:
-            if self._leave() and await acquisition.keeper.arelease(acquisition):
-                await events.areleased(self)
-        except BackendError:
-            raise
-        except BaseException:
-            self._abandon()
-            raise
+        await self._agive_back()
 
     def detach(self) -> None:
         """Untie the permit from this thread or task: its new holder must release it.
@@ -197,9 +173,19 @@ class Permit:
             raise PermitLostError(f"The permit of {self.name!r} was never granted.")
         return grant
 
-    def _leave(self) -> bool:
-        """Leave by this permit. Return whether the grant must be given back now."""
-        return not self._acquisition.given_back
+    def _give_back(self) -> None:
+        acquisition = self._acquisition
+        if acquisition.fences and acquisition.fenced:
+            acquisition.put_off()
+        elif acquisition.keeper.release(acquisition):
+            events.released(self)
+
+    async def _agive_back(self) -> None:
+        acquisition = self._acquisition
+        if acquisition.fences and acquisition.fenced:
+            acquisition.put_off()
+        elif await acquisition.keeper.arelease(acquisition):
+            await events.areleased(self)
 
     def _abandon(self) -> None:
         """Leave the giving back to the keeper: an exception has interrupted it."""
@@ -213,21 +199,17 @@ class Permit:
         else:
             self._close()
 
-    async def _afinish(self) -> None:
-        """End an async block. Django's transactions are synchronous, so that none of them can be open here."""
-        await self._aclose()
-
     def _close(self) -> None:
         """Release at the end of a block: its work is done, so a database error is logged instead of raised."""
         try:
-            self.release()
+            self._give_back()
         except BackendError as error:
             self._log_failed_release(error)
 
     async def _aclose(self) -> None:
-        """Release at the end of an async block; see ``_close``."""
+        """Release at the end of an async block. Django's transactions are synchronous, so that none is open here."""
         try:
-            await self.arelease()
+            await self._agive_back()
         except BackendError as error:
             self._log_failed_release(error)
 
@@ -246,7 +228,7 @@ class Permit:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._afinish()
+        await self._aclose()
 
     def __repr__(self) -> str:
         acquisition = self._acquisition
@@ -256,13 +238,11 @@ class Permit:
 
     def __del__(self) -> None:
         acquisition = getattr(self, "_acquisition", None)
-        if acquisition is None:  # interrupted while it was made
+        if acquisition is None or acquisition.state in HAS_NOTHING or acquisition.foreign:
             return
         # Only a note for the keeper: a finaliser may run at any point, in the keeper's own critical sections too.
         keeper = acquisition.keeper
-        if acquisition.foreign or acquisition.abandoned or acquisition.given_back or acquisition.state is State.OVER:
-            return
-        if acquisition.has_slots and acquisition.state is not State.GRANTED:
+        if acquisition.state in (State.HELD, State.PUT_OFF):
             keeper.note(lambda: keeper.forget(acquisition, "it was garbage-collected"))
         else:
             keeper.note(lambda: keeper.abandon(acquisition))
@@ -283,22 +263,28 @@ def current_permit(name: Name, *, using: str | None = None) -> Permit | None:
     return None
 
 
+P = TypeVar("P", bound=Permit)
+
 _lock = threading.Lock()
 #: The open blocks, by what may leave them: who entered, and the permit.
 _entered: dict[Hashable, list[tuple[weakref.ref[Any], Permit]]] = {}
 
 
-def after_fork() -> None:
-    """In a forked child: another thread of the parent may have had the lock. Blocks that were open end here too."""
+def _unlock() -> None:
     global _lock
     _lock = threading.Lock()
 
 
-def push(semaphore: Any, permit: Permit) -> None:
-    """Note that the current task or thread has entered a block of this semaphore."""
-    owner = weakref.ref(callers.current_caller())
+forks.register("open blocks", "a block would wait for ever for a lock of a thread of the parent", in_child=_unlock)
+
+
+def push(key: Hashable, permit: P) -> P:
+    """Note that the one who has just acquired this permit has entered a block with it. Return it."""
+    caller = permit._acquisition.caller
+    owner = caller.ref if caller is not None and caller.ref is not None else weakref.ref(callers.current_caller())
     with _lock:
-        _entered.setdefault(semaphore._blocks, []).append((owner, permit))
+        _entered.setdefault(key, []).append((owner, permit))
+    return permit
 
 
 def innermost(semaphore: Any, *, own: bool = False) -> Permit:
@@ -311,20 +297,22 @@ def innermost(semaphore: Any, *, own: bool = False) -> Permit:
         blocks = _entered.get(semaphore._blocks, [])
         if not blocks:
             raise NotEnteredError(f"No open block of {semaphore.name!r} to leave.")
+        if len(blocks) == 1 and not own and not semaphore._left_by_its_own:
+            return blocks[0][1]
         found = _mine(blocks) or [permit for owner, permit in blocks if not own and _ended(owner())]
         if not found and (own or semaphore._left_by_its_own):
             raise NotEnteredError(f"Only the thread or task that entered {semaphore.name!r} may leave it.")
         return found[-1] if found else blocks[-1][1]
 
 
-def remove(semaphore: Any, permit: Permit) -> None:
+def remove(key: Hashable, permit: Permit) -> None:
     """Note that the block of this permit has ended."""
     with _lock:
-        left = [block for block in _entered.get(semaphore._blocks, []) if block[1] is not permit]
-        if left:
-            _entered[semaphore._blocks] = left
-        else:
-            _entered.pop(semaphore._blocks, None)
+        blocks = _entered.get(key, [])
+        if len(blocks) > 1:
+            _entered[key] = [block for block in blocks if block[1] is not permit]
+        elif blocks and blocks[0][1] is permit:
+            del _entered[key]
 
 
 def give_up(semaphore: Any, permit: Permit | None) -> None:
@@ -334,7 +322,7 @@ def give_up(semaphore: Any, permit: Permit | None) -> None:
             permit = innermost(semaphore)
     if permit is not None:
         permit._abandon()
-        remove(semaphore, permit)
+        remove(semaphore._blocks, permit)
 
 
 def _mine(blocks: list[tuple[weakref.ref[Any], Permit]]) -> list[Permit]:
@@ -385,24 +373,32 @@ class UpgradablePermit(Permit):
         reader still. Raises ``AlreadyHeldError`` if it is the writer, or about to be, and ``PermitLostError``.
         """
         callers.refuse_event_loop("A permit can't be upgraded synchronously here: use `await aupgrade()`.")
-        seconds = seconds_to_wait(timeout, self.semaphore.timeout, self.semaphore.using)
+        seconds = seconds_to_wait(timeout, self.semaphore.timeout, self._acquisition.keeper.alias)
         permit = self._prepare()
         try:
             self._begin(permit)
-            if obtain(permit._acquisition, self._checked, seconds):
-                return self
+            acquisition = permit._acquisition
+            with acquisition:
+                if acquisition.keeper.acquire(acquisition, seconds):
+                    self.check()
+                    return self
+                acquisition.keeper.drop(acquisition)
         finally:
             self._unless_granted(permit)
         raise refusal(self.semaphore.status(), seconds, self.semaphore.kind, 0, UPGRADE)
 
     async def aupgrade(self, timeout: Seconds | Unset | None = UNSET) -> Self:
         """Become the writer, from a coroutine: see ``upgrade()``."""
-        seconds = seconds_to_wait(timeout, self.semaphore.timeout, self.semaphore.using)
+        seconds = seconds_to_wait(timeout, self.semaphore.timeout, self._acquisition.keeper.alias)
         permit = self._prepare()
         try:
             self._begin(permit)
-            if await aobtain(permit._acquisition, self._achecked, seconds):
-                return self
+            acquisition = permit._acquisition
+            with acquisition:
+                if await acquisition.keeper.aacquire(acquisition, seconds):
+                    self.check()
+                    return self
+                acquisition.keeper.drop(acquisition)
         finally:
             self._unless_granted(permit)
         raise refusal(await self.semaphore.astatus(), seconds, self.semaphore.kind, 0, UPGRADE)
@@ -424,19 +420,17 @@ class UpgradablePermit(Permit):
             if self.lost is not None:
                 self.check()
 
-    def release(self) -> None:
-        """Give it all back; see ``Permit.release()``."""
+    def _give_back(self) -> None:
         try:
             self._step_down()
         finally:
-            super().release()
+            super()._give_back()
 
-    async def arelease(self) -> None:
-        """Give it all back from a coroutine; see ``Permit.arelease()``."""
+    async def _agive_back(self) -> None:
         try:
             await self._astep_down()
         finally:
-            await super().arelease()
+            await super()._agive_back()
 
     def _step_down(self) -> None:
         upgrade, self._upgrade = self._upgrade, None
@@ -463,13 +457,11 @@ class UpgradablePermit(Permit):
         """Return a permit for an upgrade, which no keeper knows yet."""
         self.check()
         mine = self._acquisition
-        request = dataclasses.replace(
-            mine.request, permit_id=uuid.uuid4().hex, mode=UPGRADE, take=0, rank="", presence=mine.keeper.presence
-        )
+        request = dataclasses.replace(mine.request, permit_id=secrets.token_hex(16), mode=UPGRADE, take=0, rank="")
         acquisition = Acquisition(mine.keeper, request, max_hold=None)
         acquisition.part_of = mine  # who is asked to stop, is asked once
         flow = {id(each): each for each in (*callers.taken_here(), mine)}
-        acquisition.caller = Caller(None, None)
+        acquisition.caller = Caller()
         acquisition.caller.beside = callers.beside(callers.current_caller(), flow.values())
 
         def lost_without_it(_permit: Permit) -> None:
@@ -490,13 +482,6 @@ class UpgradablePermit(Permit):
                 mine.losing.callbacks.append(_lose_parts)
             going = [part for part in self._parts if id(part) in part.keeper.acquisitions]
             self._parts = (*going, permit._acquisition)
-
-    def _checked(self) -> bool:
-        self.check()
-        return True
-
-    async def _achecked(self) -> bool:
-        return self._checked()
 
     def _unless_granted(self, permit: Permit) -> None:
         if self._upgrade is permit and not permit._acquisition.has_slots:

@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
-import uuid
+import secrets
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
-from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.base import Request
-from django_sqlsem.busy import validate_on_busy
+from django_sqlsem.busy import OnBusy, validate_on_busy
 from django_sqlsem.conf import MIN_LEASE, config
 from django_sqlsem.core import hooks, identity
 from django_sqlsem.core.clocks import boot_now
@@ -24,30 +22,15 @@ from django_sqlsem.core.names import Name, part_texts, resource_for, validate_na
 from django_sqlsem.core.text import shown
 from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.locks import permit as blocks
-from django_sqlsem.locks.acquire import (
-    aobtain,
-    aread_status,
-    force,
-    is_refused_by_test,
-    keeper_of,
-    obtain,
-    read_status,
-    refusal,
-    seconds_to_wait,
-)
+from django_sqlsem.locks.acquire import aread_status, read_status, refusal, refused_by_tests, seconds_to_wait
 from django_sqlsem.locks.permit import Permit, UpgradablePermit
 from django_sqlsem.runtime import callers, events
-from django_sqlsem.runtime.acquisition import Acquisition
+from django_sqlsem.runtime.acquisition import Acquisition, Client
+from django_sqlsem.runtime.keeper import Keeper
+from django_sqlsem.runtime.keepers import keeper_at
 from django_sqlsem.snapshots import SemaphoreSnapshot
 
-if TYPE_CHECKING:
-    from django_sqlsem.busy import OnBusy
-    from django_sqlsem.runtime.acquisition import Client
-    from django_sqlsem.runtime.keeper import Keeper
-
-
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
 
 RELEASE_POLICIES = ("on_exit", "on_commit")
 
@@ -100,7 +83,7 @@ class Semaphore:
 
     def try_acquire(self) -> Permit | None:
         """Take a permit if one is free, without waiting; else return ``None``."""
-        return self._acquire(0.0)
+        return self._acquire(self._keeper(to_acquire=True), 0.0)
 
     async def aacquire(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
         """Take a permit from a coroutine: see ``acquire()``. Waiting holds no thread."""
@@ -108,7 +91,7 @@ class Semaphore:
 
     async def atry_acquire(self) -> Permit | None:
         """Take a permit if one is free; else return ``None``."""
-        return await self._aacquire(0.0)
+        return await self._aacquire(self._keeper(), 0.0)
 
     def drain(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
         """Keep newcomers out, wait for the holders to leave, and return the permit of the drained semaphore.
@@ -139,8 +122,7 @@ class Semaphore:
     def __enter__(self) -> Permit:
         permit = self.acquire()
         try:
-            blocks.push(self, permit)
-            return permit
+            return blocks.push(self._blocks, permit)
         except BaseException:
             blocks.give_up(self, permit)
             raise
@@ -149,28 +131,20 @@ class Semaphore:
         try:  # before all else: whatever interrupts this, the permit goes back
             permit = blocks.innermost(self)
             permit._finish()
-            blocks.remove(self, permit)
+            blocks.remove(self._blocks, permit)
         except BaseException:
             blocks.give_up(self, locals().get("permit"))
             raise
 
     async def __aenter__(self) -> Permit:
-        permit = await self.aacquire()
-        try:
-            blocks.push(self, permit)
-            return permit
-        except BaseException:
-            blocks.give_up(self, permit)
-            raise
+        return blocks.push(self._blocks, await self.aacquire())
 
     async def __aexit__(self, *exc_info: object) -> None:
-        try:  # before all else: whatever interrupts this, the permit goes back
-            permit = blocks.innermost(self)
-            await permit._afinish()
-            blocks.remove(self, permit)
-        except BaseException:
-            blocks.give_up(self, locals().get("permit"))
-            raise
+        permit = blocks.innermost(self)
+        try:
+            await permit._aclose()
+        finally:
+            blocks.remove(self._blocks, permit)
 
     def _named(self, name: str) -> Semaphore:
         """Return this semaphore under another name, which was validated: a decorator's template, filled in."""
@@ -183,7 +157,7 @@ class Semaphore:
     @property
     def _has_whole_mode(self) -> bool:
         """Whether one permit may be of all slots, however many there are."""
-        return WHOLE in get_backend(database_for(self.using)).modes
+        return WHOLE in self._keeper().backend.modes
 
     def _whole(self, slots: int | None) -> Semaphore:
         """Return the semaphore whose permits drain this one. ``slots``: how many, where no mode says *all*."""
@@ -192,91 +166,93 @@ class Semaphore:
             self, take=slots or 1, mode=mode, fair=True, release_policy="on_exit", max_hold=None, on_lost=None
         )
 
-    # Acquiring. A decorator says in whose name: ``rank`` is that of a task that was refused before, ``client`` whom the
-    # view would answer.
+    # Acquiring. A decorator gives the ``rank`` of a task that was refused before, and the ``client`` of a view.
 
     def _take(self, timeout: Seconds | Unset | None, rank: str = "", client: Client | None = None) -> Permit:
         """Do what ``acquire()`` does. The wait ends when the client goes."""
-        seconds, asked = seconds_to_wait(timeout, self.timeout, self.using), boot_now()
+        keeper, asked = self._keeper(to_acquire=True), boot_now()
+        seconds = seconds_to_wait(timeout, self.timeout, keeper.alias)
         # Returned by the statement that gets it: if an exception came between, this frame would keep the permit.
-        return self._acquire(seconds, rank, client) or self._refuse(boot_now() - asked, self.status(), seconds)
+        return self._acquire(keeper, seconds, rank, client) or self._refuse(boot_now() - asked, self.status(), seconds)
 
     async def _atake(self, timeout: Seconds | Unset | None, rank: str = "") -> Permit:
         """Do what ``aacquire()`` does."""
-        seconds, asked = seconds_to_wait(timeout, self.timeout, self.using), boot_now()
-        return await self._aacquire(seconds, rank) or await self._arefuse(
+        keeper, asked = self._keeper(to_acquire=True), boot_now()
+        seconds = seconds_to_wait(timeout, self.timeout, keeper.alias)
+        return await self._aacquire(keeper, seconds, rank) or await self._arefuse(
             boot_now() - asked, await self.astatus(), seconds
         )
 
-    def _acquire(self, timeout: float | None, rank: str = "", client: Client | None = None) -> Permit | None:
-        callers.refuse_event_loop()
-        if is_refused_by_test(self.name):
+    def _acquire(
+        self, keeper: Keeper, timeout: float | None, rank: str = "", client: Client | None = None
+    ) -> Permit | None:
+        if callers.running_loop() is not None:
+            callers.refuse_event_loop()
+        if self.name in refused_by_tests:
             return None
-        return obtain(*self._prepare(self._granted, rank, client), timeout) or self._missed(client)
-
-    async def _aacquire(self, timeout: float | None, rank: str = "") -> Permit | None:
-        callers.refuse_other_loops()
-        if is_refused_by_test(self.name):
-            return None
-        return await aobtain(*self._prepare(self._agranted, rank), timeout)
-
-    def _prepare(
-        self, granted: Callable[[Permit], T], rank: str, client: Client | None = None
-    ) -> tuple[Acquisition, Callable[[], T]]:
-        """Return the record of an acquire, and what is done with its permit once that is granted."""
-        if self.key is not None:
-            raise TypeError(
-                f"key= gets a decorated function's arguments, and here is none: put the key into {self.name!r}."
-            )
-        keeper = self._keeper()
-        acquisition = Acquisition(keeper, self._request(keeper, rank), max_hold=self.max_hold)
+        acquisition = self._asks(keeper, rank)
         acquisition.client = client
-        if self.on_lost is not None:
-            acquisition.losing.callbacks.append(self.on_lost)
-        callers.enter(callers.current_caller(), keeper.alias, acquisition)
-        return acquisition, partial(granted, self._permit(acquisition))
-
-    def _permit(self, acquisition: Acquisition) -> Permit:
-        return (UpgradablePermit if self.mode == UPDATE else Permit)(self, acquisition)
-
-    def _keeper(self) -> Keeper:
-        return keeper_of(get_backend(database_for(self.using)))
-
-    def _request(self, keeper: Keeper, rank: str) -> Request:
-        alias = keeper.alias
-        mode, take = self.mode, 0 if self.mode in EXCLUSIVE else self.take
-        if mode and mode not in keeper.backend.modes:
-            if mode != WHOLE:
-                raise SemaphoreError(f"The locks of {alias!r} have no readers that may become the writer.")
-            mode, take = SHARED, self.slots or 1
-        return Request(
-            resource=resource_for(self.name, self.kind),
-            permit_id=uuid.uuid4().hex,
-            slots=self.slots,
-            take=take,
-            mode=mode,
-            lease=config(alias).lease if self.lease is None else self.lease,
-            fair=self.fair,
-            holder=identity.current(),
-            presence=keeper.presence,
-            rank=rank if keeper.backend.keeps_ranks else "",
-            durable=self.durable if self.durable is not None else config(alias).durable,
-        )
-
-    def _granted(self, permit: Permit) -> Permit:
-        force(permit._acquisition)
-        events.granted(permit)
-        return permit
-
-    async def _agranted(self, permit: Permit) -> Permit:
-        force(permit._acquisition)
-        await events.agranted(permit)
-        return permit
-
-    def _missed(self, client: Client | None) -> Permit | None:
+        with acquisition:
+            if keeper.acquire(acquisition, timeout):
+                return events.granted(self._permit(acquisition))
+            keeper.drop(acquisition)
         if client is not None:
             client.check(self.name)
         return None
+
+    async def _aacquire(self, keeper: Keeper, timeout: float | None, rank: str = "") -> Permit | None:
+        callers.refuse_other_loops()
+        if self.name in refused_by_tests:
+            return None
+        acquisition = self._asks(keeper, rank)
+        with acquisition:
+            if await keeper.aacquire(acquisition, timeout):
+                return await events.agranted(self._permit(acquisition))
+            keeper.drop(acquisition)
+        return None
+
+    def _asks(self, keeper: Keeper, rank: str) -> Acquisition:
+        """Return the record of an acquire that begins."""
+        acquisition = Acquisition(keeper, self._request(keeper, rank), max_hold=self.max_hold)
+        callers.enter(keeper.alias, acquisition)
+        return acquisition
+
+    def _permit(self, acquisition: Acquisition) -> Permit:
+        """Return the permit of a grant."""
+        permit = (UpgradablePermit if self.mode == UPDATE else Permit)(self, acquisition)
+        if self.on_lost is not None:
+            permit.on_lost(self.on_lost)
+        return permit
+
+    def _keeper(self, *, to_acquire: bool = False) -> Keeper:
+        if to_acquire and self.key is not None:
+            raise TypeError(
+                f"key= gets a decorated function's arguments, and here is none: put the key into {self.name!r}."
+            )
+        return keeper_at(self.using)
+
+    def _request(self, keeper: Keeper, rank: str) -> Request:
+        mode, take, settings = self.mode, self.take, config(keeper.alias)
+        if mode:
+            if mode in EXCLUSIVE:
+                take = 0
+            if mode not in keeper.backend.modes:
+                if mode != WHOLE:
+                    raise SemaphoreError(f"The locks of {keeper.alias!r} have no readers that may become the writer.")
+                mode, take = SHARED, self.slots or 1
+        return Request(
+            resource=resource_for(self.name, self.kind),
+            permit_id=secrets.token_hex(16),
+            slots=self.slots,
+            take=take,
+            mode=mode,
+            lease=settings.lease if self.lease is None else self.lease,
+            fair=self.fair,
+            holder=identity.current(),
+            presence=keeper.reach.presence,
+            rank=rank if keeper.backend.keeps_ranks else "",
+            durable=settings.durable if self.durable is None else self.durable,
+        )
 
     def _refuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
         # In no variable: the error's traceback keeps the frames, which would keep the error.

@@ -145,12 +145,11 @@ class PendingPermits:
 
     async def _acquire(self) -> Permits:
         left = _time_left(self._timeout)
-        try:
+        async with contextlib.AsyncExitStack() as all_or_none:
+            all_or_none.push_async_callback(self._permits._aundo)
             for each in self._wanted:
                 self._permits._add(each, await each.lock.aacquire(timeout=left()))
-        except BaseException:
-            await self._permits._aundo()
-            raise
+            all_or_none.pop_all()
         return self._permits
 
 
@@ -166,12 +165,11 @@ def acquire_all(locks: Iterable[Any], *, timeout: Seconds | Unset | None = UNSET
     """
     wanted, left = _in_order(locks), _time_left(_seconds(timeout))
     permits = Permits()
-    try:
+    with contextlib.ExitStack() as all_or_none:
+        all_or_none.callback(permits._undo)
         for each in wanted:
             permits._add(each, each.lock.acquire(timeout=left()))
-    except BaseException:
-        permits._undo()
-        raise
+        all_or_none.pop_all()
     return permits
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import secrets
 import threading
-import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
-from django_sqlsem.backends import database_for, get_counting_backend
 from django_sqlsem.backends.base import LAPSE_US, TOKENS, Request
 from django_sqlsem.core import identity
 from django_sqlsem.core.clocks import boot_now
@@ -22,25 +21,14 @@ from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.names import Resource, resource_for, validate_name
 from django_sqlsem.core.text import shown
 from django_sqlsem.database import transactions
-from django_sqlsem.database.sessions import CallerSession, OwnSession
+from django_sqlsem.database.sessions import CallerSession, OwnSession, Session
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, wrong_kind
-from django_sqlsem.locks.acquire import (
-    aobtain,
-    aread_status,
-    is_refused_by_test,
-    keeper_of,
-    obtain,
-    read_status,
-    seconds_to_wait,
-)
+from django_sqlsem.locks.acquire import aread_status, read_status, refused_by_tests, seconds_to_wait
 from django_sqlsem.runtime import callers
 from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper
+from django_sqlsem.runtime.keeper import Keeper
+from django_sqlsem.runtime.keepers import keeper_at
 from django_sqlsem.snapshots import SemaphoreSnapshot
-
-if TYPE_CHECKING:
-    from django_sqlsem.database.sessions import Session
-    from django_sqlsem.runtime.keeper import Keeper
-
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -99,7 +87,7 @@ class Tokens:
     using: str | None = None
 
     def release(self, n: int = 1) -> None:
-        """Add ``n`` tokens, and wake whom they suffice for. Anybody may, also who never acquired one.
+        """Add ``n`` tokens, and wake the waiters that they suffice for. Any program may, also one that acquires none.
 
         They are there at once, whatever becomes of the caller's transaction; on SQLite inside ``atomic()``, with its
         commit. Raises ``BackendError``.
@@ -129,7 +117,7 @@ class Tokens:
         ``SQLSEM["TIMEOUT"]``. First come, first served: who wants many is not overtaken. Raises
         ``AcquireTimeoutError``; ``BackendError``.
         """
-        take, seconds = self._wanted(n), seconds_to_wait(timeout, self.timeout, self.using)
+        take, seconds = self._wanted(n), seconds_to_wait(timeout, self.timeout, self._keeper().alias)
         return self._acquire(take, seconds) or self._refuse(self.status(), take, seconds)
 
     def try_acquire(self, n: int | None = None) -> TakenTokens | None:
@@ -138,7 +126,7 @@ class Tokens:
 
     async def aacquire(self, n: int | None = None, *, timeout: Seconds | Unset | None = UNSET) -> TakenTokens:
         """Take ``n`` tokens from a coroutine: see ``acquire()``. Waiting holds no thread."""
-        take, seconds = self._wanted(n), seconds_to_wait(timeout, self.timeout, self.using)
+        take, seconds = self._wanted(n), seconds_to_wait(timeout, self.timeout, self._keeper().alias)
         return await self._aacquire(take, seconds) or self._refuse(await self.astatus(), take, seconds)
 
     async def atry_acquire(self, n: int | None = None) -> TakenTokens | None:
@@ -179,7 +167,7 @@ class Tokens:
         return resource_for(self.name, TOKENS)
 
     def _keeper(self) -> Keeper:
-        return keeper_of(get_counting_backend(database_for(self.using)))
+        return keeper_at(self.using, tokens=True)
 
     def _snapshot(self, found: SemaphoreSnapshot | None) -> SemaphoreSnapshot:
         if found is None:
@@ -193,47 +181,49 @@ class Tokens:
 
     def _acquire(self, take: int, timeout: float | None) -> TakenTokens | None:
         _refuse_event_loop("aacquire")
-        if is_refused_by_test(self.name):
+        if self.name in refused_by_tests:
             return None
         keeper = self._keeper()
         _get_ready(keeper)
         acquisition = self._acquisition(keeper, take)
-        return obtain(
-            acquisition,
-            lambda: self._taken(acquisition, _take_here(acquisition)),
-            timeout,
-            lambda: self._put_back(acquisition),
-        )
+        with acquisition:
+            while keeper.acquire(acquisition, timeout):
+                if _take_here(acquisition):
+                    return self._taken(acquisition)
+                acquisition.ask_anew()  # they were taken too late: it goes on where it stood in the queue
+            keeper.drop(acquisition)
+        return None
 
     async def _aacquire(self, take: int, timeout: float | None) -> TakenTokens | None:
-        if is_refused_by_test(self.name):
+        if self.name in refused_by_tests:
             return None
         keeper = self._keeper()
         await keeper.call(lambda: _open(keeper.own))
         acquisition = self._acquisition(keeper, take)
-
-        async def taken() -> TakenTokens | None:
-            return self._taken(acquisition, await keeper.call(lambda: _take(acquisition, keeper.own)))
-
-        return await aobtain(acquisition, taken, timeout, lambda: self._put_back(acquisition))
+        with acquisition:
+            while await keeper.aacquire(acquisition, timeout):
+                if await keeper.call(lambda: _take(acquisition, keeper.own)):
+                    return self._taken(acquisition)
+                acquisition.ask_anew()
+            keeper.drop(acquisition)
+        return None
 
     def _acquisition(self, keeper: Keeper, take: int) -> Acquisition:
         request = Request(
             resource=self._resource(),
-            permit_id=uuid.uuid4().hex,
+            permit_id=secrets.token_hex(16),
             slots=self.initial,
             take=take,
             lease=LAPSE,
             fair=True,
             holder=identity.current(),
-            presence=keeper.presence,
+            presence=keeper.reach.presence,
         )
-        return Acquisition(keeper, request, max_hold=None, kept=False)
+        acquisition = Acquisition(keeper, request, max_hold=None, kept=False)
+        acquisition.undo = self._put_back
+        return acquisition
 
-    def _taken(self, acquisition: Acquisition, taken: bool) -> TakenTokens | None:
-        """Return the tokens; ``None`` if they were taken too late: the caller goes on where it stood in the queue."""
-        if not taken:
-            return None
+    def _taken(self, acquisition: Acquisition) -> TakenTokens:
         told = {
             "semaphore": self.name,
             "what": "tokens_taken",
@@ -244,25 +234,21 @@ class Tokens:
         return TakenTokens(self, acquisition.request.take, acquisition.waited)
 
     def _put_back(self, acquisition: Acquisition) -> None:
-        """Add the tokens again that were taken for a caller whom an exception interrupted."""
+        """On the keeper's side: add the tokens again that were taken for a caller whom an exception interrupted."""
+        if not acquisition.put_back():
+            return  # they were not taken, or have gone back already
         keeper, count = acquisition.keeper, acquisition.request.take
-
-        def put_back() -> None:
-            if not acquisition.put_back():
-                return  # they were not taken, or have gone back already
-            try:
-                self._add(keeper, keeper.own, count)
-            except BackendError:
-                message = "%d of the tokens %r were taken by who had gone, and could not be put back."
-                extra = {"semaphore": self.name, "what": "tokens_lost", "count": count}
-                logger.exception(message, count, self.name, extra=extra)
-
-        keeper.post(put_back)
+        try:
+            self._add(keeper, keeper.own, count)
+        except BackendError:
+            message = "%d of the tokens %r were taken for a caller that was interrupted, and could not be put back."
+            extra = {"semaphore": self.name, "what": "tokens_lost", "count": count}
+            logger.exception(message, count, self.name, extra=extra)
 
     def _add(self, keeper: AcquisitionKeeper, session: Session, count: int, *, hand_on: bool = True) -> None:
         """Add tokens, and give them to those of this process who wait for them. Raises ``BackendError``."""
         backend, resource, sent = keeper.backend, self._resource(), boot_now()
-        options: dict[str, Any] = {"initial": self.initial, "presence": keeper.presence, "hand_on": hand_on}
+        options: dict[str, Any] = {"initial": self.initial, "presence": keeper.reach.presence, "hand_on": hand_on}
         for granted in backend.add(session, resource, count, **options):
             keeper.deliver(granted, sent, resource)
         if keeper.backend.process_local:

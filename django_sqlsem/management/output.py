@@ -1,33 +1,21 @@
-"""What ``manage.py locks`` prints: sentences and tables for people, JSON and CSV for programs.
-
-How ``manage.py locks`` shows the values of ``refresh_every()``.
-"""
+"""What ``manage.py locks`` prints: sentences and tables for people, JSON and CSV for programs."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import io
-import re
 import shutil
 import unicodedata
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 from django_sqlsem import queries, serialize
+from django_sqlsem.control import PurgePlan
 from django_sqlsem.core.durations import duration
-from django_sqlsem.serialize import as_plain
-from django_sqlsem.snapshots import SemaphoreSnapshot, SlotState
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from django_sqlsem.control import PurgePlan
-    from django_sqlsem.snapshots import HolderSnapshot, RefreshSnapshot, WaiterSnapshot
-
+from django_sqlsem.snapshots import HolderSnapshot, RefreshSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot
 
 HEADERS: Final = ("NAME", "SLOT", "STATE", "HOLDER", "WORK", "USER", "AGE", "LEASE LEFT")
-#: The last column where locks belong to database sessions, without leases.
-SESSION: Final = "SESSION"
 #: The columns that give way when the terminal is narrow, and the width that they keep.
 SHRINKING: Final = {"WORK": 12, "NAME": 12, "HOLDER": 16}
 CSV_FIELDS: Final = (
@@ -41,14 +29,14 @@ def clean(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
-def encodable(text: str, encoding: str) -> str:
-    """Return ``text`` so that a terminal that can't show a name still shows the rest."""
-    return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
 def count(number: int, one: str, many: str = "") -> str:
     """Return ``3 slots`` or ``1 slot``."""
     return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def which(name: str, slot: int | None) -> str:
+    """Return what of a name is meant: one slot of it, or all."""
+    return f"{'' if slot is None else f'slot {slot} of '}{clean(name)!r}"
 
 
 def who(someone: HolderSnapshot | WaiterSnapshot) -> str:
@@ -173,13 +161,18 @@ def headers(snapshots: Iterable[SemaphoreSnapshot]) -> tuple[str, ...]:
     """Return the table's headers: the last column is what ends a hold, a lease or a database session."""
     holders = [holder for snapshot in snapshots for holder in snapshot.holders]
     sessions = any(holder.lease_left is None for holder in holders)
-    return (*HEADERS[:-1], SESSION) if sessions else HEADERS
+    return (*HEADERS[:-1], "SESSION") if sessions else HEADERS
 
 
 def rows(snapshots: Iterable[SemaphoreSnapshot]) -> list[tuple[str, ...]]:
     """Return the table's rows: the holders and then the waiters of each name."""
     found = [row for snapshot in snapshots for row in (*_holder_rows(snapshot), *_waiter_rows(snapshot))]
-    return [tuple(clean(cell) or "-" for cell in row) for row in found]
+    return cleaned(found)
+
+
+def cleaned(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return rows that are fit for a terminal, with a dash for nothing."""
+    return [tuple(clean(cell) or "-" for cell in row) for row in rows]
 
 
 def _holder_rows(snapshot: SemaphoreSnapshot) -> list[tuple[str, ...]]:
@@ -246,40 +239,32 @@ def _pad(text: str, width: int) -> str:
 def as_csv(snapshots: Iterable[SemaphoreSnapshot], *, header: bool = True) -> str:
     """Return one line per holder and per waiting process, with a header."""
     stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
+    writer = csv.DictWriter(stream, CSV_FIELDS, restval="", lineterminator="\n")
     if header:
-        writer.writerow(CSV_FIELDS)
+        writer.writeheader()
     for snapshot in snapshots:
         for holder in snapshot.holders:
-            writer.writerow((
-                holder.name, holder.place, snapshot.slots, holder.state.value, holder.host, holder.pid, holder.thread,
-                holder.label, holder.user, holder.acquired_at.isoformat(), f"{holder.age:.3f}",
-                "" if holder.lease_left is None else f"{holder.lease_left:.3f}", holder.token, "",
-                holder.session_id, holder.stop_by,
-            ))  # fmt: skip
+            left = "" if holder.lease_left is None else f"{holder.lease_left:.3f}"
+            writer.writerow(_csv(snapshot, holder, holder.acquired_at) | {
+                "slot": holder.place, "state": holder.state.value, "lease_left_seconds": left, "token": holder.token,
+                "stop_by": holder.stop_by,
+            })  # fmt: skip
         for waiter in snapshot.waiters:
-            writer.writerow((
-                waiter.name, "", snapshot.slots, "waiting", waiter.host, waiter.pid, waiter.thread, waiter.label,
-                waiter.user, waiter.waiting_since.isoformat(), f"{waiter.age:.3f}", "", "", waiter.waiting,
-                waiter.session_id, "",
-            ))  # fmt: skip
+            row = _csv(snapshot, waiter, waiter.waiting_since)
+            writer.writerow(row | {"state": "waiting", "waiting": waiter.waiting})
     return stream.getvalue().rstrip("\n")
 
 
-def script(batches: Iterable[str]) -> str:
-    """Return batches of T-SQL as a script for sqlcmd or Management Studio."""
-    return "\nGO\n".join(batch.rstrip("\n") for batch in (*batches, ""))
+def _csv(snapshot: SemaphoreSnapshot, someone: HolderSnapshot | WaiterSnapshot, since: Any) -> dict[str, object]:
+    """Return what holders and waiters both have."""
+    return {
+        "name": someone.name, "slots": snapshot.slots, "host": someone.host, "pid": someone.pid,
+        "thread": someone.thread, "work": someone.label, "user": someone.user, "since": since.isoformat(),
+        "age_seconds": f"{someone.age:.3f}", "session": someone.session_id,
+    }  # fmt: skip
 
 
-def procedures(batches: Iterable[str]) -> str:
-    """Return the names of the procedures that batches make or remove, those that are for everybody."""
-    found = re.findall(
-        r"^(?:ALTER|DROP) PROCEDURE (?:IF EXISTS )?(\w+\.(?!internal)\w+)", "\n".join(batches), re.MULTILINE
-    )
-    return ", ".join(sorted(found))
-
-
-REFRESH_HEADERS = ("REFRESHED VALUE", "BUILT", "BY", "WORK", "TOOK", "EVERY", "DUE")
+_REFRESH_HEADERS: Final = ("REFRESHED VALUE", "BUILT", "BY", "WORK", "TOOK", "EVERY", "DUE")
 
 
 def refresh_table(refreshes: Iterable[RefreshSnapshot]) -> list[str]:
@@ -298,7 +283,7 @@ def refresh_table(refreshes: Iterable[RefreshSnapshot]) -> list[str]:
     ]
     if not body:
         return []
-    return ["", *table([tuple(clean(cell) or "-" for cell in row) for row in body], REFRESH_HEADERS, fit=False)]
+    return ["", *table(cleaned(body), _REFRESH_HEADERS, fit=False)]
 
 
 def due(refresh: RefreshSnapshot) -> str:
@@ -327,7 +312,7 @@ def as_json(
     shown = sorted([*snapshots, *purged], key=lambda snapshot: snapshot.name) if whole else snapshots
     lately, deadlocked = queries.lately(shown, using=using), queries.deadlocked(using=using)
     found = [
-        as_plain(snapshot, lately[snapshot.name], deadlocked=snapshot.name in deadlocked)
+        serialize.as_plain(snapshot, lately[snapshot.name], deadlocked=snapshot.name in deadlocked)
         | ({"refresh": dataclasses.asdict(values[snapshot.name])} if snapshot.name in values else {})
         for snapshot in shown
     ]

@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import enum
+import functools
 import math
+import secrets
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
-from django_sqlsem.backends.base import Acquired, Grant, Request
+from django_sqlsem.backends.base import Acquired, BaseSemaphoreBackend, Grant, Granted, Request
+from django_sqlsem.core import forks
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.names import Resource
+from django_sqlsem.database.sessions import KeeperSession, Session
+from django_sqlsem.runtime.presence import Reach
 from django_sqlsem.snapshots import Loss, LossReason
-
-if TYPE_CHECKING:
-    import concurrent.futures
-
-    from django_sqlsem.backends.base import BaseSemaphoreBackend, Granted, Presence
-    from django_sqlsem.core.names import Resource
-    from django_sqlsem.database.sessions import KeeperSession, Session
 
 T = TypeVar("T")
 
@@ -35,7 +34,7 @@ T = TypeVar("T")
 class State(enum.Enum):
     """Where an acquisition stands."""
 
-    #: Nobody waits for an answer yet; its first request may be on its way.
+    #: Its caller does not wait yet; its first request may be on its way.
     NEW = "new"
     #: Its caller waits in this process's queue of the name.
     QUEUED = "queued"
@@ -58,6 +57,8 @@ class State(enum.Enum):
     #: Its caller has gone in the middle: the keeper gives back what it got, or may still get.
     ABANDONED = "abandoned"
 
+    __hash__ = object.__hash__  # the one of enumerations is Python code
+
 
 class Transition(enum.Enum):
     """What happens to an acquisition."""
@@ -75,11 +76,15 @@ class Transition(enum.Enum):
     PUT_BACK = "put back"
     ABANDON = "abandon"
 
+    __hash__ = object.__hash__
+
 
 #: States in which the permit is given back, or was.
 GIVEN_BACK: Final = frozenset({State.RELEASING, State.RETRYING, State.RELEASED})
 _ANY: Final = frozenset(State)
 _ENDED: Final = frozenset({State.RELEASED, State.USED})
+#: States in which the program has nothing any more.
+HAS_NOTHING: Final = frozenset({*GIVEN_BACK, State.USED, State.OVER, State.ABANDONED})
 
 #: By transition: the states that it changes, each with the next one; and those that it leaves alone, as another thread
 #: was faster. In any other state it is a fault of the library: ``IllegalTransitionError``.
@@ -205,7 +210,7 @@ class Reply:
             self._future = None
 
     def give(self, error: BaseException | None) -> bool:
-        """Wake the waiter. Return ``False`` if its event loop was closed, so that nobody will take the permit."""
+        """Wake the waiter. Return ``False`` if its event loop was closed, so that the permit will not be taken."""
         self.error = error
         self.told = True
         with contextlib.suppress(RuntimeError):  # it was answered before
@@ -230,15 +235,12 @@ def _resolve(future: asyncio.Future[None]) -> bool:
 class Lease:
     """Until when an acquisition may be counted on, by the boot clock of this process."""
 
-    __slots__ = ("deadline", "error", "proved", "renew_at")
-
-    def __init__(self) -> None:
-        self.deadline = 0.0
-        self.renew_at = 0.0
-        #: Why it could not be renewed; empty: it was.
-        self.error = ""
-        #: When the last statement was sent that found it still waiting, or made it wait.
-        self.proved = 0.0
+    deadline = 0.0
+    renew_at = 0.0
+    #: Why it could not be renewed; empty: it was.
+    error = ""
+    #: When the last statement was sent that found it still waiting, or made it wait.
+    proved = 0.0
 
     def darken(self, until: float) -> None:
         """The process's beacon is out: unless it is lit again by then, others may take the slot soon after."""
@@ -246,9 +248,16 @@ class Lease:
         self.error = self.error or "the session that shows that this process lives has ended"
 
 
+@functools.cache
 def margin(lease: float) -> float:
     """Return how much earlier than the database a holder counts its lease as over, in seconds."""
     return min(1.0, lease / 20)
+
+
+@functools.cache
+def renewal_interval(lease: float, heartbeat: float) -> float:
+    """Return how often a lease is renewed by a backend with this heartbeat, in seconds."""
+    return min(lease / 4, heartbeat)
 
 
 class Announcement:
@@ -281,28 +290,27 @@ class Announcement:
 _generation = 0
 
 
-def after_fork() -> None:
-    """Disown, in a forked child, every acquisition that was made before."""
+def _disown() -> None:
     global _generation
     _generation += 1
+
+
+forks.register("acquisitions", "the child would give back what its parent holds", in_child=_disown)
 
 
 class Caller:
     """Who asked for an acquisition: a task or a thread, and what it had taken by then."""
 
-    __slots__ = ("beside", "ref", "scope", "thread", "worker")
-
-    def __init__(self, caller: object | None, scope: tuple[int, str, str] | None) -> None:
-        #: The task or thread, while the permit is its own.
-        self.ref: weakref.ref[Any] | None = None if caller is None else weakref.ref(caller)
-        #: The task or thread, the alias and the name's key.
-        self.scope = scope
-        #: The thread that works for the task.
-        self.worker: weakref.ref[threading.Thread] | None = None
-        #: The thread that it blocks while it waits.
-        self.thread: weakref.ref[threading.Thread] | None = None
-        #: What it had taken when it asked.
-        self.beside: tuple[weakref.ref[Acquisition], ...] = ()
+    #: The task or thread, while the permit is its own.
+    ref: weakref.ref[Any] | None = None
+    #: The task or thread, the alias and the name's key.
+    scope: tuple[int, str, str] | None = None
+    #: The thread that works for the task.
+    worker: weakref.ref[threading.Thread] | None = None
+    #: The thread that it blocks while it waits.
+    thread: weakref.ref[threading.Thread] | None = None
+    #: What it had taken when it asked.
+    beside: tuple[weakref.ref[Acquisition], ...] = ()
 
     @property
     def itself(self) -> Any:
@@ -321,15 +329,13 @@ class AcquisitionKeeper(Protocol):
     backend: BaseSemaphoreBackend
     work: KeeperSession
     own: KeeperSession
+    reach: Reach
     acquisitions: dict[int, Acquisition]
     waiting: dict[str, Acquisition]
     queue_lock: threading.Lock
 
-    @property
-    def presence(self) -> Presence: ...
     def present(self, request: Request) -> Request: ...
     def session_here(self) -> Session: ...
-    def renewal_interval(self, lease: float) -> float: ...
     def post(self, step: Callable[[], object]) -> None: ...
     def note(self, step: Callable[[], object]) -> None: ...
     async def call(self, work: Callable[[], T]) -> T: ...
@@ -393,7 +399,9 @@ class Acquisition:
         #: The acquisition that it belongs to, if it is only a part of what its holder has.
         self.part_of: Acquisition | None = None
         #: Returns its permit while the program has it.
-        self.permit: Callable[[], Any] = _nothing
+        self.permit: Callable[[], Any] = _no_permit_yet
+        #: What else the keeper does if the caller goes in the middle.
+        self.undo: Callable[[Acquisition], object] | None = None
         self.client: Client | None = None
         self.caller: Caller | None = None
         # These are made when they are needed: most acquisitions are granted at once, and end without a word.
@@ -407,6 +415,16 @@ class Acquisition:
 
     def __repr__(self) -> str:
         return f"<Acquisition of {self.request.resource.name!r}: {self.state.value}>"
+
+    def __enter__(self) -> None:
+        """Begin the block in which its caller asks and gets its permit."""
+
+    def __exit__(self, kind: object, *exc_info: object) -> None:
+        """End it. After an exception, whatever it was, the keeper gives back what was or will be granted."""
+        if kind is not None:
+            self.keeper.abandon(self)
+            if self.undo is not None:
+                self.keeper.post(functools.partial(self.undo, self))
 
     # The state.
 
@@ -437,7 +455,6 @@ class Acquisition:
         """Whether it was granted, and its release has not begun."""
         return self.state in (State.GRANTED, State.HELD, State.PUT_OFF)
 
-    @property
     def was_served(self) -> bool:
         """Whether it was granted, also if it has been given back since; not if its caller went before it knew."""
         return self.grant is not None and self.state is not State.ABANDONED
@@ -452,16 +469,16 @@ class Acquisition:
     def granted(self, grant: Grant, sent: float, lasts: float, *, at_once: bool) -> bool:
         """Note the grant; ``sent`` is the boot clock from which its ``lasts`` seconds count here.
 
-        ``at_once``: the request's own statement was granted, as no slot was missing and nobody stood before it.
+        ``at_once``: the request's own statement was granted, as a slot was free and no waiter came before it.
         Return ``False`` if it was granted before, or its caller does not want it any more.
         """
         with self._lock:
             if not self._happens(Transition.GRANT):
                 return False
             self.grant = grant
-            self.granted_at = now = boot_now()
+            self.granted_at = boot_now()
             if not at_once or self.waited:  # once it has waited, it has waited, whatever became of that grant
-                self.waited = max(now - self.arrived, 1e-9)
+                self.waited = max(self.granted_at - self.arrived, 1e-9)
             self.renewed(sent, min(lasts, self.request.lease))
             return True
 
@@ -493,7 +510,7 @@ class Acquisition:
 
     def release(self) -> bool:
         """Its release begins. Return whether this call has to give it back."""
-        if not self._happens(Transition.RELEASE):
+        if self._generation != _generation or not self._happens(Transition.RELEASE):
             return False
         self.releasing_since = boot_now()
         return True
@@ -511,7 +528,8 @@ class Acquisition:
 
     def used(self) -> None:
         """Its tokens were taken for good."""
-        self._happens(Transition.USE)
+        if self.grant is not None or not self.abandoned:  # it was abandoned before it was granted anything
+            self._happens(Transition.USE)
 
     def put_back(self) -> bool:
         """Tokens that were taken go back. Return whether this call has to see to that."""
@@ -537,7 +555,20 @@ class Acquisition:
     def acquired(self) -> Acquired:
         """What to tell the backend of a grant."""
         assert self.grant is not None  # noqa: S101
-        return Acquired(self.keeper.present(self.request), self.grant, bool(self.stop_by))
+        request, keeper = self.request, self.keeper
+        if request.presence is not keeper.reach.presence:
+            request = keeper.present(request)
+        return Acquired(request, self.grant, bool(self.stop_by))
+
+    @property
+    def has_permit(self) -> bool:
+        """Whether its permit was made."""
+        return self.permit is not _no_permit_yet
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the program has lost its permit without releasing it."""
+        return self.has_permit and self.permit() is None
 
     @property
     def foreign(self) -> bool:
@@ -567,8 +598,7 @@ class Acquisition:
 
     def fresh_request(self) -> None:
         """Ask under a new permit id: what became of the old one is unknown."""
-        request = self.request
-        self.request = dataclasses.replace(request, permit_id=uuid.uuid4().hex, presence=self.keeper.presence)
+        self.request = dataclasses.replace(self.request, permit_id=secrets.token_hex(16))
         self.sent = False
 
     def stand_apart(self) -> None:
@@ -581,7 +611,8 @@ class Acquisition:
         lease = whole if lasts is None else lasts
         self.lease.deadline = sent + lease - margin(lease)
         # One that was handed over must be confirmed soon, unless it is given back sooner still.
-        self.lease.renew_at = sent + keeper.renewal_interval(whole) if lease >= whole else self.granted_at + lease / 8
+        interval = renewal_interval(whole, keeper.backend.heartbeat)
+        self.lease.renew_at = sent + interval if lease >= whole else self.granted_at + lease / 8
         self.lease.error = ""
 
     # How it was lost.
@@ -609,11 +640,6 @@ class Acquisition:
             # Its turn never came: the keeper still waits for the answer to something else.
             return Loss(LossReason.CUT_OFF, "it could not be renewed: the database has not answered yet")
         return Loss(LossReason.EXPIRED, "its lease ran out while this process did not run")
-
-    def slept_through(self) -> bool:
-        """Whether a grant is over before its caller has it: then the caller asks again, and is told of no loss."""
-        over = self.keeper.backend.supports_renewal and boot_now() >= self.lease.deadline
-        return over or self.loss is not None
 
     def lose(self, loss: Loss) -> None:
         """Latch a loss, and tell the program once."""
@@ -679,5 +705,5 @@ class Acquisition:
         await asyncio.wait({future}, timeout=timeout)
 
 
-def _nothing() -> None:
+def _no_permit_yet() -> None:
     return None

@@ -7,7 +7,8 @@ import contextlib
 import contextvars
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 from asgiref.sync import AsyncToSync
 from django.core.exceptions import SynchronousOnlyOperation
@@ -16,16 +17,13 @@ from django_sqlsem.core.text import numbers
 from django_sqlsem.exceptions import AlreadyHeldError
 from django_sqlsem.runtime.acquisition import Acquisition, Caller
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-
+#: Returns the event loop that this thread runs, and so must not block. Its public twin raises an exception if there is
+#: none, which costs more than all the rest.
+running_loop: Final = asyncio._get_running_loop
 #: The task that last took a permit in this context: ``sync_to_async`` carries it into its worker thread.
 _task: contextvars.ContextVar[weakref.ref[asyncio.Task[Any]] | None] = contextvars.ContextVar(
     "sqlsem_task", default=None
 )
-#: Whom tests let hold something, instead of themselves.
-_stranger: contextvars.ContextVar[Stranger | None] = contextvars.ContextVar("sqlsem_stranger", default=None)
 #: What this flow of control took: a task, and what it calls in threads. Of a parent task's, a child knows but the past.
 _taken: contextvars.ContextVar[tuple[weakref.ref[Acquisition], ...]] = contextvars.ContextVar(
     "sqlsem_taken", default=()
@@ -33,19 +31,14 @@ _taken: contextvars.ContextVar[tuple[weakref.ref[Acquisition], ...]] = contextva
 _followed: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
 
 
-class Stranger:
-    """Somebody who is neither a task nor a thread of this process."""
-
-
 @contextlib.contextmanager
 def as_stranger() -> Iterator[None]:
-    """Take the permits inside in nobody's name, as if another process did. They must be detached at once."""
-    stranger = Stranger()
-    reset = _stranger.set(stranger)
+    """For tests: take the permits inside as if nothing had been taken before. They must be detached at once."""
+    reset = _taken.set(())
     try:
         yield
     finally:
-        _stranger.reset(reset)
+        _taken.reset(reset)
 
 
 def current_caller() -> Any:
@@ -53,25 +46,23 @@ def current_caller() -> Any:
 
     A task that ``async_to_sync`` made works for the thread that called it, and ends with that call.
     """
-    stranger = _stranger.get()
-    if stranger is not None:
-        return stranger
+    carried = _task.get()
+    if carried is None and running_loop() is None:
+        return threading.current_thread()
     task, thread = _running()
     if task is not None:
         _task.set(weakref.ref(task))
         return task
-    carried = _task.get()
     caller = carried() if carried else None
-    if caller is not None and not caller.done():
-        return caller
-    return thread
+    return thread if caller is None or caller.done() else caller
 
 
-def enter(caller: Any, alias: str, acquisition: Acquisition) -> None:
-    """Note that ``caller`` asks for a lock.
+def enter(alias: str, acquisition: Acquisition) -> None:
+    """Note that the current caller asks for a lock.
 
     Raises ``AlreadyHeldError`` if it has a live permit of the same one: waiting for itself would never end.
     """
+    caller = current_caller()
     key = acquisition.request.resource.key
     scope, flow = (id(caller), alias, key), taken_here() if _taken.get() else []
     for other in flow:
@@ -81,7 +72,8 @@ def enter(caller: Any, alias: str, acquisition: Acquisition) -> None:
                 f"You have acquired {acquisition.name!r} already, in this very "
                 f"{'task' if isinstance(caller, asyncio.Task) else 'thread'} (slot {numbers(slots)})."
             )
-    found = acquisition.caller = Caller(caller, scope)
+    found = acquisition.caller = Caller()
+    found.ref, found.scope = weakref.ref(caller), scope
     if isinstance(caller, asyncio.Task):
         task, thread = _running()
         if task is not caller:
@@ -89,7 +81,7 @@ def enter(caller: Any, alias: str, acquisition: Acquisition) -> None:
         elif caller not in _followed:
             _followed.add(caller)
             caller.add_done_callback(_hand_over)
-    if asyncio._get_running_loop() is None:
+    if running_loop() is None:
         found.thread = weakref.ref(threading.current_thread())
     if flow:
         found.beside = beside(caller, flow)
@@ -127,7 +119,7 @@ def beside(caller: Any, flow: Iterable[Acquisition]) -> tuple[weakref.ref[Acquis
 def is_held(acquisition: Acquisition) -> bool:
     """Whether the program still has the permit."""
     # One that was abandoned or garbage-collected is on its way back, though the keeper may not have got to it.
-    return acquisition.has_slots and acquisition.permit() is not None and acquisition.current_loss() is None
+    return acquisition.has_slots and not acquisition.is_dropped and acquisition.current_loss() is None
 
 
 def leave(acquisition: Acquisition) -> None:
@@ -152,13 +144,6 @@ def caller_is_gone(acquisition: Acquisition) -> bool:
     return isinstance(itself, threading.Thread) and not itself.is_alive()
 
 
-def in_event_loop() -> bool:
-    """Whether this thread runs an event loop, and so must not block."""
-    return (
-        asyncio._get_running_loop() is not None
-    )  # without the exception of its public twin, which costs more than all
-
-
 def refuse_event_loop(
     message: str = "A semaphore can't be acquired synchronously from an async context: use `async with`, `await "
     "semaphore.aacquire()` or sync_to_async.",
@@ -167,13 +152,13 @@ def refuse_event_loop(
 
     Raises ``SynchronousOnlyOperation`` with this message.
     """
-    if asyncio._get_running_loop() is not None:
+    if running_loop() is not None:
         raise SynchronousOnlyOperation(message)
 
 
 def refuse_other_loops() -> None:
     """Asynchronous calls are answered through an event loop of asyncio. Raises ``RuntimeError`` where none runs."""
-    if not in_event_loop():
+    if running_loop() is None:
         raise RuntimeError(
             "A semaphore's asynchronous calls need a running event loop of asyncio: asyncio.run(), uvloop, an ASGI "
             "server, async_to_sync(), or anyio with its asyncio backend. Under trio, call the synchronous ones in "
@@ -184,7 +169,7 @@ def refuse_other_loops() -> None:
 def _running() -> tuple[asyncio.Task[Any] | None, threading.Thread]:
     """Return the task that runs, if one does on its own account, and the thread that stands behind this code."""
     thread = threading.current_thread()
-    task = None if asyncio._get_running_loop() is None else asyncio.current_task()
+    task = None if running_loop() is None else asyncio.current_task()
     if task is None or not getattr(task.get_coro(), "__qualname__", "").startswith(AsyncToSync.__qualname__ + "."):
         return task, thread
     # The thread lends itself, while it waits, to what the coroutine has to run in it: that tells which one it is.
@@ -200,7 +185,7 @@ def _hand_over(task: asyncio.Task[Any]) -> None:
 
 
 def _returned_acquisition(task: asyncio.Task[Any]) -> Acquisition | None:
-    # Not by exception(), which would count as somebody having looked at it.
+    # Not by exception(), which would mark the exception as retrieved.
     if task.cancelled() or getattr(task, "_exception", None) is not None:
         return None
     acquisition: Acquisition | None = getattr(task.result(), "_acquisition", None)

@@ -10,20 +10,17 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
+
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_sqlsem.backends.base import Request
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.names import Resource
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.runtime import callers, events
-from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State
-from django_sqlsem.runtime.presence import Reach
+from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State, renewal_interval
 from django_sqlsem.snapshots import Loss
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
-    from django_sqlsem.core.names import Resource
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -115,7 +112,6 @@ class Renewals(Chore):
         self._failing = False
 
     def next_at(self) -> float:
-        """Return when to look at what is held."""
         return self._at if self._keeper.acquisitions else math.inf
 
     def soon(self, at: float = 0.0) -> None:
@@ -126,7 +122,7 @@ class Renewals(Chore):
         """Look at everything that is held: what is lost, forgotten, stuck or to be renewed."""
         self._at = next_at = now + LOOK_AROUND
         renew: list[Acquisition] = []
-        started = time.monotonic()
+        started, heartbeat = time.monotonic(), self._keeper.backend.heartbeat
         for each in list(self._keeper.acquisitions.values()):
             if each.has_slots and each.waits_unanswered:
                 self._keeper.answer_again(each)  # the thread that brought its grant was interrupted
@@ -135,7 +131,7 @@ class Renewals(Chore):
                 if late and not self._keeper.own.unreachable(started):
                     self._keeper.clear(each)  # its caller may have been interrupted before it could say so
             elif self._looks_after(each):
-                if each.lease.renew_at - 0.1 * self._keeper.renewal_interval(each.request.lease) <= now:
+                if each.lease.renew_at - 0.1 * renewal_interval(each.request.lease, heartbeat) <= now:
                     renew.append(each)
                 next_at = min(next_at, each.lease.renew_at, each.lease.deadline)
         if renew:
@@ -144,7 +140,7 @@ class Renewals(Chore):
         self._at = max(next_at, now + 0.02)
 
     def _looks_after(self, acquisition: Acquisition) -> bool:
-        """Give back what nobody holds any more. Return whether it is to be renewed."""
+        """Give back a permit that the program has dropped. Return whether it is to be renewed."""
         if not acquisition.has_slots or not acquisition.kept:
             return False
         if acquisition.state is State.GRANTED and boot_now() >= acquisition.lease.deadline:
@@ -195,14 +191,14 @@ def _not_renewed(acquisition: Acquisition, why: str) -> None:
 
 
 def _forgotten(acquisition: Acquisition) -> str:
-    """Say in words why nobody will release it; else empty."""
+    """Say why the program will not release it; empty: it may."""
     if acquisition.fenced:
         return ""  # somebody's transaction still counts on it
     if acquisition.overdue:
         return acquisition.overdue
     if callers.caller_is_gone(acquisition):
         return "the thread or task that took it has ended"
-    if acquisition.permit() is None:  # a signal that raised in its finaliser has cut that short
+    if acquisition.is_dropped:  # a signal that raised in its finaliser has cut that short
         return "it was garbage-collected"
     return ""
 
@@ -223,15 +219,12 @@ class Doubts(Chore):
 
     @property
     def busy(self) -> bool:
-        """Whether there are any."""
         return bool(self._doubts)
 
     def next_at(self) -> float:
-        """Return when the next one is due."""
         return min((at for at, *_ in self._doubts), default=math.inf)
 
     def run(self, now: float) -> None:
-        """Free what the requests that are due may have got."""
         started, keeper = time.monotonic(), self._keeper
         later = []
         for doubt in self._doubts:
@@ -260,7 +253,7 @@ class BeaconChore(Chore):
 
     def __init__(self, keeper: AcquisitionKeeper) -> None:
         self._keeper = keeper
-        self.reach = Reach(keeper.alias)
+        self.reach = keeper.reach
         #: When the beacon went out unasked, on the boot clock, and when to try to light it again.
         self.dark_since: float | None = None
         self._open_at = 0.0
@@ -277,7 +270,6 @@ class BeaconChore(Chore):
             self._keeper.own.run(lambda cursor: None)
 
     def next_at(self) -> float:
-        """Return when to try to open the session again."""
         if self.reach.reopened:
             return 0.0
         return self._open_at if self._keeper.acquisitions and not self._keeper.own.is_open else math.inf
@@ -312,10 +304,8 @@ class BeaconChore(Chore):
             acquisition.lease.renew_at = 0.0  # its row must say that the beacon is lit
 
     def forget(self) -> None:
-        """Be reachable no more."""
         self.reach.close()
         self.dark_since = None
 
     def after_fork(self) -> None:
-        """Let go of the parent's sockets and files."""
         self.reach.after_fork()

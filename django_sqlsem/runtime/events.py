@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, TypeVar
 
 from django_sqlsem.core.text import numbers
+from django_sqlsem.exceptions import AcquireTimeoutError
 from django_sqlsem.runtime.acquisition import Acquisition, Announcement
 from django_sqlsem.signals import (
     acquire_timed_out,
@@ -19,96 +20,71 @@ from django_sqlsem.signals import (
 )
 from django_sqlsem.snapshots import SOMEBODY, LossReason
 
-if TYPE_CHECKING:
-    from django_sqlsem.exceptions import AcquireTimeoutError
-
-
 logger = logging.getLogger("django_sqlsem")
 
 
-class Told(Protocol):
-    """What is told of a permit."""
-
-    _acquisition: Acquisition
-    semaphore: Any
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def slots(self) -> tuple[int, ...]: ...
-    @property
-    def token(self) -> int | None: ...
-    @property
-    def waited(self) -> float: ...
+P = TypeVar("P")
 
 
-def granted(permit: Told) -> None:
-    """A permit was granted."""
+def granted(permit: P) -> P:
+    """Tell that a permit was granted, and return it."""
+    if logger.isEnabledFor(logging.DEBUG):
+        _log_grant(permit)
+    if permit_acquired.receivers or permit_acquired.inline.receivers:
+        permit_acquired.send_robust(**_grant(permit))
+    return permit
+
+
+async def agranted(permit: P) -> P:
+    """Tell that a permit was granted to a coroutine, and return it."""
     if logger.isEnabledFor(logging.DEBUG):
         _log_grant(permit)
     if permit_acquired.heard:
-        permit_acquired.send_robust(type(permit.semaphore), **_grant(permit))
+        await permit_acquired.asend_robust(**_grant(permit))
+    return permit
 
 
-async def agranted(permit: Told) -> None:
-    """A permit was granted to a coroutine."""
-    if logger.isEnabledFor(logging.DEBUG):
-        _log_grant(permit)
-    if permit_acquired.heard:
-        await permit_acquired.asend_robust(type(permit.semaphore), **_grant(permit))
+def _grant(permit: Any) -> dict[str, Any]:
+    lock = permit.semaphore
+    return {"sender": type(lock), "semaphore": lock, "permit": permit, "waited": permit.waited}
 
 
-def _grant(permit: Told) -> dict[str, Any]:
-    return {"semaphore": permit.semaphore, "permit": permit, "waited": permit.waited}
+def _log_grant(permit: Any) -> None:
+    name, slots, waited = permit.name, permit.slots, permit.waited
+    extra = {"semaphore": name, "what": "granted", "slots": slots, "token": permit.token, "waited": waited}
+    logger.debug("Granted %r, slot %s, after %.3f s.", name, slots, waited, extra=extra)
 
 
-def _log_grant(permit: Told) -> None:
-    logger.debug(
-        "Granted %r, slot %s, after %.3f s.",
-        permit.name,
-        permit.slots,
-        permit.waited,
-        extra={
-            "semaphore": permit.name,
-            "what": "granted",
-            "slots": permit.slots,
-            "token": permit.token,
-            "waited": permit.waited,
-        },
-    )
+def released(permit: Any) -> None:
+    """Tell that a permit was given back by its holder."""
+    if permit_released.receivers or permit_released.inline.receivers:
+        permit_released.send_robust(**_release(permit))
 
 
-def released(permit: Told) -> None:
-    """A permit was given back by its holder."""
+async def areleased(permit: Any) -> None:
+    """Tell that a permit was given back by a coroutine."""
     if permit_released.heard:
-        permit_released.send_robust(type(permit.semaphore), **_release(permit))
+        await permit_released.asend_robust(**_release(permit))
 
 
-async def areleased(permit: Told) -> None:
-    """A permit was given back by a coroutine."""
-    if permit_released.heard:
-        await permit_released.asend_robust(type(permit.semaphore), **_release(permit))
-
-
-def _release(permit: Told) -> dict[str, Any]:
-    return {"semaphore": permit.semaphore, "permit": permit, "held": permit._acquisition.held_for}
+def _release(permit: Any) -> dict[str, Any]:
+    lock = permit.semaphore
+    return {"sender": type(lock), "semaphore": lock, "permit": permit, "held": permit._acquisition.held_for}
 
 
 def refused(semaphore: object, error: AcquireTimeoutError, waited: float) -> AcquireTimeoutError:
-    """No slot was free in time. Return the error, to be raised."""
-    if acquire_timed_out.heard:
-        acquire_timed_out.send_robust(type(semaphore), semaphore=semaphore, error=error, waited=waited)
+    """Tell that no slot was free in time. Return the error, to be raised."""
+    acquire_timed_out.send_robust(type(semaphore), semaphore=semaphore, error=error, waited=waited)
     return error
 
 
 async def arefused(semaphore: object, error: AcquireTimeoutError, waited: float) -> AcquireTimeoutError:
-    """No slot was free in time for a coroutine. Return the error, to be raised."""
-    if acquire_timed_out.heard:
-        await acquire_timed_out.asend_robust(type(semaphore), semaphore=semaphore, error=error, waited=waited)
+    """Tell that no slot was free in time for a coroutine. Return the error, to be raised."""
+    await acquire_timed_out.asend_robust(type(semaphore), semaphore=semaphore, error=error, waited=waited)
     return error
 
 
-def on_lost(permit: Told, callback: Callable[[Any], object]) -> None:
+def on_lost(permit: Any, callback: Callable[[Any], object]) -> None:
     """Have ``callback(permit)`` called on a thread of its own when the permit is lost, or now if it was."""
     acquisition = permit._acquisition
     acquisition.losing.callbacks.append(callback)
@@ -130,7 +106,7 @@ def tell_lost(acquisition: Acquisition) -> None:
             loss,
             extra={"semaphore": name, "what": "lost", "reason": loss.reason, "by": loss.by, "held": lasted},
         )
-    permit: Told | None = acquisition.permit()
+    permit = acquisition.permit()
     wanted = permit is not None and (acquisition.losing.callbacks or permit_lost.heard)
     if not wanted and not (forgotten and permit_forgotten.heard):
         return
@@ -155,7 +131,7 @@ def log_forgotten(acquisition: Acquisition, why: str) -> None:
     logger.error("A permit of %s was forgotten (%s) and is given back; use a with block.", where, why, extra=extra)
 
 
-def on_stop_requested(permit: Told, callback: Callable[[Any], object]) -> None:
+def on_stop_requested(permit: Any, callback: Callable[[Any], object]) -> None:
     """Have ``callback(permit)`` called on a thread of its own when its holder is asked to stop, or now if it was."""
     acquisition = permit._acquisition
     acquisition.stopping.callbacks.append(callback)
@@ -169,6 +145,8 @@ def ask_to_stop(acquisition: Acquisition, by: str) -> None:
     The request is for one grant: the next holder of the slot knows nothing of it.
     """
     whole = acquisition.part_of or acquisition
+    if not whole.has_permit:
+        return  # it is being made: the next renewal says so again
     acquisition.stop_by = acquisition.stop_by or by or SOMEBODY
     if whole.foreign or whole.given_back or not whole.stopping.once():
         return
@@ -176,7 +154,7 @@ def ask_to_stop(acquisition: Acquisition, by: str) -> None:
     name = whole.name
     extra = {"semaphore": name, "what": "stop_asked", "by": whole.stop_by}
     logger.warning("The holder of %r is asked to stop by %s.", name, whole.stop_by, extra=extra)
-    permit: Told | None = whole.permit()
+    permit = whole.permit()
     if permit is None or not (whole.stopping.callbacks or permit_stop_requested.heard):
         return
 
@@ -192,7 +170,7 @@ def _start(name: str, run: Callable[..., None], *args: object) -> None:
     threading.Thread(target=run, args=args, name=name, daemon=True).start()
 
 
-def _call_all(notice: Announcement, permit: Told) -> None:
+def _call_all(notice: Announcement, permit: Any) -> None:
     """Call each callback once, whichever thread comes first; its exception is logged."""
     kind = "on_lost" if notice is permit._acquisition.losing else "on_stop_requested"
     while True:

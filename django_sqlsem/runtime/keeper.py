@@ -17,14 +17,15 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from django.db import connections
 
-from django_sqlsem.backends.base import UNREACHED, Granted, Place, Presence
+from django_sqlsem.backends.base import BaseSemaphoreBackend, Grant, Granted, Place, Queue, Request
 from django_sqlsem.conf import config
 from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.names import Resource
 from django_sqlsem.database import transactions
 from django_sqlsem.database.sessions import CallerSession, OwnSession, Session
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError
@@ -32,21 +33,16 @@ from django_sqlsem.runtime import callers, events
 from django_sqlsem.runtime.acquisition import Acquisition, State
 from django_sqlsem.runtime.chores import LOOK_AROUND, BeaconChore, Chore, Doubts, Renewals, plugged_in
 from django_sqlsem.runtime.loop import NAP, InlineLoop, ThreadLoop
+from django_sqlsem.runtime.presence import Reach
 from django_sqlsem.runtime.queue import LocalQueue
 from django_sqlsem.snapshots import Loss, LossReason
-
-if TYPE_CHECKING:
-    from django_sqlsem.backends.base import BaseSemaphoreBackend, Grant, Queue, Request
-    from django_sqlsem.core.names import Resource
-    from django_sqlsem.runtime.presence import Reach
-
 
 logger = logging.getLogger("django_sqlsem")
 
 T = TypeVar("T")
 
 NO_LONGER_ITS_OWN: Final = Loss(LossReason.EXPIRED, "when it was released, its slot was no longer its own")
-#: For how long one that does not wait lets the process give up a place in which nobody waits any more, in seconds.
+#: For how long a try without waiting lets the process give up its own deserted place in the queue first, in seconds.
 CLEARED: Final = 1.0
 #: The first chores are the keeper's own: beacon, renewals and doubts.
 OWN_CHORES: Final = 3
@@ -68,6 +64,10 @@ class Keeper:
         #: The acquisitions that the database knows as waiting, by permit id.
         self.waiting: dict[str, Acquisition] = {}
         self.queue_lock = threading.Lock()
+        #: How others reach this process: without a thread, not at all.
+        self.reach = Reach(self.alias)
+        #: On SQLite there is one writer, and it may be the caller's own transaction: waiting for that would never end.
+        self._shares_writer = not backend.process_local and connections[self.alias].vendor == "sqlite"
         self.beacon: BeaconChore | None = None
         self.renewals = Renewals(self)
         self.doubts = Doubts(self)
@@ -96,30 +96,18 @@ class Keeper:
 
     # How others reach this process.
 
-    @property
-    def presence(self) -> Presence:
-        """How others reach this process now; without a thread, nobody has to."""
-        return UNREACHED if self.beacon is None else self.beacon.reach.presence
-
     def present(self, request: Request) -> Request:
         """Return the request with the way to reach this process as it is now."""
-        presence = self.presence
+        presence = self.reach.presence
         if request.presence is presence or request.presence == presence:
             return request
         return dataclasses.replace(request, presence=presence)
 
     def session_here(self) -> Session:
         """Return where the calling thread's statements go: on SQLite, inside ``atomic()``, its own connection."""
-        if not self.backend.process_local:
-            connection = connections[self.alias]
-            # There is one writer, and it may be this very transaction: waiting for it would never end.
-            if connection.in_atomic_block and connection.vendor == "sqlite":
-                return CallerSession(connection)
+        if self._shares_writer and (connection := connections[self.alias]).in_atomic_block:
+            return CallerSession(connection)
         return self.work
-
-    def renewal_interval(self, lease: float) -> float:
-        """Return how often a lease is renewed, in seconds."""
-        return min(lease / 4, self.backend.heartbeat)
 
     # Steps on the keeper's side.
 
@@ -168,18 +156,19 @@ class Keeper:
     def acquire(self, acquisition: Acquisition, timeout: float | None) -> bool:
         """Have it granted within ``timeout`` seconds, blocking this thread. Return whether it was."""
         acquisition.patient_until = None if timeout is None else acquisition.arrived + timeout
-        self._register(acquisition)
+        self.acquisitions[id(acquisition)] = acquisition
+        self.loop.ensure()
         session = self.session_here()
-        mine = not isinstance(session, CallerSession)
+        mine = session is self.work
         if mine and self.queues:
             self._prepare_first_try(acquisition, session, timeout)
-        while (first := self._is_first(acquisition)) or self._may_go_first(acquisition):
+        while (first := not self.queues or self._is_first(acquisition)) or self._may_go_first(acquisition):
             if not self._try_now(acquisition, session, enrol=first and mine and timeout != 0):
                 break
             if not mine:
                 # If that transaction is rolled back, so is this grant: have the keeper look at once.
                 transactions.at_transaction_end(self.alias, lambda: self.renew_now(acquisition))
-            if self._settled(acquisition, True):
+            if acquisition.state is not State.GRANTED or self._taken(acquisition, acquisition.granted_at):
                 return True
         if timeout == 0:
             return False
@@ -201,7 +190,8 @@ class Keeper:
     async def aacquire(self, acquisition: Acquisition, timeout: float | None) -> bool:
         """Have it granted within ``timeout`` seconds, holding no thread meanwhile. Return whether it was."""
         acquisition.patient_until = None if timeout is None else acquisition.arrived + timeout
-        self._register(acquisition)
+        self.acquisitions[id(acquisition)] = acquisition
+        self.loop.ensure()
         future = acquisition.answer.prepare_future()
         self.post(lambda: self._first_try(acquisition, timeout))
         remaining = None if timeout in (None, 0) else timeout
@@ -212,11 +202,6 @@ class Keeper:
             future = acquisition.answer.prepare_future()
             remaining = acquisition.patience(boot_now())
             self._enqueue(acquisition)
-
-    def _register(self, acquisition: Acquisition) -> None:
-        """Know of an acquisition before anything is sent for it, and see that somebody looks after it."""
-        self.acquisitions[id(acquisition)] = acquisition
-        self.loop.ensure()
 
     def _first_try(self, acquisition: Acquisition, timeout: float | None) -> None:
         if acquisition.state is not State.NEW:
@@ -249,13 +234,13 @@ class Keeper:
                 cleared.wait(CLEARED)
 
     def _deserted(self, request: Request) -> LocalQueue | None:
-        """Return the queue of the name if nobody waits in it any more, and its place is just being given up."""
+        """Return the queue of the name if its last waiter has left, and its place is just being given up."""
         queue = self.queues.get(request.resource.key)
         return None if queue is None or queue.waiting else queue
 
     def _is_first(self, acquisition: Acquisition) -> bool:
-        """Whether nobody of this process waits for the name."""
-        return not self.queues or acquisition.request.line not in self.queues
+        """Whether no other caller of this process waits for the name."""
+        return acquisition.request.line not in self.queues
 
     def _may_go_first(self, acquisition: Acquisition) -> bool:
         """Whether the request barges, or has a place of its own, though others of this process wait for the name."""
@@ -263,10 +248,10 @@ class Keeper:
 
     def _try_now(self, acquisition: Acquisition, session: Session, *, enrol: bool) -> bool:
         """Ask once, without waiting; ``enrol``: or else take a place in the queue. Return whether it is granted."""
-        beacon = self.beacon
-        if beacon is not None and not (self.own.is_open and beacon.reach.known):
-            self._see_to_beacon(beacon, session)
-        acquisition.request = self.present(acquisition.request)
+        if self.beacon is not None and not (self.own.is_open and self.reach.known):
+            self._see_to_beacon(self.beacon, session)
+        if acquisition.request.presence is not self.reach.presence:
+            acquisition.request = self.present(acquisition.request)
         while True:
             sent = acquisition.lease.proved = boot_now()
             acquisition.sent = True
@@ -278,7 +263,7 @@ class Keeper:
                         return False
                     lease = acquisition.request.lease
                     return self._accept(acquisition, acquisition.permit_id, grant, sent, lease, at_once=True)
-                self.waiting[acquisition.permit_id] = acquisition
+                self.waiting[acquisition.request.permit_id] = acquisition
                 place = Place(acquisition.arrived, waiting=1, patience=acquisition.patience(sent))
                 waited = self.backend.enrol(session, acquisition.request, place, first=True)
             except BackendError as error:
@@ -303,7 +288,7 @@ class Keeper:
     def _see_to_beacon(self, beacon: BeaconChore, session: Session) -> None:
         """Have the keeper's session open first: if this process is killed after its grant, others will see that."""
         own = self.own
-        # The keeper's thread may be about to open it: a grant that came meanwhile would be one that nobody reaches.
+        # The keeper's thread may be about to open it: the holder of a grant that came before could not be reached.
         if own.is_open and not isinstance(own, OwnSession):
             return
         if beacon.dark_since is None and isinstance(session, OwnSession):
@@ -318,13 +303,17 @@ class Keeper:
             self.withdraw(acquisition)
         if acquisition.has_error:
             raise acquisition.take_error()
-        if acquisition.state is State.GRANTED:
-            if acquisition.slept_through():
-                self.doubt(acquisition.request)
-                acquisition.ask_anew()
-                return False
-            if acquisition.taken() and acquisition.kept:
-                self.tell("granted", acquisition)
+        return acquisition.state is not State.GRANTED or self._taken(acquisition, boot_now())
+
+    def _taken(self, acquisition: Acquisition, now: float) -> bool:
+        """Let the caller have what it was granted. Return ``False`` if that was slept through, and it asks anew."""
+        if acquisition.loss is not None or (now >= acquisition.lease.deadline and self.backend.supports_renewal):
+            self.doubt(acquisition.request)
+            acquisition.ask_anew()
+            return False
+        if acquisition.taken() and acquisition.kept:
+            for listener in self._listeners["granted"]:
+                listener(acquisition)
         return True
 
     # Waiting in this process.
@@ -332,7 +321,7 @@ class Keeper:
     def _join(self, acquisition: Acquisition, queue: Queue, sent: float, session: Session) -> None:
         """The database knows that it waits: let the process know too, unless it has been granted by now."""
         with self.queue_lock:
-            if acquisition.was_served:
+            if acquisition.was_served():
                 return
             wanted = acquisition.state is State.NEW
             if wanted:
@@ -409,7 +398,7 @@ class Keeper:
         acquisition.fresh_request()
 
     def forget_queue(self, queue: LocalQueue) -> bool:
-        """Drop a queue nobody waits in. Return whether it was dropped."""
+        """Drop an empty queue. Return whether it was dropped."""
         with self.queue_lock:
             if not queue.idle:
                 return False
@@ -458,16 +447,18 @@ class Keeper:
     ) -> bool:
         """Give a grant to its acquisition, unless that has given up meanwhile: then the slots go back."""
         with self.queue_lock:
-            if acquisition.permit_id != permit_id:
+            if acquisition.request.permit_id != permit_id:
                 return False  # it asks anew by now, and the old request is in doubt already
             wanted = acquisition.granted(grant, sent, lasts, at_once=at_once)
-            local = self._unqueue(acquisition)  # again too: the first messenger may have been interrupted before that
-        if not wanted and not acquisition.was_served:  # else it is the same news by two ways
+            # Again too: the first messenger may have been interrupted before that.
+            self.waiting.pop(permit_id, None)
+            local = self._unqueue(acquisition) if self.queues else None
+        if not wanted and not acquisition.was_served():  # else it is the same news by two ways
             self.doubt(acquisition.request)
         elif local is not None and not local.known:
             self._reconsider(local)
         if wanted and self.beacon is not None:
-            if self.beacon.dark_since is not None or self.presence is not acquisition.request.presence:
+            if self.beacon.dark_since is not None or self.reach.presence is not acquisition.request.presence:
                 self.beacon.accepted(acquisition)
             renew_at = acquisition.lease.renew_at
             if renew_at < acquisition.granted_at + LOOK_AROUND:  # one that ends soon is looked after sooner
@@ -478,7 +469,7 @@ class Keeper:
     def _unqueue(self, acquisition: Acquisition) -> LocalQueue | None:
         """Have it wait no longer; the lock is held. Return the queue of its name, if there still is one."""
         self.waiting.pop(acquisition.permit_id, None)
-        local = self.queues.get(acquisition.request.line) if self.queues else None
+        local = self.queues.get(acquisition.request.line)
         if local is not None and acquisition in local.waiting:
             local.remove(acquisition)
             if local.idle:
@@ -501,9 +492,9 @@ class Keeper:
 
         Raises ``BackendError``: then the keeper goes on trying by itself.
         """
-        if acquisition.foreign or not acquisition.release():
+        if not acquisition.release():
             return False
-        if callers.in_event_loop():
+        if callers.running_loop() is not None:
             callers.leave(acquisition)
             self.post(lambda: self.clear(acquisition))
         else:
@@ -512,20 +503,22 @@ class Keeper:
 
     async def arelease(self, acquisition: Acquisition) -> bool:
         """Give a permit back from a coroutine, on the keeper's side; see ``release()``."""
-        if acquisition.foreign or not acquisition.release():
+        if not acquisition.release():
             return False
         await self.call(lambda: self._give_back(acquisition, self.own))
         return True
 
     def give_back(self, acquisition: Acquisition, session: Session) -> None:
-        """Give back what nobody will use, without a word to the caller."""
+        """Give back what the program will not use, without telling its caller."""
         if acquisition.release():
             with contextlib.suppress(BackendError):
                 self._give_back(acquisition, session)
 
     def _give_back(self, acquisition: Acquisition, session: Session) -> None:
-        callers.leave(acquisition)
-        acquisition.releasing_since = boot_now()  # it may have waited for its turn
+        if acquisition.caller is not None:
+            acquisition.caller.leave()
+        if session is self.own:
+            acquisition.releasing_since = boot_now()  # it has waited for its turn
         mine = not isinstance(session, CallerSession)
         try:
             # One that had to wait is likely to leave others waiting.
@@ -549,12 +542,13 @@ class Keeper:
             self.backend.hand_out(self.own, resource)
 
     def _released(self, acquisition: Acquisition, freed: bool) -> None:
-        """Note that the database has the slots back, or had given them to somebody else already."""
+        """Note that the database has the slots back, or had given them to another holder already."""
         acquisition.released()
         self.acquisitions.pop(id(acquisition), None)
         if not freed and acquisition.loss is None and not acquisition.freed_elsewhere:
             acquisition.lose(self.backend.taken_away(acquisition.acquired) or NO_LONGER_ITS_OWN)
-        self.tell("released", acquisition)
+        for listener in self._listeners["released"]:
+            listener(acquisition)
         if isinstance(self.loop, InlineLoop):
             # An upgrade first, which waits in a queue of its own.
             key = acquisition.request.resource.key
@@ -670,7 +664,6 @@ class Keeper:
     # What the thread has to do: see ``loop.Duties``.
 
     def pause(self) -> float:
-        """Return for how many seconds nothing will be due."""
         now = boot_now()
         due = min((chore.next_at() for chore in self.chores if chore.wakes), default=math.inf)
         if not (self.is_in_use() or any(chore.busy for chore in self.chores)):
@@ -697,18 +690,16 @@ class Keeper:
                 _run_if_due(chore)
 
     def descriptors(self) -> list[int]:
-        """Return what becomes readable when there is something to hear."""
         own = self.own
         connection = own.connection if isinstance(own, OwnSession) and own.is_open else None
-        return self._reach.descriptors(connection)
+        return self.reach.descriptors(connection)
 
     def is_quiet(self) -> bool:
-        """Whether nothing has been heard that was not told yet."""
-        return self._reach.quiet()
+        return self.reach.quiet()
 
     def hear(self) -> None:
         """Act on grants that were announced, and on words about permits."""
-        reach = self._reach
+        reach = self.reach
         heard = reach.heard()
         if reach.ended:
             self.own.close()
@@ -735,31 +726,22 @@ class Keeper:
                         self._renew_soon(acquisition)
 
     def has_work(self) -> bool:
-        """Whether the thread must go on."""
         if self.is_in_use() or any(chore.busy for chore in self.chores):
             return True
         return self._unused() < self._idle()
 
     def is_in_use(self) -> bool:
-        """Whether anything is held, or waited for."""
         return bool(self.acquisitions or self.queues)
 
     def say_goodbye(self) -> None:
-        """The thread is about to end: have the chores do what is left."""
         for chore in self.chores:
             chore.finish(None)
 
     def close(self) -> None:
-        """Close the connections; what comes later opens new ones."""
         self.own.close()
         self.work.close()
         for chore in self.chores:
             chore.forget()
-
-    @property
-    def _reach(self) -> Reach:
-        assert self.beacon is not None  # noqa: S101 - only the thread asks
-        return self.beacon.reach
 
     def _unused(self) -> float:
         return time.monotonic() - max(self.own.last_used, self.work.last_used)
@@ -795,7 +777,9 @@ class Keeper:
         for each in list(self.acquisitions.values()):
             if each.grant is not None and not each.fenced and each.state is not State.RELEASED:
                 each.loss = each.loss or Loss(LossReason.STOPPED, "the process is ending")
-                if not self.own.unreachable(started):  # else the leases run out: nobody waits for every one of them
+                if not self.own.unreachable(
+                    started
+                ):  # else the leases run out: the process does not wait for each of them
                     self.clear(each)
         for chore in self.chores:
             if chore is not self.doubts:

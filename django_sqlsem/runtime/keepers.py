@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import Any
 
-from django.db import connections
+from django.core.signals import setting_changed
+from django.db import connections, router
+from django.dispatch import receiver
 
-from django_sqlsem.core import greenlets
+from django_sqlsem.backends import database_for, get_backend, get_counting_backend
+from django_sqlsem.backends.base import BaseSemaphoreBackend
+from django_sqlsem.conf import config
+from django_sqlsem.core import forks, greenlets, testmode
+from django_sqlsem.runtime.acquisition import Acquisition
 from django_sqlsem.runtime.keeper import Keeper
-
-if TYPE_CHECKING:
-    from django_sqlsem.backends.base import BaseSemaphoreBackend
-    from django_sqlsem.runtime.acquisition import Acquisition
-
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -37,6 +38,33 @@ def keeper_for(backend: BaseSemaphoreBackend) -> Keeper:
     return keeper
 
 
+#: By ``using``, and whether for tokens: the keepers that outside of tests stay those of their database.
+_lasting: dict[tuple[str | None, bool], Keeper] = {}
+
+
+def keeper_at(using: str | None, *, tokens: bool = False) -> Keeper:
+    """Return this process's keeper of the locks, or of the tokens, of ``using``: see ``backends.database_for()``.
+
+    Raises what Django does if the running test may not use that database.
+    """
+    testing = testmode.active()
+    if not testing and (found := _lasting.get((using, tokens))) is not None:
+        return found
+    alias = database_for(using)
+    backend = get_counting_backend(alias) if tokens else get_backend(alias)
+    if not backend.process_local:
+        testmode.refuse_forbidden(connections[alias])
+    keeper = keeper_for(backend)
+    if not testing and (using is not None or config().database is not None or not router.routers):
+        _lasting[using, tokens] = keeper
+    return keeper
+
+
+@receiver(setting_changed, dispatch_uid="sqlsem_keepers")
+def _forget_settings(**kwargs: Any) -> None:
+    _lasting.clear()
+
+
 def all_keepers() -> list[Keeper]:
     """Return the keepers that this process has."""
     return list(_keepers.values())
@@ -56,11 +84,14 @@ def stop_all() -> None:
             logger.exception("The keeper of %r met an error as it ended; the others end all the same.", keeper.alias)
 
 
-def after_fork() -> None:
-    """In a forked child: start with no keepers; the parent's are kept, untouched, so that nothing is finalised."""
+def _begin_anew() -> None:
     global _keepers_lock
     _keepers_lock = threading.Lock()
     for keeper in _keepers.values():
         keeper.after_fork()
-    _parents.extend(_keepers.values())
+    _parents.extend(_keepers.values())  # so that nothing of them is finalised
     _keepers.clear()
+    _lasting.clear()
+
+
+forks.register("keepers", "nobody would renew or give back: threads do not survive a fork", in_child=_begin_anew)

@@ -22,7 +22,7 @@ from django_sqlsem.core.clocks import boot_now
 logger = logging.getLogger("django_sqlsem")
 
 #: For how long posted steps are worked off before renewals and waiters have their turn, in seconds.
-TURN: Final = 0.1
+STEPS_TURN: Final = 0.1
 #: The thread wakes at least so often while there is anything to look after: then a new waiter need not wake it.
 NAP: Final = 0.55
 
@@ -49,32 +49,13 @@ class Duties(Protocol):
         """Whether the thread must go on."""
 
     def is_in_use(self) -> bool:
-        """Whether somebody registered something, who may count on a thread that runs."""
+        """Whether something is registered that counts on a running thread."""
 
     def say_goodbye(self) -> None:
         """The thread is about to end: do what only it would do."""
 
     def close(self) -> None:
         """The thread ends: close what it had open."""
-
-
-class Loop(Protocol):
-    """The keeper's side."""
-
-    #: Steps to take. Its put() may be called at any moment, from a finaliser too.
-    inbox: queue.SimpleQueue[Callable[[], object]]
-
-    def ensure(self) -> None:
-        """See that somebody takes the steps."""
-
-    def post(self, step: Callable[[], object]) -> None:
-        """Have a step taken soon."""
-
-    def note(self, step: Callable[[], object]) -> None:
-        """Leave a step; safe in finalisers and signal handlers."""
-
-    def wake_by(self, at: float) -> None:
-        """See that the thread is awake at an instant of the boot clock."""
 
 
 class Alarm:
@@ -139,16 +120,14 @@ class InlineLoop:
                 self.inbox.get_nowait()()
 
     def post(self, step: Callable[[], object]) -> None:
-        """Take it now."""
         self.ensure()
         step()
 
     def note(self, step: Callable[[], object]) -> None:
-        """Leave it for the next one who comes by."""
         self.inbox.put(step)
 
     def wake_by(self, at: float) -> None:
-        """Nobody sleeps here."""
+        """Do nothing: no thread sleeps here."""
 
 
 class ThreadLoop:
@@ -264,7 +243,7 @@ class ThreadLoop:
 
     def _take_steps(self) -> None:
         # Not until the inbox is empty: while many tasks come and go it never is.
-        turn_ends = boot_now() + TURN
+        turn_ends = boot_now() + STEPS_TURN
         with contextlib.suppress(queue.Empty):
             while boot_now() < turn_ends:
                 self.inbox.get_nowait()()

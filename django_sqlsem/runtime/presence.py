@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django.db import Error as DatabaseError
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_sqlsem.backends.base import LAPSE_US, Grant, Granted, Presence
 from django_sqlsem.conf import config
@@ -16,10 +17,6 @@ from django_sqlsem.database import sockets
 from django_sqlsem.database.beacons import Beacon, SessionBeacon, beacon_for
 from django_sqlsem.database.bells import Bell, near
 from django_sqlsem.database.dialects import dialect_for
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -36,7 +33,7 @@ class Reach:
         self.beacon: Beacon | None = None
         #: Whether ``presence`` has been found out: a moment after the first connection is open, on the opener's thread.
         self.known = False
-        #: Whether a connection has been opened since somebody asked.
+        #: Whether a connection has been opened since this was cleared.
         self.reopened = False
         self.ended = False
         self._bell: Bell | None = None

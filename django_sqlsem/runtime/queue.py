@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import random
-import uuid
+import secrets
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from django_sqlsem.backends.base import Place, Queue, Request, Waited
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.database.sessions import Session
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper
-
-if TYPE_CHECKING:
-    from django_sqlsem.database.sessions import Session
-
 
 #: How often a waiting process says that it lives, in seconds.
 HEARTBEAT: Final = 0.65
@@ -23,7 +20,7 @@ HEARTBEAT: Final = 0.65
 SECOND_LOOK: Final = 0.025
 #: A holder seems to be dead: look again after so many seconds.
 SUSPECTED: Final = 0.2
-#: Where nobody can wake it, a waiter looks after this long at first, and never later than that, in seconds.
+#: A waiter that no other process can wake polls: first after so long, then more and more slowly, in seconds.
 FIRST_POLL: Final = 0.004
 LAST_POLL: Final = 0.1
 
@@ -39,7 +36,7 @@ class LocalQueue:
         self.key = key
         self.waiting: deque[Acquisition] = deque()
         self.enrolled: Acquisition | None = None
-        #: Places in the database's queue, or grants, that nobody wants any more.
+        #: Places in the database's queue, or grants, that are to be given up.
         self.unwanted: list[Request] = []
         self.next_at = 0.0
         self._refresh_at = 0.0
@@ -81,7 +78,7 @@ class LocalQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits, and nothing is to be given up."""
+        """Whether it is empty, and nothing is to be given up."""
         return not self.waiting and not self.unwanted
 
     def step(self, session: Session) -> None:
@@ -90,7 +87,7 @@ class LocalQueue:
             with self.keeper.queue_lock:
                 unwanted, self.unwanted = self.unwanted, []
                 head = self.waiting[0] if self.waiting else None
-                served = head is not None and _is_served(head)
+                served = head is not None and head.was_served()
                 waiting = len(self.waiting)
             for request in unwanted:
                 self._leave(session, request)
@@ -107,7 +104,7 @@ class LocalQueue:
         """Take one step of waiting for the first in line. Return whether all is done for now."""
         now = boot_now()
         with self.keeper.queue_lock:
-            if not self.waiting or self.waiting[0] is not head or _is_served(head):
+            if not self.waiting or self.waiting[0] is not head or head.was_served():
                 return False  # it gave up, or was served, while others were let go
             new = self.enrolled is not head
             head.request = self.keeper.present(head.request)
@@ -127,7 +124,7 @@ class LocalQueue:
                 waited = self._glance(session, head)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with this one, its waiter must hear it
             if self._in_doubt(head, nothing_asked=new and session.attempts == attempts):
-                return False  # it was served by somebody else's statement
+                return False  # another caller's statement has served it
             self.enrolled = None
             if not isinstance(error, BackendError):
                 self._fail(error, only=head)
@@ -139,13 +136,13 @@ class LocalQueue:
         for granted in waited.granted:
             self.keeper.deliver(granted, now, head.request.resource)
         with self.keeper.queue_lock:
-            if _is_served(head) or head not in self.waiting:
-                if new and not _is_served(head) and waited.queue is not None:
+            if head.was_served() or head not in self.waiting:
+                if new and not head.was_served() and waited.queue is not None:
                     self.unwanted.append(head.request)  # it gave up meanwhile
                 return False
             if waited.queue is None:
-                # It was away for too long: once more, under a new id, as word of the old one may be on its way. What
-                # that got, if it got anything, nobody has accepted.
+                # Its place had lapsed: once more, under a new id, as word of the old one may be on its way. What the
+                # old one may have got was never accepted.
                 self.keeper.doubt(head.request)
                 self.enrolled = None
                 self.keeper.renew_request(head)
@@ -164,12 +161,12 @@ class LocalQueue:
     def _in_doubt(self, head: Acquisition, *, nothing_asked: bool) -> bool:
         """Have the head ask anew, as the outcome of its claim is unknown, unless it has been served: return whether."""
         with self.keeper.queue_lock:
-            request, served = head.request, _is_served(head)
+            request, served = head.request, head.was_served()
             if not served:
                 self.keeper.renew_request(head)
         if not nothing_asked:
             # What was served is not to be freed; but the statement may have left something on its session.
-            self.keeper.doubt_permit(request.resource, uuid.uuid4().hex if served else request.permit_id)
+            self.keeper.doubt_permit(request.resource, secrets.token_hex(16) if served else request.permit_id)
         return served
 
     def _patience(self, now: float) -> float | None:
@@ -191,11 +188,11 @@ class LocalQueue:
 
     def _plan(self, queue: Queue, now: float, *, new: bool = False) -> None:
         self._refresh_at = now + HEARTBEAT * random.uniform(0.9, 1.0)  # noqa: S311 - no two processes in step
-        self._polls = not queue.told and (queue.strangers > 0 or not self.keeper.presence.channel)
+        self._polls = not queue.told and (queue.strangers > 0 or not self.keeper.reach.presence.channel)
         self._second_look = new
         self.next_at = self._next(now)
         if new:
-            # Those further back were most likely seen by whoever frees a slot.
+            # A releaser has most likely seen those further back.
             self.next_at = min(self.next_at, now + SECOND_LOOK * (1 + min(queue.ahead, 5)))
         if queue.suspects:
             self._refresh_at = self.next_at = min(self.next_at, now + SUSPECTED)
@@ -232,11 +229,6 @@ class LocalQueue:
             self.keeper.backend.leave(session, request)
         except BackendError:
             self.keeper.doubt(request)
-
-
-def _is_served(acquisition: Acquisition) -> bool:
-    # By another thread perhaps, at any moment; it may be given back by now.
-    return acquisition.was_served
 
 
 def _same(error: Exception) -> Exception:

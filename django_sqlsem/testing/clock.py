@@ -18,7 +18,7 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django.apps import apps
 from django.db import connections
@@ -30,12 +30,10 @@ from django_sqlsem.core.durations import Seconds, to_seconds
 from django_sqlsem.runtime import acquisition as waiting
 from django_sqlsem.runtime import callers
 from django_sqlsem.runtime.acquisition import Acquisition, State
+from django_sqlsem.runtime.keeper import Keeper
 from django_sqlsem.runtime.keepers import all_acquisitions, all_keepers
 from django_sqlsem.runtime.loop import ThreadLoop
 from django_sqlsem.testing.forcing import elsewhere
-
-if TYPE_CHECKING:
-    from django_sqlsem.runtime.keeper import Keeper
 
 #: How often other tasks of an event loop may run before a wait jumps.
 PASSES: Final = 20
@@ -150,7 +148,6 @@ class _Jumper:
     """Asks the open clocks about waits."""
 
     def jump(self, acquisition: Acquisition) -> None:
-        """Jump over a thread's wait."""
         if (found := self._clock_for(acquisition)) is not None:
             found.jump_over(acquisition)
 

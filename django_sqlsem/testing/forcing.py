@@ -5,23 +5,20 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from django.db import connections
 
 from django_sqlsem.core.names import Name, validate_name, validate_slots
-from django_sqlsem.locks import acquire
+from django_sqlsem.locks.acquire import refused_by_tests
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore, semaphore
 from django_sqlsem.runtime import callers, events
+from django_sqlsem.runtime.acquisition import Acquisition
 from django_sqlsem.runtime.keepers import all_acquisitions
+from django_sqlsem.signals import permit_acquired
 from django_sqlsem.snapshots import Loss, LossReason
-
-if TYPE_CHECKING:
-    from django_sqlsem.runtime.acquisition import Acquisition
 
 T = TypeVar("T")
 
@@ -30,54 +27,33 @@ def _name(target: Name | Semaphore) -> str:
     return target.name if isinstance(target, Semaphore) else validate_name(target)
 
 
-@dataclass(eq=False)
-class _Block:
-    """An open block, and what it wants of a name."""
-
-    name: str
-    busy: bool = False
-    loss: Loss | None = None
-    stop_by: str = ""
-
-
-class _OpenBlocks(list[_Block]):
-    """The open blocks. Locks ask them only while there are any."""
-
-    def refuses(self, name: str) -> bool:
-        """Whether every acquire of this name is to be refused."""
-        return any(block.busy and block.name == name for block in self)
-
-    def granted(self, acquisition: Acquisition) -> None:
-        """Have a new grant suffer what the blocks of its name want, the innermost first."""
-        for block in reversed(self):
-            if block.name == acquisition.request.resource.name:
-                if block.loss is not None:
-                    acquisition.lose(block.loss)
-                if block.stop_by:
-                    events.ask_to_stop(acquisition, block.stop_by)
-
-
-_blocks = _OpenBlocks()
-_lock = threading.Lock()
-
-
 @contextlib.contextmanager
-def _open(block: _Block) -> Iterator[None]:
-    with _lock:
-        _blocks.append(block)
-        acquire.forcing = _blocks
+def busy(target: Name | Semaphore) -> Iterator[None]:
+    """Refuse every acquire of this name in this process, at once and whatever its timeout, inside the block."""
+    name = _name(target)
+    refused_by_tests.append(name)
     try:
         yield
     finally:
-        with _lock:
-            _blocks.remove(block)
-            if not _blocks:
-                acquire.forcing = None
+        refused_by_tests.remove(name)
 
 
-def busy(target: Name | Semaphore) -> contextlib.AbstractContextManager[None]:
-    """Refuse every acquire of this name in this process, at once and whatever its timeout, inside the block."""
-    return _open(_Block(_name(target), busy=True))
+@contextlib.contextmanager
+def _done_to_all(name: str, act: Callable[[Acquisition], object]) -> Iterator[None]:
+    """Have something done to every permit that this process holds, or gets inside the block, of a name."""
+
+    def granted(permit: Permit, **kwargs: object) -> None:
+        if permit.name == name:
+            act(permit._acquisition)
+
+    for acquisition in all_acquisitions():
+        if acquisition.name == name and acquisition.grant is not None:
+            act(acquisition)
+    permit_acquired.inline.connect(granted, weak=False)
+    try:
+        yield
+    finally:
+        permit_acquired.inline.disconnect(granted)
 
 
 @contextlib.contextmanager
@@ -119,11 +95,7 @@ def lost(target: Name | Semaphore | Permit) -> Iterator[None]:
         target._acquisition.lose(loss)
         yield
         return
-    name = _name(target)
-    for acquisition in all_acquisitions():
-        if acquisition.request.resource.name == name and acquisition.grant is not None:
-            acquisition.lose(loss)
-    with _open(_Block(name, loss=loss)):
+    with _done_to_all(_name(target), lambda acquisition: acquisition.lose(loss)):
         yield
 
 
@@ -138,11 +110,7 @@ def stop_requested(target: Name | Semaphore | Permit, by: str = "a test") -> Ite
         events.ask_to_stop(target._acquisition, by)
         yield
         return
-    name = _name(target)
-    for acquisition in all_acquisitions():
-        if acquisition.request.resource.name == name and acquisition.grant is not None:
-            events.ask_to_stop(acquisition, by)
-    with _open(_Block(name, stop_by=by)):
+    with _done_to_all(_name(target), lambda acquisition: events.ask_to_stop(acquisition, by)):
         yield
 
 

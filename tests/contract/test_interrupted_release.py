@@ -140,6 +140,7 @@ def hand_on(lock, database, messenger, strikes):
     return bool(struck)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it may be struck in a finaliser
 @pytest.mark.parametrize("waits", [False, True], ids=["holds", "waits"])
 def test_struck_again_as_it_tells_the_keeper_that_it_was_struck(database, monkeypatch, waits):
     lock = semaphore("struck twice", timeout=60, using=database)

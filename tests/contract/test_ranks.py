@@ -38,7 +38,7 @@ def refuse(lock, task_id):
 def come_back(lock, task_id, **options):
     """Try once as the task, in a flow of control of its own."""
     with callers.as_stranger():
-        permit = lock._acquire(0.0, tasks.rank_of(task_id))
+        permit = lock._acquire(lock._keeper(), 0.0, tasks.rank_of(task_id))
     if permit is not None:
         permit.detach()
     return permit

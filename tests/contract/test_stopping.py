@@ -31,8 +31,8 @@ from django_sqlsem.locks import (
     rwlock,
 )
 from django_sqlsem.models import SlotRow
-from django_sqlsem.runtime.keeper import Keeper
 from django_sqlsem.runtime.keepers import keeper_for
+from django_sqlsem.runtime.loop import ThreadLoop
 from django_sqlsem.runtime.presence import Reach
 from django_sqlsem.signals import permit_stop_requested
 from tests.programs.lock_clients import Actor
@@ -82,22 +82,22 @@ def test_a_holder_hears_at_once_and_keeps_what_it_has(database):
 def test_the_first_grant_of_a_process_says_how_that_is_reached(database, monkeypatch):
     """Also if its claim comes while another thread finds that out, on a connection that is open by then."""
     begun = threading.Event()
-    opened, register = Reach.opened, Keeper._register
+    opened, ensure = Reach.opened, ThreadLoop.ensure
 
     def open_slowly(reach, connection):
         begun.set()
         time.sleep(1.0)
         opened(reach, connection)
 
-    def register_and_let_begin(keeper, hold):
-        register(keeper, hold)
+    def ensure_and_let_begin(loop):
+        ensure(loop)
         assert begun.wait(SOON)
 
     monkeypatch.setattr(Reach, "opened", open_slowly)
-    monkeypatch.setattr(Keeper, "_register", register_and_let_begin)
+    monkeypatch.setattr(ThreadLoop, "ensure", ensure_and_let_begin)
     with semaphore("first", lease=LONG, using=database).acquire() as permit:
         (row,) = held_rows(database)
-        assert row.channel == keeper_for(get_backend(database)).presence.channel != ""
+        assert row.channel == keeper_for(get_backend(database)).reach.presence.channel != ""
         assert row.beacon
         assert len(control.request_stop("first", by="ann", using=database)) == 1
         wait_until(lambda: permit.stop_requested, timeout=SOON)

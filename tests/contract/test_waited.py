@@ -44,7 +44,7 @@ def warm(database):
     """This process can be reached, and stays so."""
     found = keeper_for(get_backend(database))
     with semaphore("warm", using=database):
-        wait_until(lambda: found.own.is_open and (found.presence.near or applocks.are_at(database)), timeout=30)
+        wait_until(lambda: found.own.is_open and (found.reach.presence.near or applocks.are_at(database)), timeout=30)
         yield
 
 

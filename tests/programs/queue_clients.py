@@ -147,7 +147,9 @@ class Queue:
     def warm(self) -> None:
         """Be a process that has been running for a while: it can be reached, and shows that it lives."""
         with semaphore(f"{self.name}-warm-{os.getpid()}", using=self.alias):
-            wait_until(lambda: self.keeper.own.is_open and (self.keeper.presence.near or applocks.are_at(self.alias)))
+            wait_until(
+                lambda: self.keeper.own.is_open and (self.keeper.reach.presence.near or applocks.are_at(self.alias))
+            )
 
     def tepid(self) -> None:
         """The same where nobody can reach it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +27,8 @@ GRANT = Grant((1,), (7,), (1,))
 class Keeper:
     """As much of a keeper as an acquisition asks of it before it is held."""
 
-    presence = Request.__dataclass_fields__["presence"].default
-
-    def renewal_interval(self, lease: float) -> float:
-        return lease / 4
+    reach = SimpleNamespace(presence=Request.__dataclass_fields__["presence"].default)
+    backend = SimpleNamespace(heartbeat=15.0)
 
 
 def fresh() -> Acquisition:

@@ -209,7 +209,7 @@ def test_revoke_names_the_holder_asks_and_logs(operator: Client, locks_alias: st
     hold(locks_alias, slot=2, token=8, host="web9")
     page = ask(operator, SEMAPHORES, "revoke", key())
     shown = text(page)
-    assert re.search(r"reports 1 held web1 pid 4711 MainThread(, session \d+)? GET /reports/ ann", shown)
+    assert re.search(r"reports 1 held web1 pid 4711 · MainThread( · session \d+)? GET /reports/ ann", shown)
     assert "web9" in shown
     assert slot_row(locks_alias).permit_id
     response = confirm(operator, SEMAPHORES, page)
@@ -400,3 +400,42 @@ def test_free_slots_have_no_holder(operator: Client, locks_alias: str) -> None:
     SlotRow.objects.using(locks_alias).update(expires_us=None)
     shown = text(operator.get(reverse("admin:sqlsem_slotrow_change", args=[row.pk])))
     assert "web1" not in shown
+
+
+LOCK = "admin:sqlsem_semaphorerow_change"
+
+
+@pytest.mark.parametrize(
+    ("view", "parameters", "most"),
+    [
+        (SEMAPHORES, {}, 12),
+        (SEMAPHORES, {"o": "1"}, 12),
+        (SEMAPHORES, {"state": "stale"}, 11),
+        (SEMAPHORES, {"q": "rep"}, 11),
+        ("admin:sqlsem_semaphorerow_snapshots", {}, 12),
+        (LOCK, {}, 11),
+        ("admin:sqlsem_semaphorerow_snapshot", {}, 7),
+        (SLOTS, {"state": "held"}, 6),
+        ("admin:sqlsem_refreshrow_changelist", {}, 3),
+        ("admin:sqlsem_claimrow_changelist", {}, 4),
+        ("admin:sqlsem_transactionlockrow_changelist", {}, 2),
+    ],
+)
+@pytest.mark.parametrize("headers", [{}, {"X-Sqlsem-Fragment": "1"}])
+def test_a_request_asks_nothing_twice(
+    operator: Client, locks_alias: str, view: str, parameters: dict[str, str], most: int, headers: dict[str, str]
+) -> None:
+    """All of a page is as of one instant, and read once; ``most``: so many statements, one of them about the clock."""
+    make_semaphore(locks_alias, operator_slots=2, paused=True)
+    hold(locks_alias)
+    wait(locks_alias)
+    one = view == LOCK or view.endswith("snapshot")
+    url = reverse(view, args=[key()] if one else [])
+    operator.get(url, parameters, headers=headers)
+    with CaptureQueriesContext(connections[locks_alias]) as captured:
+        assert operator.get(url, parameters, headers=headers).status_code == 200
+    statements = [
+        each["sql"] for each in captured if "django_session" not in each["sql"] and "auth_" not in each["sql"]
+    ]
+    assert len(statements) == len(set(statements)), statements
+    assert len(statements) <= most, statements

@@ -31,7 +31,7 @@ from django_sqlsem import (
 )
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.rows.backend import RowsBackend
-from django_sqlsem.checks import check_settings
+from django_sqlsem.checks.settings import check_settings
 from django_sqlsem.conf import KEYS, config
 from django_sqlsem.core.names import joined
 from tests.support.databases import held_rows

@@ -12,8 +12,8 @@ from django.test import RequestFactory
 from django_sqlsem import lifecycle, semaphore
 from django_sqlsem.busy import Busy
 from django_sqlsem.core.names import resource_for
-from django_sqlsem.decorators import busy_log
-from django_sqlsem.decorators.busy_log import (
+from django_sqlsem.decorators import answers
+from django_sqlsem.decorators.answers import (
     IN_FULL,
     NAMES,
     SECONDS,
@@ -42,11 +42,11 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     """The log as in production, with a clock that stands still."""
     clock = Clock()
-    monkeypatch.setattr(busy_log, "time", clock)
-    monkeypatch.setattr(busy_log.testmode, "active", lambda: False)
-    busy_log.after_fork()
+    monkeypatch.setattr(answers, "time", clock)
+    monkeypatch.setattr(answers.testmode, "active", lambda: False)
+    answers._forget()
     yield clock
-    busy_log.after_fork()
+    answers._forget()
 
 
 def told(caplog: Any, what: str, level: int = logging.WARNING) -> list[Any]:
@@ -85,11 +85,11 @@ def test_many_names_take_bounded_memory_and_lose_nothing(clock: Clock, caplog: A
     for number in range(NAMES + 50):
         for _ in range(IN_FULL + 1):
             log_busy(Busy(f"name-{number}", (), 0, 1), "GET /", "x")
-        assert len(busy_log._spells) <= NAMES
+        assert len(answers._spells) <= NAMES
     log_rest(everything=True)
     assert len(told(caplog, "busy")) == (NAMES + 50) * IN_FULL
     assert len(told(caplog, "busy_more")) == NAMES + 50
-    assert not busy_log._spells
+    assert not answers._spells
 
 
 def test_in_tests_every_call_is_a_warning(caplog: Any) -> None:

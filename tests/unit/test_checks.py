@@ -173,8 +173,8 @@ class _Connection:
 def test_greenlets_and_drivers(pool: str, connection: Any, refused: str, slow: str) -> None:
     assert refused in greenlets.refusal(pool, connection.vendor, "locks")
     assert bool(greenlets.refusal(pool, connection.vendor, "locks")) == bool(refused)
-    assert slow in greenlets.reproach(pool, connection)
-    assert bool(greenlets.reproach(pool, connection)) == bool(slow)
+    assert slow in greenlets.slowness(pool, connection)
+    assert bool(greenlets.slowness(pool, connection)) == bool(slow)
 
 
 def test_pools_of_the_settings(monkeypatch: Any, tmp_path: Any) -> None:

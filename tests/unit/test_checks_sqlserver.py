@@ -304,8 +304,8 @@ def test_a_user_who_may_only_read_cannot_record(server):
 
 @needs_server
 def test_rights_that_only_some_features_need(server):
-    needed = [f"{', '.join(rights)} ON {table}" for table, rights in sqlserver.ACQUIRES.items()]
-    others = [*sqlserver.HISTORY, *sqlserver.DEADLOCKS, *sqlserver.KINDS]
+    needed = [f"{', '.join(rights)} ON {table}" for table, rights in sqlserver.ACQUIRE_RIGHTS.items()]
+    others = [*sqlserver.HISTORY_RIGHTS, *sqlserver.DEADLOCK_RIGHTS, *sqlserver.KIND_RIGHTS]
     with a_plain_user(server, *needed, *(f"SELECT ON {table}" for table in others)):
         ids, text = found(databases=[server], tags=[checks.Tags.database])
         assert set(ids) - {"sqlsem.I001"} == {"sqlsem.W013", "sqlsem.I002"}
@@ -320,7 +320,7 @@ def test_rights_that_only_some_features_need(server):
 def test_the_grants_of_the_documentation_are_enough(server):
     page = (ROOT / "docs" / "backends" / "sqlserver.md").read_text(encoding="utf-8")
     grants = re.findall(r"^GRANT (.+) TO app_user;$", page, re.MULTILINE)
-    tables = sqlserver.ACQUIRES | sqlserver.HISTORY | sqlserver.DEADLOCKS | sqlserver.KINDS
+    tables = sqlserver.ACQUIRE_RIGHTS | sqlserver.HISTORY_RIGHTS | sqlserver.DEADLOCK_RIGHTS | sqlserver.KIND_RIGHTS
     assert len(grants) == len(tables)
     with a_plain_user(server, *grants):
         assert set(found(databases=[server], tags=[checks.Tags.database])[0]) <= {"sqlsem.I001"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import json
 import os
@@ -15,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.core import checks
+from django.core.checks import ERROR, WARNING, CheckMessage
+from django.core.management import call_command
 from django.db import connections
 from django.test import override_settings
 
-from django_sqlsem.checks.doctor import findings, servers, trials
-from django_sqlsem.checks.doctor.examination import examine, worst
-from django_sqlsem.checks.doctor.findings import Finding, Level
+from django_sqlsem.checks import doctor, messages, servers
+from django_sqlsem.checks.doctor import examine
+from django_sqlsem.management.verbs.doctor import LEVEL_WORDS, as_dict
 from django_sqlsem.models import SemaphoreRow
 from tests.support import databases
 from tests.support.operators import hold, locks, locks_command, make_semaphore, now_us
@@ -48,27 +50,27 @@ def see(monkeypatch: Any, alias: str | None = None, **settings: Any) -> None:
         monkeypatch.setenv(key, environment[key])
 
 
-def found(alias: str, **options: Any) -> list[Finding]:
+def found(alias: str, **options: Any) -> list[CheckMessage]:
     return list(examine(alias, **{"acquire": False} | options))
 
 
-def of(seen: list[Finding], number: str) -> list[tuple[str, str]]:
+def of(seen: list[CheckMessage], number: str) -> list[tuple[str, str]]:
     """Return the levels and texts of an id."""
-    return [(each.level.value, each.text) for each in seen if each.id == f"sqlsem.{number}"]
+    return [(LEVEL_WORDS[each.level], str(each.msg)) for each in seen if each.id == f"sqlsem.{number}"]
 
 
-def levels(seen: list[Finding], number: str) -> list[str]:
+def levels(seen: list[CheckMessage], number: str) -> list[str]:
     return [level for level, _text in of(seen, number)]
 
 
 def test_a_healthy_database(database: str, monkeypatch: Any) -> None:
     see(monkeypatch)
-    monkeypatch.setattr(trials, "LEASE", 60.0)
-    monkeypatch.setattr(trials, "EARLY", 45.0)  # on a busy machine too
+    monkeypatch.setattr(doctor, "LEASE", 60.0)
+    monkeypatch.setattr(doctor, "EARLY", 45.0)  # on a busy machine too
     seen = found(database, acquire=True)
-    bad = [each for each in seen if each.level in (Level.WARNING, Level.ERROR)]
+    bad = [each for each in seen if each.level >= WARNING]
     assert not bad
-    assert {each.database for each in seen} == {"", database}
+    assert {each.obj for each in seen} == {None, database}
     for number in ("D001", "D002", "D003", "D004", "D016", "D017"):
         assert of(seen, number), number
     (text,) = [text for _level, text in of(seen, "D017")]
@@ -150,15 +152,15 @@ def test_a_server_that_does_not_answer(committed: None, engine: str) -> None:
     gone = {"ENGINE": f"django.db.backends.{engine}", "NAME": "x", "USER": "x", "HOST": "127.0.0.1", "PORT": "1"}
     with known("gone", gone):
         seen = found("gone", acquire=True)
-    assert [(each.id, each.level) for each in seen if each.database] == [("sqlsem.D001", Level.ERROR)]
+    assert [(each.id, each.level) for each in seen if each.obj] == [("sqlsem.D001", ERROR)]
 
 
 @needs_postgres
 def test_pgbouncer(committed: None, monkeypatch: Any) -> None:
     with pgbouncer("postgres") as pooler, known("pooled", pooler.settings):
         see(monkeypatch, "pooled", **{key: pooler.settings[key] for key in databases._PASSED_ON})
-        monkeypatch.setattr(trials, "LEASE", 5.0)
-        monkeypatch.setattr(trials, "EARLY", 3.0)
+        monkeypatch.setattr(doctor, "LEASE", 5.0)
+        monkeypatch.setattr(doctor, "EARLY", 3.0)
         seen = found("pooled", acquire=True)
     assert levels(seen, "D005") == ["warning", "warning"]
     ((_level, text),) = of(seen, "D017")
@@ -346,7 +348,7 @@ def test_slots_names_and_holders(database: str) -> None:
     assert "(195)" in long[1]
     assert levels(seen, "D014") == ["warning", "warning"]
     assert levels(seen, "D015") == ["note"]
-    assert worst(seen) == Level.WARNING.rank
+    assert max(each.level for each in seen) == WARNING
 
 
 def test_names_that_look_alike() -> None:
@@ -388,15 +390,16 @@ def test_a_child_that_cannot_start(committed: None, monkeypatch: Any) -> None:
 def test_without_beacons_the_lease_is_waited_for(committed: None, monkeypatch: Any) -> None:
     with override_settings(SQLSEM={"DATABASE": "default", "BEACONS": False, "LEASE": 60}):
         see(monkeypatch)
-        monkeypatch.setattr(trials, "LEASE", 4.0)
-        monkeypatch.setattr(trials, "EARLY", 2.0)
+        monkeypatch.setattr(doctor, "LEASE", 4.0)
+        monkeypatch.setattr(doctor, "EARLY", 2.0)
         ((level, text),) = of(found("default", acquire=True), "D017")
     assert (level, "as BEACONS is off" in text, "up to 60 s" in text) == ("note", True, True)
 
 
-def test_a_finding_is_for_programs_too() -> None:
-    finding = dataclasses.replace(findings.warning("sqlsem.D003", "slow", "move"), database="x")
-    assert finding.as_dict() == {
+def test_a_message_is_for_programs_too() -> None:
+    message = messages.warning("D003", "slow", "move")
+    message.obj = "x"
+    assert as_dict(message) == {
         "id": "sqlsem.D003",
         "level": "warning",
         "database": "x",
@@ -404,4 +407,31 @@ def test_a_finding_is_for_programs_too() -> None:
         "advice": "move",
         "docs": "docs/checks.md#sqlsemd003",
     }
-    assert [level.rank for level in Level] == [0, 1, 2, 3]
+    plain = as_dict(messages.ok("D016", "fine"))
+    assert (plain["level"], plain["advice"], plain["docs"]) == ("ok", "", "docs/checks.md#sqlsemd016")
+
+
+# As system checks.
+
+
+def test_a_check_of_the_deployment_says_the_same(committed: None, tmp_path: Path) -> None:
+    options = {"transaction_mode": "IMMEDIATE", "init_command": "PRAGMA journal_mode = MEMORY"}
+    with a_file(tmp_path, OPTIONS=options), override_settings(SQLSEM={"DATABASE": "locks"}):
+
+        def ids(**kwargs: Any) -> list[str]:
+            return [each.id for each in checks.run_checks(**kwargs) if each.id.startswith("sqlsem.D")]
+
+        assert ids(databases=["locks"], include_deployment_checks=True) == ["sqlsem.D008"]
+        assert ids(databases=["locks"]) == ids(include_deployment_checks=True) == []
+        assert ids(databases=["default"], include_deployment_checks=True) == []
+        with override_settings(SILENCED_SYSTEM_CHECKS=["sqlsem.D008"]):
+            assert not of(found("locks"), "D008")
+
+
+def test_missing_tables_are_no_matter_for_who_is_about_to_migrate(committed: None, tmp_path: Path) -> None:
+    with (
+        known("locks", FILE | {"NAME": str(tmp_path / "empty.sqlite3")}),
+        override_settings(SQLSEM={"DATABASE": "locks"}),
+    ):
+        assert levels(found("locks"), "D002") == ["error"]
+        call_command("check", databases=["locks"], deploy=True)

@@ -67,6 +67,15 @@ def test_what_a_button_sends_may_go_to_a_list(operator: Client, alias: str, url:
     assert slot_row(alias).permit_id
 
 
+def test_what_was_confirmed_for_one_act_counts_for_no_other(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    hold(alias)
+    page = ask(operator, SEMAPHORES, "stop", key())
+    assert said(confirm(operator, SEMAPHORES, page, action="revoke")) == [DAMAGED]
+    assert slot_row(alias).permit_id
+    assert said(confirm(operator, SEMAPHORES, page)) == ["Asked 1 holder to stop."]
+
+
 @pytest.mark.parametrize("chosen", ["x", "\0", "9" * 40, "-1"])
 def test_rows_that_cannot_be(operator: Client, alias: str, chosen: str) -> None:
     make_semaphore(alias)
@@ -146,8 +155,8 @@ def test_times_are_the_sites_also_without_time_zones(operator: Client, alias: st
     settings.TIME_ZONE = "Asia/Kolkata"
     make_semaphore(alias)
     response = operator.get(of_lock("change", key()))
-    assert response.context["recent"].up_to.utcoffset().total_seconds() == 5.5 * 3600
-    assert f"up to {response.context['recent'].up_to:%H:%M:%S} IST" in response.content.decode()
+    assert response.context["recent"]["up_to"].utcoffset().total_seconds() == 5.5 * 3600
+    assert f"up to {response.context['recent']['up_to']:%H:%M:%S} IST" in response.content.decode()
 
 
 def test_numbers_are_numbers_in_every_language(operator: Client, alias: str, settings: Any) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import django_sqlsem
+from tests.support.databases import ROOT, child_environment
 
 PACKAGE = Path(django_sqlsem.__file__).parent
 MODULES = {
@@ -19,11 +23,28 @@ LONGEST = 60
 LONG = {
     "backends/applock/acquire.py:attempt",
     "backends/rows/handoff.py:hand_over",
-    "management/arguments.py:add_arguments",
     "refresh/__init__.py:refresh_every",
 }
 #: Modules besides ``__init__`` that one folder may have.
 MOST_MODULES = 15
+#: Modules in all, ``__init__`` and the root's included: a new one replaces another. This number may only fall.
+MODULES_IN_ALL = 190
+#: A module of fewer lines is a leaf that several others import.
+SHORT = 60
+#: Shorter modules that fewer than two import: what Django finds by name, the command's verbs, and what should go.
+ALONE = {
+    "apps.py",
+    "backends/applock/tsql/texts.py",
+    "management/verbs/purge.py",
+    "management/verbs/revoke.py",
+    "management/verbs/set.py",
+    "management/verbs/show.py",
+    "management/verbs/sql.py",
+    "management/verbs/stop.py",
+    "models/fields.py",
+}
+#: Fields of ``Acquisition``, the one record of an acquisition.
+FIELDS_OF_THE_RECORD = 26
 #: Classes that inherit from a class of ours that inherits from a class of ours.
 DEEP = {
     "ApplockBackend",
@@ -47,45 +68,31 @@ SHARED_CLASSES = {
 }
 #: Names of public constants that two modules use for different values.
 SHARED_CONSTANTS = {
-    "ACTS",
-    "BUSY",
     "CHUNK",
-    "DEADLOCKS",
     "DECLARE",
-    "FEW",
     "GRANTED",
-    "HEADERS",
-    "HOLD",
-    "HOLDER",
     "KEPT",
-    "KINDS",
     "LEFT",
-    "LISTED",
     "LOOK",
-    "MANY",
     "OPEN",
-    "PATIENCE",
     "PATIENCE_US",
     "PAUSED",
     "QUEUE",
     "REMEMBERED",
     "ROW",
-    "SESSION",
     "SWEEP",
     "TABLE",
     "TRIES",
     "TURN",
-    "WIDTH",
-    "WORDS",
 }
 #: Modules that import another of ours inside a function, and how often.
-LATE = {
-    "apps.py": 1,
-    "control.py": 1,
-    "queries.py": 13,
-}
+LATE = {}
+#: Modules that ``manage.py locks list`` loads beyond ``django.setup()``, without those of the backend.
+MOST_FOR_LIST = 12
+#: Modules of the backend that it loads, as the first acquire of a process does.
+BACKEND_FOR_LIST = 15
 #: Places that catch what interrupts a thread.
-INTERRUPTIONS = 25
+INTERRUPTIONS = 13
 
 
 def classes() -> dict[str, list[tuple[str, ast.ClassDef]]]:
@@ -146,6 +153,33 @@ def test_a_folder_is_one_job() -> None:
     assert {family for family, count in families.items() if count > 2} == set(), "a prefix of three is a missing folder"
 
 
+def test_a_module_is_one_idea() -> None:
+    assert len(MODULES) <= MODULES_IN_ALL
+    importers = defaultdict(set)
+    for module, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("django_sqlsem"):
+                for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
+                    importers[f"{name}.py".replace(".", "/", name.count(".")).partition("/")[2]].add(module)
+    short = {module for module in MODULES if len((PACKAGE / module).read_text(encoding="utf-8").splitlines()) < SHORT}
+    alone = {module for module in short if not module.endswith("__init__.py") and len(importers[module]) < 2}
+    assert alone == ALONE
+
+
+def test_the_record_of_an_acquisition_stays_small() -> None:
+    (record,) = [
+        node
+        for node in MODULES["runtime/acquisition.py"].body
+        if isinstance(node, ast.ClassDef) and node.name == "Acquisition"
+    ]
+    fields = {
+        node.attr
+        for node in ast.walk(record)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+    assert len(fields) <= FIELDS_OF_THE_RECORD, fields
+
+
 def test_imports_stand_at_the_top() -> None:
     inside = Counter(
         module
@@ -166,3 +200,23 @@ def test_few_places_catch_interruptions() -> None:
         if isinstance(node, ast.ExceptHandler) and node.type is not None and "BaseException" in ast.unparse(node.type)
     ]
     assert len(caught) <= INTERRUPTIONS, caught
+
+
+def test_a_verb_of_the_command_loads_no_other(committed: None) -> None:
+    code = """
+import json, sys
+import django
+from django.core.management import execute_from_command_line
+django.setup()
+before = set(sys.modules)
+execute_from_command_line(["manage.py", "locks", "list"])
+print(json.dumps([name for name in set(sys.modules) - before if name.startswith("django_sqlsem")]))
+"""
+    environment = child_environment()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    listed, loaded = done.stdout.splitlines()
+    assert listed.startswith("Nothing is held"), done.stderr
+    backend = [name for name in json.loads(loaded) if name.startswith("django_sqlsem.backends")]
+    others = [name for name in json.loads(loaded) if name not in backend]
+    assert len(backend) <= BACKEND_FOR_LIST, backend
+    assert len(others) <= MOST_FOR_LIST, others

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from django.contrib.staticfiles import finders
-from django.db import connections
+from django.db import DatabaseError, connections
 from django.test import Client, RequestFactory
 from django.urls import reverse
 
 import django_sqlsem
 from django_sqlsem.admin import live
+from tests.support.databases import without_tables
 from tests.support.operators import hold, make_semaphore
 from tests.unit.test_admin import SEMAPHORES, key, login
 
@@ -116,6 +117,13 @@ def test_a_failing_database_is_a_line_for_the_script_and_a_page_for_people(
     assert 'role="alert"' in html
     assert "data-sqlsem-reload" in html  # the script goes on asking, and loads the page when there is an answer
     assert "The locks cannot be shown" in html
+
+
+def test_a_stranger_is_not_told_what_a_database_says(operator: Client, alias: str) -> None:
+    """Sessions and users may be what cannot be read."""
+    make_semaphore(alias)
+    with without_tables(alias, "django_session"), pytest.raises(DatabaseError):
+        operator.get(address(), headers=FRAGMENT)
 
 
 def test_a_lock_that_is_gone(operator: Client, alias: str) -> None:

@@ -98,7 +98,8 @@ def test_everything_is_said(database: str, settings: Any) -> None:
     assert "p50 240 ms, p95 240 ms, max 250 ms" in part(html, "sqlsem-waits")
     assert "max 10 min" in part(html, "sqlsem-holds")
     rare = part(html, "sqlsem-rare")
-    assert re.search(r"paused - - - bob - .* lost 2 web1 pid 7 GET /x - expired .* slots set - - - ann 3 slots", rare)
+    lost = "lost 2 web1 pid 7 GET /x - 1 min - expired"
+    assert re.search(rf"paused - - - - - bob - .* {lost} .* slots set - - - - - ann 3 slots", rare)
     assert "turned away - web1 pid 7 GET /x 5 s - -" in part(html, "sqlsem-events")
     assert "web1 pid 7 GET /x released" in re.sub(r"\s+·\s+", " ", part(html, "sqlsem-spans")).replace("  ", " ")
 

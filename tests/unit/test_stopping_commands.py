@@ -129,7 +129,7 @@ def test_run_passes_the_wish_on_as_a_signal(
         out, err = process.communicate("\n", timeout=SOON)
         assert (out, process.returncode) == (f"{said}\n", code)
         gets = {"none": "nothing", "usr1": "SIGUSR1"}.get(arguments[-1] if arguments else "", "SIGTERM")
-        assert f"ann asks whoever holds 'nightly' to stop: the command gets {gets}." in err
+        assert f"ann asks the holder of 'nightly' to stop: the command gets {gets}." in err
     assert held(database, "nightly") == 0
 
 

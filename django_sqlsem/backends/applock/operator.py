@@ -81,7 +81,9 @@ class ApplockOperator(BaseSemaphoreBackend):
                     continue
             return found[0] if found else None
 
-    def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
+    def inspect(
+        self, names: Collection[str] | None = None, *, prefix: str = "", at: RowClock | None = None
+    ) -> list[SemaphoreSnapshot]:
         """Return snapshots ordered by name."""
         with database_errors(self.alias):
             return reading.read(self._query, names=names, prefix=prefix, locks=self._locks())

@@ -106,11 +106,13 @@ class _KeepError(Exception):
 class RowsOperator(RowsSurvey):
     """Shows and changes the rows of one alias, on its ordinary connection."""
 
-    def inspect(self, names: Collection[str] | None = None, *, prefix: str = "") -> list[SemaphoreSnapshot]:
+    def inspect(
+        self, names: Collection[str] | None = None, *, prefix: str = "", at: RowClock | None = None
+    ) -> list[SemaphoreSnapshot]:
         """Return snapshots ordered by name, in three reads per 500 ``names``, or in three reads of a prefix."""
         with database_errors(self.alias):
+            clock = at or RowClock.of(self.alias)
             if names is None:
-                clock = RowClock.of(self.alias)
                 # Some databases fold case here, so the prefix is tested once more.
                 found = self._read(clock, Q(name__startswith=prefix), Q(semaphore__name__startswith=prefix))
                 found = [snapshot for snapshot in found if snapshot.name.startswith(prefix)]
@@ -119,7 +121,7 @@ class RowsOperator(RowsSurvey):
                 found = []
                 for start in range(0, len(keys), CHUNK):
                     chunk = keys[start : start + CHUNK]
-                    found += self._read(RowClock.of(self.alias), Q(key__in=chunk), Q(semaphore__in=chunk))
+                    found += self._read(clock, Q(key__in=chunk), Q(semaphore__in=chunk))
         return sorted(found, key=lambda snapshot: snapshot.name)
 
     def _read(self, clock: RowClock, wanted: Q, related: Q) -> list[SemaphoreSnapshot]:

@@ -4,8 +4,6 @@ No index helps there: whether a slot is taken changes with every claim, and an i
 place that make claims cheap on PostgreSQL.
 
 What one name's rows say, read on a connection of our own.
-
-Which names somebody holds or waits for: found by the rows that say so, among any number of idle ones.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ ModelT = TypeVar("ModelT", bound=Model)
 class RowsSurvey(BaseSemaphoreBackend):
     """Reads the tables of one alias as a whole."""
 
-    def survey(self) -> Survey:
+    def survey(self, *, at: RowClock | None = None) -> Survey:
         """Return how all names stand, in five reads; in six if more names are taken than are listed."""
         with database_errors(self.alias):
-            clock = RowClock.of(self.alias)
+            clock = at or RowClock.of(self.alias)
             # A writer or an upgradable reader has its place, slot 0, besides slots that count.
             live = clock.live() & (~Q(slot=WRITER) | Q(mode=UPDATE))
             counts = {"held": Count("pk", filter=live), "stale": Count("pk", filter=clock.stale())}
@@ -74,10 +72,10 @@ class RowsSurvey(BaseSemaphoreBackend):
                 names={"held": held, "stale": stale, "waiting": waiting, "paused": paused, "draining": drained},
             )
 
-    def in_state(self, state: SurveyState) -> Q:
+    def in_state(self, state: SurveyState, *, at: RowClock | None = None) -> Q:
         """Return the condition on ``SemaphoreRow`` that a name is in a state, by the database's clock."""
         with database_errors(self.alias):
-            clock = RowClock.of(self.alias)
+            clock = at or RowClock.of(self.alias)
         if state == "paused":
             return Q(paused=True)
         if state == "waiting":
@@ -86,15 +84,15 @@ class RowsSurvey(BaseSemaphoreBackend):
         found = Q(pk__in=self._rows(SlotRow).filter(of_state, expires_us__isnull=False).order_by().values("semaphore"))
         return found & Q(paused=True) if state == "draining" else found
 
-    def slots_in_state(self, state: SurveyState) -> Q:
+    def slots_in_state(self, state: SurveyState, *, at: RowClock | None = None) -> Q:
         """Return the condition on ``SlotRow``, by the database's clock."""
         with database_errors(self.alias):
-            clock = RowClock.of(self.alias)
+            clock = at or RowClock.of(self.alias)
         if state == "held":
             return clock.live()
         if state == "stale":
             return clock.stale()
-        return Q(semaphore__in=self._rows(SemaphoreRow).filter(self.in_state(state)).order_by().values("pk"))
+        return Q(semaphore__in=self._rows(SemaphoreRow).filter(self.in_state(state, at=clock)).order_by().values("pk"))
 
     def _waiting(self, clock: RowClock) -> tuple[Listed, int]:
         waiters = self._waiters(clock)
@@ -177,11 +175,3 @@ def _select(
     columns = ", ".join(fields[name].column for name in names)
     dialect.execute(cursor, f"SELECT {columns} FROM {model._meta.db_table} WHERE {where}", {"key": resource.key})
     return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
-
-
-def names_in_use(alias: str, most: int) -> list[str]:
-    """Return at most so many names, by one query; of more, whichever the database finds. Raises ``BackendError``."""
-    taken = SlotRow.objects.using(alias).filter(expires_us__isnull=False).order_by().values_list("semaphore__name")
-    wanted = WaiterRow.objects.using(alias).order_by().values_list("semaphore__name")
-    with database_errors(alias):
-        return [name for (name,) in taken.union(wanted)[:most]]

@@ -6,12 +6,11 @@ import abc
 import contextlib
 import enum
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from django.db import Error as DjangoDatabaseError
-from django.db import transaction
 from django.db.transaction import TransactionManagementError
 
 from django_sqlsem.core import testmode
@@ -53,10 +52,6 @@ class Outcome(enum.Enum):
     MISSING = "missing"
 
 
-#: How transactions hold a lock at some moment.
-LockState = Literal["free", "shared", "held"]
-
-
 @dataclass(frozen=True, slots=True)
 class Mark:
     """The moment at which a lock was asked for."""
@@ -96,10 +91,6 @@ class TransactionLocking(abc.ABC):
         the transaction is as it was. Raises ``DeadlockError``, ``BackendError``, and ``TransactionManagementError``
         under an isolation level whose reads may be older than the lock.
         """
-
-    def holds(self, keys: Collection[str]) -> Mapping[str, LockState] | None:
-        """Return how transactions hold the rows with these keys at this moment; ``None`` where that is not known."""
-        return None
 
     @contextlib.contextmanager
     def errors(self, wanted: Wanted) -> Iterator[None]:
@@ -149,31 +140,9 @@ def number_of(error: Exception) -> str | int | None:
 class RowLocking(TransactionLocking):
     """Locks the key row by a read, which the server lets wait."""
 
-    def holds(self, keys: Collection[str]) -> Mapping[str, LockState]:
-        """Try the locks, passing over those that are held, and let go of them at once.
-
-        Who asks for one with ``timeout=0`` in that very moment is refused: it takes about a millisecond.
-        """
-        with transaction.atomic(using=self.connection.alias):
-            shareable = self._unlocked(keys, self.strength(shared=True))
-            free = self._unlocked(shareable, self.strength(shared=False))
-            transaction.set_rollback(True, using=self.connection.alias)
-        return {key: "free" if key in free else "shared" if key in shareable else "held" for key in keys}
-
     def strength(self, *, shared: bool) -> str:
         """Return what follows a read that locks its rows, with others or alone."""
         return "FOR SHARE" if shared else "FOR UPDATE"
-
-    def _unlocked(self, keys: Collection[str], strength: str) -> set[str]:
-        if not keys:
-            return set()
-        places = ", ".join(["%s"] * len(keys))
-        with self.connection.cursor() as cursor:
-            cursor.execute(
-                f"SELECT name_key FROM {rows.TABLE} WHERE name_key IN ({places}) {strength} SKIP LOCKED",
-                list(keys),
-            )
-            return {row[0] for row in cursor.fetchall()}
 
     def lock(self, wanted: Wanted, timeout: float | None, *, mark: Mark | None = None) -> float | None:
         """Try at once, so that waiting is known from its opposite, then wait. Make the row if it is not there."""

@@ -1,8 +1,6 @@
 """Locks of the caller's own transaction: the checks before, the grant, and the error after a timeout.
 
 Which database takes transaction locks in which way.
-
-What operators see of transaction locks: names, and how each is held right now where the database can tell.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from django.utils.asyncio import async_unsafe
 from django_sqlsem import conf
 from django_sqlsem.core.durations import Unset, to_seconds
 from django_sqlsem.core.text import shown
-from django_sqlsem.database.errors import backend_error, database_errors
+from django_sqlsem.database.errors import backend_error
 from django_sqlsem.database.transactions import open_transactions
 from django_sqlsem.exceptions import AcquireTimeoutError
 from django_sqlsem.locks.transaction.base import TransactionLocking, Wanted
@@ -33,11 +31,9 @@ from django_sqlsem.locks.transaction.sqlite import SQLiteLocking
 from django_sqlsem.locks.transaction.sqlserver import ApplockLocking
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from django_sqlsem.locks.transaction.base import LockState, Mark
+    from django_sqlsem.locks.transaction.base import Mark
 
 
 _LOCKINGS: Final[dict[str, type[TransactionLocking]]] = {
@@ -149,12 +145,3 @@ def _refusal(wanted: Wanted, seconds: float | None) -> AcquireTimeoutError:
     name = wanted.resource.name
     when = f" and was not given back within {seconds:g} s" if seconds else ""
     return AcquireTimeoutError(f"{name!r} is locked by another transaction{when}.", name=name, timeout=seconds)
-
-
-def held(alias: str, keys: Collection[str]) -> Mapping[str, LockState] | None:
-    """Return how transactions hold the rows with these keys; ``None`` where that is not known.
-
-    Raises ``BackendError``.
-    """
-    with database_errors(alias):
-        return locking_for(connections[alias]).holds(keys)

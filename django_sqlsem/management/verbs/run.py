@@ -1,116 +1,167 @@
-"""``locks run``: a command of the system under a permit. It gets our signals, and does not outlive the permit."""
+"""Runs a command under a semaphore. It gets SIGTERM, SIGINT and SIGHUP, and is stopped if the permit is lost."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
-import getpass
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
-from django.core.management.base import CommandError
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import CommandError, CommandParser
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from django_sqlsem.locks.permit import Permit
-
+from django_sqlsem import mutex, queries, semaphore
+from django_sqlsem.core import identity
+from django_sqlsem.core.durations import UNSET
+from django_sqlsem.core.names import ONE_SLOT
+from django_sqlsem.exceptions import AcquireTimeoutError, SemaphoreError
+from django_sqlsem.locks.permit import Permit
+from django_sqlsem.management import arguments
+from django_sqlsem.management.console import Console, system_user
 
 #: What a shell says of a command that it can't run, or can't find.
 NOT_EXECUTABLE: Final = 126
 NOT_FOUND: Final = 127
 #: How long a command that lost its permit may take to end, in seconds.
-GRACE: Final = 10.0
+_GRACE: Final = 10.0
 #: How often the permit is looked at, in seconds.
-POLL: Final = 0.5
-
-_FORWARDED = tuple(
-    number for name in ("SIGTERM", "SIGINT", "SIGHUP") if (number := getattr(signal, name, None)) is not None
-)
+_POLL: Final = 0.5
+_PASSED_ON: Final = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
 
 
-def system_user() -> str:
-    """Return the name of the user that runs this process."""
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # a container may run as a number without a name
-        return f"uid {os.getuid()}"
+@arguments.checked
+def _stop_signal(text: str) -> int | None:
+    if text == "none":
+        return None
+    found = getattr(signal, f"SIG{text.upper().removeprefix('SIG')}", None)
+    if not isinstance(found, signal.Signals):
+        raise ValueError(f"{text!r} is no signal: write TERM, INT, USR1, or none.")
+    return int(found)
 
 
-class Signals:
-    """What this process does with a signal: end while it waits, pass it on once the command runs."""
+def add_arguments(parser: CommandParser) -> None:
+    options = "[--slots N] [--timeout AGE] [--stop-signal SIGNAL] [--database ALIAS]"
+    parser.usage = f"%(prog)s NAME {options} -- COMMAND..."
+    arguments.add_name(parser)
+    told = "how many may run; default: as declared, else 1"
+    parser.add_argument("--slots", metavar="N", type=arguments.slots, help=told)
+    told = "how long to wait: 0, 90s, none; default: as configured"
+    parser.add_argument("--timeout", metavar="AGE", type=arguments.timeout, default=UNSET, help=told)
+    told = "what the command gets when an operator asks to stop: INT, USR1, none; default: TERM"
+    parser.add_argument("--stop-signal", metavar="SIGNAL", type=_stop_signal, default=signal.SIGTERM, help=told)
 
-    def __init__(self, at_stop: int | None = None) -> None:
-        #: What the command gets when an operator asks to stop; ``None``: nothing.
-        self.at_stop = at_stop
-        self._forward: Callable[[int], None] | None = None
+
+def handle(
+    console: Console, *, name: str, slots: int | None, timeout: Any, stop_signal: int | None, command: list[str],
+    database: str | None, **_: Any,
+) -> None:  # fmt: skip
+    """Run the command under a permit, and end with its exit code."""
+    if not command:
+        raise CommandError("Which command? Write it behind --, as in: locks run nightly -- ./backup.sh", returncode=2)
+    known = queries.semaphore(name, using=database)
+    if known and known.kind in ONE_SLOT and slots in (None, 1):
+        lock = mutex(name, timeout=timeout, using=database)._as(known.kind)
+    else:
+        lock = semaphore(name, slots, timeout=timeout, using=database)
+    run = _Run(command, stop_signal)
+    with run.signals(), identity.activity(shlex.join(command), system_user()):
+        try:
+            with lock.acquire() as permit:
+                run.start()
+                code = run.watch(permit, console.stderr.write)
+        except AcquireTimeoutError as error:
+            raise CommandError(str(error), returncode=arguments.EXIT_BUSY) from error
+        except (SemaphoreError, ImproperlyConfigured) as error:
+            raise CommandError(str(error)) from error
+    if code:
+        sys.exit(code)
+
+
+class _Run:
+    """One run of a command, and what this process does with signals: end while it waits, pass them on after that."""
+
+    def __init__(self, command: list[str], stop_signal: int | None) -> None:
+        self._command, self._stop_signal = command, stop_signal
+        self._child: subprocess.Popen[bytes] | None = None
+        #: Signals that came while the command was being started; ``None``: it is not, yet.
         self._pending: list[int] | None = None
+        # In a terminal the command stays in our process group, so that ctrl-C and ctrl-Z reach it as ever, and
+        # ctrl-C reaches it once. Elsewhere it leads a session of its own, so that a signal reaches all it started.
+        self._shared = _in_foreground()
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Handle the signals inside the block, except those that whoever started us chose to ignore."""
+    def signals(self) -> Iterator[None]:
+        """Handle signals inside the block, except those that this process was started to ignore."""
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may
             return
-        previous: dict[int, Any] = {}
-        for number in _FORWARDED:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                previous[number] = signal.signal(number, self._handle)
+        taken = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, self._handle) for number in taken}
         try:
             yield
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def hold_back(self) -> None:
-        """From now on keep the signals for the command that is about to start."""
-        self._pending = []
-
-    def forward_to(self, forward: Callable[[int], None]) -> None:
-        """From now on pass the signals on, first those that were kept."""
-        self._forward = forward
-        for number in self._pending or ():
-            forward(number)
-
     def _handle(self, number: int, frame: object) -> None:
-        if self._forward is not None:
+        if self._child is not None:
             self._forward(number)
         elif self._pending is not None:
             self._pending.append(number)
         else:
             raise SystemExit(128 + number)
 
-
-def run_command(command: Sequence[str], permit: Permit, signals: Signals, say: Callable[[str], None]) -> int:
-    """Run ``command`` until it ends or the permit is lost, and return its exit code, 128+n if signal n ended it.
-
-    Raises ``CommandError`` if it can't be started.
-    """
-    # In a terminal the command stays in our process group, so that ctrl-C and ctrl-Z reach it as ever, and
-    # ctrl-C reaches it once. Elsewhere it leads a session of its own, so that a signal reaches all it started.
-    shared = _in_foreground()
-    signals.hold_back()
-    try:
-        child = subprocess.Popen(  # noqa: S603 - the operator's own command
-            command,
-            start_new_session=not shared,
-            preexec_fn=_end_with_parent(),
-        )
-    except FileNotFoundError as error:
-        raise CommandError(f"{command[0]}: {error.strerror}", returncode=NOT_FOUND) from error
-    except OSError as error:
-        raise CommandError(f"{command[0]}: {error.strerror}", returncode=NOT_EXECUTABLE) from error
-    group = not shared and hasattr(os, "killpg")
-
-    def send(number: int) -> bool:
-        """Send a signal; return whether there was anyone to get it. Number 0 only asks."""
+    def start(self) -> None:
+        """Start the command. Raises ``CommandError`` if it can't be."""
+        self._pending = []
         try:
-            if group:
+            self._child = subprocess.Popen(  # noqa: S603 - the operator's own command
+                self._command, start_new_session=not self._shared, preexec_fn=_end_with_parent()
+            )
+        except OSError as error:
+            code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+            raise CommandError(f"{self._command[0]}: {error.strerror}", returncode=code) from error
+        for number in self._pending:
+            self._forward(number)
+
+    def watch(self, permit: Permit, say: Callable[[str], object]) -> int:
+        """Wait until the command ends or the permit is lost; return its exit code, 128+n if signal n ended it."""
+        child: Any = self._child
+        ended = threading.Event()
+
+        def wait() -> None:
+            child.wait()
+            ended.set()
+
+        threading.Thread(target=wait, name="sqlsem-run", daemon=True).start()
+        asked = lost = False
+        while not lost and not ended.wait(_POLL):
+            if permit.stop_requested and not asked:
+                asked = True
+                gets = "nothing" if self._stop_signal is None else signal.Signals(self._stop_signal).name
+                say(f"{permit.stop_requested_by} asks the holder of {permit.name!r} to stop: the command gets {gets}.")
+                if self._stop_signal is not None:
+                    self._send(self._stop_signal)
+            if permit.lost:
+                lost = True
+                say(f"The permit for {permit.name!r} is lost: {permit.lost}. The command is being stopped.")
+                self._stop(ended)
+        code: int = child.returncode if child.returncode >= 0 else 128 - child.returncode
+        return code or int(lost)  # a command that ended with 0, but without its permit, has failed
+
+    def _send(self, number: int) -> bool:
+        """Send a signal; return whether there was anyone to get it. Number 0 only asks."""
+        child: Any = self._child
+        try:
+            if not self._shared and hasattr(os, "killpg"):
                 os.killpg(child.pid, number)
             elif child.poll() is not None:
                 return False
@@ -120,57 +171,26 @@ def run_command(command: Sequence[str], permit: Permit, signals: Signals, say: C
             return False
         return True
 
-    def forward(number: int) -> None:
-        if child.returncode is None and not (shared and number == signal.SIGINT):
-            send(number)
+    def _forward(self, number: int) -> None:
+        child: Any = self._child
+        if child.returncode is None and not (self._shared and number == signal.SIGINT):
+            self._send(number)
 
-    signals.forward_to(forward)
-    ended = threading.Event()
-
-    def wait() -> None:
-        child.wait()
-        ended.set()
-
-    threading.Thread(target=wait, name="sqlsem-run", daemon=True).start()
-    asked = False
-    while not ended.wait(POLL):
-        if permit.stop_requested and not asked:
-            asked = True
-            gets = "nothing" if signals.at_stop is None else signal.Signals(signals.at_stop).name
-            say(f"{permit.stop_requested_by} asks whoever holds {permit.name!r} to stop: the command gets {gets}.")
-            if signals.at_stop is not None:
-                send(signals.at_stop)
-        if permit.lost:
-            say(f"The permit for {permit.name!r} is lost: {permit.lost}. The command is being stopped.")
-            _stop(send, ended)
-            return _exit_code(child) or 1  # it may have ended in peace, but not under the permit
-    return _exit_code(child)
-
-
-def _stop(send: Callable[[int], bool], ended: threading.Event) -> None:
-    send(signal.SIGTERM)
-    deadline = time.monotonic() + GRACE
-    while time.monotonic() < deadline and send(0):  # whoever the command has started must end too
-        time.sleep(0.1)
-    send(getattr(signal, "SIGKILL", signal.SIGTERM))
-    ended.wait()
-
-
-def _exit_code(child: subprocess.Popen[bytes]) -> int:
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+    def _stop(self, ended: threading.Event) -> None:
+        self._send(signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline and self._send(0):  # what the command has started must end too
+            time.sleep(0.1)
+        self._send(getattr(signal, "SIGKILL", signal.SIGTERM))
+        ended.wait()
 
 
 def _end_with_parent() -> Callable[[], object] | None:
-    """Have the system send SIGTERM to the command if this process is killed: nobody would renew its permit then."""
-    if not sys.platform.startswith("linux"):
-        return None
-    import ctypes
-
+    """Have Linux send SIGTERM to the command if this process is killed: its permit would not be renewed then."""
     try:
-        prctl = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError):
+        return functools.partial(ctypes.CDLL(None).prctl, 1, int(signal.SIGTERM))  # 1: PR_SET_PDEATHSIG, prctl(2)
+    except (OSError, AttributeError, TypeError):  # another system: Windows has no library without a name
         return None
-    return functools.partial(prctl, 1, int(signal.SIGTERM))  # 1: PR_SET_PDEATHSIG, prctl(2)
 
 
 def _in_foreground() -> bool:

@@ -16,7 +16,7 @@ PAGES = sorted((ROOT / "docs" / "backends").glob("*sql*.md"))
 DECLARE = re.compile(r"\bDECLARE\s(.*?);", re.DOTALL)
 FENCE = re.compile(r"^```sql\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BATCHES = texts.all_texts()
-CHECKS = {f"check {name.lower()}": getattr(sqlserver, name) for name in ("FACTS", "PROBE", "LOOK")}
+CHECKS = {f"check {name.lower()}": getattr(sqlserver, name) for name in ("FACTS", "PROBE", "SEE_LOCKS")}
 EXAMPLES = {
     f"{page.name} {number}": text
     for page in PAGES

@@ -77,7 +77,7 @@ def test_purge_and_the_actions_of_the_list(operator: Visitor) -> None:
     page.locator(f'input[name=_selected_action][value="{key()}"]').check()
     page.locator("select[name=action]").first.select_option("revoke")
     page.locator("button[name=index]").first.click()
-    expect(page.locator("#content")).to_contain_text(words("web1 pid 4711 MainThread"))
+    expect(page.locator("#content")).to_contain_text(words("web1 pid 4711 · MainThread"))
     operator.confirm("Revoked 1 permit.")
     assert slot_row("default", slot=2).revoked_by == "user0"
 

@@ -1,3 +1,0 @@
-"""``locks doctor``: the checks, and live trials."""
-
-from __future__ import annotations

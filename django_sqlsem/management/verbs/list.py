@@ -1,0 +1,100 @@
+"""Lists who holds and who waits."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import time
+from typing import Any
+
+from django.core.management.base import CommandParser
+from django.db import close_old_connections
+
+from django_sqlsem import queries
+from django_sqlsem.core.durations import parse_duration
+from django_sqlsem.exceptions import BackendError
+from django_sqlsem.management import arguments, output
+from django_sqlsem.management.console import Console
+from django_sqlsem.snapshots import SemaphoreSnapshot
+
+
+@arguments.checked
+def _interval(text: str) -> float:
+    seconds = parse_duration(text)
+    if seconds < 0.1:
+        raise ValueError("watch at most ten times a second: 0.1 or more.")
+    return seconds
+
+
+def add_arguments(parser: CommandParser) -> None:
+    parser.add_argument("--stale", action="store_true", help="only slots whose holder seems gone")
+    arguments.add_glob(parser)
+    arguments.add_format(parser, "table", "json", "csv")
+    told = "repeat, every 2 s by default"
+    parser.add_argument("--watch", metavar="SECONDS", nargs="?", const=2.0, type=_interval, help=told)
+
+
+def handle(console: Console, *, format: str, watch: float | None, **options: Any) -> None:  # noqa: A002
+    """Print the list once, or again and again."""
+    if watch is None:
+        _print(console, format, **options)
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        for turn in itertools.count():
+            if format == "table":
+                if console.is_terminal:
+                    console.stdout.write("\x1b[H\x1b[2J\x1b[3J", ending="")
+                console.say(f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M:%S}, every {watch:g} s")
+            try:
+                _print(console, format, **options, header=turn == 0, indent=None)
+            except BackendError as error:  # the database may come back
+                console.stderr.write(console.style.ERROR(str(error)))
+            console.stdout.flush()
+            time.sleep(watch)
+            close_old_connections()
+
+
+def _print(
+    console: Console,
+    form: str,
+    *,
+    stale: bool,
+    name_glob: str | None,
+    database: str | None,
+    header: bool = True,
+    indent: int | None = 2,
+    **_: Any,
+) -> None:
+    found = queries.semaphores(name_glob, state="stale" if stale else None, using=database)
+    shown = [output.only_stale(snapshot) for snapshot in found] if stale else found
+    if form == "json":
+        values = queries.refreshes(name_glob, using=database)
+        console.say(output.as_json(shown, values, using=database, whole=not stale, indent=indent))
+    elif form == "csv":
+        if text := output.as_csv(shown, header=header):
+            console.say(text)
+    else:
+        _print_table(console, shown, found, stale=stale, glob=name_glob)
+        if not stale:
+            console.lines(output.refresh_table(queries.refreshes(name_glob, using=database)))
+        console.lines(map(output.clean, queries.notes(using=database)))
+
+
+def _print_table(
+    console: Console, shown: list[SemaphoreSnapshot], found: list[SemaphoreSnapshot], *, stale: bool, glob: str | None
+) -> None:
+    body = output.rows(shown)
+    if body:
+        header, *lines = output.table(body, output.headers(shown), fit=console.is_terminal)
+        console.heading(header)
+        for line, row in zip(lines, body, strict=True):
+            console.say(console.style.WARNING(line) if row[2].startswith("stale") else line)
+        console.say("")
+    busy = [each for each in found if each.holders or each.waiters or each.paused or each.tokens]
+    console.lines(map(output.summary, busy))
+    if not body:
+        among = f" among names like {output.clean(glob)!r}" if glob else ""
+        known = output.count(len(found), "name")
+        nobody = f"Nothing is held and nobody waits{among}: {known} known."
+        console.say(f"Nothing is stale{among}." if stale else nobody)

@@ -1,0 +1,39 @@
+"""Frees slots whose lease has run out, or whose session has ended. Never touches a live holder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from django_sqlsem import control
+from django_sqlsem.management import arguments, output
+from django_sqlsem.management.console import Console
+
+
+def add_arguments(parser: CommandParser) -> None:
+    parser.add_argument("--idle", action="store_true", help="also delete names that nobody holds or waits for")
+    told = "only leases that ran out, and names last granted, so long ago: 2h"
+    parser.add_argument("--older-than", metavar="AGE", type=arguments.age, help=told)
+    arguments.add_glob(parser)
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    arguments.add_noinput(parser)
+
+
+def handle(
+    console: Console, *, idle: bool, older_than: float | None, name_glob: str | None, dry_run: bool, interactive: bool,
+    database: str | None, **_: Any,
+) -> None:  # fmt: skip
+    """Say what would be purged, ask, and do just that."""
+    plan = control.plan_purge(idle=0 if idle else None, older_than=older_than, name_glob=name_glob, using=database)
+    console.lines(output.plan(plan))
+    if not plan:
+        console.say("Nothing to purge.")
+    elif dry_run:
+        console.say("Dry run: nothing was changed.")
+    elif console.agreed(interactive):
+        done = control.execute_purge(plan, by=console.by)
+        freed, deleted = output.count(len(done.freed), "slot"), output.count(len(done.deleted), "name")
+        console.done(f"Freed {freed}, deleted {deleted}.")
+        console.lines((f"Not touched, it has changed: {output.sentence(holder)}" for holder in done.changed), "  ")
+        console.lines((f"Not deleted, it is in use: {output.clean(name)}" for name in done.in_use), "  ")

@@ -1,0 +1,48 @@
+"""Takes slots away from their holders, live ones too. They learn that their permit is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+
+from django_sqlsem import control, queries
+from django_sqlsem.exceptions import kill_needed
+from django_sqlsem.management import arguments, output
+from django_sqlsem.management.console import Console
+
+
+def add_arguments(parser: CommandParser) -> None:
+    arguments.add_name(parser)
+    arguments.add_slot(parser)
+    parser.add_argument("--kill", action="store_true", help="SQL Server: end the holders' sessions, with all they hold")
+    arguments.add_noinput(parser)
+
+
+def handle(
+    console: Console, *, name: str, slot: int | None, kill: bool, interactive: bool, database: str | None, **_: Any
+) -> None:
+    """Name the holders, and what goes with them; ask, and take the slots from just those."""
+    shown = [each for each in console.known(name, database).holders if slot is None or slot in each.numbers]
+    if not shown:
+        console.say(f"Nobody holds {output.which(name, slot)}: nothing to revoke.")
+        return
+    console.say(f"To be revoked ({output.count(len(shown), 'slot')}):")
+    console.lines(map(output.sentence, shown), "  ")
+    for holder in shown:
+        if holder.needs_kill and (not kill or holder.session_id is None):
+            raise CommandError(f"{output.clean(str(kill_needed(holder)))} Nothing was changed.")
+    if others := queries.held_along(shown, using=database):
+        console.say(f"To be lost as well, as the same sessions hold it ({output.count(len(others), 'slot')}):")
+        console.lines(map(output.sentence, others), "  ")
+    if not console.agreed(interactive):
+        return
+    by = console.by
+    changed = [
+        holder.place
+        for holder in shown
+        if not control.revoke(name, holder.slot, holder.token, by=by, using=database, kill=kill)
+    ]
+    console.done(f"Revoked {output.count(len(shown) - len(changed), 'slot')}.")
+    if changed:
+        raise CommandError(f"The holder of slot {', '.join(changed)} has changed since: the new one was not disturbed.")

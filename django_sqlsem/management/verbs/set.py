@@ -1,0 +1,46 @@
+"""Sets the number of slots, or stops and resumes granting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+
+from django_sqlsem import control
+from django_sqlsem.core.durations import UNSET
+from django_sqlsem.management import arguments, output
+from django_sqlsem.management.console import Console
+
+
+def _slots_or_default(text: str) -> Any:
+    return None if text == "default" else arguments.slots(text)
+
+
+def add_arguments(parser: CommandParser) -> None:
+    arguments.add_name(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    told = "a number, or 'default': as in the code"
+    what.add_argument("--slots", metavar="N", type=_slots_or_default, default=UNSET, help=told)
+    what.add_argument("--pause", action="store_true", help="grant nothing more; holders are not disturbed")
+    what.add_argument("--resume", action="store_true", help="grant again")
+
+
+def handle(
+    console: Console, *, name: str, slots: Any, pause: bool, resume: bool, database: str | None, **_: Any
+) -> None:
+    """Change one semaphore."""
+    try:
+        if pause or resume:
+            done = (control.pause if pause else control.resume)(name, by=console.by, using=database)
+        else:
+            done = control.set_slots(name, slots, by=console.by, using=database)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    snapshot = console.known(name, database)
+    if not done:
+        raise CommandError(f"{output.clean(name)!r} was purged meanwhile.")
+    console.done(output.summary(snapshot))
+    if snapshot.held > snapshot.slots:
+        console.say("No holder is interrupted; nothing is granted until fewer are held.")
+    if pause:
+        console.say("Nothing more is granted until `--resume`; holders are not disturbed.")
