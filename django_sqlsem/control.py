@@ -12,7 +12,7 @@ from django.db import connections, transaction
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.core.durations import to_seconds
 from django_sqlsem.core.names import Name, literal_prefix, matcher, validate_name, validate_slots
-from django_sqlsem.database.sessions import backend_error
+from django_sqlsem.database.errors import backend_error
 from django_sqlsem.history import acts
 from django_sqlsem.signals import operator_acted
 from django_sqlsem.snapshots import SOMEBODY, SlotState

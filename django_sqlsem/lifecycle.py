@@ -17,7 +17,7 @@ from django_sqlsem import checks, contrib
 from django_sqlsem.core import forks, testmode
 from django_sqlsem.database import bells, sqlite
 from django_sqlsem.deadlocks.lent_threads import LentThreads
-from django_sqlsem.deadlocks.watch import Watch
+from django_sqlsem.deadlocks.watch import DeadlockWatch
 from django_sqlsem.decorators import answers
 from django_sqlsem.history.chore import HistoryChore
 from django_sqlsem.runtime import chores, keepers
@@ -35,7 +35,7 @@ def install() -> None:
     testmode.install()
     checks.register()
     contrib.register()
-    for chore in (LentThreads, Watch, HistoryChore, answers.LogRest):
+    for chore in (LentThreads, DeadlockWatch, HistoryChore, answers.LogRest):
         chores.plug_in(chore)
     connection_created.connect(_guard_test_database, dispatch_uid="sqlsem_lifecycle")
     connection_created.connect(sqlite.remember, dispatch_uid="sqlsem_sqlite_files")

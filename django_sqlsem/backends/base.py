@@ -298,6 +298,21 @@ class BaseSemaphoreBackend(abc.ABC):
     def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
         """Return what one name is like now, read on ``session``; ``None`` if it was never used."""
 
+    def free_dead(self, session: Session, resource: Resource, *, witness: bool) -> None:
+        """Free for good the slots of dead holders, and those whose leases have run out.
+
+        ``witness``: whether this process's own beacon is lit. There are none where locks end with their session.
+        """
+
+    def standing(self, session: Session, resource: Resource) -> set[tuple[int, int]]:
+        """Return the slots that are held now, each with its token; for a while those of dead holders may be among them.
+
+        Tokens never return: a pair that is not among them is gone for good.
+        """
+        found = self.snapshot(session, resource)
+        holders = found.holders if found is not None else ()
+        return {(holder.slot, holder.token) for holder in holders if holder.state is not SlotState.STALE}
+
     # Counts of tokens, of a backend that ``keeps_tokens``.
 
     def add(

@@ -27,9 +27,8 @@ from django_sqlsem.checks.messages import error, note, ok, warning
 from django_sqlsem.conf import config
 from django_sqlsem.core.names import MAX_NAME_LENGTH
 from django_sqlsem.database.beacons import POSSIBLE, SUFFIX
-from django_sqlsem.database.dialects import dialect_for
-from django_sqlsem.database.opening import open_connection
-from django_sqlsem.database.server import several_writers
+from django_sqlsem.database.dialects import dialect_for, several_writers
+from django_sqlsem.database.sessions import open_connection
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.models import SemaphoreRow
 

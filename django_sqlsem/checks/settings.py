@@ -16,8 +16,8 @@ from django_sqlsem.checks import sqlserver
 from django_sqlsem.checks.messages import error, warning
 from django_sqlsem.conf import config
 from django_sqlsem.core import testmode
-from django_sqlsem.database.databases import is_per_tenant
 from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.database.server import is_per_tenant
 from django_sqlsem.models import SemaphoreRow
 
 #: Below this many seconds a busy machine or a slow statement begins to cost permits.

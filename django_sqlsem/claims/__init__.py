@@ -14,10 +14,10 @@ from django.db.models.query import ModelIterable
 from django_sqlsem.backends import database_for
 from django_sqlsem.claims.block import Claim
 from django_sqlsem.claims.recovery import give_back_abandoned
-from django_sqlsem.claims.rows import KIND, refuse_atomic, status_column
+from django_sqlsem.claims.rows import CLAIM_KIND, refuse_atomic, status_column
 from django_sqlsem.core.names import validate_slots
 from django_sqlsem.core.text import shown
-from django_sqlsem.database.databases import is_per_tenant
+from django_sqlsem.database.server import is_per_tenant
 from django_sqlsem.locks.semaphore import semaphore
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def claim(
     return Claim(
         rows.using(alias).filter(**{column.field.attname: before}),
         column,
-        semaphore(column.name, workers, timeout=timeout, lease=lease, on_lost=on_lost, using=alias)._as(KIND),
+        semaphore(column.name, workers, timeout=timeout, lease=lease, on_lost=on_lost, using=alias)._as(CLAIM_KIND),
         n=n,
         from_status=before,
         status=meanwhile,
@@ -94,7 +94,7 @@ def recover(
     column = status_column(rows.model, field)
     alias = _alias(rows, using)
     refuse_atomic(connections[alias], "recover()")
-    return give_back_abandoned(semaphore(column.name, using=alias)._as(KIND)._keeper(), column)
+    return give_back_abandoned(semaphore(column.name, using=alias)._as(CLAIM_KIND)._keeper(), column)
 
 
 def _rows(queryset: object) -> QuerySet[Any]:

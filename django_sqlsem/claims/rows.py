@@ -1,16 +1,12 @@
-"""The short transactions of claims: a row's status and who has it are written together, and only if both are in order.
+"""The short transactions of claims: a row's status and its owner are written together, and only if both are in order.
 
-Each but the first begins with the ownership row: whoever deletes it, by its token, decides what becomes of the status.
-
-The status column of a model: which values it takes, and how they and the primary key are kept as text.
+Each but the first begins with the ownership row: who deletes it, by its token, decides what becomes of the status.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -25,9 +21,8 @@ from django.db.models import Field, Model, QuerySet
 from django_sqlsem.core.identity import current
 from django_sqlsem.core.names import MAX_NAME_LENGTH, Resource, resource_for
 from django_sqlsem.core.text import shown
-from django_sqlsem.database import limits, transactions
-from django_sqlsem.database.dialects import dialect_for
-from django_sqlsem.database.sessions import LOCKED_PATIENCE, backend_error
+from django_sqlsem.database import errors, transactions
+from django_sqlsem.database.dialects import DatabaseNow, dialect_for
 from django_sqlsem.models import ClaimRow
 
 if TYPE_CHECKING:
@@ -39,16 +34,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: How often rows are looked for anew, because others took all that were found.
-TRIES: Final = 100
+_TRIES: Final = 100
 _WRITE_FIRST: Final = "DELETE FROM sqlsem_claim WHERE id < 0"
-#: Of whoever had the row before its status was set by hand.
+# Not with the ORM: SQL Server would scan a small table, and wait for the rows of others.
 _FORGET: Final = "DELETE FROM sqlsem_claim WHERE semaphore_key = %(key)s AND object_pk = %(object_pk)s"
 _OWN: Final = f"{_FORGET} AND slot = %(slot)s AND token = %(token)s"
-_INSERT: Final = (
-    "INSERT INTO sqlsem_claim (semaphore_key, model, field_name, object_pk, from_status, status, slot, token,"
-    " claimed_us, boot_id, host, pid, thread, label) VALUES (%(key)s, %(model)s, %(field)s, %(object_pk)s,"
-    " %(from_status)s, %(status)s, %(slot)s, %(token)s, {now}, %(boot_id)s, %(host)s, %(pid)s, %(thread)s, %(label)s)"
-)
 
 
 class Outcome(Enum):
@@ -61,26 +51,6 @@ class Outcome(Enum):
     NOT_OURS = "not ours"
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The permit by which rows are owned."""
-
-    key: str
-    slot: int
-    token: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """One row to let go of: as whose, and what status it gets if it still has the one that the claim gave it."""
-
-    owner: Owner
-    object_pk: str
-    pk: Any
-    status: Any
-    then: Any
-
-
 def in_short_transaction(alias: str, work: Callable[[AnyCursor], T]) -> T:
     """Call ``work`` in a transaction of the calling thread's connection, again if it lost a deadlock
     or the connection had died.
@@ -90,46 +60,37 @@ def in_short_transaction(alias: str, work: Callable[[AnyCursor], T]) -> T:
     connection = connections[alias]
     alone = not transactions.in_transaction(connection)
     reopen = alone and not connection.in_atomic_block
-    give_up = time.monotonic() + LOCKED_PATIENCE
-    while True:
+
+    def attempt() -> T:
+        nonlocal reopen
         try:
             with transaction.atomic(using=alias), connection.cursor() as cursor:
                 if dialect_for(connection).one_writer:
                     cursor.execute(_WRITE_FIRST)  # a transaction that has read first may be refused to write
                 return work(cursor)
         except DatabaseError as error:
-            if reopen and limits.is_disconnect(error):
-                reopen = False
-                connection.close()  # it was idle while the work went on, and has died unnoticed
-            elif not (alone and limits.is_transient(error) and time.monotonic() < give_up):
-                raise backend_error(alias, error) from error
-        time.sleep(random.uniform(0.001, 0.02))  # noqa: S311
+            if not (reopen and errors.is_disconnect(error)):
+                raise
+        reopen = False
+        connection.close()  # it was idle while the work went on, and has died unnoticed
+        return attempt()
+
+    with errors.database_errors(alias):
+        return errors.patiently(attempt, lambda error: alone and errors.is_transient(error))
 
 
 def take(
-    candidates: QuerySet[Any], column: StatusColumn, owner: Owner, *, n: int, from_status: Any, status: Any
-) -> list[Any]:
-    """Take up to ``n`` of the candidates, in their order: set their status, and note their owner. Returns them."""
+    candidates: QuerySet[Any], column: StatusColumn, slot: int, token: int, *, n: int, from_status: Any, status: Any
+) -> list[tuple[Any, ClaimRow]]:
+    """Take up to ``n`` of the candidates, in their order: set their status, and note whose permit they belong to.
+
+    Returns them with what was noted.
+    """
     alias = candidates.db
     dialect = dialect_for(connections[alias])
     at_once = dialect.one_writer or (dialect.limits_locks and _lockable(candidates))
-    holder = current()
-    facts = {
-        "key": owner.key,
-        "slot": owner.slot,
-        "token": owner.token,
-        "model": column.model._meta.label,
-        "field": column.field.name,
-        "from_status": column.text(from_status),
-        "status": column.text(status),
-        "host": holder.host,
-        "pid": holder.pid,
-        "thread": holder.thread,
-        "label": holder.label,
-        "boot_id": dialect.boot_id,
-    }
 
-    def attempt(cursor: AnyCursor) -> tuple[list[Any], bool]:
+    def attempt(cursor: AnyCursor) -> tuple[list[tuple[Any, ClaimRow]], bool]:
         if at_once:
             found = _distinct(_locking(candidates)[:n], column)
         else:
@@ -137,40 +98,44 @@ def take(
         taken = []
         for row in found:
             mine = column.rows(alias).filter(pk=column.pk_of(row), **{column.field.attname: from_status})
-            if not mine.update(**{column.field.attname: status}):
-                continue
-            column.set(row, status)
-            named = facts | {"object_pk": column.pk_text(row)}
-            dialect.execute(cursor, _FORGET, named)
-            dialect.execute(cursor, _INSERT, named)
-            taken.append(row)
+            if mine.update(**{column.field.attname: status}):
+                claimed = column.claim_of(row, from_status, status)
+                claimed.slot, claimed.token, claimed.boot_id = slot, token, dialect.boot_id
+                # Of who had the row before its status was set by hand.
+                dialect.execute(cursor, _FORGET, {"key": claimed.key, "object_pk": claimed.object_pk})
+                ClaimRow._default_manager.using(alias).bulk_create([claimed])  # unlike save() it sends no signals
+                column.set(row, status)
+                taken.append((row, claimed))
         return taken, len(found) > len(taken)
 
     missed: set[Any] = set()
-    for _nth in range(TRIES):
+    for _nth in range(_TRIES):
         taken, others = in_short_transaction(alias, attempt)
         if taken or not others:
             break
     return taken
 
 
-def let_go(column: StatusColumn, alias: str, endings: Iterable[Ending]) -> dict[str, Outcome]:
-    """End the ownership of rows, each with its next status, in one short transaction. Returns outcomes by key."""
-    ordered = sorted(endings, key=lambda ending: ending.object_pk)
+def let_go(column: StatusColumn, alias: str, endings: Iterable[tuple[ClaimRow, Any]]) -> dict[str, Outcome]:
+    """End the ownership of rows, each with the status that it gets if it still has the one that the claim gave it.
+
+    All in one short transaction. Returns the outcomes by the text of the primary key.
+    """
+    ordered = sorted(endings, key=lambda ending: ending[0].object_pk)
     dialect = dialect_for(connections[alias])
 
     def end(cursor: AnyCursor) -> dict[str, Outcome]:
         outcomes = {}
-        for ending in ordered:
-            owner = ending.owner
-            named = {"key": owner.key, "object_pk": ending.object_pk, "slot": owner.slot, "token": owner.token}
+        for claimed, then in ordered:
+            named = {name: getattr(claimed, name) for name in ("key", "object_pk", "slot", "token")}
             dialect.execute(cursor, _OWN, named)
             if cursor.rowcount <= 0:
-                outcomes[ending.object_pk] = Outcome.NOT_OURS
+                outcomes[claimed.object_pk] = Outcome.NOT_OURS
                 continue
-            row = column.rows(alias).filter(pk=ending.pk, **{column.field.attname: ending.status})
-            written = row.update(**{column.field.attname: ending.then})
-            outcomes[ending.object_pk] = Outcome.WRITTEN if written else Outcome.CHANGED
+            status, pk = column.value_from(claimed.status), column.pk_from(claimed.object_pk)
+            row = column.rows(alias).filter(pk=pk, **{column.field.attname: status})
+            written = row.update(**{column.field.attname: then})
+            outcomes[claimed.object_pk] = Outcome.WRITTEN if written else Outcome.CHANGED
         return outcomes
 
     return in_short_transaction(alias, end) if ordered else {}
@@ -178,10 +143,8 @@ def let_go(column: StatusColumn, alias: str, endings: Iterable[Ending]) -> dict[
 
 def owned(alias: str, key: str) -> list[ClaimRow]:
     """Return who has which rows, as far as the calling thread's connection can see."""
-    try:
+    with errors.database_errors(alias):
         return list(ClaimRow.objects.using(alias).filter(key=key))
-    except DatabaseError as error:
-        raise backend_error(alias, error) from error
 
 
 def _lockable(candidates: QuerySet[Any]) -> bool:
@@ -241,8 +204,8 @@ def refuse_atomic(connection: BaseDatabaseWrapper, what: str) -> None:
         )
 
 
-KIND: Final = "claim"
-MAX_TEXT: Final = 255
+CLAIM_KIND: Final = "claim"
+_MAX_TEXT: Final = 255
 
 
 @dataclass(frozen=True)
@@ -263,7 +226,7 @@ class StatusColumn:
     @property
     def resource(self) -> Resource:
         """What the locks database calls it."""
-        return resource_for(self.name, KIND)
+        return resource_for(self.name, CLAIM_KIND)
 
     def rows(self, alias: str) -> QuerySet[Any]:
         """Return all rows of the table, whatever the model's managers leave out."""
@@ -273,6 +236,23 @@ class StatusColumn:
         """Set the status of an instance, in memory only."""
         setattr(row, self.field.attname, value)
 
+    def claim_of(self, row: Model, from_status: Any, status: Any) -> ClaimRow:
+        """Return what is noted of a row that is taken by this thread or task."""
+        who = current()
+        return ClaimRow(
+            key=self.resource.key,
+            model=self.model._meta.label,
+            field=self.field.name,
+            object_pk=self.pk_text(row),
+            from_status=self.text(from_status),
+            status=self.text(status),
+            claimed_us=DatabaseNow(),
+            host=who.host,
+            pid=who.pid,
+            thread=who.thread,
+            label=who.label,
+        )
+
     def pk_of(self, row: Model) -> Any:
         """Return the primary key, in the table that has the column, of an instance of its model or of a child's."""
         return getattr(row, self._pk.attname)
@@ -280,8 +260,8 @@ class StatusColumn:
     def pk_text(self, row: Model) -> str:
         """Return that key as text. Raises ``ValueError`` if it is too long."""
         text = str(self._pk.value_to_string(row))
-        if len(text) > MAX_TEXT:
-            raise ValueError(f"A primary key may have up to {MAX_TEXT} characters to be claimed, not {shown(text)}.")
+        if len(text) > _MAX_TEXT:
+            raise ValueError(f"A primary key may have up to {_MAX_TEXT} characters to be claimed, not {shown(text)}.")
         return text
 
     def pk_from(self, text: str) -> Any:
@@ -298,8 +278,8 @@ class StatusColumn:
             if choices and python not in choices:
                 raise ValidationError(f"its choices are {', '.join(map(shown, choices))}")
             self.field.run_validators(python)
-            if len(self.text(python) or "") > MAX_TEXT:
-                raise ValidationError(f"a status may have up to {MAX_TEXT} characters")
+            if len(self.text(python) or "") > _MAX_TEXT:
+                raise ValidationError(f"a status may have up to {_MAX_TEXT} characters")
         except ValidationError as error:
             reason = "; ".join(map(str, error.messages)).rstrip(".")
             raise ValueError(f"{what}={shown(value)} is no value of {self}: {reason}.") from None

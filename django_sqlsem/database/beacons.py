@@ -1,6 +1,7 @@
 """Beacons: one lock per process, by which others can tell that it is dead long before its lease runs out.
 
-Files that are locked as long as their process lives, in a directory beside an SQLite database.
+On servers it is a lock of the keeper's session, about which statements ask by ``Dialect.dead``. On SQLite it is a
+locked file beside the database, about which ``is_free`` asks.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import os
 import re
 import socket
 import time
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import NotSupportedError, ProgrammingError
 
-from django_sqlsem.database.server import several_writers
+from django_sqlsem.database.dialects import SessionLock, dialect_for
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -56,7 +57,7 @@ class LockFile:
         self._file: int | None = None
         try:
             self._create(os.stat(database).st_mode)
-        except BaseException:
+        except OSError:
             self.close()
             raise
 
@@ -173,15 +174,9 @@ def _locked(path: str, flags: int, lock: int) -> Iterator[int | None]:
 
 logger = logging.getLogger("django_sqlsem")
 
-#: The first key of the advisory locks, "sqls" in ASCII, so that an operator knows them in pg_locks. The form with two
-#: keys has a space of its own, and most programs use the other. The second key is 32 bits of the process id: of two
-#: of our processes with the same one, the later has no beacon. Nobody is ever taken for dead by a collision.
-CLASS_ID: Final = 0x73716C73
-AT_ONCE: Final = 1000  # how many are asked about in one statement
 #: A former session of ours may still have the lock, and a prober for an instant: how often it is tried.
-TRIES: Final = 10
-PAUSE: Final = 0.02  # seconds between two tries
-_PROCESS_ID: Final = re.compile(r"[0-9a-f]{32}")
+LIGHT_TRIES: Final = 10
+LIGHT_PAUSE: Final = 0.02  # seconds between two tries
 
 
 class Beacon(abc.ABC):
@@ -196,94 +191,52 @@ class Beacon(abc.ABC):
     Methods are for one thread at a time; cursors are in autocommit.
     """
 
-    #: A boolean expression inside statements, never NULL; ``{process_id}`` is to be replaced by a column or parameter.
-    #: True: the beacon is free at this moment. A statement that trusts it must also ask for ``alive_sql`` of its
-    #: own process, for the reason above. ``None`` where SQL cannot tell.
-    dead_sql: ClassVar[str | None] = None
-    #: Its opposite. True of the caller's own process only if its beacon is lit where the statement runs.
-    alive_sql: ClassVar[str | None] = None
-
-    def __init__(self) -> None:
-        self._process_id = ""  # lit for
-
-    @property
-    def lit(self) -> bool:
-        """Whether ``light()`` succeeded last time."""
-        return bool(self._process_id)
-
     @abc.abstractmethod
-    def works(self, cursor: CursorWrapper) -> bool:
-        """Whether this session can hold a beacon. Says in the log, once per process, why it cannot."""
-
     def light(self, cursor: CursorWrapper, process_id: str) -> bool:
         """Take the beacon on the keeper's session; idempotent. ``False`` if it cannot be had, so that leases decide.
 
-        Raises what the database raises, and ``ValueError`` for what is no process id.
+        Says in the log, once per process, why it cannot. Raises what the database raises.
         """
-        if not _PROCESS_ID.fullmatch(process_id):
-            raise ValueError(f"{process_id!r} is no process id: 32 hexadecimal digits")
-        lit = self._light(cursor, process_id)
-        self._process_id = process_id if lit else ""
-        return lit
 
-    def dead(self, cursor: CursorWrapper, process_ids: Collection[str]) -> set[str]:
-        """Return those whose beacon is certainly free at this moment; none if this process's own is not lit.
-
-        Works on any session of the database, by one statement for each 1000. Raises what the database raises.
-        """
-        asked = sorted(filter(_PROCESS_ID.fullmatch, set(process_ids) - {self._process_id}))
-        found: set[str] = set()
-        for start in range(0, len(asked) if self._process_id else 0, AT_ONCE):
-            free = self._free(cursor, [self._process_id, *asked[start : start + AT_ONCE]])
-            if self._process_id in free:
-                return set()  # this is not where the beacons are
-            found |= free
-        return found
-
-    @abc.abstractmethod
-    def _light(self, cursor: CursorWrapper, process_id: str) -> bool: ...
-
-    @abc.abstractmethod
-    def _free(self, cursor: CursorWrapper, process_ids: list[str]) -> set[str]: ...
-
-    def put_out(self) -> None:
+    def put_out(self) -> None:  # noqa: B027
         """Let the beacon go at the end of the process; where it is tied to a session, the session's end does it."""
-        self._process_id = ""
 
-    def after_fork(self) -> None:
+    def after_fork(self) -> None:  # noqa: B027
         """In a forked child: forget the parent's beacon, without putting it out."""
-        self._process_id = ""
+
+
+def lock_key(process_id: str) -> int:
+    """Return the second key of a process's advisory lock on PostgreSQL, a signed number of 32 bits."""
+    return int.from_bytes(bytes.fromhex(process_id[:8]), "big", signed=True)
+
+
+def lock_name(process_id: str) -> str:
+    """Return the name of a process's lock on MySQL and MariaDB, which is the whole server's."""
+    return f"sqlsem:{process_id}"
 
 
 class SessionBeacon(Beacon):
     """A lock of the keeper's database session."""
 
-    _session = 0  # on which it was lit last
+    def __init__(self, lock: SessionLock) -> None:
+        self._lock = lock
+        self._session = 0  # on which it was lit last
 
-    @abc.abstractmethod
-    def _look(self, cursor: CursorWrapper, process_id: str) -> tuple[int, int | None]:
-        """Return the session's number on the server, and that of the session that has the lock."""
-
-    @abc.abstractmethod
-    def _take(self, cursor: CursorWrapper, process_id: str) -> None: ...
-
-    @abc.abstractmethod
-    def _end(self, cursor: CursorWrapper, session: int) -> None: ...
-
-    def _light(self, cursor: CursorWrapper, process_id: str) -> bool:
+    def light(self, cursor: CursorWrapper, process_id: str) -> bool:
+        """Take the lock, from a session that we have left if need be."""
         try:
             session, holder = self._look(cursor, process_id)
-            if holder != session and self.works(cursor):
-                for attempt in range(TRIES):
+            if holder != session and self._works(cursor):
+                for attempt in range(LIGHT_TRIES):
                     if holder is None:
-                        self._take(cursor, process_id)
+                        cursor.execute(self._lock.take, _parameters(process_id))
                     elif attempt == 0 and holder == self._session:
                         # The server has not noticed yet that we have left that session.
-                        self._end(cursor, holder)
+                        cursor.execute(self._lock.end, {"session": int(holder)})
                     session, holder = self._look(cursor, process_id)
                     if holder == session:
                         break
-                    time.sleep(PAUSE)
+                    time.sleep(LIGHT_PAUSE)
         except (ProgrammingError, NotSupportedError) as error:
             _say(logging.INFO, cursor.db.alias, f"the database refuses its lock ({error})")
             return False
@@ -291,82 +244,25 @@ class SessionBeacon(Beacon):
             self._session = session
         return holder == session
 
-
-class PostgreSQLBeacon(SessionBeacon):
-    """An advisory lock. Asking takes it for an instant, shared, so that those who ask never see each other."""
-
-    _KEYS: Final = f"{CLASS_ID}, ('x' || substr({{process_id}}, 1, 8))::bit(32)::int"
-    # A session's own lock never stands in its way, so it is told apart by a setting of the session.
-    dead_sql = (
-        "(CASE WHEN length({process_id}) <> 32 OR translate({process_id}, '0123456789abcdef', '') <> '' THEN FALSE"
-        " WHEN {process_id} = current_setting('sqlsem.beacon', TRUE) THEN FALSE"
-        f" WHEN pg_try_advisory_lock_shared({_KEYS}) THEN pg_advisory_unlock_shared({_KEYS}) ELSE FALSE END)"
-    )
-    alive_sql = f"(NOT {dead_sql})"
-
-    def works(self, cursor: CursorWrapper) -> bool:
-        """Whether the session is the client's alone: behind a pooler the server's has another number."""
-        cursor.execute("SELECT pg_backend_pid()")
-        return _is_own(cursor, cursor.fetchone()[0], cursor.db.connection.info.backend_pid)
-
     def _look(self, cursor: CursorWrapper, process_id: str) -> tuple[int, int | None]:
-        cursor.execute(
-            "SELECT pg_backend_pid(), (SELECT min(pid) FROM pg_locks WHERE locktype = 'advisory' AND granted"
-            " AND mode = 'ExclusiveLock' AND database = (SELECT oid FROM pg_database WHERE datname ="
-            " current_database()) AND classid = %s AND objid = %s AND objsubid = 2)",
-            [CLASS_ID, lock_key(process_id) % 2**32],
-        )
+        cursor.execute(self._lock.look, _parameters(process_id))
         session, holder = cursor.fetchone()
         return session, holder
 
-    def _take(self, cursor: CursorWrapper, process_id: str) -> None:
-        cursor.execute(
-            "SELECT CASE WHEN pg_try_advisory_lock(%s, %s) THEN set_config('sqlsem.beacon', %s, FALSE) END",
-            [CLASS_ID, lock_key(process_id), process_id],
-        )
-
-    def _end(self, cursor: CursorWrapper, session: int) -> None:
-        cursor.execute("SELECT pg_terminate_backend(%s)", [session])
-
-    def _free(self, cursor: CursorWrapper, process_ids: list[str]) -> set[str]:
-        dead = self.dead_sql.format(process_id="asked.id")
-        cursor.execute(f"SELECT asked.id FROM unnest(%s::text[]) AS asked(id) WHERE {dead}", [process_ids])
-        return {row[0] for row in cursor.fetchall()}
-
-
-class MySQLBeacon(SessionBeacon):
-    """A lock of ``GET_LOCK()``. Its names are the whole server's."""
-
-    dead_sql = (
-        "(CASE WHEN CHAR_LENGTH({process_id}) = 32 THEN IS_FREE_LOCK(CONCAT('sqlsem:', {process_id})) <=> 1"
-        " ELSE FALSE END)"
-    )
-    alive_sql = f"(NOT {dead_sql})"
-
-    def works(self, cursor: CursorWrapper) -> bool:
-        """Whether the session is the client's alone, and the server the only one that is written to."""
-        cursor.execute("SELECT CONNECTION_ID()")
-        own = _is_own(cursor, cursor.fetchone()[0], cursor.db.connection.thread_id())
-        if several_writers(cursor):
+    def _works(self, cursor: CursorWrapper) -> bool:
+        cursor.execute(self._lock.session)
+        if cursor.fetchone()[0] != self._lock.driver(cursor.db.connection):
+            _say(logging.INFO, cursor.db.alias, "a pooler is in between, which lends its sessions to anybody")
+        elif self._lock.several(cursor):
             _say(logging.INFO, cursor.db.alias, "every node of the cluster has locks of its own")
-            return False
-        return own
+        else:
+            return True
+        return False
 
-    def _look(self, cursor: CursorWrapper, process_id: str) -> tuple[int, int | None]:
-        cursor.execute("SELECT CONNECTION_ID(), IS_USED_LOCK(%s)", [lock_name(process_id)])
-        session, holder = cursor.fetchone()
-        return session, holder
 
-    def _take(self, cursor: CursorWrapper, process_id: str) -> None:
-        cursor.execute("SELECT GET_LOCK(%s, 0)", [lock_name(process_id)])
-
-    def _end(self, cursor: CursorWrapper, session: int) -> None:
-        cursor.execute(f"KILL {int(session)}")
-
-    def _free(self, cursor: CursorWrapper, process_ids: list[str]) -> set[str]:
-        columns = ", ".join(["IS_FREE_LOCK(%s)"] * len(process_ids))
-        cursor.execute(f"SELECT {columns}", [lock_name(each) for each in process_ids])
-        return {each for each, free in zip(process_ids, cursor.fetchone(), strict=True) if free == 1}
+def _parameters(process_id: str) -> dict[str, Any]:
+    key = lock_key(process_id)
+    return {"process_id": process_id, "name": lock_name(process_id), "key": key, "unsigned": key % 2**32}
 
 
 class FileBeacon(Beacon):
@@ -378,23 +274,8 @@ class FileBeacon(Beacon):
 
     _file: LockFile | None = None
 
-    def works(self, cursor: CursorWrapper) -> bool:
-        """Whether the database is a file."""
-        return bool(path_of(cursor))
-
-    def put_out(self) -> None:
-        """Remove the file."""
-        super().put_out()
-        if self._file is not None:
-            self._file.remove()
-
-    def after_fork(self) -> None:
-        """Close the child's copy of the file."""
-        super().after_fork()
-        if self._file is not None:
-            self._file.close()
-
-    def _light(self, cursor: CursorWrapper, process_id: str) -> bool:
+    def light(self, cursor: CursorWrapper, process_id: str) -> bool:
+        """Create the file, unless it stands."""
         database = path_of(cursor)
         if self._file is not None:
             if self._file.stands and (self._file.database, self._file.name) == (database, process_id):
@@ -410,26 +291,15 @@ class FileBeacon(Beacon):
         sweep(self._file.directory)
         return True
 
-    def _free(self, cursor: CursorWrapper, process_ids: list[str]) -> set[str]:
-        if self._file is None or not self._file.stands:
-            return set(process_ids)  # the own one too: nobody is believed to be dead
-        return {each for each in process_ids if is_free(self._file.directory, each)}
+    def put_out(self) -> None:
+        """Remove the file."""
+        if self._file is not None:
+            self._file.remove()
 
-
-def lock_key(process_id: str) -> int:
-    """Return the second key of a process's advisory lock on PostgreSQL, a signed number of 32 bits."""
-    return int.from_bytes(bytes.fromhex(process_id[:8]), "big", signed=True)
-
-
-def lock_name(process_id: str) -> str:
-    """Return the name of a process's lock on MySQL and MariaDB."""
-    return f"sqlsem:{process_id}"
-
-
-def _is_own(cursor: CursorWrapper, server: Any, driver: Any) -> bool:
-    if server != driver:
-        _say(logging.INFO, cursor.db.alias, "a pooler is in between, which lends its sessions to anybody")
-    return bool(server == driver)
+    def after_fork(self) -> None:
+        """Close the child's copy of the file."""
+        if self._file is not None:
+            self._file.close()
 
 
 _said: set[tuple[str, str]] = set()
@@ -444,10 +314,9 @@ def _say(level: int, alias: str, why: str) -> None:
 
 def beacon_for(connection: BaseDatabaseWrapper) -> Beacon | None:
     """Return a new beacon, not yet lit, for the database of a connection; ``None`` where there can be none."""
-    if connection.vendor == "postgresql":
-        return PostgreSQLBeacon()
-    if connection.vendor == "mysql":
-        return MySQLBeacon()
-    if connection.vendor != "sqlite" or not POSSIBLE or connection.is_in_memory_db():  # type: ignore[attr-defined]
+    dialect = dialect_for(connection)
+    if dialect.session_lock is not None:
+        return SessionBeacon(dialect.session_lock)
+    if not dialect.in_a_file or not POSSIBLE or connection.is_in_memory_db():  # type: ignore[attr-defined]
         return None
     return FileBeacon()

@@ -1,6 +1,6 @@
 """Waking a process of the same host without its database: a datagram to a socket that only this host can see.
 
-Whoever hands a slot to a waiter rings that waiter's bell, and says what it got. That is believed because it names the
+A process that hands a slot to a waiter rings the waiter's bell, and says what it got. That is believed, as it names the
 waiter's permit id, which is random, and which only those know who may read the lock tables.
 """
 

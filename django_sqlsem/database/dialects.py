@@ -1,26 +1,108 @@
-"""How each database tells the time and says a claim in SQL.
+"""What differs from database to database: its clock, its SQL, the settings and the limits of our own connections.
 
-Since when a database server is known: after its start or promotion nothing runs out for one lease.
+No other module asks which vendor it is: it asks the dialect, as Django asks its ``DatabaseFeatures``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
-from django.db.models.constants import OnConflict
+from django.core.exceptions import ImproperlyConfigured
+from django.db import Error as DatabaseError
+from django.db import IntegrityError
+from django.db.models import BigIntegerField, Func
 
 from django_sqlsem.core import clocks
-from django_sqlsem.database.beacons import MySQLBeacon, PostgreSQLBeacon
-from django_sqlsem.database.server import read
+from django_sqlsem.database import cursors, sockets
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.backends.utils import CursorWrapper
 
     from django_sqlsem.database.cursors import AnyCursor
+
+#: A statement of ours that takes longer is given up, in milliseconds: below one heartbeat of the default lease.
+STATEMENT_TIMEOUT_MS: Final = 4000
+#: So long a statement of ours waits for a row on SQL Server, in milliseconds: it is repeated, one too slow is not.
+LOCK_TIMEOUT_MS: Final = STATEMENT_TIMEOUT_MS - 1000
+#: A transaction of ours in which nothing happens for so long, in seconds, is the server's to end: its process has
+#: stopped, or its host has gone, and others wait for its rows. Less than they wait for a statement.
+IDLE_TRANSACTION: Final = 3
+#: MySQL knows only how long a session may be idle, in seconds: longer than the time after which ours are closed.
+IDLE_SESSION: Final = 600
+#: A server that has not answered for so long, in seconds, does not answer: it has stopped, or something in between has.
+_ANSWER_TIMEOUT: Final = STATEMENT_TIMEOUT_MS // 1000 + 2
+
+_POSTGRESQL: Final = {
+    "connect_timeout": 5,
+    "application_name": "sqlsem",
+    # A peer that vanished is noticed in seconds, not after the kernel's two hours.
+    "keepalives": 1,
+    "keepalives_idle": 5,
+    "keepalives_interval": 1,
+    "keepalives_count": 4,
+    "tcp_user_timeout": 5000,
+}
+#: Packages whose engines take connections from a pool of their own, and the options of such.
+_POOLS: Final = ("django_db_geventpool", "dj_db_conn_pool")
+_POOL_OPTIONS: Final = ("pool", "MAX_CONNS", "REUSE_CONNS")
+#: The drivers of SQL Server limit no login, and mssql-django tries one again for half a minute.
+_SQL_SERVER: Final = {"connection_timeout": 5, "connection_retries": 0}
+#: An alias may give its own statements more time, in seconds, but a silent server is to be found out.
+LONGEST_ANSWER: Final = 30
+_MYSQL: Final = {"connect_timeout": 5, "read_timeout": _ANSWER_TIMEOUT, "write_timeout": _ANSWER_TIMEOUT}
+#: What is only for people waits for a lock no longer, in seconds.
+LOCK_PATIENCE: Final = 0.2
+#: The first key of the advisory locks of PostgreSQL's beacons, "sqls" in ASCII, so that an operator knows them. The
+#: form with two keys has a space of its own, and most programs use the other. The second key is 32 bits of the process
+#: id: of two of our processes with the same one, the later has no beacon. No collision makes anyone look dead.
+BEACON_CLASS: Final = 0x73716C73
+_BEACON_KEYS: Final = f"{BEACON_CLASS}, ('x' || substr({{process_id}}, 1, 8))::bit(32)::int"
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One life of a database server.
+
+    ``identity`` is the same for every session of it, and changes with every start and every promotion. ``started_us``
+    is when it was started, in microseconds since 1970 by its own clock, ``None`` if that cannot be known. A standby
+    that was promoted may have been started long before: who meets an identity that is new must count from now.
+    """
+
+    identity: str
+    started_us: int | None
+
+
+class SessionLock(NamedTuple):
+    """A lock that a server ties to a session."""
+
+    #: Selects the session's number; and what its driver says it is.
+    session: str
+    driver: Callable[[Any], int]
+    #: Selects the session's number, and that of the session that has the lock.
+    look: str
+    take: str
+    #: Ends a session.
+    end: str
+    #: Whether there are several servers, each with locks of its own.
+    several: Callable[[CursorWrapper], bool] = lambda cursor: False
+
+
+class BriefLimits(NamedTuple):
+    """Statements that limit one short transaction: before it begins, as its first, and after it has ended."""
+
+    before: str = ""
+    first: str = ""
+    after: str = ""
 
 
 _PARAMETER: Final = re.compile(r"%\((\w+)\)s")
@@ -108,6 +190,47 @@ class Dialect:
     moment_sql: ClassVar[str] = "{now}"
     #: The clock that tokens follow.
     token_now: ClassVar[str] = "{now}"  # noqa: S105
+    #: How a transaction begins where the driver stays in autocommit; empty: it is Django's to begin.
+    begin: ClassVar[str] = ""
+    #: What its statements run on.
+    cursor: ClassVar[type[cursors.Cursor]] = cursors.DjangoCursor
+    #: Does the server compile each text anew, so that there should be few of them?
+    fixed_texts: ClassVar[bool] = False
+    #: Is the database a file, which the processes of one host share?
+    in_a_file: ClassVar[bool] = False
+    #: By what others see that a session stands.
+    session_lock: ClassVar[SessionLock | None] = None
+
+    # Our own connections.
+
+    def adapt(self, options: dict[str, Any]) -> None:
+        """Change an alias's options into those of a connection that keeps locks; what the user chose is kept."""
+
+    def connect(self, connect: Callable[[], Any], settings: Mapping[str, Any]) -> Any:
+        """Return the driver's connection that ``connect`` makes, limited besides its settings."""
+        return connect()
+
+    def incarnation(self, cursor: CursorWrapper) -> Incarnation | None:
+        """Ask a session which life of its server it is on; ``None`` for SQLite, and where that cannot be asked."""
+        return None
+
+    def prepare(self, connection: BaseDatabaseWrapper) -> None:
+        """Set the limits of a fresh session. Raises what the database raises."""
+
+    def limits(self, connection: BaseDatabaseWrapper, seconds: float) -> BriefLimits:
+        """Return how no statement of one transaction takes longer than that, nor waits long for a lock."""
+        return BriefLimits()
+
+    @contextlib.contextmanager
+    def limited(self, connection: BaseDatabaseWrapper, seconds: float) -> Iterator[None]:
+        """Limit the statements that are sent meanwhile, where only the driver does so."""
+        yield
+
+    def shortest(self, connection: BaseDatabaseWrapper) -> float:
+        """Return the shortest time that a statement can be limited to, in seconds."""
+        return 0.15
+
+    # Statements.
 
     @property
     def boot_id(self) -> str:
@@ -137,6 +260,22 @@ class Dialect:
     def send(self, cursor: AnyCursor, text: str, values: Mapping[str, Any]) -> None:
         """Run a statement with its parameters, as the driver takes them."""
         cursor.execute(text, values or None)
+
+    def insert_missing(self, cursor: AnyCursor, row: str, parameters: Mapping[str, Any]) -> bool:
+        """Insert a row, ``table (columns) VALUES (...)``, unless it is there. Return whether it was inserted."""
+        begin, end = self.insert_ignore or ("INSERT INTO", "")
+        driver: Any = cursor.db
+        try:
+            self.execute(cursor, f"{begin} {row}{end}", parameters)
+        except (IntegrityError, driver.Database.IntegrityError):
+            if self.insert_ignore:
+                raise
+            return False
+        return self.insert_ignore is None or cursor.rowcount > 0
+
+    def clock(self, *, unix: bool) -> tuple[str, list[Any]]:
+        """Return the clock as an expression of the ORM's, and its parameters; ``unix``: the one that tokens follow."""
+        return self.now_sql, []
 
     def now(self, cursor: AnyCursor) -> int:
         """Return the database's clock, in microseconds."""
@@ -200,8 +339,19 @@ def _sought(text: str) -> str:
     return _READ.sub(r"\1 WITH (FORCESEEK)", text)
 
 
+#: Both may be called by any role. The clock is that of ``statement_timestamp()``.
+_STARTED: Final = "(EXTRACT(EPOCH FROM pg_postmaster_start_time()) * 1000000)::bigint"
+#: The timeline. A standby has no current position; promotion without a restart takes the server to a new timeline.
+_TIMELINE: Final = (
+    "CASE WHEN pg_is_in_recovery() THEN 'standby' ELSE substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) END"
+)
+
+
 class PostgreSQL(Dialect):
     """PostgreSQL: everything in one statement."""
+
+    begin = "BEGIN ISOLATION LEVEL READ COMMITTED"
+    cursor = cursors.PostgreSQLCursor
 
     # Within a transaction now() is the time it began; a claim asks what time it is.
     # A float counts these microseconds exactly until the year 2255, and is faster than EXTRACT's numeric.
@@ -215,15 +365,84 @@ class PostgreSQL(Dialect):
     writing_ctes = True
     unflushed = ", set_config('synchronous_commit', 'off', true)"
     arrays = True
-    dead = PostgreSQLBeacon.dead_sql
+    # A session's own lock never stands in its way, so it is told apart by a setting of the session.
+    dead = (
+        "(CASE WHEN length({process_id}) <> 32 OR translate({process_id}, '0123456789abcdef', '') <> '' THEN FALSE"
+        " WHEN {process_id} = current_setting('sqlsem.beacon', TRUE) THEN FALSE"
+        f" WHEN pg_try_advisory_lock_shared({_BEACON_KEYS}) THEN pg_advisory_unlock_shared({_BEACON_KEYS})"
+        " ELSE FALSE END)"
+    )
     notifies = True
+    # Asking takes it for an instant, shared, so that those who ask never see each other.
+    session_lock = SessionLock(
+        session="SELECT pg_backend_pid()",
+        driver=lambda raw: int(raw.info.backend_pid),
+        look="SELECT pg_backend_pid(), (SELECT min(pid) FROM pg_locks WHERE locktype = 'advisory' AND granted"
+        " AND mode = 'ExclusiveLock' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        f" AND classid = {BEACON_CLASS} AND objid = %(unsigned)s AND objsubid = 2)",
+        take=f"SELECT CASE WHEN pg_try_advisory_lock({BEACON_CLASS}, %(key)s)"
+        " THEN set_config('sqlsem.beacon', %(process_id)s, FALSE) END",
+        end="SELECT pg_terminate_backend(%(session)s)",
+    )
     insert_ignore = ("INSERT INTO", " ON CONFLICT DO NOTHING")
+
+    def adapt(self, options: dict[str, Any]) -> None:
+        """Notice a peer that vanished, and be outside of any pool's count."""
+        for name in _POOL_OPTIONS:
+            options.pop(name, None)
+        for name, value in _POSTGRESQL.items():
+            options.setdefault(name, value)
+        from django.db.backends.postgresql.psycopg_any import IsolationLevel
+
+        options["isolation_level"] = IsolationLevel.READ_COMMITTED
+
+    def connect(self, connect: Callable[[], Any], settings: Mapping[str, Any]) -> Any:
+        """Have a driver that has no setting for it wait for ``_ANSWER_TIMEOUT`` at the most."""
+        raw = connect()
+        limit_waiting(raw)
+        return raw
+
+    def prepare(self, connection: BaseDatabaseWrapper) -> None:
+        """Set limits, unless the session is a pooler's: another client may get it next, and would inherit them."""
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_backend_pid()")
+            if cursor.fetchone()[0] != connection.connection.info.backend_pid:
+                connection.sqlsem_pooled = True  # type: ignore[attr-defined]
+                return
+            cursor.execute(f"SET statement_timeout = {STATEMENT_TIMEOUT_MS}")
+            cursor.execute(f"SET idle_in_transaction_session_timeout = {IDLE_TRANSACTION * 1000}")
+            cursor.execute("SET default_transaction_isolation = 'read committed'")
+            if hasattr(connection.connection, "pgconn"):  # psycopg 3, where Django turns prepared statements off
+                connection.connection.prepare_threshold = 5
+            # Everything here is looked up by a key: planned once, by index, also while the tables are still empty.
+            cursor.execute("SET plan_cache_mode = force_generic_plan")
+            cursor.execute("SET enable_seqscan = off")
+
+    def incarnation(self, cursor: CursorWrapper) -> Incarnation:
+        """Return its start and its timeline; hosted servers without log positions start anew when promoted."""
+        try:
+            cursor.execute(f"SELECT {_STARTED}, {_TIMELINE}")
+        except DatabaseError:
+            cursor.execute(f"SELECT {_STARTED}, ''")
+        started, timeline = cursor.fetchone()
+        return Incarnation(f"{started}:{timeline}", int(started))
+
+    def limits(self, connection: BaseDatabaseWrapper, seconds: float) -> BriefLimits:
+        """Return limits of the transaction. What it writes is lost without harm when the server crashes."""
+        return BriefLimits(
+            first="SET LOCAL synchronous_commit = off;"
+            f" SET LOCAL lock_timeout = {min(seconds, LOCK_PATIENCE) * 1000:.0f};"
+            f" SET LOCAL statement_timeout = {seconds * 1000:.0f}"
+        )
 
 
 class SQLite(Dialect):
     """SQLite: the host's boot clock is the database's clock, as all its users are on one host."""
 
     now_sql = "%(now)s"
+    begin = "BEGIN IMMEDIATE"  # it takes the only write lock
+    cursor = cursors.SQLiteCursor
+    in_a_file = True
     returning = True
     one_writer = True
     insert_ignore = ("INSERT INTO", " ON CONFLICT DO NOTHING")
@@ -238,11 +457,9 @@ class SQLite(Dialect):
 
     @property
     def boot_id(self) -> str:
-        """This boot of this host."""
         return clocks.boot_id()
 
     def parameters(self) -> dict[str, Any]:
-        """Return the boot clock and the boot's name."""
         return {
             "no": False,
             "now": clocks.host_now_us(),
@@ -254,9 +471,36 @@ class SQLite(Dialect):
         """Return the wall clock: the boot clock starts anew."""
         return time.time_ns() // 1000
 
+    def clock(self, *, unix: bool) -> tuple[str, list[Any]]:
+        return "%s", [time.time_ns() // 1000 if unix else clocks.host_now_us()]
+
     def now(self, cursor: AnyCursor) -> int:
-        """Return the host's boot clock, in microseconds."""
         return clocks.host_now_us()
+
+    def adapt(self, options: dict[str, Any]) -> None:
+        """Wait for nothing: SQLite's own busy handler sleeps up to 100 ms, and we look again sooner."""
+        options["transaction_mode"] = "IMMEDIATE"
+        options["timeout"] = 0
+
+    def prepare(self, connection: BaseDatabaseWrapper) -> None:
+        """Spare the flush where a log keeps the file sound: a loss of power undoes commits of processes it ended."""
+        with connection.cursor() as cursor:
+            cursor.execute("PRAGMA journal_mode")
+            if cursor.fetchone()[0] == "wal":
+                cursor.execute("PRAGMA synchronous = NORMAL")
+
+
+def several_writers(cursor: CursorWrapper) -> bool:
+    """Whether a MySQL or MariaDB server is a node of a cluster whose other nodes are written to as well."""
+    cursor.execute("SHOW GLOBAL VARIABLES WHERE Variable_name IN ('wsrep_on', 'group_replication_single_primary_mode')")
+    found = {str(name).lower(): str(value).upper() in ("ON", "1") for name, value in cursor.fetchall()}
+    return found.get("wsrep_on", False) or not found.get("group_replication_single_primary_mode", True)
+
+
+def _shown(cursor: CursorWrapper, kind: str, name: str) -> Any:
+    cursor.execute(f"SHOW GLOBAL {kind} LIKE '{name}'")
+    row = cursor.fetchone()
+    return row[1] if row else None
 
 
 class MySQL(Dialect):
@@ -264,8 +508,13 @@ class MySQL(Dialect):
 
     # UNIX_TIMESTAMP() would go through the session's time zone, where an autumn hour happens twice.
     now_sql = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
+    begin = "BEGIN"
+    cursor = cursors.Cursor
     update_limit = True
-    dead = MySQLBeacon.dead_sql
+    dead = (
+        "(CASE WHEN CHAR_LENGTH({process_id}) = 32 THEN IS_FREE_LOCK(CONCAT('sqlsem:', {process_id})) <=> 1"
+        " ELSE FALSE END)"
+    )
     lock_skipping = " FOR UPDATE SKIP LOCKED"
     fence = "sibling"
     # What was fenced is only taken after a look whether it still is: see ``backends.rows.fences``.
@@ -273,7 +522,70 @@ class MySQL(Dialect):
         "({t}expires_us IS NULL OR ({t}expires_us <= {now} AND {t}lease_us <= {now} - %(since)s"
         " AND ({t}fenced IS NULL OR {t}fenced <> {t}token)))"
     )
+    session_lock = SessionLock(
+        session="SELECT CONNECTION_ID()",
+        driver=lambda raw: int(raw.thread_id()),
+        look="SELECT CONNECTION_ID(), IS_USED_LOCK(%(name)s)",
+        take="SELECT GET_LOCK(%(name)s, 0)",
+        end="KILL %(session)s",
+        several=several_writers,
+    )
     insert_ignore = ("INSERT IGNORE INTO", "")
+
+    def incarnation(self, cursor: CursorWrapper) -> Incarnation | None:
+        """Return its start and its address. No commit is lost when a node of a cluster starts: they share a name."""
+        if several_writers(cursor):
+            names = [_shown(cursor, "STATUS", "wsrep_cluster_state_uuid")]
+            names.append(_shown(cursor, "VARIABLES", "group_replication_group_name"))
+            return next((Incarnation(name, None) for name in names if name), None)
+        for _ in range(10):
+            cursor.execute("SELECT UNIX_TIMESTAMP()")
+            before = int(cursor.fetchone()[0])
+            uptime = int(_shown(cursor, "STATUS", "Uptime"))
+            cursor.execute("SELECT UNIX_TIMESTAMP(), @@hostname, @@port, @@server_id")
+            after, *address = cursor.fetchone()
+            # Both count whole seconds of one clock: within one second of it the difference is always the same.
+            if before == int(after):
+                started = before - uptime
+                return Incarnation(":".join(map(str, [*address, started])), started * 1_000_000)
+        return None
+
+    def adapt(self, options: dict[str, Any]) -> None:
+        for name, value in _MYSQL.items():
+            options.setdefault(name, value)
+        options["isolation_level"] = "read committed"
+
+    def prepare(self, connection: BaseDatabaseWrapper) -> None:
+        """Set limits. A lock wait that ends is repeated, a statement that takes too long is not: so it ends sooner."""
+        seconds = STATEMENT_TIMEOUT_MS // 1000
+        with connection.cursor() as cursor:
+            cursor.execute(_row_locks(max(1, seconds - 1)))
+            if _is_mariadb(connection):
+                cursor.execute(
+                    f"SET SESSION max_statement_time = {seconds}, idle_transaction_timeout = {IDLE_TRANSACTION}"
+                )
+            else:
+                cursor.execute(f"SET SESSION wait_timeout = {IDLE_SESSION}")
+
+    def limits(self, connection: BaseDatabaseWrapper, seconds: float) -> BriefLimits:
+        """Return limits of the session, as there are no others; MySQL itself limits only waits for locks."""
+        usual = STATEMENT_TIMEOUT_MS // 1000
+        if _is_mariadb(connection):
+            statements = "SET SESSION max_statement_time = "
+            return BriefLimits(before=f"{statements}{seconds:.3f}", after=f"{statements}{usual}")
+        return BriefLimits(before=_row_locks(1), after=_row_locks(max(1, usual - 1)))
+
+    def shortest(self, connection: BaseDatabaseWrapper) -> float:
+        """Return a little more than MySQL's shortest; it counts in whole seconds."""
+        return super().shortest(connection) if _is_mariadb(connection) else 1.2
+
+
+def _is_mariadb(connection: BaseDatabaseWrapper) -> bool:
+    return bool(getattr(connection, "mysql_is_mariadb", False))
+
+
+def _row_locks(seconds: int) -> str:
+    return f"SET SESSION innodb_lock_wait_timeout = {seconds}, SESSION lock_wait_timeout = {seconds}"
 
 
 class Oracle(Dialect):
@@ -295,6 +607,7 @@ class SQLServer(Dialect):
     for_update = ""
     lock_hint = " WITH (UPDLOCK, ROWLOCK, FORCESEEK)"
     locks_by_writing = True  # whatever becomes of the hint
+    fixed_texts = True
 
     def send(self, cursor: AnyCursor, text: str, values: Mapping[str, Any]) -> None:
         """Run a statement: its driver knows no parameters by name, and the session may have been told not to count."""
@@ -302,6 +615,56 @@ class SQLServer(Dialect):
         if not statement.startswith("SELECT"):
             statement = f"SET NOCOUNT OFF; {statement}"
         cursor.execute(statement, [values[name] for name in names] or None)
+
+    def adapt(self, options: dict[str, Any]) -> None:
+        options["isolation_level"] = "READ COMMITTED"
+        limit_logins(options)
+        options["query_timeout"] = answer_limit(options, _ANSWER_TIMEOUT)
+
+    def connect(self, connect: Callable[[], Any], settings: Mapping[str, Any]) -> Any:
+        """Log in, one connection at a time, so that its socket is known, and a fork does not copy it."""
+        options = settings["OPTIONS"]
+        limit = int(options["connection_timeout"])
+        raw, _ = sockets.opening(connect, sockets.port_in(settings), limit, patience=2 * limit)
+        sockets.limit_reads(raw, options["query_timeout"])
+        return raw
+
+    def prepare(self, connection: BaseDatabaseWrapper) -> None:
+        """Limit waits for rows, and have the driver told the types of parameters."""
+        connection.execute_wrappers.append(cursors.declare_types)
+        with connection.cursor() as cursor:
+            cursor.execute(f"SET LOCK_TIMEOUT {LOCK_TIMEOUT_MS}")
+
+    def limits(self, connection: BaseDatabaseWrapper, seconds: float) -> BriefLimits:
+        """Return limits of the session's waits for locks; statements are limited by the driver."""
+        waits = "SET LOCK_TIMEOUT "
+        return BriefLimits(before=f"{waits}{LOCK_PATIENCE * 1000:.0f}", after=f"{waits}{LOCK_TIMEOUT_MS}")
+
+    @contextlib.contextmanager
+    def limited(self, connection: BaseDatabaseWrapper, seconds: float) -> Iterator[None]:
+        """Limit each cursor from its beginning. Drivers count in whole seconds: the next lower one, and at least one.
+
+        ``create_cursor()`` is where Django gets its cursors from: if it did so elsewhere, this limit would be lost.
+        """
+        own: Any = connection
+        create_cursor = own.create_cursor
+
+        def create_limited(name: str | None = None) -> Any:
+            raw = own.connection
+            usual, raw.timeout = raw.timeout, max(1, int(seconds))
+            try:
+                return create_cursor(name)
+            finally:
+                raw.timeout = usual
+
+        own.create_cursor = create_limited
+        try:
+            yield
+        finally:
+            del own.create_cursor
+
+    def shortest(self, connection: BaseDatabaseWrapper) -> float:
+        return 1.2
 
 
 _DIALECTS: Final[dict[str, type[Dialect]]] = {
@@ -315,56 +678,62 @@ _DIALECTS: Final[dict[str, type[Dialect]]] = {
 
 @functools.cache
 def _dialect(vendor: str) -> Dialect:
-    from django.core.exceptions import ImproperlyConfigured
-
     if vendor not in _DIALECTS:
         raise ImproperlyConfigured(f"No semaphores on {vendor!r} databases; there are for {', '.join(_DIALECTS)}.")
     return _DIALECTS[vendor]()
 
 
-def dialect_for(connection: BaseDatabaseWrapper) -> Dialect:
+def dialect_for(connection: BaseDatabaseWrapper | type[BaseDatabaseWrapper]) -> Dialect:
     """Return the dialect of a connection. Raises ``ImproperlyConfigured`` for an unknown vendor."""
     return _dialect(connection.vendor)
 
 
-_SEEN: Final = "SELECT seen_us FROM sqlsem_server WHERE identity = %s"
+class DatabaseNow(Func):
+    """The database's clock in whole microseconds, for the ORM; ``unix=True``: the one that tokens follow."""
+
+    output_field = BigIntegerField()
+
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, *args: Any, **context: Any) -> Any:
+        """Return what the dialect has for it."""
+        return dialect_for(connection).clock(unix=self.extra.get("unix", False))
 
 
-def _note(connection: BaseDatabaseWrapper) -> str:
-    """Insert it unless it is there; no error, as that would break a transaction of the caller's."""
-    insert = connection.ops.insert_statement(on_conflict=OnConflict.IGNORE)
-    rest = connection.ops.on_conflict_suffix_sql([], OnConflict.IGNORE, [], [])
-    return f"{insert} sqlsem_server (identity, seen_us) VALUES (%s, %s) {rest}"
+def limit_logins(options: dict[str, Any]) -> None:
+    """Have logins to SQL Server end, unless an alias's options say when they do."""
+    for name, value in _SQL_SERVER.items():
+        options[name] = options.get(name) or value
 
 
-def note_server(connection: BaseDatabaseWrapper) -> None:
-    """Note, on a new connection, since when this life of the server is known, in microseconds of its own clock.
-
-    For one lease after that nothing has run out: see ``Dialect.free``. Raises what the database raises.
-    """
-    with connection.cursor() as cursor:
-        server = read(connection, cursor)
-        if server is None:
-            return
-        cursor.execute(_SEEN, [server.identity])
-        row = cursor.fetchone()
-        if row is None:
-            now = dialect_for(connection).now(cursor)
-            # One that is new to a database with locks may have been promoted; the very first one has not.
-            cursor.execute("SELECT COUNT(*) FROM sqlsem_server")
-            seen = now if cursor.fetchone()[0] else server.started_us or now
-            cursor.execute(_note(connection), [server.identity, seen])
-            cursor.execute(_SEEN, [server.identity])  # another connection may have been first
-            row = cursor.fetchone() or (seen,)
-        connection.sqlsem_since_us = int(row[0])  # type: ignore[attr-defined]
-        connection.sqlsem_since_of = connection.connection  # type: ignore[attr-defined]
+def answer_limit(options: Mapping[str, Any], least: int) -> int:
+    """Return for how many seconds SQL Server may owe an answer: as ``query_timeout`` says, within reason."""
+    return min(max(int(options.get("query_timeout") or 0), least), LONGEST_ANSWER)
 
 
-def server_since(connection: BaseDatabaseWrapper) -> int:
-    """Return the same of an ordinary connection, asking once after each connect."""
-    connection.ensure_connection()
-    if getattr(connection, "sqlsem_since_of", None) is not connection.connection:
-        connection.sqlsem_since_us = 0  # type: ignore[attr-defined]
-        note_server(connection)
-        connection.sqlsem_since_of = connection.connection  # type: ignore[attr-defined]
-    return int(getattr(connection, "sqlsem_since_us", 0))
+def without_pool(engine: type[BaseDatabaseWrapper]) -> type[BaseDatabaseWrapper]:
+    """Return the engine below one that pools: it would keep those waiting who want ours, and hand on our limits."""
+    bases = engine.__mro__
+    pooled = [index for index, each in enumerate(bases) if each.__module__.partition(".")[0] in _POOLS]
+    below = bases[pooled[-1] + 1 :] if pooled else bases
+    return next((each for each in below if hasattr(each, "get_new_connection") and hasattr(each, "vendor")), engine)
+
+
+def limit_waiting(raw: Any) -> None:
+    """Have a fresh driver connection wait for ``_ANSWER_TIMEOUT`` at the most; psycopg has no setting for it."""
+    if not hasattr(raw, "pgconn"):
+        return
+    from psycopg import OperationalError
+
+    def limited(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        deadline = time.monotonic() + _ANSWER_TIMEOUT
+        try:
+            wanted = next(steps)
+            while True:
+                ready = yield wanted
+                if not ready and time.monotonic() > deadline:  # it says so several times a second
+                    raise OperationalError(f"the server has not answered for {_ANSWER_TIMEOUT} s")
+                wanted = steps.send(ready)
+        except StopIteration as stop:
+            return stop.value
+
+    wait, itself = type(raw).wait, weakref.ref(raw)  # a cycle would keep a lost connection open
+    raw.wait = lambda steps, *args, **kwargs: wait(itself(), limited(steps), *args, **kwargs)

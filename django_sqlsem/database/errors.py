@@ -1,19 +1,18 @@
-"""How operators' acts on rows deal with what the database raises."""
+"""What a driver's error means, what it becomes for callers, and how work is repeated that may pass the next time."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import random
+import re
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 from django.db import connections
 from django.db.utils import Error
 
-from django_sqlsem.database.limits import is_transient
-from django_sqlsem.database.sessions import LOCKED_PATIENCE
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
@@ -23,6 +22,149 @@ if TYPE_CHECKING:
 Parameters = ParamSpec("Parameters")
 T = TypeVar("T")
 
+#: How long a statement is repeated while the database answers "locked" or "deadlock", in seconds.
+LOCKED_PATIENCE: Final = 10.0
+
+#: Lost a deadlock or a lock wait, or found the database locked: nothing was done, so it may be done again.
+_TRANSIENT_SQLSTATES: Final = {"40001", "40P01", "55P03"}
+_TRANSIENT_MYSQL: Final = {1205, 1213}
+_TRANSIENT_SQLITE: Final = {5, 6}  # SQLITE_BUSY, SQLITE_LOCKED
+_TRANSIENT_ORACLE: Final = {60, 8177}
+#: Its drivers tell its numbers in the text alone, and mssql-python not even there: a deadlock's victim, a lock that was
+#: not to be had in time, an update conflict under snapshot isolation.
+_DEADLOCK_SQL_SERVER: Final = re.compile(r"\(1205\)|was deadlocked")
+_TRANSIENT_SQL_SERVER: Final = re.compile(
+    rf"{_DEADLOCK_SQL_SERVER.pattern}|Serialization failure|\((?:1222|3960)\)|Lock request time out"
+    r"|due to lock timeout|Snapshot isolation transaction aborted"
+)
+
+#: A statement's limit.
+_TIMEOUT_SQLSTATE: Final = "57014"
+_TIMEOUT_MYSQL: Final = (1969, 3024)
+#: A statement's limit; HYT01 is a connection's, where no answer came at all.
+_TIMEOUT_SQL_SERVER: Final = re.compile(r"HYT00(?!.*Login timeout)|Driver Error: Timeout expired")
+
+_READ_ONLY_SQLSTATE: Final = "25006"
+_READ_ONLY_MYSQL: Final = {1290, 1792, 1836}
+_READ_ONLY_SQLITE: Final = 8  # SQLITE_READONLY
+
+_DISCONNECT_MYSQL: Final = {0, 1053, 1927, 2006, 2013, 2014, 2055, 4031}
+_DISCONNECT_SQLSTATES: Final = ("08", "57P")
+#: FreeTDS: reading or writing failed, the server has closed the connection, it is dead (sybdb.h).
+FREETDS_GONE: Final = (20004, 20006, 20017, 20047)
+#: The same in its text, and what it says without a number of a connection that was dead before.
+_DISCONNECT_FREETDS: Final = (
+    *(f"({number})" for number in FREETDS_GONE),
+    "Could not change transaction status (0)",
+    "Unknown error (0)",
+)
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the database refused a statement, without doing it, for a reason that passes by itself."""
+    cause: Any = error.__cause__ or error
+    if sqlstate(cause) in _TRANSIENT_SQLSTATES:
+        return True
+    sqlite_code = getattr(cause, "sqlite_errorcode", None)
+    if sqlite_code is not None:
+        return (sqlite_code & 0xFF) in _TRANSIENT_SQLITE
+    if is_of_sql_server(cause):
+        return _TRANSIENT_SQL_SERVER.search(str(cause)) is not None
+    code = _number(cause)
+    return code in _TRANSIENT_ORACLE if "oracledb" in type(cause).__module__ else code in _TRANSIENT_MYSQL
+
+
+def is_deadlock_of_sql_server(error: Exception) -> bool:
+    """Whether SQL Server chose the transaction to break a deadlock, and has rolled it back."""
+    cause = error.__cause__ or error
+    return is_of_sql_server(cause) and _DEADLOCK_SQL_SERVER.search(str(cause)) is not None
+
+
+def is_timeout_of_sql_server(error: Exception) -> bool:
+    """Whether a statement took too long for one of SQL Server's drivers, which had it cancelled."""
+    cause = error.__cause__ or error
+    return is_of_sql_server(cause) and _TIMEOUT_SQL_SERVER.search(str(cause)) is not None
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether a statement was cancelled because it took longer than it may."""
+    cause: Any = error.__cause__ or error
+    late = sqlstate(cause) == _TIMEOUT_SQLSTATE or _number(cause) in _TIMEOUT_MYSQL
+    return late or is_timeout_of_sql_server(error)
+
+
+def is_of_sql_server(cause: Any) -> bool:
+    """Whether an error was raised by one of SQL Server's drivers."""
+    return type(cause).__module__.partition(".")[0] in ("pyodbc", "mssql_python")
+
+
+def is_disconnect(error: Exception) -> bool:
+    """Whether the error says that the connection is gone, so that a new one may do better."""
+    cause: Any = error.__cause__ or error
+    module = type(cause).__module__
+    if "psycopg" in module:
+        state = sqlstate(cause)
+        return state is None or state.startswith(_DISCONNECT_SQLSTATES)
+    if "sqlite3" in module:
+        return False
+    if "ysql" in module or "MySQLdb" in module:
+        return _number(cause) in _DISCONNECT_MYSQL
+    if is_transient(error) or is_timeout_of_sql_server(error):  # operational errors too, to its drivers
+        return False
+    if type(cause).__name__ in ("OperationalError", "InterfaceError"):
+        return True
+    return "pyodbc" in module and any(code in str(cause) for code in _DISCONNECT_FREETDS)
+
+
+def is_missing_table(error: Exception) -> bool:
+    """Whether the error says that a lock table is not there."""
+    cause: Any = error.__cause__ or error
+    text = str(cause)
+    known = sqlstate(cause) == "42P01" or _number(cause) in (1146, 942) or "no such table" in text
+    return known and "sqlsem_" in text.lower()
+
+
+def is_missing_column(error: Exception, name: str) -> bool:
+    """Whether the error says that a table has no such column. ``name``: how that begins."""
+    cause: Any = error.__cause__ or error
+    text = str(cause)
+    known = sqlstate(cause) == "42703" or _number(cause) in (1054, 904) or "no such column" in text
+    return known and name in text.lower()
+
+
+def is_read_only(error: Exception) -> bool:
+    """Whether a statement failed because the server, the file or the session does not take writes."""
+    cause: Any = error.__cause__ or error
+    sqlite_code = getattr(cause, "sqlite_errorcode", None)
+    if sqlite_code is not None:
+        return bool((sqlite_code & 0xFF) == _READ_ONLY_SQLITE)
+    return sqlstate(cause) == _READ_ONLY_SQLSTATE or _number(cause) in _READ_ONLY_MYSQL
+
+
+def sqlstate(cause: Any) -> str | None:
+    """Return PostgreSQL's code of a driver's error; ``None`` for one that did not come from the server."""
+    found: str | None = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)  # of psycopg 3, of psycopg2
+    return found
+
+
+def _number(cause: Any) -> int | None:
+    arguments = getattr(cause, "args", ())
+    first = arguments[0] if arguments else None
+    code = getattr(first, "code", first)
+    return code if isinstance(code, int) else None
+
+
+def backend_error(alias: str, error: Exception, *, stale: bool = False) -> BackendError:
+    """Wrap a driver's error in one sentence that names the database; ``BackendError`` explains the flag."""
+    message = f"The database {alias!r} failed: {str(error).strip() or type(error).__name__}"
+    if is_missing_table(error):
+        message += f" (the lock tables are not there: run manage.py migrate --database {alias})"
+    elif is_read_only(error):
+        message += " (it cannot be written to: locks must be kept by the primary, see SQLSEM['DATABASE'])"
+    wrapped = BackendError(message)
+    wrapped.stale_connection = stale
+    return wrapped
+
 
 @contextlib.contextmanager
 def database_errors(alias: str) -> Iterator[None]:
@@ -30,7 +172,24 @@ def database_errors(alias: str) -> Iterator[None]:
     try:
         yield
     except Error as error:
-        raise BackendError(f"The database {alias!r} failed: {error}") from error
+        raise backend_error(alias, error) from error
+
+
+def patiently(attempt: Callable[[], T], passes: Callable[[Exception], bool], seconds: float | None = None) -> T:
+    """Call ``attempt`` until it succeeds, fails for a reason that does not pass, or ``seconds`` are over.
+
+    It must have done nothing when it raises an error of which ``passes`` says so. ``None``: ``LOCKED_PATIENCE``.
+    """
+    give_up = time.monotonic() + (LOCKED_PATIENCE if seconds is None else seconds)
+    while True:
+        try:
+            return attempt()
+        except Exception as error:
+            if not passes(error) or time.monotonic() > give_up:
+                raise
+            # Django's errors are on a cycle with all the frames they came through, one with a permit in it.
+            error.__traceback__ = None
+        time.sleep(random.uniform(0.001, 0.01))  # noqa: S311 - no two in step
 
 
 def repeated(act: Callable[Parameters, T]) -> Callable[Parameters, T]:
@@ -38,16 +197,13 @@ def repeated(act: Callable[Parameters, T]) -> Callable[Parameters, T]:
 
     @functools.wraps(act)
     def again(*args: Parameters.args, **kwargs: Parameters.kwargs) -> T:
-        give_up = time.monotonic() + LOCKED_PATIENCE
-        while True:
-            try:
-                return act(*args, **kwargs)
-            except BackendError as error:
-                alias = str(args[0])
-                passes = isinstance(error.__cause__, Error) and is_transient(error.__cause__)
-                # Inside a transaction of the caller's, that is over.
-                if not passes or connections[alias].in_atomic_block or time.monotonic() > give_up:
-                    raise
-            time.sleep(random.uniform(0.001, 0.02))  # noqa: S311 - no two in step
+        alias = str(args[0])
+
+        def passes(error: Exception) -> bool:
+            cause = error.__cause__ if isinstance(error, BackendError) else None
+            # Inside a transaction of the caller's, that is over.
+            return isinstance(cause, Error) and is_transient(cause) and not connections[alias].in_atomic_block
+
+        return patiently(lambda: act(*args, **kwargs), passes)
 
     return again

@@ -1,38 +1,43 @@
 """Connections of our own, apart from the caller's: opened late, used by one thread at a time, dropped when in doubt.
 
-Statements on connections that are not ours: the caller's own, and an operator's.
+And where statements run: on these, on the caller's connection, or on an operator's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import random
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from django.db import Error as DjangoDatabaseError
-from django.db import connections, transaction
+from django.db import IntegrityError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import load_backend
 
 from django_sqlsem.core import forks
 from django_sqlsem.core.clocks import boot_now
-from django_sqlsem.database import limits, sockets, sqlite
-from django_sqlsem.database.cursors import BEGIN, cursor_of
-from django_sqlsem.database.opening import close_all, django_transaction, open_connection
+from django_sqlsem.database import dialects, errors, sockets, sqlite
+from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.database.errors import backend_error
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
-    from django_sqlsem.database.cursors import AnyCursor
+    from django.db.models import Model
+
+    from django_sqlsem.database.cursors import AnyCursor, Cursor
 
 
 T = TypeVar("T")
 
-#: How long a statement is repeated while the database answers "locked" or "deadlock", in seconds.
-LOCKED_PATIENCE: Final = 10.0
+#: What a driver's connection has, by PEP 249.
+_DRIVERS: Final = ("cursor", "commit", "rollback", "close")
 #: How long a fork waits for statements under way, and statements for a fork, in seconds.
 FORK_PATIENCE: Final = 5.0
 
@@ -72,11 +77,179 @@ class KeeperSession(Session, Protocol):
         """Close the connection. The session stays usable."""
 
 
+# How a connection of our own is opened.
+
+
+def open_connection(alias: str, made: list[Any] | None = None) -> BaseDatabaseWrapper:
+    """Open a connection to the database that an alias means now, and set its limits. Raises Django's database errors.
+
+    ``made`` gets what the caller must close if it is interrupted before it has the result.
+    """
+    made = [] if made is None else made
+    try:
+        connection = _connection(alias, made)
+        sqlite.leave_inherited(sqlite.file_id(connection))
+        connection.ensure_connection()  # unlike connect(), it raises Django's errors, not the driver's
+        # A test runner that forbids the database from here on means the tests, not what is left to be given back.
+        connection.ensure_connection = _stay_open  # type: ignore[method-assign]
+        dialect_for(connection).prepare(connection)
+        return connection
+    except BaseException as error:
+        made += _half_open(error)
+        _close_all(made)
+        raise
+
+
+def _stay_open() -> None:
+    """Open no other connection in the place of one that was lost: it would have neither limits nor a beacon."""
+
+
+def _close_all(made: list[Any]) -> None:
+    """Close what was made under way to a connection that nobody has got."""
+    for each in made:
+        with contextlib.suppress(Exception):
+            each.close()
+    made.clear()
+
+
+def _half_open(error: BaseException) -> list[Any]:
+    """Return the driver's connection that an interrupted ``connect()`` of Django's had made and not yet kept.
+
+    Only a local variable of Django's knows of it. If Django kept it sooner, nothing would be found here, nor missed.
+    """
+    values = [value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()]
+    drivers = [value for value in values if all(hasattr(value, name) for name in _DRIVERS)]
+    return [value for value in drivers if not isinstance(value, BaseDatabaseWrapper)]
+
+
+def _connection(alias: str, made: list[Any]) -> BaseDatabaseWrapper:
+    settings: dict[str, Any] = copy.deepcopy(dict(connections[alias].settings_dict))
+    backend: Any = load_backend(settings["ENGINE"])
+    options = settings["OPTIONS"] = dict(settings.get("OPTIONS") or {})
+    settings |= {"ATOMIC_REQUESTS": False, "AUTOCOMMIT": True}
+    dialect = dialect_for(backend.DatabaseWrapper)
+    dialect.adapt(options)
+    connection: BaseDatabaseWrapper = dialects.without_pool(backend.DatabaseWrapper)(settings, alias)
+    made.append(connection)
+    connection.inc_thread_sharing()
+    get_new_connection = connection.get_new_connection
+
+    def get_limited(parameters: dict[str, Any]) -> Any:
+        raw = dialect.connect(lambda: get_new_connection(parameters), settings)
+        made.append(raw)
+        return raw
+
+    connection.get_new_connection = get_limited  # type: ignore[method-assign,assignment]
+    # Polls and renewals would drown DEBUG's query log.
+    connection.make_debug_cursor = connection.make_cursor  # type: ignore[method-assign,assignment]
+    return connection
+
+
+# How it is used.
+
+
+@contextlib.contextmanager
+def cursor_of(connection: BaseDatabaseWrapper) -> Iterator[Cursor]:
+    """Yield a cursor of an open connection. The driver's errors come out as Django's."""
+    with connection.wrap_database_errors:
+        cursor = dialect_for(connection).cursor(connection)
+        yield cursor
+        cursor.close()  # not after an error: the connection may be gone, and that is not what it died of
+
+
+@contextlib.contextmanager
+def used_by_orm(connection: BaseDatabaseWrapper) -> Iterator[None]:
+    """Have the ORM of this thread find a connection under its alias.
+
+    Django keeps its connections per thread. If threads came to share them, others' queries would run on this one.
+    """
+    alias = connection.alias
+    usual = next((each for each in connections.all(initialized_only=True) if each.alias == alias), None)
+    connections[alias] = connection
+    try:
+        yield
+    finally:
+        if usual is None:
+            del connections[alias]
+        else:
+            connections[alias] = usual
+
+
+def insert_missing(rows: Sequence[Model], *, using: str) -> None:
+    """Insert rows of one model with the ORM, but for those that are there already."""
+    if not rows:
+        return
+    manager = type(rows[0])._default_manager.using(using)
+    if connections[using].features.supports_ignore_conflicts:
+        manager.bulk_create(rows, ignore_conflicts=True)
+        return
+    for row in rows:
+        with contextlib.suppress(IntegrityError), transaction.atomic(using=using):
+            manager.bulk_create([row])
+
+
+class RefusedError(Exception):
+    """The database refused what was to be done briefly; its session goes on. ``__cause__`` is the driver's error."""
+
+
+def briefly(session: Session, work: Callable[[AnyCursor], T], seconds: float, in_line: float = 0.0) -> T:
+    """Call ``work`` in a transaction of which no statement takes longer than ``seconds``, nor waits long for a lock.
+
+    It may use the ORM. Its failure costs nothing: the connection, on which others count, goes on. ``in_line``: for how
+    many seconds it is tried again where the database has one writer. Raises ``RefusedError`` if the database refused
+    it, and ``BackendError`` if the connection is gone.
+    """
+
+    def limited(cursor: AnyCursor) -> T | RefusedError:
+        connection: Any = cursor.db
+        dialect = dialect_for(connection)
+        limits = dialect.limits(connection, seconds)
+        result: T | RefusedError
+        try:
+            if limits.before:
+                cursor.execute(limits.before)
+            with used_by_orm(connection), dialect.limited(connection, seconds), _atomic(connection) as inside:
+                if limits.first:
+                    inside.execute(limits.first)
+                result = work(inside)
+        except (connection.Database.Error, DjangoDatabaseError) as error:
+            if errors.is_disconnect(error) or connection.connection is None:
+                raise
+            result = RefusedError(str(error).strip())
+            # Without the frames that it came through: it is on a cycle with them.
+            result.__cause__ = (error.__cause__ or error).with_traceback(None)
+        if limits.after:
+            cursor.execute(limits.after)
+        return result
+
+    def attempt() -> T:
+        result = session.run(limited, again=False)
+        if isinstance(result, RefusedError):
+            raise result
+        return result
+
+    one_writer = dialect_for(session.connection).one_writer
+    return errors.patiently(attempt, lambda error: one_writer and passes(error), in_line)
+
+
+@contextlib.contextmanager
+def _atomic(connection: BaseDatabaseWrapper) -> Iterator[AnyCursor]:
+    with transaction.atomic(using=connection.alias), cursor_of(connection) as cursor:
+        yield cursor
+
+
+def passes(error: Exception) -> bool:
+    """Whether an error of ``briefly`` is likely to be over soon, so that it is worth to try again."""
+    found = error.__cause__ if isinstance(error, BackendError | RefusedError) else error
+    known = (errors.is_transient, errors.is_timeout, errors.is_disconnect)
+    return isinstance(found, Exception) and any(each(found) for each in known)
+
+
 class OwnSession:
     """One connection that belongs to this library alone, opened at the first statement.
 
     ``run`` may be called from any thread: statements take turns. It repeats a statement that lost a deadlock or
-    found SQLite locked. After any other database error, and after any exception that struck in the driver, the
+    found SQLite locked. After any other database error, and after any other exception, the
     connection is thrown away, since its state is unknown; the next call opens a new one. ``again`` says whether
     the work may be repeated when the connection turns out to be dead, its outcome unknown.
     """
@@ -91,10 +264,12 @@ class OwnSession:
         self.opened: Callable[[BaseDatabaseWrapper], object] | None = None
         self._lock = threading.Lock()
         self._connection: BaseDatabaseWrapper | None = None
+        #: What must be closed with the connection, or was made under way to one.
+        self._made: list[Any] = []
         self._file: sqlite.FileId = None
         #: When a connection could not be opened last, and why; ``None`` since one could.
         self._unreachable: tuple[float, DjangoDatabaseError] | None = None
-        with _gate:  # who is about to fork goes through all of them
+        with _gate:  # a thread that is about to fork goes through all sessions
             _sessions.add(self)
 
     @property
@@ -124,12 +299,15 @@ class OwnSession:
         """Call ``work`` in a transaction; commit unless it returns ``None``. Raises ``BackendError``."""
 
         def attempt(connection: BaseDatabaseWrapper) -> T | None:
-            begin = BEGIN.get(connection.vendor)
-            if begin is None:
-                return django_transaction(connection, work)
+            dialect = dialect_for(connection)
+            if not dialect.begin:
+                with used_by_orm(connection), _atomic(connection) as cursor:
+                    result = work(cursor)
+                    transaction.set_rollback(result is None, using=connection.alias)
+                    return result
             # The driver stays in autocommit: Django's way would cost MySQL two more round trips.
             with cursor_of(connection) as cursor:
-                cursor.execute(begin)
+                cursor.execute(dialect.begin)
                 try:
                     result = work(cursor)
                     cursor.execute("ROLLBACK" if result is None else "COMMIT")  # SQLite may be too busy for that
@@ -148,13 +326,13 @@ class OwnSession:
 
     def _repeat(self, attempt: Callable[[BaseDatabaseWrapper], T], *, again: bool) -> T:
         asked = time.monotonic()
-        with _gate:
+        with _gate:  # a thread that is about to fork goes first
             pass
         with self._lock:
             if self._unreachable is not None and self._unreachable[0] >= asked:
-                # Who stood in line meanwhile need not find it out anew, one long connect timeout after the other.
+                # The threads that stood in line meanwhile are told at once: each connect would time out in turn.
                 raise backend_error(self.alias, self._unreachable[1]) from self._unreachable[1]
-            give_up = time.monotonic() + LOCKED_PATIENCE
+            give_up = time.monotonic() + errors.LOCKED_PATIENCE
             tries = 0
             while True:
                 tries += 1
@@ -168,7 +346,9 @@ class OwnSession:
                     self.asked_at = None
                     return result
                 except DjangoDatabaseError as error:
-                    if limits.is_transient(error) and time.monotonic() < give_up:
+                    if not opened:
+                        self._discard()
+                    if errors.is_transient(error) and time.monotonic() < give_up:
                         # Django's errors are on a cycle with all the frames they came through, one with a permit in it.
                         error.__traceback__ = None
                     else:
@@ -176,7 +356,7 @@ class OwnSession:
                         if not opened:
                             self._unreachable = (time.monotonic(), error)
                         # A connection that was opened long ago may have died unnoticed: once more on a new one.
-                        stale = not fresh and limits.is_disconnect(error)
+                        stale = not fresh and errors.is_disconnect(error)
                         if not (stale and again):
                             raise backend_error(self.alias, error, stale=stale) from error
                         again = False
@@ -194,51 +374,33 @@ class OwnSession:
         if self._connection is not None:
             # A test runner renames the database under way; and a file may have been put in the place of SQLite's.
             same_name = self._connection.settings_dict["NAME"] == connections[self.alias].settings_dict["NAME"]
-            if same_name and self._file == sqlite.file_id(self._connection):
+            stands = self._connection.connection is not None  # Django closes one that it could not roll back
+            if same_name and stands and self._file == sqlite.file_id(self._connection):
                 return self._connection
             self._discard()
-        made: list[Any] = []
-        try:
-            connection = open_connection(self.alias, made)
-            self._connection, self._file = connection, sqlite.file_id(connection)
-            if self.opened is not None:
-                self.opened(connection)
-            return connection
-        except BaseException:
-            self._connection = None
-            close_all(made)
-            raise
+        connection = self._connection = open_connection(self.alias, self._made)
+        self._file = sqlite.file_id(connection)
+        if self.opened is not None:
+            self.opened(connection)
+        return connection
 
     def _discard(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with contextlib.suppress(Exception):
-                connection.close()
+        self._connection = None
+        _close_all(self._made)
 
     def after_fork(self) -> None:
         """In a forked child: cut the inherited connection off without a word to the server."""
         self._lock = threading.Lock()
         connection, self._connection = self._connection, None
+        _inherited.extend(self._made)  # never finalised: that would speak on the parent's session
+        self._made = []
         if connection is None or connection.connection is None:
             return
-        _inherited.append(connection)  # never finalised: that would speak on the parent's session
-        for descriptor in limits.socket_descriptors(connection.connection):
+        for descriptor in sockets.descriptors(connection.connection):
             # The child's copy of the socket would keep the session alive after the parent has died.
             null = os.open(os.devnull, os.O_RDWR)
             os.dup2(null, descriptor, inheritable=False)
             os.close(null)
-
-
-def backend_error(alias: str, error: Exception, *, stale: bool = False) -> BackendError:
-    """Wrap a driver's error in one sentence that names the database; ``BackendError`` explains the flag."""
-    message = f"The database {alias!r} failed: {str(error).strip() or type(error).__name__}"
-    if limits.is_missing_table(error):
-        message += f" (the lock tables are not there: run manage.py migrate --database {alias})"
-    elif limits.is_read_only(error):
-        message += " (it cannot be written to: locks must be kept by the primary, see SQLSEM['DATABASE'])"
-    wrapped = BackendError(message)
-    wrapped.stale_connection = stale
-    return wrapped
 
 
 def _driver_errors(connection: BaseDatabaseWrapper) -> type[Exception]:
@@ -248,7 +410,7 @@ def _driver_errors(connection: BaseDatabaseWrapper) -> type[Exception]:
 
 
 _sessions: weakref.WeakSet[OwnSession] = weakref.WeakSet()
-_inherited: list[BaseDatabaseWrapper] = []
+_inherited: list[Any] = []
 _frozen: list[threading.Lock] = []
 #: Taken while a thread wants to fork: else it would have to race all the others for each session.
 _gate = threading.Lock()
@@ -261,7 +423,7 @@ def before_fork() -> None:
         lock = session._lock
         if lock.acquire(timeout=FORK_PATIENCE):
             _frozen.append(lock)
-            if session._connection is not None and session._connection.vendor == "sqlite":
+            if session._connection is not None and dialect_for(session._connection).in_a_file:
                 session._discard()
 
 
@@ -295,14 +457,14 @@ forks.register(
 
 
 class CallerSession:
-    """The caller's own connection inside its ``atomic()``: on SQLite there is only one writer."""
+    """The ordinary connection of an alias: an operator's, or the caller's inside its ``atomic()``."""
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection = connection
         self.attempts = 0
 
     def run(self, work: Callable[[AnyCursor], T], *, again: bool = True) -> T:
-        """Call ``work`` with a cursor of the caller's transaction. Raises ``BackendError``."""
+        """Call ``work`` with a cursor, in the transaction that is open. Raises ``BackendError``."""
         self.attempts += 1
         try:
             with self.connection.cursor() as cursor:
@@ -311,28 +473,9 @@ class CallerSession:
             raise backend_error(self.connection.alias, error) from error
 
     def transaction(self, work: Callable[[AnyCursor], T | None], *, again: bool = True) -> T | None:
-        """Call ``work`` inside a savepoint; undo it if it returns ``None``. Raises ``BackendError``."""
-        savepoint = self.connection.savepoint()
-        try:
+        """Call ``work`` in a transaction, or in a savepoint of the one that is open; undo it if it returns ``None``."""
+        alias = self.connection.alias
+        with transaction.atomic(using=alias):
             result = self.run(work)
-        except BaseException:
-            if savepoint is not None:
-                with contextlib.suppress(DjangoDatabaseError):  # a deadlock has ended the transaction, and it with that
-                    self.connection.savepoint_rollback(savepoint)
-            raise
-        if savepoint is None:
-            pass  # the caller's atomic() was told to use none
-        elif result is None:
-            self.connection.savepoint_rollback(savepoint)
-        else:
-            self.connection.savepoint_commit(savepoint)
-        return result
-
-
-class OrdinarySession(CallerSession):
-    """The ordinary connection of an alias, for what follows an operator's act."""
-
-    def transaction(self, work: Callable[[AnyCursor], T | None], *, again: bool = True) -> T | None:
-        """Call ``work`` in a transaction, or a savepoint of the one that is open. Raises ``BackendError``."""
-        with transaction.atomic(using=self.connection.alias):
-            return super().transaction(work)
+            transaction.set_rollback(result is None, using=alias)
+            return result

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 #: A statement of which nothing was heard so many seconds after its answer was due costs its session.
-GRACE: Final = 1.5
+_GRACE: Final = 1.5
 #: How often the watch looks, in seconds.
-LOOK: Final = 0.5
+_LOOK: Final = 0.5
 
 
 class Watched(Protocol):
@@ -38,7 +38,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: By id: each change is one step, so that a thread that is struck in it leaves no lock behind.
+        #: By id. Each change is one step of the interpreter, so an interrupted thread leaves no lock behind.
         self._watched: dict[int, weakref.ref[Watched]] = {}
         self._thread: threading.Thread | None = None
 
@@ -60,8 +60,8 @@ class Watch:
     def _run(self) -> None:
         while True:
             began = time.monotonic()
-            time.sleep(LOOK)
-            stood_still = time.monotonic() - began > LOOK + GRACE
+            time.sleep(_LOOK)
+            stood_still = time.monotonic() - began > _LOOK + _GRACE
             with self._lock:
                 if not self._watched:
                     self._thread = None
@@ -74,7 +74,7 @@ class Watch:
                     self._watched.pop(number, None)
                     continue
                 asked = watched.asked  # once: it is answered at any moment
-                if asked and time.monotonic() - asked > watched.limit + GRACE:
+                if asked and time.monotonic() - asked > watched.limit + _GRACE:
                     watched.cut()
 
 
@@ -287,3 +287,17 @@ def _keep_alive(descriptor: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_AFTER)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_EVERY)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _ASK_TIMES)
+
+
+def descriptors(raw: Any) -> list[int]:
+    """Return the file descriptors of a driver connection's sockets; none for SQLite."""
+    if hasattr(raw, "pgconn"):  # psycopg 3
+        return [raw.pgconn.socket]
+    sock = getattr(raw, "_sock", None)  # PyMySQL
+    if sock is not None:
+        return [sock.fileno()]
+    fileno = getattr(raw, "fileno", None)  # psycopg2, mysqlclient, oracledb
+    try:
+        return [fileno()] if callable(fileno) else []
+    except Exception:  # noqa: BLE001 - a closed connection has none
+        return []

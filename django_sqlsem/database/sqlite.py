@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from django_sqlsem.database.dialects import dialect_for
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -22,7 +25,7 @@ _leaving = threading.Lock()
 
 def file_id(connection: BaseDatabaseWrapper) -> FileId:
     """Return what file an SQLite connection's name means now; ``None`` if none, or for any other database."""
-    if connection.vendor != "sqlite":
+    if not dialect_for(connection).in_a_file:
         return None
     try:
         found = os.stat(connection.settings_dict["NAME"])
@@ -32,8 +35,8 @@ def file_id(connection: BaseDatabaseWrapper) -> FileId:
 
 
 def remember(connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
-    """Know of a connection that was opened, whoever uses it: a receiver of ``connection_created``."""
-    if connection.vendor == "sqlite":
+    """Know of a connection that was opened by any code of the process: a receiver of ``connection_created``."""
+    if isinstance(connection.connection, sqlite3.Connection):
         _known.add(connection)
 
 

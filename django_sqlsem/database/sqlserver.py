@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from django_sqlsem.core.modes import RWLOCK, SHARED, UPDATE, WHOLE, WRITER
-from django_sqlsem.database.limits import FREETDS_GONE, is_transient
+from django_sqlsem.database.errors import FREETDS_GONE, is_transient
 from django_sqlsem.exceptions import BackendError, DeadlockError, SemaphoreError
 
 #: Begins whatever we lock that is neither a slot nor the name itself.
@@ -38,7 +38,7 @@ class LockNames:
 
     #: Slots are ``<slot>-<base>``; every holder has the base itself too, in a mode that its kind of lock says.
     base: str
-    #: Whoever holds it is the first in line.
+    #: Its holder is the first in line.
     gate: str
 
     @property
@@ -137,7 +137,7 @@ RETURN_CODES: Final[dict[int, tuple[type[SemaphoreError], str]]] = {
 }
 
 #: Native error numbers.
-ERRORS: Final[dict[int, Meaning]] = {
+NATIVE_ERRORS: Final[dict[int, Meaning]] = {
     1205: Meaning.AGAIN,  # chosen as a deadlock's victim
     1222: Meaning.AGAIN,  # a row stayed locked
     3960: Meaning.AGAIN,  # an update conflict under snapshot isolation
@@ -194,8 +194,8 @@ def meaning(error: Exception) -> Meaning:
     """Return what a driver's error means, or the one that it was made into."""
     cause, text = _said(error)
     for number in _ERROR_NUMBER.findall(text):
-        if int(number) in ERRORS:
-            return ERRORS[int(number)]
+        if int(number) in NATIVE_ERRORS:
+            return NATIVE_ERRORS[int(number)]
     state = str((getattr(cause, "args", None) or ("",))[0])
     for known, found in SQLSTATES.items():
         if state.startswith(known):

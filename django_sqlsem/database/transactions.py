@@ -165,7 +165,7 @@ class _Watch:
                 self.undone.clear()
                 self.connection.__dict__.pop("_sqlsem_watch", None)  # what it asks for is a matter of the next end
                 for callback in reversed(self.callbacks):
-                    stack.callback(self._run, callback, last=True)  # again, if an interrupt strikes on the way
+                    stack.callback(self._run, callback, last=True)  # again, if the first run is interrupted
                     stack.callback(self._run, callback)
         finally:
             self.ending = False
@@ -184,7 +184,7 @@ class _Watch:
 
     def _unwrap(self) -> None:
         if self.callbacks:
-            return  # an interrupt has struck: the next of the four methods goes on from here
+            return  # it was interrupted: the next of the four methods goes on from here
         connection = self.connection
         for name, wrapper in self.wrappers.items():
             if connection.__dict__.get(name) is wrapper:  # else someone has wrapped ours: it only passes on by now

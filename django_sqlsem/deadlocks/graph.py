@@ -215,7 +215,7 @@ def _components(edges: _Blockers) -> list[frozenset[str]]:
 
 
 def _round(waits: Sequence[Wait], edges: Mapping[str, AbstractSet[str]]) -> tuple[Wait, ...]:
-    """Return the waits in order: a shortest cycle from the oldest who holds something, then whoever else is in it."""
+    """Return the waits in order: a shortest cycle from the oldest that holds something, then the others."""
     known = {wait.id: wait for wait in waits}
     start = min((wait for wait in waits if wait.permits), key=lambda wait: wait.arrival).id
     before: dict[str, str] = {}

@@ -10,26 +10,17 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
 
 from asgiref.sync import SyncToAsync
-from django.db import connections
 
 from django_sqlsem.backends.base import TOKENS
-from django_sqlsem.exceptions import DeadlockError
+from django_sqlsem.exceptions import BackendError, DeadlockError
 from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State
 from django_sqlsem.runtime.chores import LOOK_AROUND, Chore
 
-if TYPE_CHECKING:
-    from django_sqlsem.snapshots import SemaphoreSnapshot
-
-
-#: For how long an event loop may be busy until it is asked anew, in seconds.
-ASK_AGAIN: Final = 10.0
-
 
 @dataclass(frozen=True, slots=True)
-class Knot:
+class ThreadKnot:
     """A wait in a thread, and the local holders of the same name that need this very thread."""
 
     acquisition: Acquisition
@@ -40,58 +31,57 @@ class Knot:
 class LentThreads(Chore):
     """Breaks off waits that can get nothing, as all holders need the threads in which they wait.
 
-    The keeper only suspects them, as it sees tasks from outside and its own process alone. First their event loops
-    have a turn, to hear of what has been done; then the database is asked for the other holders, and the slots.
+    Tasks are seen from outside here, so a wait must look stuck at two looks, between which their event loops have had a
+    turn to hear of what has been done. Then the database is asked whether anyone else has what is waited for.
     """
 
     name = "lent threads"
 
     def __init__(self, keeper: AcquisitionKeeper) -> None:
         self._keeper = keeper
-        self._asked_at = -math.inf
         self._look_at = 0.0
+        #: What looked stuck at the last look, and the event loops that have had no turn since the first one.
+        self._seen: dict[ThreadKnot, set[asyncio.AbstractEventLoop]] = {}
 
     def next_at(self) -> float:
         """Return when to look at the acquisitions again."""
         return self._look_at if self._keeper.acquisitions else math.inf
 
     def run(self, now: float) -> None:
-        """Begin to find out about what looks stuck."""
+        """Break off what is stuck."""
         self._look_at = now + LOOK_AROUND
-        found = _knots(list(self._keeper.acquisitions.values()))
-        if not found or now - self._asked_at < ASK_AGAIN:
-            return
-        self._asked_at = now
-        tasks = {task for knot in found for _, task in knot.stuck}
-        names = {knot.acquisition.name for knot in found}
-        self._hear(list({task.get_loop() for task in tasks}), tasks, names)
-
-    def _hear(self, loops: list[asyncio.AbstractEventLoop], tasks: set[asyncio.Task[object]], names: set[str]) -> None:
-        if not loops:  # not in the keeper's thread, which has no connection of Django's
-            threading.Thread(target=self._ask, args=(tasks, names), name="sqlsem-look", daemon=True).start()
-            return
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and so have its tasks
-            loops[0].call_soon_threadsafe(self._hear, loops[1:], tasks, names)
-
-    def _ask(self, tasks: set[asyncio.Task[object]], names: set[str]) -> None:
-        snapshots = None
-        try:
-            with contextlib.suppress(Exception):  # whoever can't tell leaves the wait alone
-                snapshots = {each.name: each for each in self._keeper.backend.inspect(names)}
-        finally:
-            connections.close_all()
-            self._keeper.post(lambda: self._judge(tasks, snapshots or {}))
-
-    def _judge(self, tasks: set[asyncio.Task[object]], snapshots: dict[str, SemaphoreSnapshot]) -> None:
-        self._asked_at = -math.inf
+        seen, self._seen = self._seen, {}
         for knot in _knots(list(self._keeper.acquisitions.values())):
-            snapshot = snapshots.get(knot.acquisition.request.resource.name)
-            heard = all(task in tasks for _, task in knot.stuck)
-            if heard and snapshot is not None and _gets_nothing(knot, snapshot):
+            unheard = seen.get(knot)
+            if unheard is None:
+                unheard = {task.get_loop() for _, task in knot.stuck}
+                for loop in list(unheard):
+                    with contextlib.suppress(RuntimeError):  # the loop has ended, and so have its tasks
+                        loop.call_soon_threadsafe(unheard.discard, loop)
+            elif not unheard and self._gets_nothing(knot):
                 self._keeper.break_off(knot.acquisition, _error(knot))
+                continue
+            self._seen[knot] = unheard
+
+    def _gets_nothing(self, knot: ThreadKnot) -> bool:
+        """Whether nobody but those who are stuck has what the wait could get."""
+        request = knot.acquisition.request
+        try:
+            snapshot = self._keeper.backend.snapshot(self._keeper.own, request.resource)
+        except BackendError:
+            return False
+        if snapshot is None:
+            return False
+        numbers = [number for holder in snapshot.holders if not holder.expired for number in holder.numbers]
+        bound = snapshot.operator_slots
+        if bound is None:
+            bound = request.slots or snapshot.slots
+            numbers = [number for number in numbers if number <= bound]
+        theirs = {slot for other, _ in knot.stuck if other.grant is not None for slot in other.grant.slots}
+        return theirs.issuperset(numbers) and (bool(request.mode) or bound - len(numbers) < request.take)
 
 
-def _knots(acquisitions: Iterable[Acquisition]) -> list[Knot]:
+def _knots(acquisitions: Iterable[Acquisition]) -> list[ThreadKnot]:
     waiting: list[tuple[Acquisition, threading.Thread]] = []
     held: list[tuple[Acquisition, asyncio.Task[object]]] = []
     for acquisition in acquisitions:
@@ -114,11 +104,14 @@ def _knots(acquisitions: Iterable[Acquisition]) -> list[Knot]:
         for acquisition, thread in waiting
         if stuck
     ]
-    return [Knot(acquisition, thread, tuple(theirs)) for acquisition, thread, theirs in found if theirs]
+    return [ThreadKnot(acquisition, thread, tuple(theirs)) for acquisition, thread, theirs in found if theirs]
 
 
 def needed(task: asyncio.Task[object]) -> threading.Thread | None:
-    """Return the thread in which the code must run that the task has given to ``sync_to_async``, and is not done."""
+    """Return the thread in which the code must run that the task has given to ``sync_to_async``, and is not done.
+
+    The names are of local variables in asgiref. If they change, no such wait is found any more: it ends by timeout.
+    """
     awaited: object = task.get_coro()
     while inspect.iscoroutine(awaited):
         if awaited.cr_code is SyncToAsync.__call__.__code__:
@@ -134,21 +127,7 @@ def needed(task: asyncio.Task[object]) -> threading.Thread | None:
     return None
 
 
-def _gets_nothing(knot: Knot, snapshot: SemaphoreSnapshot) -> bool:
-    """Whether nobody but those who are stuck has what the wait could get."""
-    request = knot.acquisition.request
-    numbers = [number for holder in snapshot.holders if not holder.expired for number in holder.numbers]
-    bound = snapshot.operator_slots
-    if bound is None:
-        bound = request.slots or snapshot.slots
-        numbers = [number for number in numbers if number <= bound]
-    theirs = {
-        slot for acquisition, _ in knot.stuck if acquisition.grant is not None for slot in acquisition.grant.slots
-    }
-    return theirs.issuperset(numbers) and (bool(request.mode) or bound - len(numbers) < request.take)
-
-
-def _error(knot: Knot) -> DeadlockError:
+def _error(knot: ThreadKnot) -> DeadlockError:
     return DeadlockError(
         f"Waiting for {knot.acquisition.request.resource.name!r} was broken off, as it could not have ended: its "
         f"holder, the task {knot.stuck[0][1].get_name()!r}, needs the thread {knot.thread.name!r} by sync_to_async, in "

@@ -1,34 +1,166 @@
-"""What the rows of waits mean, as snapshots; and what operators see of them, on the alias's ordinary connection."""
+"""The rows of waits, what keeps them, and what they mean as snapshots: read by each process, and by operators."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from django.db import connections
 
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.conf import config
+from django_sqlsem.database.cursors import padded
 from django_sqlsem.database.dialects import dialect_for
-from django_sqlsem.database.sessions import OrdinarySession
-from django_sqlsem.deadlocks import graph, watch
-from django_sqlsem.models import SlotRow
+from django_sqlsem.database.sessions import CallerSession
+from django_sqlsem.deadlocks import graph
+from django_sqlsem.deadlocks.graph import Name, Slot, Wait, entangled
+from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow, WaitRow
 from django_sqlsem.snapshots import DeadlockSnapshot, HolderSnapshot, SlotState, WaitSnapshot, grouped
 
 if TYPE_CHECKING:
+    from django.db.models import Model
+
     from django_sqlsem.backends.base import BaseSemaphoreBackend
+    from django_sqlsem.database.cursors import AnyCursor
     from django_sqlsem.database.dialects import Dialect
     from django_sqlsem.deadlocks.graph import Knot
-    from django_sqlsem.deadlocks.watch import Look
 
 
+#: A row, by the names of its model's fields; of waiters in line, by those of ``WaitRow``.
+Rows: TypeAlias = list[dict[str, Any]]
+
+#: A row whose process has not been heard of for so long is swept away, in microseconds.
+SWEEP_US: Final = 60_000_000
+#: How many ids one statement takes: one of these numbers, as each is another text, which is planned anew.
+COUNTS: Final = (1, 5, 25, 200)
+IDS_AT_ONCE: Final = COUNTS[-1]
 #: A deadlock must still be there after so many seconds: what is read in several statements may fit ill together.
-AGAIN: Final = 0.05
+_AGAIN: Final = 0.05
 
 _WHO: Final = ("host", "pid", "thread", "label", "user")
+
+
+@dataclass
+class Look:
+    """What was to be seen at one instant of the database's clock."""
+
+    now: int
+    #: The rows of all live waits, by wait id, and the ids of those that nobody keeps alive any more.
+    waits: dict[str, dict[str, Any]] = field(default_factory=dict)
+    dead: list[str] = field(default_factory=list)
+    #: Of the names that were looked at: themselves, their taken slots, and who waits in line for them without a row.
+    names: dict[str, dict[str, Any]] = field(default_factory=dict)
+    slots: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    waiters: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def graph(self) -> tuple[dict[str, Name], list[Wait]]:
+        """Return the names and waits, without the waits that are over by now."""
+        names = {
+            key: Name(
+                tuple(Slot(row["slot"], row["permit_id"], row["mode"]) for row in self.slots.get(key, ())),
+                declared=row["declared_slots"],
+                operator=row["operator_slots"],
+                paused=bool(row["paused"]),
+            )
+            for key, row in self.names.items()
+        }
+        granted = {slot.permit for name in names.values() for slot in name.slots}
+        rows = [row for row in (*self.waits.values(), *self.waiters.values()) if row["key"] in names]
+        return names, [_wait(row) for row in rows if row["wait_id"] not in granted]
+
+    def heard(self, wait_id: str) -> int:
+        """Return until when the process has said that this wait goes on."""
+        row = self.waits.get(wait_id) or self.waiters[wait_id]
+        return int(row["expires_us"])
+
+
+def read_waits(
+    cursor: AnyCursor, dialect: Dialect, *, leases: bool, everything: bool = False, now: int | None = None
+) -> Look:
+    """Read the waits, and what keeps them if they may be deadlocked, or in any case.
+
+    ``leases``: whether what is held runs out unless it is renewed. ``now``: by the database's clock, if it was asked.
+    """
+    found = Look(dialect.now(cursor) if now is None else now)
+    for row in _select(cursor, dialect, WaitRow, "1 = 1", {}):
+        if _lives(row, dialect, found.now):
+            found.waits[row["wait_id"]] = row
+        elif not _lives(row, dialect, found.now - SWEEP_US):
+            found.dead.append(row["wait_id"])
+    waits = [_wait(row) for row in found.waits.values()]
+    if everything:
+        keys = {key for wait in waits for key in (wait.key, *(key for key, _permit in wait.permits))}
+    else:
+        keys = {wait.key for wait in entangled(waits)}
+    ordered = sorted(keys)
+    for start in range(0, len(ordered), IDS_AT_ONCE):
+        _look_at(cursor, dialect, found, ordered[start : start + IDS_AT_ONCE], leases=leases)
+    return found
+
+
+def _look_at(cursor: AnyCursor, dialect: Dialect, found: Look, keys: Sequence[str], *, leases: bool) -> None:
+    parameters = numbered(keys)
+    some = marks(len(parameters))
+    for row in _select(cursor, dialect, SemaphoreRow, f"name_key IN ({some})", parameters):
+        found.names[row["key"]] = row
+    where = f"semaphore_key IN ({some}) AND expires_us IS NOT NULL"
+    for row in _select(cursor, dialect, SlotRow, where, parameters):
+        if row["permit_id"] and (not leases or _lives(row, dialect, found.now)):
+            found.slots.setdefault(row["semaphore_id"], []).append(row)
+    where = f"semaphore_key IN ({some}) AND {dialect.waits_sql()}"
+    # Without leases a place in line is the process's, under a ticket of its own, and tells which thread is next.
+    places = set() if leases else {_place(row) for row in found.waits.values()}
+    for place in _select(cursor, dialect, WaiterRow, where, parameters):
+        named = {"wait_id": place["ticket"], "key": place["semaphore_id"], "since_us": place["queued_us"]}
+        row = place | named | {"permits": "", "fair": True}
+        if row["wait_id"] not in found.waits and _place(row) not in places:
+            found.waiters[row["wait_id"]] = row
+
+
+def _place(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    return row["key"], row["process_id"], row["thread"], row["label"]
+
+
+def _lives(row: Mapping[str, Any], dialect: Dialect, now: int) -> bool:
+    """Whether a row's time has not run out, nor the host's boot ended by whose clock it counts."""
+    return bool(row["expires_us"] > now) and (not dialect.boot_id or row["boot_id"] == dialect.boot_id)
+
+
+def _wait(row: Mapping[str, Any]) -> Wait:
+    return Wait(
+        id=row["wait_id"],
+        key=row["key"],
+        since=row["since_us"],
+        permits=frozenset(_pairs(row)),
+        take=row["take"],
+        mode=row["mode"],
+        slots=row["slots"],
+        fair=bool(row["fair"]),
+    )
+
+
+def _select(cursor: AnyCursor, dialect: Dialect, model: type[Model], where: str, values: Mapping[str, Any]) -> Rows:
+    # Not with the ORM: SQL Server would scan small tables, and wait for the rows of all other names.
+    columns = {field.attname: str(field.column) for field in model._meta.concrete_fields}
+    text = f"SELECT {', '.join(columns.values())} FROM {model._meta.db_table} WHERE {where}"  # noqa: S608 - our names
+    dialect.execute(cursor, text, values)
+    return [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]
+
+
+@functools.cache
+def marks(count: int) -> str:
+    """Return so many placeholders of ``numbered``."""
+    return ", ".join(f"%(id{number})s" for number in range(count))
+
+
+def numbered(values: Sequence[str]) -> dict[str, str]:
+    """Return values as parameters, by names; the last one is repeated, so that there are few texts."""
+    return {f"id{number}": value for number, value in enumerate(padded(values, COUNTS))}
 
 
 def has_rows(backend: BaseSemaphoreBackend) -> bool:
@@ -63,17 +195,15 @@ def standing(
     backend, connection = get_backend(alias), connections[alias]
     if not has_rows(backend):
         return [], []
-    dialect, leases, session = dialect_for(connection), backend.supports_renewal, OrdinarySession(connection)
+    dialect, leases, session = dialect_for(connection), backend.supports_renewal, CallerSession(connection)
 
     def read(now: int | None) -> Look:
-        return session.run(
-            lambda cursor: watch.read_waits(cursor, dialect, leases=leases, everything=everything, now=now)
-        )
+        return session.run(lambda cursor: read_waits(cursor, dialect, leases=leases, everything=everything, now=now))
 
     look = read(None if at is None else at.now)
     first = {knot.identity for knot in graph.knots(*look.graph())}
     if first:
-        time.sleep(AGAIN)
+        time.sleep(_AGAIN)
         look = read(None)
     teller = Teller(look, dialect, leases=leases)
     knots = graph.knots(*look.graph()) if first else []
@@ -127,9 +257,8 @@ class Teller:
         return DeadlockSnapshot(tuple(found))
 
     def _holder(self, key: str, row: Mapping[str, Any]) -> tuple[HolderSnapshot, str]:
-        values = {name: value for name, value in row.items() if name not in ("permit_id", "semaphore_id")}
         name = self._look.names[key]["name"] if key in self._look.names else ""
-        holder = self._clock.holder(name, SlotRow(**values))
+        holder = self._clock.holder(name, SlotRow(**row))
         if not self._leases:  # it lasts as long as its database session
             holder = dataclasses.replace(holder, state=SlotState.HELD, expires_at=None, lease_left=None)
         return holder, row["permit_id"]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.history.events import DEADLOCK, GRANTED, LOST, RELEASED, TIMED_OUT
 from django_sqlsem.history.recorder import Recorder
-from django_sqlsem.history.writer import LONGEST, Writer
+from django_sqlsem.history.writer import Writer
 from django_sqlsem.runtime.chores import Chore
 from django_sqlsem.snapshots import Loss, LossReason
 
@@ -34,34 +35,37 @@ class HistoryChore(Chore):
 
     def granted(self, acquisition: Acquisition) -> None:
         """Note a grant."""
+        if acquisition.kept:
+            self._open[id(acquisition)] = acquisition
         if acquisition.grant is not None:
-            if acquisition.kept:
-                self._open[id(acquisition)] = acquisition
-            self.recorder.granted(acquisition.request, acquisition.grant, acquisition.granted_at, acquisition.waited)
+            self._note(GRANTED, acquisition, at=acquisition.granted_at, waited=acquisition.waited)
 
     def refused(self, request: Request, waited: float | None) -> None:
         """Note that a caller got nothing."""
-        self.recorder.turned_away(request, waited)
+        self.recorder.note(TIMED_OUT, request, waited=waited)
 
     def released(self, acquisition: Acquisition) -> None:
         """Note that a permit was given back; one that was lost ended by that."""
         loss = acquisition.loss
         if loss is not None and loss.reason is not LossReason.STOPPED:
             self.lost(acquisition, loss)  # another thread has found it, and may be about to tell of it
-        elif self._ends(acquisition) and acquisition.grant is not None:
+        elif self._ends(acquisition):
             detail = str(loss) if loss is not None else ""
             held = max(0.0, acquisition.releasing_since - acquisition.granted_at)
-            self.recorder.released(acquisition.request, acquisition.grant, acquisition.releasing_since, held, detail)
+            self._note(RELEASED, acquisition, at=acquisition.releasing_since, held=held, detail=detail)
 
     def lost(self, acquisition: Acquisition, loss: Loss) -> None:
         """Note a loss."""
-        if loss.reason is not LossReason.FORKED and self._ends(acquisition) and acquisition.grant is not None:
+        if loss.reason is not LossReason.FORKED and self._ends(acquisition):
             held = boot_now() - acquisition.granted_at
-            self.recorder.lost(acquisition.request, acquisition.grant, held, loss)
+            self._note(LOST, acquisition, held=held, by=loss.by, detail=f"{loss.reason}: {loss.detail}")
 
     def deadlocked(self, request: Request, waited: float, detail: str) -> None:
         """Note a deadlock."""
-        self.recorder.deadlock(request, waited, detail)
+        self.recorder.note(DEADLOCK, request, waited=waited, detail=detail)
+
+    def _note(self, what: str, acquisition: Acquisition, **details: Any) -> None:
+        self.recorder.note(what, acquisition.request, acquisition.grant, **details)
 
     def _ends(self, acquisition: Acquisition) -> bool:
         """Whether a grant that was noted ends now: it does so once."""
@@ -78,7 +82,7 @@ class HistoryChore(Chore):
         shares = self.writer.shares
         if shares and self._keeper.acquisitions and not self._keeper.own.is_open:
             return  # to open it is no small matter while something is held
-        self.writer.write(min(LONGEST, self._keeper.time_left(now) / (3 if shares else 8)))
+        self.writer.write(self._keeper.time_left(now) / (3 if shares else 8))
 
     def finish(self, since: float | None) -> None:
         """Write what there is: the thread ends, or the process."""

@@ -8,18 +8,17 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
+from django.db.models import Max, Sum
 
 from django_sqlsem.backends import database_for
 from django_sqlsem.core.names import Name, key_of, validate_name
-from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.database.dialects import DatabaseNow, dialect_for
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.history import recorder
 from django_sqlsem.history.events import LOST, PURGED, RELEASED, REVOKED, Event, Minute, Span, Totals
 from django_sqlsem.models import EventRow, MinuteRow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from django_sqlsem.backends.clock import RowClock
 
 
@@ -30,9 +29,8 @@ MAX_SPANS: Final = 1000
 _PAGE: Final = 500
 _ENDS: Final = (RELEASED, LOST, REVOKED, PURGED)
 
-_TOTALS: Final = """SELECT semaphore_key, SUM(granted), SUM(released), SUM(turned_away), SUM(lost), SUM(held_us),
- MAX(longest_hold_us), MAX(longest_wait_us) FROM {table}
- WHERE semaphore_key IN ({keys}) AND minute_us > {clock} - %(window)s GROUP BY semaphore_key"""
+_SUMS: Final = [Sum(name) for name in ("granted", "released", "turned_away", "lost", "held_us")]
+_LONGEST: Final = [Max(name) for name in ("longest_hold_us", "longest_wait_us")]
 
 
 def clock(using: str | None = None, *, at: RowClock | None = None) -> datetime.datetime:
@@ -114,22 +112,12 @@ def totals(names: Collection[str], *, window: float = 3600.0, using: str | None 
     keys, found = list(by_key), {}
     with database_errors(alias):
         for start in range(0, len(keys), _PAGE):
-            for key, *numbers in _totals(alias, keys[start : start + _PAGE], int(window * 1e6)):
+            page = MinuteRow._default_manager.using(alias).filter(key__in=keys[start : start + _PAGE])
+            counted = page.filter(minute_us__gt=DatabaseNow(unix=True) - int(window * 1e6)).values_list("key")
+            for key, *numbers in counted.annotate(*_SUMS, *_LONGEST):
                 granted, released, turned_away, lost, held, hold, wait = (int(number or 0) for number in numbers)
                 found[by_key[key]] = Totals(granted, released, turned_away, lost, held / 1e6, hold / 1e6, wait / 1e6)
     return found
-
-
-def _totals(alias: str, keys: Sequence[str], window_us: int) -> Iterator[Sequence[Any]]:
-    connection = connections[alias]
-    dialect = dialect_for(connection)
-    named = {f"key{number}": key for number, key in enumerate(keys)}
-    places = ", ".join(f"%({name})s" for name in named)
-    table = connection.ops.quote_name(MinuteRow._meta.db_table)
-    sql = _TOTALS.replace("{table}", table).replace("{keys}", places).replace("{clock}", dialect.token_now)
-    with connection.cursor() as cursor:
-        dialect.execute(cursor, sql, {**named, "window": window_us})
-        yield from cursor.fetchall()
 
 
 def _now(alias: str) -> int:

@@ -1,16 +1,15 @@
-"""What one keeper has to tell: noted at any moment and from anywhere, at the price of one tuple in a list.
+"""What one keeper has to tell: notes, taken at any moment at the price of a tuple, and what they amount to.
 
-Histograms of lengths of time: buckets that grow by a fifth, kept as a short text, added up by whoever reads them.
-
-What a keeper's notes amount to: counts of each minute, and the events that are listed one by one.
+They amount to counts of each minute, with histograms of lengths of time, and to events that are listed one by one.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from django_sqlsem.conf import config
 from django_sqlsem.core.clocks import boot_now
@@ -19,7 +18,6 @@ from django_sqlsem.history.events import DEADLOCK, GRANTED, LOST, PASSING, RELEA
 if TYPE_CHECKING:
     from django_sqlsem.backends.base import Grant, Request
     from django_sqlsem.core.names import Resource
-    from django_sqlsem.snapshots import Loss
 
 
 #: So many notes wait to be looked at; what comes beyond is only counted.
@@ -27,71 +25,54 @@ MAX_NOTES: Final = 20_000
 
 
 class Entry(NamedTuple):
-    """Something that has happened to a claim, at ``at`` on the boot clock. Lengths are seconds."""
+    """Something that has happened to a request, at ``at`` on the boot clock. Lengths are seconds."""
 
     what: str
     at: float
     request: Request
-    grant: Grant | None
-    waited: float | None
-    held: float | None
-    by: str
-    detail: str
+    grant: Grant | None = None
+    waited: float | None = None
+    held: float | None = None
+    by: str = ""
+    detail: str = ""
 
-
-#: The same as it is noted: plain, as a busy process makes thousands in a second.
-Note: TypeAlias = "tuple[str, float, Request, Grant | None, float | None, float | None, str, str]"
+    def told(self) -> str:
+        """Return what the event says in words: all its slots, if there are several, and the reason."""
+        slots = several(self.grant.slots) if self.grant is not None else ""
+        return ": ".join(filter(None, (slots, self.detail)))
 
 
 class Recorder:
-    """The notes of one keeper. It takes no lock, so that a finaliser or a signal handler may use it too.
-
-    A forked child has keepers of its own, and so begins with an empty one.
-    """
+    """The notes of one keeper. It takes no lock, so that a finaliser or a signal handler may use it too."""
 
     def __init__(self, alias: str, *, beside_rows: bool = False) -> None:
         self.alias = alias
         #: Whether nothing is told where no rows are kept beside the locks.
         self._beside_rows = beside_rows
-        self.notes: deque[Note] = deque()
+        self.notes: deque[Entry] = deque()
         #: How many could not be kept since it was last asked.
         self.dropped = 0
 
-    def granted(self, request: Request, grant: Grant, at: float, waited: float) -> None:
-        """Note that a permit was granted, and how long it was waited for."""
-        self.put((GRANTED, at, request, grant, waited, None, "", ""))
-
-    def released(self, request: Request, grant: Grant, at: float, held: float, detail: str = "") -> None:
-        """Note that a permit was given back."""
-        self.put((RELEASED, at, request, grant, None, held, "", detail))
-
-    def lost(self, request: Request, grant: Grant, held: float, loss: Loss) -> None:
-        """Note that a permit was lost."""
-        self.put((LOST, boot_now(), request, grant, None, held, loss.by, f"{loss.reason}: {loss.detail}"))
-
-    def turned_away(self, request: Request, waited: float | None) -> None:
-        """Note that an acquire ended without a slot; ``None``: it did not want to wait."""
-        self.put((TIMED_OUT, boot_now(), request, None, waited, None, "", ""))
-
-    def deadlock(self, request: Request, waited: float, detail: str) -> None:
-        """Note that a wait is part of a deadlock, in a sentence."""
-        self.put((DEADLOCK, boot_now(), request, None, waited, None, "", detail))
-
-    def put(self, note: Note) -> None:
-        """Keep a note, unless none is wanted by the settings, or there are too many."""
+    def note(
+        self,
+        what: str,
+        request: Request,
+        grant: Grant | None = None,
+        *,
+        at: float | None = None,
+        waited: float | None = None,
+        held: float | None = None,
+        by: str = "",
+        detail: str = "",
+    ) -> None:
+        """Note that something has happened, unless settings want no notes, or there are too many."""
         settings = config(self.alias)
         if not settings.history or (self._beside_rows and not settings.record):
             return
         if len(self.notes) < MAX_NOTES:
-            self.notes.append(note)
+            self.notes.append(Entry(what, boot_now() if at is None else at, request, grant, waited, held, by, detail))
         else:
             self.dropped += 1
-
-
-def told(entry: Entry) -> str:
-    """Return what an event says in words: all its slots, if there are several, and the reason."""
-    slots = several(entry.grant.slots) if entry.grant is not None else ""
-    return ": ".join(filter(None, (slots, entry.detail)))
 
 
 #: So many buckets for each doubling.
@@ -102,7 +83,7 @@ _LAST: Final = 63 * PER_DOUBLING
 
 
 def bucket(microseconds: int) -> int:
-    """Return the number of the bucket of a length of time: 0 is for none at all."""
+    """Return the number of the bucket of a length of time, of those that grow by a fifth: 0 is for none at all."""
     if microseconds <= 0:
         return 0
     return min(_LAST, 1 + int(PER_DOUBLING * math.log2(microseconds)))
@@ -117,34 +98,28 @@ def to_text(counts: Mapping[int, int]) -> str:
     """Return ``"0:12 41:3"``; where that would be too long, with neighbours put together."""
     width = 1
     while True:
-        merged: dict[int, int] = {}
+        merged: Counter[int] = Counter()
         for number, count in counts.items():
-            # Into the upper one, and what took no time stays apart.
-            into = min(_LAST, -(-number // width) * width)
-            merged[into] = merged.get(into, 0) + count
+            merged[min(_LAST, -(-number // width) * width)] += count  # the upper one; 0 stays apart
         text = " ".join(f"{number}:{merged[number]}" for number in sorted(merged))
         if len(text) <= MAX_TEXT:
             return text
         width *= 2
 
 
-def from_text(text: str) -> dict[int, int]:
+def from_text(text: str) -> Counter[int]:
     """Return the counts of each bucket. What is not a histogram counts as none."""
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     for part in text.split():
         number, _, count = part.partition(":")
         if number.isdigit() and count.isdigit():
-            counts[int(number)] = counts.get(int(number), 0) + int(count)
+            counts[int(number)] += int(count)
     return counts
 
 
-def add_up(texts: Iterable[str]) -> dict[int, int]:
+def add_up(texts: Iterable[str]) -> Counter[int]:
     """Return the sum of several histograms."""
-    total: dict[int, int] = {}
-    for text in texts:
-        for number, count in from_text(text).items():
-            total[number] = total.get(number, 0) + count
-    return total
+    return sum(map(from_text, texts), Counter())
 
 
 def percentiles(counts: Mapping[int, int], longest_us: int) -> Percentiles | None:
@@ -177,50 +152,45 @@ LISTED_AT_MOST: Final = 60
 MAX_LISTED: Final = 2_000
 MAX_TALLIES: Final = 5_000
 #: So many notes are looked at in one go: ten milliseconds, or so.
-TURN: Final = 5_000
+_TURN: Final = 5_000
 
 
+@dataclass(slots=True)
 class Tally:
     """What happened to one name in one minute, in this process."""
 
-    __slots__ = (
-        "changed",
-        "granted",
-        "held_us",
-        "holds",
-        "longest_hold_us",
-        "longest_wait_us",
-        "lost",
-        "released",
-        "resource",
-        "turned_away",
-        "waits",
-    )
+    resource: Resource
+    granted: int = 0
+    released: int = 0
+    turned_away: int = 0
+    lost: int = 0
+    held_us: int = 0
+    longest_hold_us: int = 0
+    longest_wait_us: int = 0
+    holds: Counter[int] = field(default_factory=Counter)
+    waits: Counter[int] = field(default_factory=Counter)
+    changed: bool = True
 
-    def __init__(self, resource: Resource) -> None:
-        self.resource = resource
-        self.granted = self.released = self.turned_away = self.lost = 0
-        self.held_us = self.longest_hold_us = self.longest_wait_us = 0
-        self.holds: dict[int, int] = {}
-        self.waits: dict[int, int] = {}
+    def count(self, entry: Entry) -> None:
+        """Count one more."""
         self.changed = True
-
-    def waited(self, seconds: float) -> None:
-        """Count a wait."""
-        length = int(seconds * 1e6)
-        number = bucket(length)
-        self.waits[number] = self.waits.get(number, 0) + 1
-        if length > self.longest_wait_us:
-            self.longest_wait_us = length
-
-    def held(self, seconds: float, slots: int) -> None:
-        """Count a hold."""
-        length = int(seconds * 1e6)
-        number = bucket(length)
-        self.holds[number] = self.holds.get(number, 0) + 1
-        self.held_us += length * slots
-        if length > self.longest_hold_us:
-            self.longest_hold_us = length
+        if entry.what == GRANTED:
+            self.granted += 1
+        elif entry.what == RELEASED:
+            self.released += 1
+        elif entry.what == TIMED_OUT:
+            self.turned_away += 1
+        elif entry.what == LOST:
+            self.lost += 1
+        if entry.waited is not None and entry.what != DEADLOCK:
+            length = int(entry.waited * 1e6)
+            self.waits[bucket(length)] += 1
+            self.longest_wait_us = max(self.longest_wait_us, length)
+        if entry.held is not None:
+            length = int(entry.held * 1e6)
+            self.holds[bucket(length)] += 1
+            self.held_us += length * (len(entry.grant.slots) if entry.grant is not None else 1)
+            self.longest_hold_us = max(self.longest_hold_us, length)
 
 
 class Tallies:
@@ -239,37 +209,21 @@ class Tallies:
         self._names: set[str] = set()
 
     def gather(self, recorder: Recorder, offset_us: int) -> bool:
-        """Count what has been noted. Returns whether there is more. ``offset_us``: Unix time less the boot clock.
-
-        It goes through everything that happens, and so counts every microsecond.
-        """
+        """Count what has been noted. Returns whether there is more. ``offset_us``: Unix time less the boot clock."""
         notes = recorder.notes
-        for _ in range(min(TURN, len(notes))):
-            note = notes.popleft()
-            what, at, request, grant, waited, held, _by, _detail = note
-            at_us = int(at * 1e6) + offset_us
-            tally = self._tally(request.resource, max(self._closed_us, at_us - at_us % MINUTE_US))
+        for _ in range(min(_TURN, len(notes))):
+            entry = notes.popleft()
+            at_us = int(entry.at * 1e6) + offset_us
+            tally = self._tally(entry.request.resource, max(self._closed_us, at_us - at_us % MINUTE_US))
             if tally is None:
                 self.dropped += 1
             else:
-                tally.changed = True
-                if what == GRANTED:
-                    tally.granted += 1
-                elif what == RELEASED:
-                    tally.released += 1
-                elif what == TIMED_OUT:
-                    tally.turned_away += 1
-                elif what == LOST:
-                    tally.lost += 1
-                if waited is not None and what != DEADLOCK:
-                    tally.waited(waited)
-                if held is not None:
-                    tally.held(held, len(grant.slots) if grant is not None else 1)
-            if int(at) > self._second:
-                self._second, self._of_second = int(at), 0
+                tally.count(entry)
+            if int(entry.at) > self._second:
+                self._second, self._of_second = int(entry.at), 0
                 self._names.clear()
-            if what not in PASSING or (self._of_second < LISTED_AT_MOST and self._may_list(request.resource.key)):
-                self._list(at_us, Entry(*note))
+            if entry.what not in PASSING or self._may_list(entry.request.resource.key):
+                self._list(at_us, entry)
         return bool(notes)
 
     def _tally(self, resource: Resource, minute_us: int) -> Tally | None:
@@ -286,7 +240,7 @@ class Tallies:
             self.dropped += 1
 
     def _may_list(self, key: str) -> bool:
-        if self._of_second >= LISTED and key in self._names:
+        if self._of_second >= (LISTED if key in self._names else LISTED_AT_MOST):
             return False
         self._names.add(key)
         self._of_second += 1
@@ -300,13 +254,11 @@ class Tallies:
     def close(self, before_us: int, *, unwritten: bool = False) -> None:
         """Let go of the minutes that were over by then: those that have been written, or the ``unwritten`` too."""
         before_us -= before_us % MINUTE_US
-        over = [(key, at) for (key, at), tally in self.minutes.items() if at < before_us and not tally.changed]
-        late = [(key, at) for (key, at), tally in self.minutes.items() if at < before_us and tally.changed]
-        for minute in over:
-            del self.minutes[minute]
-        if late and not unwritten:
-            return
-        self.dropped += len(late)
-        for minute in late:
-            del self.minutes[minute]
-        self._closed_us = max(self._closed_us, before_us)
+        over = {of_minute: tally for of_minute, tally in self.minutes.items() if of_minute[1] < before_us}
+        late = sum(tally.changed for tally in over.values())
+        for of_minute, tally in over.items():
+            if unwritten or not tally.changed:
+                del self.minutes[of_minute]
+        if unwritten or not late:
+            self.dropped += late
+            self._closed_us = max(self._closed_us, before_us)

@@ -139,14 +139,14 @@ class Refresh:
             return None
 
     def _rebuild(self, job: Job, permit: Permit, args: Any, kwargs: Any, *, forced: bool = False) -> Any:
-        found = job.look(again=True)  # whoever had the lock before may have built it
+        found = job.look(again=True)  # the previous holder of the lock may have built it
         if found.settles(job, forced):
             return found.value
         job.refuse_without_token(permit)
         began = boot_now()
         try:
             value = self.build(*args, **kwargs)
-        except BaseException:
+        except Exception:
             with contextlib.suppress(BackendError):  # what the build raised says more
                 job.note_failure(permit)
             raise
@@ -165,7 +165,7 @@ class Refresh:
                 value = await self.build(*args, **kwargs)
             else:
                 value = await sync_to_async(self.build)(*args, **kwargs)
-        except BaseException:
+        except Exception:
             with contextlib.suppress(BackendError):
                 await job.here(job.note_failure, permit)
             raise

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asgiref.sync import sync_to_async
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
+from django.db.models import F
 
 from django_sqlsem.backends import database_for, get_counting_backend
 from django_sqlsem.core.durations import duration
 from django_sqlsem.core.names import resource_for
-from django_sqlsem.database.sessions import OrdinarySession
+from django_sqlsem.database.sessions import CallerSession
 from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.refresh import rows
-from django_sqlsem.refresh.rows import State
+from django_sqlsem.refresh.rows import RefreshState
 from django_sqlsem.refresh.values import MISSING, Values
 from django_sqlsem.runtime.keepers import keeper_for
 
@@ -43,7 +44,7 @@ class BuildFailedError(SemaphoreError):
 class Found:
     """What a caller has found: the value, if there is one, and what its row says."""
 
-    state: State
+    state: RefreshState
     value: Any
     fresh: bool
     #: Whether a build has failed so lately that nobody tries again yet.
@@ -88,7 +89,7 @@ class Job:
 
     def look(self, *, again: bool = False) -> Found:
         """Return what there is; ``again``: as committed by now, whatever the caller's transaction sees."""
-        state = self._read(self._own if again else OrdinarySession(connections[self.alias]))
+        state = self._read(self._own if again else CallerSession(connections[self.alias]))
         value = self._value(state)
         if value is MISSING and state.token:
             # The next builder may have replaced it in between; else the cache has lost it.
@@ -116,13 +117,13 @@ class Job:
     def _own(self) -> Session:
         return rows.own_session(self.keeper)
 
-    def _read(self, session: Session) -> State:
+    def _read(self, session: Session) -> RefreshState:
         return rows.read(session, self.resource)
 
-    def _value(self, state: State) -> Any:
+    def _value(self, state: RefreshState) -> Any:
         return self.values.get(self.resource, state.token) if state.token else MISSING
 
-    def _found(self, state: State, value: Any) -> Found:
+    def _found(self, state: RefreshState, value: Any) -> Found:
         young = state.age is not None and -_JITTER < state.age < self.period
         fresh = value is not MISSING and young and state.built_for == state.invalidations
         rests = self.retry_after is not None and state.failed is not None and 0 <= state.failed < self.retry_after
@@ -138,9 +139,8 @@ class Job:
         token = permit.token or 0
 
         def stamp(session: Session) -> bool:
-            return rows.store(
-                session, self.resource, token, period=self.period, took=took, built_for=found.state.invalidations
-            )
+            built = rows.built(session, took, found.state.invalidations)
+            return self._write(session, built | {"token": token}, later_than=token)
 
         if not self.values.put(self._own, self.resource, token, value, stamp):
             logger.warning(
@@ -156,9 +156,12 @@ class Job:
         return True
 
     def note_failure(self, permit: Permit) -> None:
-        """Note that the build has raised."""
-        rows.note_failure(self._own, self.resource, permit.token or 0, period=self.period)
+        """Note that the build has raised, unless a later one has gone well."""
+        self._write(self._own, {"failed_us": rows.now()}, later_than=permit.token or 0)
 
     def invalidate(self) -> None:
-        """Say that the value is out of date."""
-        rows.invalidate(self._own, self.resource, period=self.period)
+        """Say that the value is out of date, also the one that is being built now."""
+        self._write(self._own, {"invalidations": F("invalidations") + 1})
+
+    def _write(self, session: Session, values: dict[str, Any], later_than: int | None = None) -> bool:
+        return rows.write(session, self.resource, self.period, values, later_than=later_than)

@@ -1,6 +1,6 @@
-"""The statements on the rows of refreshed values. What counts is decided by tokens, in conditional updates.
+"""The rows of refreshed values. What counts is decided by tokens, in conditional updates.
 
-What operators see of refreshed values, read on the alias's ordinary connection.
+What operators see of refreshed values is read on the alias's ordinary connection.
 """
 
 from __future__ import annotations
@@ -8,27 +8,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from django.db import IntegrityError, connections
+from django.db import connections
 
 from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.core.clocks import ahead_us
 from django_sqlsem.core.identity import current
-from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.database.dialects import DatabaseNow, dialect_for
 from django_sqlsem.database.errors import database_errors
-from django_sqlsem.database.sessions import OrdinarySession, OwnSession
+from django_sqlsem.database.sessions import CallerSession, OwnSession, insert_missing, used_by_orm
 from django_sqlsem.models import RefreshRow
 from django_sqlsem.snapshots import RefreshSnapshot
 
 if TYPE_CHECKING:
+    from django.db.models import QuerySet
+    from django.db.models.expressions import Combinable
+
     from django_sqlsem.core.names import Resource
     from django_sqlsem.database.cursors import AnyCursor
-    from django_sqlsem.database.dialects import Dialect
     from django_sqlsem.database.sessions import Session
     from django_sqlsem.runtime.keeper import Keeper
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RefreshState:
     """What the row says at one instant of the database's clock."""
 
     #: Whose value counts; 0: there is none.
@@ -42,26 +44,11 @@ class State:
     failed: float | None = None
 
 
+# Not with the ORM, which takes twenty times as long: each call for a value reads this.
 _READ: Final = (
     "SELECT token, built_us, boot_id, invalidations, built_for, failed_us, {now} FROM sqlsem_refresh"
     " WHERE name_key = %(key)s"
 )
-_INSERT: Final = (
-    "sqlsem_refresh (name_key, name, token, period_us, took_us, invalidations, built_for, host, pid, thread, label,"
-    " user_name, process_id, boot_id, channel, beacon)"
-    " VALUES (%(key)s, %(name)s, 0, %(period_us)s, 0, 0, 0, '', 0, '', '', '', '', '', '', %(no)s)"
-)
-_STORE: Final = (
-    "UPDATE sqlsem_refresh SET token = %(token)s, built_us = {now}, period_us = %(period_us)s, took_us = %(took_us)s,"
-    " built_for = %(built_for)s, failed_us = NULL, host = %(host)s, pid = %(pid)s, thread = %(thread)s,"
-    " label = %(label)s, user_name = %(user)s, process_id = %(process_id)s, boot_id = %(boot_id)s"
-    " WHERE name_key = %(key)s AND token < %(token)s"
-)
-_FAILED: Final = (
-    "UPDATE sqlsem_refresh SET failed_us = {now}, period_us = %(period_us)s"
-    " WHERE name_key = %(key)s AND token < %(token)s"
-)
-_INVALIDATE: Final = "UPDATE sqlsem_refresh SET invalidations = invalidations + 1 WHERE name_key = %(key)s"
 
 
 def has_own_session(keeper: Keeper) -> bool:
@@ -71,94 +58,86 @@ def has_own_session(keeper: Keeper) -> bool:
 
 def own_session(keeper: Keeper) -> Session:
     """Return a session apart from the caller's transaction; where there is none, the alias's ordinary connection."""
-    return keeper.session_here() if has_own_session(keeper) else OrdinarySession(connections[keeper.alias])
+    return keeper.session_here() if has_own_session(keeper) else CallerSession(connections[keeper.alias])
 
 
-def read(session: Session, resource: Resource) -> State:
+def read(session: Session, resource: Resource) -> RefreshState:
     """Return what the row says. Raises ``BackendError``."""
+
     dialect = dialect_for(session.connection)
 
     def work(cursor: AnyCursor) -> Any:
-        dialect.execute(cursor, _here(_READ), {"key": resource.key})
+        dialect.execute(cursor, _READ, {"key": resource.key})
         return cursor.fetchone()
 
     row = session.run(work)
     if row is None:
-        return State()
-    token, built_us, boot_id, invalidations, built_for, failed_us, now = row
+        return RefreshState()
+    token, built_us, boot_id, invalidations, built_for, failed_us, there = row
+    instant = int(there) + ahead_us()
     # What was before the boot of the host whose clock counts is too long ago to be told.
     known = built_us is not None and boot_id == dialect.boot_id
-    return State(
-        token=int(token),
-        age=(int(now) - int(built_us)) / 1e6 if known else None,
-        invalidations=int(invalidations),
-        built_for=int(built_for),
-        failed=None if failed_us is None else (int(now) - int(failed_us)) / 1e6,
+    return RefreshState(
+        token=token,
+        age=(instant - built_us) / 1e6 if known else None,
+        invalidations=invalidations,
+        built_for=built_for,
+        failed=None if failed_us is None else (instant - failed_us) / 1e6,
     )
 
 
-def store(session: Session, resource: Resource, token: int, *, period: float, took: float, built_for: int) -> bool:
-    """Let the value built under ``token`` count, unless a later one does. Return whether it counts.
+def write(
+    session: Session, resource: Resource, period: float, values: dict[str, Any], *, later_than: int | None = None
+) -> bool:
+    """Update the row, or one of an earlier token than ``later_than``; it is made if it is not there.
 
-    Joins the transaction that is open on ``session``. Raises ``BackendError``.
+    Joins the transaction that is open on ``session``. Returns whether it was written. Raises ``BackendError``.
     """
+    period_us = round(period * 1e6)
+
+    def update(cursor: AnyCursor) -> bool:
+        with used_by_orm(cursor.db):
+            rows = _row(cursor, resource)
+            if later_than is not None:
+                rows, values["period_us"] = rows.filter(token__lt=later_than), period_us
+            return rows.update(**values) > 0
+
+    def insert(cursor: AnyCursor) -> None:
+        with used_by_orm(cursor.db):
+            row = RefreshRow(key=resource.key, name=resource.name, period_us=period_us)
+            insert_missing([row], using=cursor.db.alias)
+
+    if session.run(update):
+        return True
+    session.run(insert)
+    return session.run(update)
+
+
+def built(session: Session, took: float, built_for: int) -> dict[str, Any]:
+    """Return what a row says of a build by this thread or task that has just ended."""
     who = current()
-    values = _values(resource, period) | {
-        "token": token,
+    return {
+        "built_us": now(),
         "took_us": round(took * 1e6),
         "built_for": built_for,
+        "failed_us": None,
         "host": who.host,
         "pid": who.pid,
         "thread": who.thread,
         "label": who.label,
         "user": who.user,
         "process_id": who.process,
+        "boot_id": dialect_for(session.connection).boot_id,
     }
-    return _upsert(session, _STORE, values)
 
 
-def note_failure(session: Session, resource: Resource, token: int, *, period: float) -> None:
-    """Note that a build under ``token`` has failed, unless a later one has gone well. Raises ``BackendError``."""
-    _upsert(session, _FAILED, _values(resource, period) | {"token": token})
+def _row(cursor: AnyCursor, resource: Resource) -> QuerySet[Any]:
+    return RefreshRow._default_manager.using(cursor.db.alias).filter(key=resource.key)
 
 
-def invalidate(session: Session, resource: Resource, *, period: float) -> None:
-    """Say that the value is out of date, also the one that is being built now. Raises ``BackendError``."""
-    _upsert(session, _INVALIDATE, _values(resource, period))
-
-
-def _values(resource: Resource, period: float) -> dict[str, Any]:
-    return {"key": resource.key, "name": resource.name, "period_us": round(period * 1e6)}
-
-
-def _upsert(session: Session, update: str, values: dict[str, Any]) -> bool:
-    dialect = dialect_for(session.connection)
-
-    def change(cursor: AnyCursor) -> bool:
-        dialect.execute(cursor, _here(update), values)
-        return cursor.rowcount > 0
-
-    if session.run(change):
-        return True
-    session.run(lambda cursor: _insert(cursor, dialect, values))
-    return session.run(change)
-
-
-def _here(sql: str) -> str:
-    """Have a statement tell the time as this process does, which a test may have moved ahead."""
-    ahead = ahead_us()
-    return sql.replace("{now}", f"({{now}} + {ahead})") if ahead else sql
-
-
-def _insert(cursor: AnyCursor, dialect: Dialect, values: dict[str, Any]) -> None:
-    """Insert the row if it is not there."""
-    begin, end = dialect.insert_ignore or ("INSERT INTO", "")
-    driver: Any = cursor.db
-    try:
-        dialect.execute(cursor, f"{begin} {_INSERT}{end}", values)
-    except (IntegrityError, driver.Database.IntegrityError):
-        if dialect.insert_ignore:
-            raise
+def now() -> Combinable:
+    """Return the time as this process tells it, which a test may have moved ahead."""
+    return DatabaseNow() + ahead_us()
 
 
 def refreshes(alias: str, prefix: str = "") -> list[RefreshSnapshot]:

@@ -17,7 +17,7 @@ from django.db.models import Model, QuerySet
 
 from django_sqlsem.core import testmode
 from django_sqlsem.core.text import shown
-from django_sqlsem.database.sessions import OrdinarySession
+from django_sqlsem.database.sessions import CallerSession
 from django_sqlsem.exceptions import SemaphoreError
 
 if TYPE_CHECKING:
@@ -86,12 +86,10 @@ class CacheValues:
             )
 
     def get(self, resource: Resource, token: int) -> Any:
-        """Return what the entry of this token holds."""
         entry = caches[self.cache].get(_entry(resource, token))
         return MISSING if entry is None else entry[0]
 
     async def aget(self, resource: Resource, token: int) -> Any:
-        """Return what the entry of this token holds, from a coroutine."""
         entry = await caches[self.cache].aget(_entry(resource, token))
         return MISSING if entry is None else entry[0]
 
@@ -112,7 +110,6 @@ class CacheValues:
         return counts
 
     def drop(self, resource: Resource, token: int) -> None:
-        """Delete the entry of this token."""
         caches[self.cache].delete(_entry(resource, token))
 
 
@@ -158,19 +155,17 @@ class FieldValues:
             )
 
     def get(self, resource: Resource, token: int) -> Any:
-        """Return what the field holds now."""
         found = list(self._rows().values_list(self.field, flat=True)[:1])
         return found[0] if found else MISSING
 
     async def aget(self, resource: Resource, token: int) -> Any:
-        """Return what the field holds now, from a coroutine."""
         return await sync_to_async(self.get)(resource, token)
 
     def put(self, session: Session, resource: Resource, token: int, value: Any, stamp: Stamp) -> bool:
         """Stamp and write in one transaction, or in the caller's. Raises ``SemaphoreError`` unless there is one row."""
         rows = self._rows()
         with transaction.atomic(using=rows.db):
-            if not stamp(OrdinarySession(connections[rows.db])):
+            if not stamp(CallerSession(connections[rows.db])):
                 return False
             written = rows.update(**{self.field: value})
             if written != 1:

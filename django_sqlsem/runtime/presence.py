@@ -13,7 +13,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django_sqlsem.backends.base import LAPSE_US, Grant, Granted, Presence
 from django_sqlsem.conf import config
 from django_sqlsem.core.identity import process_id
-from django_sqlsem.database import limits
+from django_sqlsem.database import sockets
 from django_sqlsem.database.beacons import Beacon, SessionBeacon, beacon_for
 from django_sqlsem.database.bells import Bell, near
 from django_sqlsem.database.dialects import dialect_for
@@ -86,7 +86,7 @@ class Reach:
         """Return what becomes readable when there is something to hear, or when the session has ended."""
         found = [] if self._bell is None else [self._bell.fileno()]
         if connection is not None and connection.connection is not None:
-            found += limits.socket_descriptors(connection.connection)
+            found += sockets.descriptors(connection.connection)
         return [each for each in found if each is not None and each >= 0]
 
     def heard(self) -> list[Granted | str]:

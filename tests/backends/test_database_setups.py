@@ -228,7 +228,7 @@ connections[alias].close()
 #: What a keeper does to be woken, without its thread.
 DEAF = """
 from django_sqlsem.runtime import presence
-from django_sqlsem.database.opening import open_connection
+from django_sqlsem.database.sessions import open_connection
 import select
 connection = open_connection(args[0])
 ears = presence.Reach(args[0])

@@ -57,14 +57,14 @@ PURE = {
     "core/identity.py",
     "core/templates.py",
     "core/names.py",
-    "database/limits.py",
+    "database/errors.py",
     "snapshots.py",
     "core/testmode.py",
     "core/durations.py",
 }
 
 #: What makes statements and connections.
-TALKING = ("backends/", "database/cursors", "runtime/keeper.py", "database/opening", "database/sessions")
+TALKING = ("backends/", "database/cursors", "runtime/keeper.py", "database/sessions")
 
 
 def acts(frame: FrameType) -> bool:

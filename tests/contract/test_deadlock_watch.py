@@ -104,6 +104,7 @@ def test_a_slow_database_writes_a_crowd_of_waits_down_a_few_at_a_time(database, 
     go = threading.Event()
     real = chore_of(database, "deadlocks")._step
     monkeypatch.setattr(watch, "insert", slowly)
+    monkeypatch.setattr(watch, "INSERTED", 1)
     monkeypatch.setattr(chore_of(database, "deadlocks"), "_step", step)
     monkeypatch.setattr(watch, "REST", 1.0)  # on a busy machine a statement may take too long as well
 

@@ -23,7 +23,7 @@ from django_sqlsem import (
 )
 from django_sqlsem.backends import get_backend
 from django_sqlsem.core.clocks import boot_now
-from django_sqlsem.database.sessions import OwnSession
+from django_sqlsem.database.sessions import OwnSession, briefly
 from django_sqlsem.history import (
     recorder,
 )
@@ -39,6 +39,7 @@ from tests.support.processes import Child
 from tests.unit.test_history import clock_us, event, minute
 
 PATIENT = 20.0
+TABLES = ("sqlsem_event", "sqlsem_minute")
 
 
 def wait_until(condition: Callable[[], Any], *, within: float = PATIENT) -> Any:
@@ -203,7 +204,10 @@ def test_an_act_stands_without_its_entry(database: str, caplog: pytest.LogCaptur
         pytest.skip("it rolls the whole transaction back when a table is missing, without a word")
     semaphore("reports", slots=3, using=database).acquire().release()
     lifecycle.stop_all()
-    with databases.without_tables(database, *history_writer.TABLES), transaction.atomic(using=database):
+    with (
+        databases.without_tables(database, *TABLES),
+        transaction.atomic(using=database),
+    ):
         assert control.pause("reports", by="ann", using=database)
     found = queries.semaphore("reports", using=database)
     assert found is not None
@@ -215,7 +219,7 @@ def test_an_act_stands_without_its_entry(database: str, caplog: pytest.LogCaptur
 def test_permits_go_on_without_the_tables(database: str, caplog: pytest.LogCaptureFixture) -> None:
     lock = semaphore("reports", slots=3, lease=1.0, using=database)
     with caplog.at_level(logging.WARNING, "django_sqlsem"), lock as permit:
-        with databases.without_tables(database, *history_writer.TABLES):
+        with databases.without_tables(database, *TABLES):
 
             def use() -> bool:
                 with semaphore("others", slots=1, using=database):
@@ -248,9 +252,9 @@ def test_a_locked_table_delays_no_renewal(database: str) -> None:
         cursor = raw.cursor()
         if vendor == "postgresql":
             cursor.execute("BEGIN")
-            cursor.execute(f"LOCK TABLE {history_writer.EVENTS}, {history_writer.MINUTES} IN ACCESS EXCLUSIVE MODE")
+            cursor.execute("LOCK TABLE sqlsem_event, sqlsem_minute IN ACCESS EXCLUSIVE MODE")
         else:
-            cursor.execute(f"LOCK TABLES {history_writer.EVENTS} WRITE, {history_writer.MINUTES} WRITE")
+            cursor.execute("LOCK TABLES sqlsem_event WRITE, sqlsem_minute WRITE")
         refused = 0
         ends = time.monotonic() + 4.0
         while time.monotonic() < ends:
@@ -273,7 +277,7 @@ def test_what_a_locked_table_refused_is_written_later(database: str, caplog: pyt
         with contextlib.closing(databases.raw_connection(database)) as raw:
             cursor = raw.cursor()
             cursor.execute("BEGIN TRANSACTION")
-            cursor.execute(f"ALTER TABLE {history_writer.EVENTS} ADD passing int NULL")
+            cursor.execute("ALTER TABLE sqlsem_event ADD passing int NULL")
             with semaphore("reports", slots=3, using=database):
                 assert wait_until(lambda: chore_of(database, "history").writer._refusals)
             cursor.execute("ROLLBACK TRANSACTION")
@@ -322,11 +326,16 @@ def test_sql_server_compiles_one_text_whatever_there_is_to_write(database: str) 
     def write(cursor: Any) -> bool:
         with cursor.db.execute_wrapper(noting):
             for count in counts:
-                events = [an_event(f"{count}/{nth}") for nth in range(count)]
-                history_writer.write_events(cursor, events, 1.0)
+                events = [as_row(an_event(f"{count}/{nth}")) for nth in range(count)]
+                history_writer.write_events(cursor, events)
                 for again in (1, 2):  # the second time it takes the place of the first
-                    minutes = [[f"{count}/{nth}", 60, 7, 2**40, again, *[0] * 6, "x" * nth, ""] for nth in range(count)]
-                    history_writer.write_minutes(cursor, minutes, 1.0)
+                    minutes = [
+                        MinuteRow(
+                            key=f"{count}/{nth}", minute_us=60, writer=7, until_us=2**40, granted=again, holds="x" * nth
+                        )
+                        for nth in range(count)
+                    ]
+                    history_writer.write_minutes(cursor, minutes)
         return True
 
     with contextlib.closing(OwnSession(database)) as session:
@@ -339,6 +348,10 @@ def test_sql_server_compiles_one_text_whatever_there_is_to_write(database: str) 
     assert [[getattr(found[key], name) for name in EVENT_FIELDS] for key in wanted] == [an_event(key) for key in wanted]
     minutes = MinuteRow.objects.using(database).values_list("key", "granted", "holds")
     assert sorted(minutes) == [(key, 2, "x" * int(key.partition("/")[2])) for key in wanted]
+
+
+def as_row(values: list[Any]) -> EventRow:
+    return EventRow(**dict(zip(EVENT_FIELDS, values, strict=True)))
 
 
 def an_event(key: str) -> list[Any]:
@@ -494,17 +507,16 @@ def test_many_who_prune_at_once_do_not_meet(database: str) -> None:
 
     def prune() -> None:
         session = get_backend(database).session() if connections[database].vendor != "microsoft" else None
-        session = session or history_writer.OwnSession(database)
+        session = session or OwnSession(database)
         barrier.wait(60)
         deadline = time.monotonic() + 50  # one turn ends in time, whatever is left
         while EventRow.objects.using(database).exists() and time.monotonic() < deadline:
-            error = history_writer.in_transaction(
-                session,
-                lambda cursor: deleted.append(history_writer.delete_old(cursor, history_writer.EVENTS, 2, 1.0)),
-                1.0,
-                5.0,
-            )
-            failures.extend([error] if error else [])
+            try:
+                deleted.append(
+                    briefly(session, lambda cursor: history_writer.delete_old(cursor, EventRow, 2), 1.0, 5.0)
+                )
+            except Exception as error:
+                failures.append(error)
         session.close()
         connections.close_all()
 
@@ -548,7 +560,7 @@ def test_a_busy_name_does_not_drown_a_quiet_one() -> None:
     def note(name: str) -> None:
         resource = resource_for(name, "semaphore")
         claim = Request(resource, "0" * 32, 1, 1, 60.0, True, current())
-        noted.granted(claim, Grant((1,), (5,), (1,)), now, 0.0)
+        noted.note("granted", claim, Grant((1,), (5,), (1,)), at=now, waited=0.0)
 
     for _ in range(1000):
         note("busy")

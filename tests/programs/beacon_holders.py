@@ -14,6 +14,7 @@ from django.db import connections
 
 from django_sqlsem.database import beacons
 from django_sqlsem.database.beacons import beacon_for
+from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.sessions import OwnSession
 from tests.support.children import listen, say
 from tests.support.processes import Child
@@ -30,14 +31,34 @@ class Lamp:
         beacon = beacon_for(connections[alias])
         assert beacon is not None
         self.beacon = beacon
+        self.lit = False
 
     def light(self) -> bool:
         """Take the beacon, or see that it is taken."""
-        return self.run(lambda cursor: self.beacon.light(cursor, self.process_id))
+        self.lit = self.run(lambda cursor: self.beacon.light(cursor, self.process_id))
+        return self.lit
 
     def dead(self, *process_ids: str) -> set[str]:
         """Ask on the session that has the beacon."""
-        return self.run(lambda cursor: self.beacon.dead(cursor, process_ids))
+        return self.run(lambda cursor: self.ask(cursor, *process_ids))
+
+    def ask(self, cursor: Any, *process_ids: str) -> set[str]:
+        """Return who is known to be dead, asked on any session as the library's statements ask."""
+        if not self.lit:
+            return set()
+        dialect = dialect_for(cursor.db)
+        if dialect.dead is None:
+            directory = beacons.path_of(cursor) + beacons.SUFFIX
+            return {each for each in process_ids if beacons.is_free(directory, each)}
+        mark = "%s::text" if dialect.notifies else "%s"
+        rows = " UNION ALL ".join([f"SELECT {mark} AS id"] * len(process_ids))
+        dead = dialect.dead.format(process_id="asked.id")
+        own = dialect.dead.format(process_id=mark)
+        cursor.execute(
+            f"SELECT id FROM ({rows}) asked WHERE {dead} AND NOT {own}",
+            [*process_ids, *[self.process_id] * own.count("%s")],
+        )
+        return {row[0] for row in cursor.fetchall()}
 
     def run(self, work: Callable[[Any], T]) -> T:
         """Call ``work`` with a cursor of Django's on the session."""
@@ -50,6 +71,7 @@ class Lamp:
 
     def close(self) -> None:
         """Put it out."""
+        self.lit = False
         self.beacon.put_out()
         self.session.close()
 

@@ -24,8 +24,8 @@ from django_sqlsem import (
     queries,
     testing,
 )
+from django_sqlsem.backends import get_backend
 from django_sqlsem.claims import claim, recover
-from django_sqlsem.claims.recovery import standing
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.models import ClaimRow
 from tests.support import databases
@@ -141,6 +141,9 @@ def test_a_worker_that_is_stopped_between_its_last_look_and_the_write_changes_no
     successor = claim(rows(database), done="Other", using=database)
     late = claim(rows(database), using=database)
 
+    backend = get_backend(database)
+    standing = backend.standing
+
     def and_then_stopped(*args):
         found = standing(*args)
         monkeypatch.undo()
@@ -150,7 +153,7 @@ def test_a_worker_that_is_stopped_between_its_last_look_and_the_write_changes_no
         return found
 
     with lost_at_the_end(), late:
-        monkeypatch.setattr("django_sqlsem.claims.block.standing", and_then_stopped)
+        monkeypatch.setattr(backend, "standing", and_then_stopped)
         late.finish(late.one)
     assert statuses(database) == ["Calculating"]
     assert owned(database) == 1

@@ -53,51 +53,27 @@ DEEP = {
     "ApplockUpgrades",
     "ClientGoneError",
     "FencedError",
-    "MySQLBeacon",
-    "PostgreSQLBeacon",
 }
 #: Class names that two modules use.
-SHARED_CLASSES = {
-    "Knot",
-    "State",
-    "Watch",
-}
+SHARED_CLASSES: set[str] = set()
 #: Names of public constants that two modules use for different values.
 SHARED_CONSTANTS = {
-    "ANSWER_TIMEOUT",
-    "AT_ONCE",
-    "CHUNK",
-    "CROWD",
-    "ERRORS",
-    "KIND",
     "LEFT",
-    "LOCK_PATIENCE",
-    "LONGEST",
     "LOOK",
-    "MANY",
-    "MAX_TEXT",
-    "NEW",
     "OPEN",
-    "PATIENCE",
     "PATIENCE_US",
-    "PAUSE",
     "PAUSED",
     "REMEMBERED",
-    "SHORTEST",
-    "SWEEP",
-    "TRIES",
     "TURN",
 }
 #: Modules that import another of ours inside a function, and how often.
-LATE = {
-    "deadlocks/watch.py": 1,
-}
+LATE: dict[str, int] = {}
 #: Modules that ``manage.py locks list`` loads beyond ``django.setup()``, without those of the backend.
 MOST_FOR_LIST = 12
 #: Modules of the backend that it loads, as the first acquire of a process does.
 BACKEND_FOR_LIST = 15
 #: Places that catch what interrupts a thread.
-INTERRUPTIONS = 24
+INTERRUPTIONS = 13
 
 
 def classes() -> dict[str, list[tuple[str, ast.ClassDef]]]:

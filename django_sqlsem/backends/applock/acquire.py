@@ -23,7 +23,7 @@ from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.modes import RWLOCK, SHARED, UPDATE, UPGRADE, WHOLE
 from django_sqlsem.core.names import MAX_SLOTS
 from django_sqlsem.database.sqlserver import (
-    ERRORS,
+    NATIVE_ERRORS,
     OF_SLOTS,
     OWN,
     Meaning,
@@ -230,7 +230,7 @@ class ApplockClaims(ApplockFencing):
             elif status not in (parts.NEW, parts.ROW_FAILED):
                 break
             elif status == parts.ROW_FAILED and (
-                ERRORS.get(int(row["error"])) is not Meaning.AGAIN or time.monotonic() >= give_up
+                NATIVE_ERRORS.get(int(row["error"])) is not Meaning.AGAIN or time.monotonic() >= give_up
             ):
                 raise BackendError(f"The database {self.alias!r} failed: {row['message']} ({row['error']})")
         if status == parts.KIND:

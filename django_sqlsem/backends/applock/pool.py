@@ -16,7 +16,8 @@ from django_sqlsem.backends.applock.held import Holding
 from django_sqlsem.backends.applock.sessions import LockSession
 from django_sqlsem.core.modes import UPDATE, line_of
 from django_sqlsem.database import sockets
-from django_sqlsem.database.sessions import FORK_PATIENCE, backend_error
+from django_sqlsem.database.errors import backend_error
+from django_sqlsem.database.sessions import FORK_PATIENCE
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.identity import process_id
 from django_sqlsem.core.modes import UPDATE, line_of
 from django_sqlsem.database import sockets as database_sockets
-from django_sqlsem.database.limits import answer_limit, limit_logins
-from django_sqlsem.database.sessions import backend_error
+from django_sqlsem.database.dialects import answer_limit, limit_logins
+from django_sqlsem.database.errors import backend_error
 from django_sqlsem.database.sqlserver import FOREIGN, Meaning, failure, meaning
 from django_sqlsem.exceptions import BackendError
 

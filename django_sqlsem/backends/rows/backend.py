@@ -16,10 +16,11 @@ from django_sqlsem.backends.base import (
     Request,
     Waited,
 )
-from django_sqlsem.backends.rows import acquire, fences, handoff, operator, queue, reading, renewal, tokens
+from django_sqlsem.backends.rows import acquire, beacons, fences, handoff, operator, queue, reading, renewal, tokens
 from django_sqlsem.core.identity import process_id
 from django_sqlsem.core.modes import UPDATE, UPGRADE, WHOLE
-from django_sqlsem.database.dialects import dialect_for, note_server
+from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.database.server import note_server
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -49,6 +50,7 @@ class RowsBackend(BaseSemaphoreBackend):
     hand_rank_on = staticmethod(queue.hand_rank_on)
     renew = staticmethod(renewal.renew)
     fate = staticmethod(renewal.fate)
+    standing = staticmethod(beacons.standing)
     snapshot = staticmethod(reading.read_snapshot)
     take = staticmethod(tokens.take)
     fence = staticmethod(fences.fence)
@@ -111,6 +113,10 @@ class RowsBackend(BaseSemaphoreBackend):
     ) -> tuple[Granted, ...]:
         here, witness = process_id(), presence.beacon
         return tokens.add(session, resource, count, initial=initial, witness=witness, here=here, hand_on=hand_on)
+
+    def free_dead(self, session: Session, resource: Resource, *, witness: bool) -> None:
+        if beacons.free_dead(session, resource, witness=witness):
+            self.hand_out(session, resource)
 
     def keeps_renewals_out(self, caller: BaseDatabaseWrapper) -> bool:
         return dialect_for(caller).fence == "writer"

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends.rows.fences import reap
 from django_sqlsem.backends.rows.statements import Statements
+from django_sqlsem.core.identity import process_id
 from django_sqlsem.database import beacons
+from django_sqlsem.database.dialects import dialect_for
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.base import Request
+    from django_sqlsem.core.names import Resource
     from django_sqlsem.database.cursors import AnyCursor
     from django_sqlsem.database.dialects import Dialect
     from django_sqlsem.database.sessions import Session
@@ -25,6 +28,13 @@ _HOLDERS: Final = (
 )
 _GONE: Final = (
     "UPDATE sqlsem_slot SET expires_us = {now} WHERE semaphore_key = %(key)s AND process_id = %(dead)s AND {live}"
+)
+#: The slots that are held, dead holders' too.
+_STANDING: Final = "SELECT slot, token FROM sqlsem_slot WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL"
+#: Frees for good what has run out: else a holder that slept could renew it.
+_FREE_DEAD: Final = (
+    "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL, suspect_us = NULL"
+    " WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL AND {free}"
 )
 
 
@@ -91,6 +101,20 @@ def take_from_the_dead(session: Session, dialect: Dialect, parameters: dict[str,
         return sum(statements.change(_GONE, dead=each) for each in dead) > 0
 
     return session.run(by_files if dialect.dead is None else by_sql)
+
+
+def free_dead(session: Session, resource: Resource, *, witness: bool) -> bool:
+    """Let the slots of the dead run out, and free what has run out. Return whether any was freed."""
+    parameters = {"key": resource.key, "process_id": process_id()}
+    if witness:
+        take_from_the_dead(session, dialect_for(session.connection), parameters)
+    return session.run(lambda cursor: Statements(cursor, parameters).change(_FREE_DEAD) > 0)
+
+
+def standing(session: Session, resource: Resource) -> set[tuple[int, int]]:
+    """Return the pairs of slot and token that are held."""
+    rows = session.run(lambda cursor: list(Statements(cursor, {"key": resource.key}).rows(_STANDING)))
+    return {(slot, token) for slot, token in rows}
 
 
 def is_dead(cursor: AnyCursor, process_id: str) -> bool:

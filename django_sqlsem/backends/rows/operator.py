@@ -29,9 +29,10 @@ from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.core.modes import WHOLE, WRITER
 from django_sqlsem.core.names import MAX_SLOTS, key_of, resource_for
 from django_sqlsem.database import bells
-from django_sqlsem.database.dialects import dialect_for, server_since
+from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.errors import database_errors, repeated
-from django_sqlsem.database.sessions import OrdinarySession
+from django_sqlsem.database.server import server_since
+from django_sqlsem.database.sessions import CallerSession
 from django_sqlsem.exceptions import BackendError, fenced
 from django_sqlsem.models import FenceRow, SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import HolderSnapshot
@@ -241,6 +242,6 @@ def _serve(alias: str, key: str) -> None:
     connection = connections[alias]
     counted = SemaphoreRow.objects.using(alias).filter(key=key, kind=TOKENS).first()
     if counted is not None:
-        tokens.hand_out(OrdinarySession(connection), resource_for(counted.name, TOKENS))
+        tokens.hand_out(CallerSession(connection), resource_for(counted.name, TOKENS))
     else:
-        handoff.hand_out(OrdinarySession(connection), key, since=server_since(connection))
+        handoff.hand_out(CallerSession(connection), key, since=server_since(connection))

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from django.db import IntegrityError
-
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.models import HOLDER_COLUMNS, SlotRow, WaiterRow
 
@@ -51,14 +49,7 @@ class Statements:
 
     def insert(self, values: str, **more: Any) -> bool:
         """Insert a row unless it is there already. Return whether it was not."""
-        begin, end = self.dialect.insert_ignore or ("INSERT INTO", "")
-        driver: Any = self.cursor.db
-        try:
-            return self.change(f"{begin} {values}{end}", **more) > 0
-        except (IntegrityError, driver.Database.IntegrityError):
-            if self.dialect.insert_ignore:
-                raise
-            return False
+        return self.dialect.insert_missing(self.cursor, values, self.parameters | more)
 
     @property
     def skip_locked(self) -> str:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from django.db import Error as DjangoDatabaseError
 from django.db.transaction import TransactionManagementError
 
-from django_sqlsem.database.limits import is_deadlock_of_sql_server, sqlstate
-from django_sqlsem.database.sessions import backend_error
+from django_sqlsem.database.errors import backend_error, is_deadlock_of_sql_server, sqlstate
 from django_sqlsem.exceptions import DeadlockError
 
 if TYPE_CHECKING:

@@ -102,9 +102,7 @@ def _make(connection: BaseDatabaseWrapper, resource: Resource) -> None:
 
 
 def _insert(cursor: AnyCursor, resource: Resource) -> None:
-    dialect = dialect_for(cursor.db)
-    begin, end = dialect.insert_ignore or ("INSERT INTO", "")
-    dialect.execute(cursor, f"{begin} {_VALUES}{end}", {"key": resource.key, "name": resource.name})
+    dialect_for(cursor.db).insert_missing(cursor, _VALUES, {"key": resource.key, "name": resource.name})
 
 
 def grants(alias: str, resource: Resource) -> int | None:

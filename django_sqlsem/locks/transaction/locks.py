@@ -24,7 +24,7 @@ from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.names import MAX_NAME_LENGTH, Resource, key_of, resource_for, validate_name
 from django_sqlsem.core.templates import is_coroutine_function
 from django_sqlsem.core.text import shown
-from django_sqlsem.database.sessions import backend_error
+from django_sqlsem.database.errors import backend_error
 from django_sqlsem.database.transactions import open_transactions
 from django_sqlsem.exceptions import AcquireTimeoutError
 from django_sqlsem.locks.transaction import key_rows

@@ -36,7 +36,7 @@ from django_sqlsem.backends.base import (
 from django_sqlsem.core import identity
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.names import resource_for
-from django_sqlsem.database import limits
+from django_sqlsem.database import errors
 from django_sqlsem.database import sockets as database_sockets
 from django_sqlsem.database.sqlserver import Meaning, lock_names, meaning
 from tests.support.databases import ROOT
@@ -444,11 +444,11 @@ class Silent:
 
 
 def test_a_statement_that_is_not_answered_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database_sockets, "LOOK", 0.01)
+    monkeypatch.setattr(database_sockets, "_LOOK", 0.01)
     watch, silent, at_rest = database_sockets.Watch(), Silent(), Silent()
     for each in (silent, at_rest):
         watch.add(each)
-    silent.asked = time.monotonic() - silent.limit - database_sockets.GRACE - 1
+    silent.asked = time.monotonic() - silent.limit - database_sockets._GRACE - 1
     assert silent.was_cut.wait(10)
     assert not at_rest.was_cut.is_set()
     for each in (silent, at_rest):
@@ -490,8 +490,8 @@ keepers.stop_all = lambda: print("the locks", flush=True)
 def test_what_freetds_says_of_a_connection_that_is_gone(said: str) -> None:
     pyodbc = pytest.importorskip("pyodbc", exc_type=ImportError)  # without unixODBC it cannot be loaded
     text = f"[HY000] [FreeTDS][SQL Server]{said} (SQLExecDirectW)"
-    assert limits.is_disconnect(pyodbc.Error("HY000", text))
-    assert not limits.is_disconnect(pyodbc.Error("HY000", text.replace("(0", "(50").replace("(2", "(5")))
+    assert errors.is_disconnect(pyodbc.Error("HY000", text))
+    assert not errors.is_disconnect(pyodbc.Error("HY000", text.replace("(0", "(50").replace("(2", "(5")))
 
 
 @pytest.mark.parametrize(
@@ -512,8 +512,8 @@ def test_what_freetds_says_of_a_connection_that_is_gone(said: str) -> None:
 def test_what_drivers_of_sql_server_say_of_what_passes(driver: str, arguments: tuple[str, ...], deadlock: bool) -> None:
     """As captured from the drivers; an operational error is no dead connection for that."""
     error = type("OperationalError", (Exception,), {"__module__": driver})(*arguments)
-    assert limits.is_transient(error)
-    assert limits.is_deadlock_of_sql_server(error) is deadlock
-    assert not limits.is_disconnect(error)
+    assert errors.is_transient(error)
+    assert errors.is_deadlock_of_sql_server(error) is deadlock
+    assert not errors.is_disconnect(error)
     assert meaning(error) is Meaning.AGAIN
-    assert not limits.is_transient(type(error)("42000", "Incorrect syntax near 'x'. (102)"))
+    assert not errors.is_transient(type(error)("42000", "Incorrect syntax near 'x'. (102)"))

@@ -14,8 +14,9 @@ from django.db import models
 from django_sqlsem.backends.applock import fences as applock_fences
 from django_sqlsem.backends.applock.tsql import fences
 from django_sqlsem.backends.applock.tsql import texts as tsql_texts
-from django_sqlsem.claims import recovery, rows
+from django_sqlsem.claims import rows
 from django_sqlsem.database.dialects import Dialect, _dialect
+from django_sqlsem.deadlocks import reading as deadlocks_reading
 from django_sqlsem.deadlocks import watch
 from django_sqlsem.models import (
     ClaimRow,
@@ -80,7 +81,7 @@ def row_statements() -> dict[str, str]:
     """Return the row statements of the dialect that name slots, waiters or claims, by what makes them."""
     dialect = _dialect("microsoft")
     texts = {name: text for name, text in row_texts("microsoft").items() if re.search(SOUGHT, text)}
-    texts |= {"claimed own": rows._OWN, "claimed forget": rows._FORGET, "standing": recovery._STANDING}
+    texts |= {"claimed own": rows._OWN, "claimed forget": rows._FORGET}
     return {name: told(dialect, text) for name, text in texts.items()}
 
 
@@ -90,7 +91,7 @@ def statements_about_waits() -> dict[str, str]:
     cursor: Any = Noting()
     watch.refresh(cursor, dialect, ["a"], 1)
     watch.delete(cursor, dialect, ["a", "b"])
-    watch._look_at(cursor, dialect, watch.Look(1), ["a"], leases=False)
+    deadlocks_reading._look_at(cursor, dialect, deadlocks_reading.Look(1), ["a"], leases=False)
     return {f"waits {nth}": re.sub(r"\s+", " ", text) for nth, text in enumerate(cursor.texts)}
 
 

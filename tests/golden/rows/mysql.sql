@@ -27,6 +27,17 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
 
+-- beacons.FREE_DEAD
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
+WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL AND (expires_us IS NULL OR (expires_us <= {now} AND
+      lease_us <= {now} - %(since)s AND (fenced IS NULL OR fenced <> token)));
+
+-- beacons.STANDING
+SELECT slot, token
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
+
 -- exclusive.FREE update
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
