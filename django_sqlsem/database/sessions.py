@@ -153,8 +153,15 @@ def cursor_of(connection: BaseDatabaseWrapper) -> Iterator[Cursor]:
     """Yield a cursor of an open connection. The driver's errors come out as Django's."""
     with connection.wrap_database_errors:
         cursor = dialect_for(connection).cursor(connection)
-        yield cursor
-        cursor.close()  # not after an error: the connection may be gone, and that is not what it died of
+        try:
+            yield cursor
+        except BaseException:
+            # SQLite keeps the write lock of a half-read statement until its cursor is closed, and the traceback of an
+            # interrupted thread keeps the cursor. The connection may be gone: that is not what it died of.
+            with contextlib.suppress(DjangoDatabaseError, _driver_errors(connection), OSError):
+                cursor.close()
+            raise
+        cursor.close()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import django
 import pytest
 from django.apps import apps
 
-from django_sqlsem import Permit, queries, semaphore
+from django_sqlsem import Permit, semaphore
 from tests.support.children import listen, say
 from tests.support.databases import held_rows, query
 from tests.support.processes import Child
@@ -121,6 +121,8 @@ def test_no_place_in_the_queue_stays(database, code):
     permits.append(lock.acquire())
     with Child(code_of(code), database) as child:
         child.expect("waiting")
+        from django_sqlsem import queries  # it needs the models, and spawned children import this module before them
+
         wait_until(lambda: queries.semaphore("ended", using=database).waiting == 1)
         child.send()
         child.finish()
