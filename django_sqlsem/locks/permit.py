@@ -177,7 +177,10 @@ class Permit:
         acquisition = self._acquisition
         if acquisition.fences and acquisition.fenced:
             acquisition.put_off()
-        elif acquisition.keeper.release(acquisition):
+            return
+        with acquisition:  # what an interrupted release leaves goes back at once, not at the keeper's next look
+            given_back = acquisition.keeper.release(acquisition)
+        if given_back:
             events.released(self)
 
     async def _agive_back(self) -> None:
