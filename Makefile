@@ -4,6 +4,8 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 SOAK_ARGS ?=
+# What `make test` runs: web servers, workers and browsers are left to `make test-all`.
+TESTS ?= tests/unit tests/contract tests/backends
 # Test processes at once. Most tests wait more than they work.
 WORKERS ?= 6
 
@@ -49,7 +51,7 @@ $(DEMO): pyproject.toml | $(BIN)/pip
 deps: $(DEV)
 
 test: $(DEV)
-	SQLSEM_TEST_SERVERS=none $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	SQLSEM_TEST_SERVERS=none $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS) $(PYTEST_ARGS)
 
 test-all: $(DEV)
 	SQLSEM_TEST_SERVERS=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)

@@ -187,7 +187,10 @@ class Permit:
         acquisition = self._acquisition
         if acquisition.fences and acquisition.fenced:
             acquisition.put_off()
-        elif await acquisition.keeper.arelease(acquisition):
+            return
+        with acquisition:
+            given_back = await acquisition.keeper.arelease(acquisition)
+        if given_back:
             await events.areleased(self)
 
     def _abandon(self) -> None:
