@@ -79,9 +79,9 @@ def revoke(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> H
             return _("Nobody holds any of these: nothing to revoke.")
         kills = any(holder.needs_kill for holder in holders)
         lose = _("These holders will lose their slots at once. Each learns it within a quarter of its lease, and may"
-                 " still be at work until it heeds that.")  # fmt: skip
+                 " still be at work until it checks that.")  # fmt: skip
         end = _("These slots belong to database sessions. The sessions will be ended, with whatever else they hold."
-                " Each holder learns it within 2 seconds, and may still be at work until it heeds that.")  # fmt: skip
+                " Each holder learns it within 2 seconds, and may still be at work until it checks that.")  # fmt: skip
         return Page(
             title=_("Revoke permits"),
             question=end if kills else lose,
@@ -258,7 +258,7 @@ def drain(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> Ht
         title=_("Drain"),
         question=_(
             "Nothing more will be granted until these are resumed, and whoever holds one is asked to stop. Holders"
-            " that pay no heed keep their slots until they are done; nothing is taken from anybody."
+            " that ignore it keep their slots until they are done; nothing is taken from anybody."
         ),
         confirm=_("Yes, drain"),
         others_title=_("Holders, who are asked to stop"),
@@ -379,7 +379,7 @@ class Buttons:
 
 
 def _can_be_asked(holder: HolderSnapshot) -> bool:
-    # Without a record there is no place for the wish.
+    # Without a record there is no place for the request.
     return holder.recorded and not holder.stop_requested
 
 

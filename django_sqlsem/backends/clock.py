@@ -153,5 +153,5 @@ class RowClock:
 
 
 def stop_by(row: SlotRow) -> str:
-    """Return by whom the holder of a slot was asked to stop; a wish to another grant of the slot is none to it."""
+    """Return by whom the holder of a slot was asked to stop; a request to another grant of the slot is none to it."""
     return (row.stop_by or SOMEBODY) if row.stop_token == row.token else ""

@@ -242,7 +242,7 @@ class Dialect:
         text, names = _prepare(sql, self)
         values = {**self.parameters(), "since": getattr(cursor, "since_us", 0), "witness": False, **parameters}
         if "arrived_us" in parameters:
-            # At this very moment: a statement may have stood in line for the database for a while.
+            # At this very moment: a statement may have waited for the database.
             values["age_us"] = max(0, clocks.boot_now_us() - parameters["arrived_us"])
         self.send(cursor, text, {name: values[name] for name in names})
 

@@ -337,7 +337,7 @@ class OwnSession:
             pass
         with self._lock:
             if self._unreachable is not None and self._unreachable[0] >= asked:
-                # The threads that stood in line meanwhile are told at once: each connect would time out in turn.
+                # The threads that waited meanwhile are told at once: each connect would time out in turn.
                 raise backend_error(self.alias, self._unreachable[1]) from self._unreachable[1]
             give_up = time.monotonic() + errors.LOCKED_PATIENCE
             tries = 0

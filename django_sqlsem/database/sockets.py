@@ -137,7 +137,7 @@ def opening(
 
     None is known where the system does not list a process's files, or if others were opened at the same moment; those
     that lead to another ``port`` do not count. It fails if the server says nothing for about ``limit`` seconds.
-    ``patience``: for how many seconds to stand in line; then it is called all the same, and no socket is known.
+    ``patience``: for how many seconds to wait; then it is called all the same, and no socket is known.
     """
     mine = gate  # whatever takes its place in a forked child
     if not mine.acquire(timeout=patience):

@@ -58,7 +58,7 @@ PRUNE_EVERY: Final = 30.0
 _LONGEST: Final = 1.3
 AT_THE_END: Final = 3.0
 _TURN: Final = 0.03
-#: How long it stands in line for SQLite's one writer, in seconds.
+#: How long it waits for SQLite's one writer, in seconds.
 IN_LINE: Final = 0.1
 #: The clocks are compared so often, in seconds.
 COMPARED: Final = 30.0

@@ -571,7 +571,7 @@ class Keeper:
                 self.doubt(acquisition.request)
             self.acquisitions.pop(id(acquisition), None)
         elif acquisition.retry():
-            acquisition.freed_elsewhere = True  # by the try that failed, or that still stands in line for its session
+            acquisition.freed_elsewhere = True  # by the try that failed, or that still waits for its session
             try:
                 released = self.backend.release(self.own, acquisition.acquired)
             except BackendError as error:

@@ -165,13 +165,13 @@ class ApplockOperator(BaseSemaphoreBackend):
         )
 
     def request_stop(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
-        """Write the wish into the row beside the lock: the session's next proof of possession reads it.
+        """Write the request into the row beside the lock: the session's next proof of possession reads it.
 
         Raises ``SemaphoreError`` where there is no row.
         """
         if not config(self.alias).record:
             raise SemaphoreError(
-                "A wish to stop is kept in the row beside the lock, and here are none: set SQLSEM['RECORD'] to True."
+                "A stop request is kept in the row beside the lock, and here are none: set SQLSEM['RECORD'] to True."
             )
         with database_errors(self.alias):
             holder = self._holder(name, slot, token)

@@ -178,7 +178,7 @@ def _pass_on(session: Session, dialect: Dialect, parameters: dict[str, Any], *, 
 #: One statement, on PostgreSQL: the semaphore (``m``); the oldest waiter (``o``) and the lock of its row (``h``), which
 #: is not waited for: a heartbeat has it, or another hand-off, and no other waiter is served in its place; the slot
 #: (``s``), which goes to that waiter (``w``, ``u``), or is freed if nobody waits (``f``). It tells which bell to ring,
-#: as that is cheaper than NOTIFY, with which commits stand in line.
+#: as that is cheaper than NOTIFY, in which commits wait for one another.
 _PASS_IN_ONE: Final = f"""
 WITH m AS (
   SELECT operator_slots, declared_slots, paused, shrinking FROM sqlsem_semaphore WHERE name_key = %(key)s

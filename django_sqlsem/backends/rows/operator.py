@@ -4,7 +4,7 @@ Every act is one short transaction that begins by writing to the semaphore's row
 database, and on SQLite it means that no read lock is ever upgraded. What an act then changes is named by slot
 and token in the statement's own WHERE, so that its row count decides.
 
-A wish that a holder stop is written beside the permit's token, for that grant alone. The holder's next renewal brings
+A stop request is written beside the permit's token, for that grant alone. The holder's next renewal brings
 it along; a process that a bell or NOTIFY reaches is woken, and renews at once.
 """
 
@@ -96,8 +96,8 @@ def revoke(alias: str, name: str, slot: int, token: int, by: str) -> HolderSnaps
 
 @repeated
 def request_stop(alias: str, name: str, slot: int, token: int, by: str) -> HolderSnapshot | None:
-    """Write the wish beside the holder's token, and wake its process. Whoever asked first stays noted."""
-    wish = {"stop_token": F("token"), "stop_by": printable(by, MAX_USER_LENGTH)}
+    """Write the request beside the holder's token, and wake its process. Whoever asked first stays noted."""
+    request = {"stop_token": F("token"), "stop_by": printable(by, MAX_USER_LENGTH)}
     with _act(alias, key_of(name)) as clock:
         held = _taken(alias, name, slot, token).exclude(clock.expired())
         row = held.first()
@@ -105,12 +105,12 @@ def request_stop(alias: str, name: str, slot: int, token: int, by: str) -> Holde
             return None
         if row.stop_token != row.token:
             # Its holder may have left since it was read.
-            if not held.update(**wish):
+            if not held.update(**request):
                 return None
-            row.stop_token, row.stop_by = row.token, wish["stop_by"]
+            row.stop_token, row.stop_by = row.token, request["stop_by"]
         permit = SlotRow.objects.using(alias).filter(semaphore=row.semaphore_id, permit_id=row.permit_id)
         others = permit.filter(expires_us__isnull=False).exclude(pk=row.pk) | _companions(alias, row)
-        others.exclude(stop_token=F("token")).update(**wish)
+        others.exclude(stop_token=F("token")).update(**request)
         # Its processes as they are: what was handed over may have changed hands inside one.
         for channel, permit_id in {(row.channel, row.permit_id), *others.values_list("channel", "permit_id")}:
             transaction.on_commit(functools.partial(_wake, alias, channel, permit_id or ""), using=alias)
