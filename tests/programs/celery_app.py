@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 from celery import Celery, Task, shared_task
+from kombu.transport import filesystem
+from kombu.utils import json as kombu_json
 
 from django_sqlsem import semaphore
 from django_sqlsem.core import identity
@@ -22,6 +25,18 @@ app.conf.update(
     task_default_queue="sqlsem-tests",
     worker_hijack_root_logger=False,
 )
+
+
+def _put_whole(channel: filesystem.Channel, queue: str, payload: Any, **kwargs: Any) -> None:
+    """Write a message beside the others and rename it: kombu's reader may take a file before anything is in it."""
+    name = f"{round(time.monotonic() * 1000)}_{uuid.uuid4()}.{queue}.msg"
+    folder = Path(channel.data_folder_out)
+    begun = folder / f".{name}.begun"
+    begun.write_text(kombu_json.dumps(payload))
+    begun.rename(folder / name)
+
+
+filesystem.Channel._put = _put_whole
 
 
 def broker_settings(broker: str) -> dict[str, Any]:
