@@ -315,10 +315,6 @@ class Dialect:
             return ""
         return f"{table}beacon AND {self.dead.replace('{process_id}', f'{table}process_id')}"
 
-    def live_sql(self, table: str = "") -> str:
-        """Return the condition that a slot's or a waiter's time has not run out."""
-        return self.live.replace("{t}", table)
-
 
 @functools.lru_cache(maxsize=512)
 def _prepare(sql: str, dialect: Dialect) -> tuple[str, Sequence[str]]:

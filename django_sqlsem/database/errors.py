@@ -124,14 +124,6 @@ def is_missing_table(error: Exception) -> bool:
     return known and "sqlsem_" in text.lower()
 
 
-def is_missing_column(error: Exception, name: str) -> bool:
-    """Whether the error says that a table has no such column. ``name``: how that begins."""
-    cause: Any = error.__cause__ or error
-    text = str(cause)
-    known = sqlstate(cause) == "42703" or _number(cause) in (1054, 904) or "no such column" in text
-    return known and name in text.lower()
-
-
 def is_read_only(error: Exception) -> bool:
     """Whether a statement failed because the server, the file or the session does not take writes."""
     cause: Any = error.__cause__ or error

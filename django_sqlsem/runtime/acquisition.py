@@ -25,6 +25,7 @@ from django_sqlsem.core import forks
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.names import Resource
 from django_sqlsem.database.sessions import KeeperSession, Session
+from django_sqlsem.exceptions import BackendError
 from django_sqlsem.runtime.presence import Reach
 from django_sqlsem.snapshots import Loss, LossReason
 
@@ -269,11 +270,6 @@ class Announcement:
         self.callbacks: collections.deque[Callable[[Any], object]] = collections.deque()
         self._once = [True]
 
-    @property
-    def is_told(self) -> bool:
-        """Whether ``once()`` was called."""
-        return not self._once
-
     def once(self) -> bool:
         """Return whether this is the first call; it takes no lock, so that finalisers may call it."""
         try:
@@ -423,9 +419,10 @@ class Acquisition:
     def __enter__(self) -> None:
         """Begin the block in which its caller asks and gets its permit."""
 
-    def __exit__(self, kind: object, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         """End it. After an exception, whatever it was, the keeper gives back what was or will be granted."""
-        if kind is not None:
+        refused = kind is not None and issubclass(kind, BackendError) and self.given_back
+        if kind is not None and not refused:  # a release that the database refused is the keeper's already
             self.keeper.abandon(self)
             if self.undo is not None:
                 self.keeper.post(functools.partial(self.undo, self))
