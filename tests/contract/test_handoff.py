@@ -111,12 +111,11 @@ def test_a_release_between_the_statements_of_a_waiter(database, counter, when, t
     assert waiters(database) == []
 
 
-@pytest.mark.rows_only("row statements")
-def test_a_release_while_the_waiters_insert_is_under_way(database, counter, pair):
-    """The waiter's statement has seen the slot taken; the release does not see the waiter, which has not committed."""
+@contextlib.contextmanager
+def held_up_inserts(database):
+    """Whoever takes a place has read all there is, and is held up before it is seen; yields what lets it go on."""
     if connections[database].vendor != "postgresql":
         pytest.skip("needs a trigger that waits")
-    holder, waiter = pair
     with contextlib.closing(raw_connection(database)) as connection:
         connection.execute(
             "CREATE OR REPLACE FUNCTION sqlsem_pause() RETURNS trigger LANGUAGE plpgsql AS"
@@ -127,19 +126,57 @@ def test_a_release_while_the_waiters_insert_is_under_way(database, counter, pair
         )
         try:
             connection.execute("SELECT pg_advisory_lock(471147)")
-            waiter.ask()
-            wait_for_a_lock(database)
-            holder.release()
-            assert held_rows(database) == []
-            assert waiter.is_silent()
-            opened = time.monotonic()
-            connection.execute("SELECT pg_advisory_unlock(471147)")
-            assert waiter.held()["at"] - opened < HEARTBEAT
+            yield lambda: connection.execute("SELECT pg_advisory_unlock(471147)")
         finally:
             connection.execute("SELECT pg_advisory_unlock_all()")
             connection.execute("DROP TRIGGER sqlsem_pause ON sqlsem_waiter")
             connection.execute("DROP FUNCTION sqlsem_pause()")
+
+
+@pytest.mark.rows_only("row statements")
+def test_a_release_while_the_waiters_insert_is_under_way(database, counter, pair):
+    """The waiter's statement has seen the slot taken; the release does not see the waiter, which has not committed."""
+    holder, waiter = pair
+    with held_up_inserts(database) as let_go:
+        waiter.ask()
+        wait_for_a_lock(database)
+        holder.release()
+        assert held_rows(database) == []
+        assert waiter.is_silent()
+        opened = time.monotonic()
+        let_go()
+        assert waiter.held()["at"] - opened < HEARTBEAT
     waiter.release()
+    assert counter.peak == 1
+
+
+@pytest.mark.rows_only("row statements")
+def test_a_release_that_expected_waiters_and_saw_none_looks_again(database, counter, pair):
+    """A permit that has waited is given back as above; by then the waiter has committed, and has not looked again."""
+    first, waiter = pair
+    with Queuer(database, "handed") as holder:
+        holder.ready()
+        holder.ask()
+        wait_for_waiters(database, 1)
+        first.release()
+        holder.held()
+        with held_up_inserts(database) as let_go:
+            waiter.gate("before", "UPDATE sqlsem_waiter SET expires_us", "second look")
+            waiter.ask()
+            wait_for_a_lock(database)
+            holder.gate("before", "SELECT 1 FROM sqlsem_waiter", "release")
+            holder.tell("tell", "a", "release")
+            holder.reached()
+            assert held_rows(database) == []
+            let_go()
+            waiter.reached()
+            holder.tell("open", "release")
+            holder.word("a", "released")
+            assert len(held_rows(database)) == 1
+            waiter.tell("open", "second look")
+            waiter.held()
+        waiter.release()
+        holder.end()
     assert counter.peak == 1
 
 

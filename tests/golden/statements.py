@@ -72,6 +72,8 @@ def of_dialect(dialect: Dialect) -> dict[str, str]:
     }
     if dialect.writing_ctes:
         found["take or stand"] = acquire.take_or_stand(dialect, durable=False)
+    else:
+        found["place unless free"] = queue.place_sql(dialect, ranked=False) + acquire._UNLESS_FREE
     if dialect.dead is not None:
         found |= dict(zip(("let the dead run out", "note suspects"), beacons.burial(dialect), strict=True))
     return found
@@ -84,6 +86,7 @@ def is_used(name: str, dialect: Dialect) -> bool:
         # Pieces of statements.
         **dict.fromkeys(("FREED", "STAYING", "WAITER", "DECLARED", "acquire.TAKE", "EXTENDED", "WAITING"), False),
         "PASS_IN_ONE": dialect.writing_ctes,
+        "SOMEBODY": dialect.writing_ctes,
         "handoff.LOOK": not dialect.writing_ctes,
         "PASS": not dialect.writing_ctes,
         "NOTIFY": dialect.notifies,

@@ -67,6 +67,11 @@ _TAKE_ONE: Final = (
     f"{_TAKE} WHERE {{by_id}}semaphore_key = %(key)s AND closed = %(no)s AND {{free}} AND slot <= (SELECT {_LIMIT}"
     f" FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND {_MET}){{turn}}{{lowest}}"
 )
+#: Of a place: not if ``_TAKE_ONE`` would take a slot at this moment, which costs less than to stand and be served.
+_UNLESS_FREE: Final = (
+    f" AND NOT (m.paused = %(no)s AND m.shrinking = %(no)s{_TURNS['newcomer']} AND EXISTS (SELECT 1 FROM sqlsem_slot f"
+    f" WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot <= {_LIMIT} AND {{f.free}}))"
+)
 #: Where an UPDATE cannot pick a slot: the free ones, in order.
 _CANDIDATES: Final = (
     "SELECT id FROM sqlsem_slot WHERE semaphore_key = %(key)s AND closed = %(no)s AND {free} ORDER BY slot"
@@ -288,21 +293,24 @@ _declared: dict[tuple[str, str], float] = {}
 def enrol(session: Session, request: Request, place: Place, *, first: bool) -> Waited:
     """Take slots if need be (``first``), or else a place in the queue; on PostgreSQL in one statement."""
     claim = SlotRequest(session, request, place)
-    grant = None
-    if first and request.take == 1 and not request.rank and not request.mode:
+    plain = request.take == 1 and not request.rank and not request.mode
+    grant, unless = None, ""
+    if plain and request.fair and claim.dialect.writing_ctes:
         # The place is only taken if the name is in order, so that no look is needed first.
-        if claim.dialect.writing_ctes and request.fair:
-            waited = claim.take_or_stand()
-            if waited is not None:
-                return waited
-            grant = claim.look_and_take(unseen=True)
-        else:
-            grant = claim.take_one()
+        waited = claim.take_or_stand()
+        if waited is not None:  # who asks for the first time looks around a little later
+            early = first or waited.granted
+            return waited if early else queue.look_around(session, request, claim.parameters, new=True)
+        grant = claim.look_and_take(unseen=True)
+    elif plain:
+        grant = claim.take_one() if first else None
+        unless = _UNLESS_FREE if request.fair else ""
     elif first:
         grant = claim.take()
     if grant is not None:
         return claim.granted(grant)
-    while not queue.stand(session, request, claim.parameters):  # a new name, or one with too few slots
+    while not queue.stand(session, request, claim.parameters, unless):  # a free slot, a new name, or too few slots
+        unless = ""
         grant = claim.look_and_take(unseen=True)
         if grant is not None:
             return claim.granted(grant, at_once=first)

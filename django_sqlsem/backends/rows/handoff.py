@@ -114,6 +114,8 @@ def release(session: Session, held: Acquired, *, wanted: bool, hand_on: bool) ->
         return Released(True)
     if rows == 1 and not mode and held.resource.kind != RWLOCK:
         handed = _pass_on(session, dialect, parameters, durable=held.request.durable)
+        if handed.passing is Passing.DONE and not handed.served and _was_missed(session, dialect, parameters):
+            handed = _serve(session, parameters)
         if handed.passing in (Passing.DONE, Passing.GONE):
             return Released(handed.passing is Passing.DONE, woken(handed.served))
     handed = _serve(session, parameters, free)
@@ -173,6 +175,17 @@ def _pass_on(session: Session, dialect: Dialect, parameters: dict[str, Any], *, 
         if handed.passing is not Passing.RACED:
             break
     return handed
+
+
+_SOMEBODY: Final = "SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {w.waits}{w.alive} LIMIT 1"
+
+
+def _was_missed(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> bool:
+    """Whether somebody waits, though nobody was seen as the slot was freed, and may not have seen that either.
+
+    Where a place is not taken in the statement of a claim, who has taken one looks around by itself.
+    """
+    return dialect.writing_ctes and row_of(session, _SOMEBODY, parameters) is not None
 
 
 #: One statement, on PostgreSQL: the semaphore (``m``); the oldest waiter (``o``) and the lock of its row (``h``), which

@@ -364,6 +364,26 @@ WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND COALESCE(m.operator_slots, 
   FROM sqlsem_slot s
   WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, %(slots)s, m.declared_slots));
 
+-- place unless free
+INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
+      semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
+SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s,
+      %(beacon)s, %(permit_id)s, m.name_key, {now} - %(age_us)s, {now} + %(patience_us)s, %(take)s, %(slots)s,
+      %(lease_us)s, %(no)s, %(mode)s, %(waiting)s
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND COALESCE(m.operator_slots, %(slots)s, m.declared_slots) >=
+      %(take)s AND EXISTS (SELECT 1
+  FROM sqlsem_slot s
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)) AND NOT
+      (m.paused = %(no)s AND m.shrinking = %(no)s AND NOT EXISTS (SELECT 1
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND
+      EXISTS (SELECT 1
+  FROM sqlsem_slot f
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot <= COALESCE(m.operator_slots, %(slots)s,
+      m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} - %(since)s AND
+      (f.fenced IS NULL OR f.fenced <> f.token)))));
+
 -- queue.BACK
 DELETE
 FROM sqlsem_waiter

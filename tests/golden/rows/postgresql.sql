@@ -247,6 +247,16 @@ LEFT JOIN s ON TRUE
 LEFT JOIN u ON TRUE
 LEFT JOIN f ON TRUE;
 
+-- handoff.SOMEBODY
+SELECT 1
+FROM sqlsem_waiter w
+WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND (%(witness)s = %(no)s OR NOT
+      (w.beacon AND (CASE WHEN length(w.process_id) <> 32 OR translate(w.process_id, '0123456789abcdef', '') <> ''
+      THEN FALSE WHEN w.process_id = current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN
+      pg_try_advisory_lock_shared(1936813171, ('x' || substr(w.process_id, 1, 8))::bit(32)::int) THEN
+      pg_advisory_unlock_shared(1936813171, ('x' || substr(w.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)))
+      LIMIT 1;
+
 -- handoff.TAKE
 UPDATE sqlsem_slot
 SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
