@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -43,7 +43,9 @@ class Striking:
 
     A place that is passed again and again counts twice. Finalisers do not count, as Python drops what is raised
     there. Nor do points that a trace function can reach and a signal cannot: where CPython begins to leave a ``with``
-    block, where it does nothing at all (``try:``), and between ``__enter__`` and the block.
+    block, where it does nothing at all (``try:``), and between ``__enter__`` and the block. Nor a jump back within a
+    line (a comprehension): what a signal raises there meets the handlers of its frame, and what a trace function
+    raises there leaves the frame past them all, since CPython 3.12.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ def _returns_once(code: CodeType) -> bool:
 
 @functools.cache
 def _out_of_reach(code: CodeType) -> frozenset[int]:
-    """Return the offsets at which a line may begin and no signal can strike."""
+    """Return the offsets at which a line may begin and no signal can strike, or not as a trace function would."""
     found = set()
     instructions = list(dis.get_instructions(code))
     for index, instruction in enumerate(instructions):
@@ -152,7 +154,17 @@ def _out_of_reach(code: CodeType) -> frozenset[int]:
             while index and instructions[index - 1].opname == "SWAP":
                 index -= 1
                 found.add(instructions[index].offset)
+    if sys.version_info >= (3, 12):
+        found.update(*_jumps_within_a_line(instructions))
     return frozenset(found)
+
+
+def _jumps_within_a_line(instructions: list[dis.Instruction]) -> Iterator[tuple[int, int]]:
+    """Yield where a line jumps back to itself from, and to: CPython 3.12 tells the latter, later ones the former."""
+    lines = {each.offset: each.positions.lineno for each in instructions if each.positions is not None}
+    for each in instructions:
+        if each.opname.startswith("JUMP_BACKWARD") and lines.get(each.offset) == lines.get(each.argval):
+            yield each.offset, each.argval
 
 
 class StrikingAwait:
