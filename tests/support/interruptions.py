@@ -89,9 +89,7 @@ class Striking:
         return self._step
 
     def _count(self, frame: FrameType, when: str) -> None:
-        place = Place(
-            Path(frame.f_code.co_filename).name, frame.f_lineno, when, frame.f_code.co_qualname, frame.f_lasti
-        )
+        place = _place(frame.f_code, frame.f_lineno, when, frame.f_lasti)
         self._passed[place] += 1
         if self._passed[place] > 2 or place in self.but:
             return
@@ -104,6 +102,18 @@ class Striking:
                 raise error
             finally:
                 del error  # through its traceback it would keep itself, and every frame, until the next collection
+
+
+@functools.cache
+def module_of(code: CodeType) -> str:
+    """Return the path of a function's module, from the package's folder on."""
+    return str(Path(code.co_filename).relative_to(LIBRARY))
+
+
+# A walk passes each place thousands of times.
+@functools.cache
+def _place(code: CodeType, line: int, when: str, offset: int) -> Place:
+    return Place(Path(code.co_filename).name, line, when, code.co_qualname, offset)
 
 
 def without_tracer(error: BaseException) -> BaseException:
@@ -133,6 +143,7 @@ def _in_finaliser(frame: FrameType | None) -> bool:
     return False
 
 
+@functools.cache
 def _returns_once(code: CodeType) -> bool:
     suspends = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
     return not code.co_flags & suspends and code.co_name not in ("__enter__", "__exit__")
