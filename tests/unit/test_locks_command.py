@@ -33,7 +33,7 @@ from tests.support.operators import (
     wait,
 )
 
-pytestmark = [pytest.mark.leaves_held, pytest.mark.process_side("postgres")]
+pytestmark = [pytest.mark.leaves_held, pytest.mark.process_side]
 
 
 def printed(capsys: Any, *arguments: str) -> str:
@@ -341,6 +341,7 @@ def held(database: str, name: str) -> int:
     return found.held if found else 0
 
 
+@pytest.mark.process_side("postgres")
 def test_run_passes_the_exit_code_through(database: str) -> None:
     done = run_locks("run", "nightly", "--slots", "2", "--database", database, "--", "sh", "-c", "echo hi; exit 3")
     assert (done.stdout, done.returncode) == ("hi\n", 3)
