@@ -184,7 +184,9 @@ class OverviewChangeList(ChangeList):
 
     def get_ordering(self, request: HttpRequest, queryset: QuerySet[Any]) -> list[Any]:
         """Keep what the database need not sort by for itself; no two rows have one name."""
-        ordering = [part for part in super().get_ordering(request, queryset) if part not in ("pk", "-pk")]
+        # Django 6.1 looks the names up, and those of ``RANKED`` are no fields.
+        known = queryset.annotate(**{name: Value(0) for name in RANKED})
+        ordering = [part for part in super().get_ordering(request, known) if part not in ("pk", "-pk")]
         first = ordering[0] if ordering and isinstance(ordering[0], str) else ""
         self.ranking = first if first.lstrip("-") in RANKED else None
         kept = [part for part in ordering if not isinstance(part, str) or part.lstrip("-") not in RANKED]

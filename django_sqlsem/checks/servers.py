@@ -28,7 +28,7 @@ from django_sqlsem.conf import config
 from django_sqlsem.core.names import MAX_NAME_LENGTH
 from django_sqlsem.database.beacons import POSSIBLE, SUFFIX
 from django_sqlsem.database.dialects import dialect_for, several_writers
-from django_sqlsem.database.sessions import open_connection
+from django_sqlsem.database.sessions import close_all, open_connection
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.models import SemaphoreRow
 
@@ -379,8 +379,9 @@ def examine(alias: str, *, before_migrate: bool = False, trials: Sequence[Trial]
         text = "Locks are kept inside each process, and keep no other process out."
         yield error("D008", text, "Keep them in a file or on a server, and leave BACKEND at None.")
         return
+    made: list[Any] = []
     try:
-        connection = open_connection(alias)
+        connection = open_connection(alias, made)
     except (DatabaseError, ImproperlyConfigured, OSError) as reason:
         text = f"The database cannot be reached: {str(reason).strip() or type(reason).__name__}"
         yield error("D001", text, "No lock can be had until it answers. Look at HOST, PORT, USER and the network.")
@@ -404,7 +405,7 @@ def examine(alias: str, *, before_migrate: bool = False, trials: Sequence[Trial]
         for trial in trials if server.has_tables else ():
             yield from trial(server)
     finally:
-        connection.close()
+        close_all(made)
 
 
 def _rights(alias: str) -> Iterator[CheckMessage]:

@@ -167,6 +167,16 @@ def database_errors(alias: str) -> Iterator[None]:
         raise backend_error(alias, error) from error
 
 
+def without_frames(error: BaseException | None) -> None:
+    """Free a caught error, and what caused it, of the frames they came through: each is on a cycle with some of these.
+
+    A frame may have a permit in it, which would live on until the garbage collector runs.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__
+
+
 def patiently(attempt: Callable[[], T], passes: Callable[[Exception], bool], seconds: float | None = None) -> T:
     """Call ``attempt`` until it succeeds, fails for a reason that does not pass, or ``seconds`` are over.
 
@@ -179,8 +189,7 @@ def patiently(attempt: Callable[[], T], passes: Callable[[Exception], bool], sec
         except Exception as error:
             if not passes(error) or time.monotonic() > give_up:
                 raise
-            # Django's errors are on a cycle with all the frames they came through, one with a permit in it.
-            error.__traceback__ = None
+            without_frames(error)
         time.sleep(random.uniform(0.001, 0.01))  # noqa: S311 - no two in step
 
 

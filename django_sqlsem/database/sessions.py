@@ -83,7 +83,7 @@ class KeeperSession(Session, Protocol):
 def open_connection(alias: str, made: list[Any] | None = None) -> BaseDatabaseWrapper:
     """Open a connection to the database that an alias means now, and set its limits. Raises Django's database errors.
 
-    ``made`` gets what the caller must close if it is interrupted before it has the result.
+    ``made`` gets what ``close_all`` must close in the end, and if the caller is interrupted before it has the result.
     """
     made = [] if made is None else made
     try:
@@ -96,7 +96,7 @@ def open_connection(alias: str, made: list[Any] | None = None) -> BaseDatabaseWr
         return connection
     except BaseException as error:
         made += _half_open(error)
-        _close_all(made)
+        close_all(made)
         raise
 
 
@@ -104,8 +104,8 @@ def _stay_open() -> None:
     """Open no other connection in the place of one that was lost: it would have neither limits nor a beacon."""
 
 
-def _close_all(made: list[Any]) -> None:
-    """Close what was made under way to a connection that nobody has got."""
+def close_all(made: list[Any]) -> None:
+    """Close all that ``open_connection`` noted: Django itself does not close SQLite in memory."""
     for each in made:
         with contextlib.suppress(Exception):
             each.close()
@@ -356,8 +356,7 @@ class OwnSession:
                     if not opened:
                         self._discard()
                     if errors.is_transient(error) and time.monotonic() < give_up:
-                        # Django's errors are on a cycle with all the frames they came through, one with a permit in it.
-                        error.__traceback__ = None
+                        errors.without_frames(error)
                     else:
                         self._discard()
                         if not opened:
@@ -367,7 +366,7 @@ class OwnSession:
                         if not (stale and again):
                             raise backend_error(self.alias, error, stale=stale) from error
                         again = False
-                        error.__traceback__ = None
+                        errors.without_frames(error)
                         continue
                 except BaseException:
                     # A signal's or another thread's exception in the driver leaves the protocol at an unknown point.
@@ -393,7 +392,7 @@ class OwnSession:
 
     def _discard(self) -> None:
         self._connection = None
-        _close_all(self._made)
+        close_all(self._made)
 
     def after_fork(self) -> None:
         """In a forked child: cut the inherited connection off without a word to the server."""

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,7 +23,7 @@ from django_sqlsem.runtime.acquisition import Acquisition
 from django_sqlsem.runtime.keeper import Keeper
 from django_sqlsem.runtime.queue import LocalQueue
 from tests.support.databases import held_rows
-from tests.support.interruptions import LIBRARY, Place, SoftLimit, Striking, StrikingAwait, without_tracer
+from tests.support.interruptions import Place, SoftLimit, Striking, StrikingAwait, module_of, without_tracer
 from tests.support.processes import Child
 from tests.support.threads import run_beside, run_in_threads, wait_until
 
@@ -69,12 +68,12 @@ TALKING = ("backends/", "database/cursors", "runtime/keeper.py", "database/sessi
 
 def acts(frame: FrameType) -> bool:
     """Return whether a frame's statements may change something."""
-    return str(Path(frame.f_code.co_filename).relative_to(LIBRARY)) not in PURE
+    return module_of(frame.f_code) not in PURE
 
 
 def talks(frame: FrameType) -> bool:
     """Return whether a frame's module differs from one database to the other; the rest is walked through on SQLite."""
-    return str(Path(frame.f_code.co_filename).relative_to(LIBRARY)).startswith(TALKING)
+    return module_of(frame.f_code).startswith(TALKING)
 
 
 def live_waiters(alias: str) -> list[Any]:

@@ -24,7 +24,7 @@ from tests.programs.deadlock_clients import Waiter
 from tests.support.databases import raw_connection
 from tests.support.threads import wait_until
 
-pytestmark = pytest.mark.process_side("postgres")
+pytestmark = pytest.mark.process_side
 
 A, B, C = ["mutex", "a"], ["mutex", "b"], ["mutex", "c"]
 #: A deadlock is told of after some two seconds; the rest is for a busy machine.
@@ -62,6 +62,7 @@ def end(*waiters):
         each.end()
 
 
+@pytest.mark.process_side("postgres")
 def test_two_crossed_mutexes_are_told_of_once_with_both_sides(database):
     with Waiter(database, A, B) as first, Waiter(database, B, A) as second:
         started(first, second)
@@ -90,6 +91,7 @@ def test_two_crossed_mutexes_are_told_of_once_with_both_sides(database):
     wait_until(lambda: not queries.waits(database), timeout=SOON)  # the killed one's row has run out
 
 
+@pytest.mark.process_side("postgres")
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["threads", "tasks"])
 def test_the_last_one_to_wait_is_broken_off_and_the_other_goes_on(database, asynchronous):
     options = {"env": BREAK, "asynchronous": asynchronous, "timeout": None}
@@ -347,6 +349,7 @@ def trouble(request, database):
     return missing if request.param == "missing" else locked
 
 
+@pytest.mark.process_side("postgres")
 @pytest.mark.rows_only("lease")
 def test_no_permit_and_no_waiter_suffers_from_the_table(database, trouble, counter):
     """Two with short leases wait crosswise, and one more stands in line: all goes on as if nothing were amiss."""
@@ -375,6 +378,7 @@ def test_no_permit_and_no_waiter_suffers_from_the_table(database, trouble, count
         end(first, second, third)
 
 
+@pytest.mark.process_side("postgres")
 @pytest.mark.rows_only("lease")
 def test_it_is_looked_for_again_once_the_table_is_there(database, monkeypatch, trouble, caplog):
     monkeypatch.setattr(watch, "REST", 1.0)

@@ -13,10 +13,14 @@ import pytest
 from celery import Celery
 from celery._state import _task_stack
 from celery.exceptions import Reject, Retry
+from django.db import connections
 from django.test import AsyncRequestFactory, RequestFactory
 
 from django_sqlsem import AcquireTimeoutError, semaphore
 from django_sqlsem.testing import held
+from tests.support.databases import raw_connection
+from tests.support.keepers import keeper_of
+from tests.support.threads import run_beside, wait_until
 
 pytestmark = pytest.mark.process_side
 
@@ -203,3 +207,26 @@ def test_a_refusal_is_no_garbage(database, make, timeout, monkeypatch):
     lock = semaphore(f"garbage-{make.__name__}-{timeout}", 1, timeout=timeout, using=database)
     with held(lock):
         assert garbage(make(lock)) == {}
+
+
+def test_a_locked_file_leaves_no_garbage(database):
+    """What found SQLite locked is tried again: the errors under way have the caller's frames, and its permit."""
+    if connections[database].vendor != "sqlite":
+        pytest.skip("no other locks the whole database")
+    lock = semaphore("garbage-locked", 1, timeout=0, using=database)
+    work = keeper_of(database).work
+    with contextlib.closing(raw_connection(database)) as raw:
+
+        def attempt():
+            raw.execute("BEGIN IMMEDIATE")
+            before = work.attempts
+
+            def let_go():
+                wait_until(lambda: work.attempts > before + 1, timeout=60)
+                raw.execute("COMMIT")
+
+            gone = run_beside(let_go)
+            with lock:
+                gone.result()
+
+        assert garbage(attempt) == {}

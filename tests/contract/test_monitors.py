@@ -29,7 +29,7 @@ from tests.support.interruptions import SoftLimit, Striking, StrikingAwait, with
 from tests.support.processes import Child
 from tests.support.threads import run_in_threads, wait_until
 
-pytestmark = pytest.mark.process_side("postgres")
+pytestmark = pytest.mark.process_side
 
 #: The keeper and other processes may be slow to get a turn, in seconds.
 PATIENT = 30.0
@@ -63,6 +63,7 @@ def ask(child: Child, order: str) -> str:
     return child.expect(timeout=PATIENT)
 
 
+@pytest.mark.process_side("postgres")
 def test_the_articles_two_windows(database):
     """Its two procedures' scenario, from two processes: enter, print, and the second window waits for the exit."""
     with other(database, "Code 1") as first, other(database, "Code 1") as second:
@@ -82,6 +83,7 @@ def test_the_articles_two_windows(database):
         assert ask(first, "try").startswith("got ")
 
 
+@pytest.mark.process_side("postgres")
 def test_all_entries_share_one_grant_and_the_last_one_out_gives_it_back(database):
     """In any order of leaving, by any mixture of forms, and without a statement for the inner ones."""
     lock = monitor("m", using=database)
@@ -142,6 +144,7 @@ say("done")
 """
 
 
+@pytest.mark.process_side("postgres")
 def test_one_thread_of_all_processes_is_inside(database, counter):
     rounds = 8
     children = [Child(CROWD, database, rounds) for _ in range(2)]
@@ -158,6 +161,7 @@ def test_one_thread_of_all_processes_is_inside(database, counter):
     assert (counter.peak, counter.entered, counter.current) == (1, 2 * 3 * rounds, 0)
 
 
+@pytest.mark.process_side("postgres")
 def test_a_killed_process_leaves_however_deep_it_was(database):
     with other(database, "deep") as victim, other(database, "deep") as heir:
         victim.expect("ready", timeout=PATIENT)
@@ -259,6 +263,7 @@ def test_whoever_is_not_inside_cannot_leave(database):
     assert lock.status().held == 0
 
 
+@pytest.mark.process_side("postgres")
 def test_losing_it_in_the_middle(database):
     lost: list[Any] = []
     # A slow server may tell that the session has ended before it tells by whom.
@@ -427,6 +432,7 @@ def test_kinds_and_the_operators_side(database, capsys):
     assert lock.status().kind == "monitor"
 
 
+@pytest.mark.process_side("postgres")
 def test_an_inner_entry_that_stays_until_the_commit_or_is_forgotten(database, caplog):
     lock = monitor("m", timeout=0, using=database)
     late = monitor("m", timeout=0, release="on_commit", using=database)

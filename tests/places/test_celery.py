@@ -23,7 +23,7 @@ from tests.support.databases import assert_nothing_held, held_rows
 from tests.support.processes import Child
 from tests.support.threads import wait_until
 
-pytestmark = pytest.mark.process_side("postgres")
+pytestmark = pytest.mark.process_side
 
 
 @pytest.fixture
@@ -57,6 +57,7 @@ def retries():
     signals.task_retry.disconnect(note)
 
 
+@pytest.mark.process_side("postgres")
 def test_a_busy_task_comes_back_and_spends_no_retries(worker, database, path, retries, caplog):
     with held("tasks", total=1), caplog.at_level(logging.INFO):
         result = celery_app.plain.delay(path)
@@ -245,6 +246,7 @@ def send(database, settings, broker):
         child.process.wait(30)
 
 
+@pytest.mark.process_side("postgres")
 def test_a_prefork_worker_serves_one_at_a_time(send, database, path):
     for _ in range(3):
         send((path, 0.5))
@@ -253,6 +255,7 @@ def test_a_prefork_worker_serves_one_at_a_time(send, database, path):
     assert_nothing_held(database)
 
 
+@pytest.mark.process_side("postgres")
 def test_a_soft_time_limit_gives_the_slot_back(send, database, path):
     send((path, 30), soft_time_limit=1)
     wait_until(lambda: notes(path), timeout=60, what="the task to begin")

@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -43,7 +43,9 @@ class Striking:
 
     A place that is passed again and again counts twice. Finalisers do not count, as Python drops what is raised
     there. Nor do points that a trace function can reach and a signal cannot: where CPython begins to leave a ``with``
-    block, where it does nothing at all (``try:``), and between ``__enter__`` and the block.
+    block, where it does nothing at all (``try:``), and between ``__enter__`` and the block. Nor a jump back within a
+    line (a comprehension): what a signal raises there meets the handlers of its frame, and what a trace function
+    raises there leaves the frame past them all, since CPython 3.12.
     """
 
     def __init__(
@@ -87,9 +89,7 @@ class Striking:
         return self._step
 
     def _count(self, frame: FrameType, when: str) -> None:
-        place = Place(
-            Path(frame.f_code.co_filename).name, frame.f_lineno, when, frame.f_code.co_qualname, frame.f_lasti
-        )
+        place = _place(frame.f_code, frame.f_lineno, when, frame.f_lasti)
         self._passed[place] += 1
         if self._passed[place] > 2 or place in self.but:
             return
@@ -102,6 +102,18 @@ class Striking:
                 raise error
             finally:
                 del error  # through its traceback it would keep itself, and every frame, until the next collection
+
+
+@functools.cache
+def module_of(code: CodeType) -> str:
+    """Return the path of a function's module, from the package's folder on."""
+    return str(Path(code.co_filename).relative_to(LIBRARY))
+
+
+# A walk passes each place thousands of times.
+@functools.cache
+def _place(code: CodeType, line: int, when: str, offset: int) -> Place:
+    return Place(Path(code.co_filename).name, line, when, code.co_qualname, offset)
 
 
 def without_tracer(error: BaseException) -> BaseException:
@@ -131,6 +143,7 @@ def _in_finaliser(frame: FrameType | None) -> bool:
     return False
 
 
+@functools.cache
 def _returns_once(code: CodeType) -> bool:
     suspends = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
     return not code.co_flags & suspends and code.co_name not in ("__enter__", "__exit__")
@@ -138,7 +151,7 @@ def _returns_once(code: CodeType) -> bool:
 
 @functools.cache
 def _out_of_reach(code: CodeType) -> frozenset[int]:
-    """Return the offsets at which a line may begin and no signal can strike."""
+    """Return the offsets at which a line may begin and no signal can strike, or not as a trace function would."""
     found = set()
     instructions = list(dis.get_instructions(code))
     for index, instruction in enumerate(instructions):
@@ -152,7 +165,17 @@ def _out_of_reach(code: CodeType) -> frozenset[int]:
             while index and instructions[index - 1].opname == "SWAP":
                 index -= 1
                 found.add(instructions[index].offset)
+    if sys.version_info >= (3, 12):
+        found.update(*_jumps_within_a_line(instructions))
     return frozenset(found)
+
+
+def _jumps_within_a_line(instructions: list[dis.Instruction]) -> Iterator[tuple[int, int]]:
+    """Yield where a line jumps back to itself from, and to: CPython 3.12 tells the latter, later ones the former."""
+    lines = {each.offset: each.positions.lineno for each in instructions if each.positions is not None}
+    for each in instructions:
+        if each.opname.startswith("JUMP_BACKWARD") and lines.get(each.offset) == lines.get(each.argval):
+            yield each.offset, each.argval
 
 
 class StrikingAwait:

