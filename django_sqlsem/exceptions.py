@@ -34,8 +34,11 @@ class AcquireTimeoutError(SemaphoreError, TimeoutError):
         holders: Sequence[HolderSnapshot] = (),
         waiting: int = 0,
         retry_after: float = 1.0,
+        reason: str = "full",
     ) -> None:
         super().__init__(message)
+        #: ``full``: all slots were taken; ``paused``: by an operator; ``queue full``: too many wait already.
+        self.reason = reason
         self.name = name
         self.timeout = timeout
         self.holders = tuple(holders)
@@ -90,6 +93,11 @@ class InvalidSemaphoreBackendError(ImproperlyConfigured):
 def wrong_kind(name: str, kind: str, wanted: str) -> ImproperlyConfigured:
     """Return the error for a name that is another kind of lock already."""
     return ImproperlyConfigured(f"{name!r} is a {kind} already and can't be used as a {wanted}.")
+
+
+def not_installed() -> ImproperlyConfigured:
+    """Return the error for a project that uses locks and has not installed the app."""
+    return ImproperlyConfigured("Locks need tables: add 'django_sqlsem' to INSTALLED_APPS, and run manage.py migrate.")
 
 
 def kill_needed(holder: HolderSnapshot) -> KillNeededError:

@@ -16,7 +16,8 @@ from django.db.models import Q
 from django_sqlsem.core.modes import SHARED, UPGRADE, WHOLE, line_of
 from django_sqlsem.core.names import ONE_SLOT, key_of
 from django_sqlsem.database.bells import MAX_NOTE
-from django_sqlsem.database.errors import database_errors
+from django_sqlsem.database.dialects import DatabaseNow, dialect_for
+from django_sqlsem.database.errors import database_errors, repeated
 from django_sqlsem.database.sessions import OwnSession
 from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.snapshots import SlotState, Survey, SurveyState, survey_of
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from django_sqlsem.backends.clock import RowClock
     from django_sqlsem.core.identity import HolderIdentity
     from django_sqlsem.core.names import Resource
+    from django_sqlsem.database.cursors import AnyCursor
     from django_sqlsem.database.sessions import KeeperSession, Session
     from django_sqlsem.snapshots import HolderSnapshot, Loss, SemaphoreSnapshot
 
@@ -81,6 +83,15 @@ class Request:
     apart: bool = False
     #: How it shares the name with others: see ``core.modes``. ``take`` is 0 where that means all slots.
     mode: str = SHARED
+    #: How many may wait for the name already, over all processes, if it is to wait too; ``None``: any number.
+    max_waiting: int | None = None
+    #: Whether it is refused at once while the name is paused.
+    heeds_pause: bool = False
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it may be turned away instead of waiting."""
+        return self.heeds_pause or self.max_waiting is not None
 
     @property
     def got(self) -> str:
@@ -150,12 +161,44 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
+class Crowd:
+    """Why a request is turned away instead of waiting."""
+
+    #: Whether an operator has paused the name; else so many wait already.
+    paused: bool
+    waiting: int
+    #: Seconds until the pause ends by itself, if it does.
+    resumes_in: float | None = None
+    #: How many slots there are, and seconds for which they are usually held, if that is known.
+    slots: int = 1
+    usual_hold: float | None = None
+
+    @classmethod
+    def at(
+        cls,
+        request: Request,
+        *,
+        paused: bool,
+        waiting: int,
+        resumes_in: float | None = None,
+        slots: int = 1,
+        usual_hold: float | None = None,
+    ) -> Crowd | None:
+        """Return why this request is turned away where the name stands like that; ``None``: it may wait."""
+        full = request.max_waiting is not None and waiting >= request.max_waiting
+        if not (full or (paused and request.heeds_pause)):
+            return None
+        return cls(paused, waiting, resumes_in, slots, usual_hold)
+
+
+@dataclass(frozen=True, slots=True)
 class Waited:
     """The outcome of one step of waiting: grants to this process, or what is known of the queue."""
 
     granted: tuple[Granted, ...] = ()
     queue: Queue | None = None  #: ``None``: it has no place in the queue (any more).
     at_once: bool = False  #: Whether the request was granted before it had a place.
+    refused: Crowd | None = None  #: Why it got no place.
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +287,22 @@ class BaseSemaphoreBackend(abc.ABC):
     def enrol(self, session: Session, request: Request, place: Place, *, first: bool) -> Waited:
         """Take a place in the queue of the name, by ``place.arrived``; ``first``: only if a claim gets nothing.
 
-        Raises what ``claim`` does.
+        With ``first`` a request that is bounded may be refused. Raises what ``claim`` does.
         """
+
+    def crowd(self, session: Session, request: Request, here: int) -> Crowd | None:
+        """Return why a bounded request is turned away; ``here``: how many wait in this process."""
+        found = self.snapshot(session, request.resource)
+        if found is None:
+            return None
+        return Crowd.at(
+            request,
+            paused=found.paused,
+            waiting=max(here, found.waiting),
+            resumes_in=found.resumes_in,
+            slots=found.slots,
+            usual_hold=found.usual_hold,
+        )
 
     @abc.abstractmethod
     def wait(self, session: Session, request: Request, place: Place) -> Waited:
@@ -465,9 +522,64 @@ class BaseSemaphoreBackend(abc.ABC):
     def set_paused(self, name: str, paused: bool) -> bool:
         """Stop or resume granting; holders are not disturbed. Return ``False`` if there is no such name."""
 
+    def pause(self, name: str, *, by: str, seconds: float | None = None, reason: str = "") -> bool:
+        """Grant nothing more for so many seconds; ``None``: until it is resumed. ``False``: there is no such name."""
+        until = None if seconds is None else NOW_UNIX + round(seconds * 1e6)
+        # What is told of it first: without that, it would have no end.
+        self._tell_pause(name, paused_us=NOW_UNIX, paused_until_us=until, paused_by=by, paused_reason=reason)
+        return self.set_paused(name, True)
+
+    def resume(self, name: str) -> bool:
+        """Grant again. Return ``False`` if there is no such name."""
+        done = self.set_paused(name, False)
+        # Unless it was paused anew meanwhile.
+        self._tell_pause(name, paused=False, paused_us=None, paused_until_us=None, paused_by="", paused_reason="")
+        return done
+
+    def end_pauses(self, session: Session) -> list[str]:
+        """End the pauses whose time has passed, and return their names. Nobody is granted sooner by that on rows."""
+        parameters = {"yes": True}
+        over = session.run(lambda cursor: _rows(cursor, _OVER, parameters))
+        ended = []
+        for key, name in over:
+            if session.run(lambda cursor, key=key: _change(cursor, _END_PAUSE, parameters | {"key": key})):  # type: ignore[misc]
+                ended.append(name)
+        return ended
+
+    def _tell_pause(self, name: str, *, paused: bool | None = None, **fields: Any) -> None:
+        _tell_pause(self.alias, name, paused, fields)
+
     def procedures(self, *, drop: bool = False) -> tuple[str, ...]:
         """Return the batches that install, or remove, stored procedures for other programs; empty: it has none."""
         return ()
+
+
+#: The clock that tokens and pauses follow.
+NOW_UNIX: Final = DatabaseNow(unix=True)
+_OVER: Final = "SELECT name_key, name FROM sqlsem_semaphore WHERE paused = %(yes)s AND paused_until_us <= {token_now}"
+_END_PAUSE: Final = (
+    "UPDATE sqlsem_semaphore SET paused = %(no)s, paused_us = NULL, paused_until_us = NULL, paused_by = '',"
+    " paused_reason = '' WHERE name_key = %(key)s AND paused = %(yes)s AND paused_until_us <= {token_now}"
+)
+
+
+def _rows(cursor: AnyCursor, text: str, parameters: dict[str, Any]) -> list[Any]:
+    dialect_for(cursor.db).execute(cursor, text, parameters)
+    return list(cursor.fetchall())
+
+
+def _change(cursor: AnyCursor, text: str, parameters: dict[str, Any]) -> int:
+    dialect_for(cursor.db).execute(cursor, text, parameters)
+    return int(cursor.rowcount)
+
+
+@repeated
+def _tell_pause(alias: str, name: str, paused: bool | None, fields: dict[str, Any]) -> None:
+    """Write what is told of a pause beside it; ``paused``: only if the name is, or is not."""
+    wanted = Q(key=key_of(name)) if paused is None else Q(key=key_of(name), paused=paused)
+    rows = apps.get_model("sqlsem", "SemaphoreRow")._default_manager.using(alias)
+    with database_errors(alias):
+        rows.filter(wanted).update(**fields)
 
 
 def check_slots(name: str, kind: str, slots: int | None) -> None:

@@ -46,6 +46,20 @@ def validate_name(name: object) -> str:
     return _checked(str.__str__(name), "")
 
 
+#: A field such as decorators fill in: ``{pk}``, ``{request.user.pk}``.
+_FIELD: Final = re.compile(r"\{[^\W\d]\w*(?:\.[^\W\d]\w*)*\}")
+
+
+def refuse_fields(name: str) -> None:
+    """Raise ``ValueError`` if a name has a field, which nothing fills in outside a decorator."""
+    if (field := _FIELD.search(name)) is not None:
+        raise ValueError(
+            f"{name!r} has the field {field[0]}, which only a decorator fills in, from a call's arguments: outside of"
+            f" one, every caller would share this very name. Write an f-string: f{name!r}. (If the braces are meant,"
+            " give the name as a tuple of parts.)"
+        )
+
+
 def joined(parts: tuple[Any, ...]) -> str:
     """Return the one text that stands for a name made of several parts.
 
@@ -117,6 +131,17 @@ def validate_slots(slots: object, *, what: str = "slots") -> int:
     if not 1 <= slots <= MAX_SLOTS:
         raise ValueError(f"{what} must be from 1 to {MAX_SLOTS}, not {shown(slots)}.")
     return int(slots)
+
+
+def validate_max_waiting(value: object, *, what: str = "max_waiting") -> int | None:
+    """Return ``value`` if it is ``None`` or an ``int`` from 0; else raise ``TypeError`` or ``ValueError``."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be an int from 0 or None, not {shown(value)} of type {type(value).__name__}.")
+    if value < 0:
+        raise ValueError(f"{what} must be from 0 or None, not {shown(value)}.")
+    return int(value)
 
 
 @dataclass(frozen=True, slots=True)

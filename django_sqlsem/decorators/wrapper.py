@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
+import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any, TypeVar, cast
 
@@ -18,7 +20,7 @@ from django_sqlsem.decorators import tasks, views
 from django_sqlsem.decorators.answers import answer_view, log_busy, log_busy_response, refuse_answer
 from django_sqlsem.decorators.calls import PLAIN, Call, classify, is_async_dispatch, refuse, refuse_skipped_view
 from django_sqlsem.decorators.clients import ClientGoneError, client_of, gone_response
-from django_sqlsem.exceptions import AcquireTimeoutError
+from django_sqlsem.exceptions import AcquireTimeoutError, AlreadyHeldError
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore
 
@@ -57,7 +59,8 @@ class CallPermit:
         call, timeout = self.call, self.call.timeout(lock)
         client = client_of(call) if call.request is not None and timeout != 0 else None
         try:
-            self.permit = lock._take(timeout, call.rank(lock) if call.task is not None else "", client)
+            rank = call.rank(lock) if call.task is not None else ""
+            self.permit = lock._take(timeout, rank, client, None if call is PLAIN else call.bound(lock, timeout))
             if client is not None:
                 client.check(lock.name)  # granted at the very moment of leaving: it goes back
         except AcquireTimeoutError as error:
@@ -67,7 +70,9 @@ class CallPermit:
     async def aacquire(self, lock: Semaphore) -> bool:
         """Take a permit, or note why there is none. Return whether there is one."""
         try:
-            self.permit = await lock._atake(self.call.timeout(lock), self.call.rank(lock))
+            call, timeout = self.call, self.call.timeout(lock)
+            bound = None if call is PLAIN else call.bound(lock, timeout, waits_in_thread=False)
+            self.permit = await lock._atake(timeout, call.rank(lock), bound)
         except AcquireTimeoutError as error:
             self.refusal = error
         return self.refusal is None
@@ -120,6 +125,8 @@ class CallPermit:
 
 
 F = TypeVar("F", bound="Callable[..., Any]")
+#: What decorated functions there are, each with its semaphore: for the system checks.
+declared: weakref.WeakKeyDictionary[Callable[..., Any], Semaphore] = weakref.WeakKeyDictionary()
 _NOTHING = contextlib.nullcontext()
 
 
@@ -147,6 +154,7 @@ def decorate(semaphore: Semaphore, func: F) -> F:
         wrapper = decorated.function()
         views.opt_out(wrapper, func)
     _describe(wrapper, func)
+    declared[wrapper] = semaphore
     return cast("F", wrapper)
 
 
@@ -262,7 +270,7 @@ class _Decorated:
         try:  # not by the block: a response that the exception keeps may have the permit
             with _NOTHING if call is PLAIN else call.activity():
                 try:
-                    if not taken.acquire(lock):
+                    if not self._goes(taken, lock, wrapper, args):
                         return self._answer(taken)
                     with views.atomic(aliases, call.request) if aliases else _NOTHING:
                         result = self.func(*args, **kwargs)
@@ -286,7 +294,7 @@ class _Decorated:
         lock, taken = await self._alock(args, kwargs), CallPermit(call)
         with taken, call.activity():
             try:
-                if not await taken.aacquire(lock):
+                if not await self._agoes(taken, lock, wrapper, args):
                     return await self._aanswer(taken)
                 result = self.func(*args, **kwargs)
                 if inspect.isawaitable(result):
@@ -295,6 +303,25 @@ class _Decorated:
                 return result
             finally:
                 await taken.afinish()
+
+    @staticmethod
+    def _goes(taken: CallPermit, lock: Semaphore, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Whether the call may go on: with a permit, or under its caller's."""
+        try:
+            return taken.acquire(lock)
+        except AlreadyHeldError:
+            if not tasks.runs_at_once(wrapper, args):
+                raise
+            return True
+
+    @staticmethod
+    async def _agoes(taken: CallPermit, lock: Semaphore, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        try:
+            return await taken.aacquire(lock)
+        except AlreadyHeldError:
+            if not tasks.runs_at_once(wrapper, args):
+                raise
+            return True
 
     def _transactions(self, wrapper: Callable[..., Any], call: Call) -> tuple[list[str], bool]:
         """Which transactions the call must open, and whether one is open that the permit must outlast."""
@@ -355,7 +382,7 @@ class _Decorated:
             about = Busy.from_error(refusal)
             sent = task.retry(about.retry_after, refusal)
             tasks.hand_on(lock, task, refusal, sent.task_id)
-            log_busy(about, task.label, "is sent again for later")
+            log_busy(about, task.label, "is sent again for later", level=logging.INFO)
             if sent.exception is not None:
                 raise sent.exception
             return sent
@@ -374,5 +401,8 @@ class _Decorated:
             log_busy_response(about, request, answer)
         else:
             work = taken.call.label or getattr(self.func, "__qualname__", repr(self.func))
-            log_busy(about, work, "was left to on_busy" if callable(on_busy) else "was skipped")
+            if callable(on_busy):
+                log_busy(about, work, "was left to on_busy")
+            else:
+                log_busy(about, work, "was skipped", level=logging.INFO)
         return answer

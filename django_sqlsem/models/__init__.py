@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from typing import Final
 
+from django.apps import apps
 from django.db import models
 from django.utils.translation import gettext_lazy as _
 
+from django_sqlsem.exceptions import not_installed
 from django_sqlsem.models.fields import ExactCharField
+
+if apps.apps_ready and not apps.is_installed("django_sqlsem"):  # Django would speak of an app label
+    raise not_installed()
 
 __all__ = [
     "HOLDER_COLUMNS",
@@ -43,6 +48,11 @@ class SemaphoreRow(models.Model):
     other_us = models.BigIntegerField(_("declared otherwise at"), null=True)
     operator_slots = models.PositiveIntegerField(_("operator's slots"), null=True)
     paused = models.BooleanField(_("paused"), default=False)
+    # Of a pause: since when and until when, by the clock that tokens follow. It is over by itself when that has passed.
+    paused_us = models.BigIntegerField(_("paused since"), null=True)
+    paused_until_us = models.BigIntegerField(_("paused until"), null=True)
+    paused_by = ExactCharField(_("paused by"), max_length=150, default="", db_default="", blank=True)
+    paused_reason = ExactCharField(_("reason of the pause"), max_length=200, default="", db_default="", blank=True)
     shrinking = models.BooleanField(_("shrinking"), default=False)
     # Of the kind "tokens" only. What was handed to waiters that have not taken it yet is in their rows.
     tokens = models.BigIntegerField(_("tokens"), null=True)
