@@ -115,7 +115,9 @@ def keeps_applocks(alias: str) -> bool:
         backend = None if config(alias).backend is None else type(get_backend(alias))
     except ImproperlyConfigured:
         return False
-    return backend is None or any(base.__module__ == "django_sqlsem.backends.applock" for base in backend.__mro__)
+    return backend is None or any(
+        base.__module__.startswith("django_sqlsem.backends.applock") for base in backend.__mro__
+    )
 
 
 # The driver and its settings.

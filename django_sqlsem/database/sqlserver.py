@@ -46,15 +46,6 @@ class LockNames:
         """Return what a transaction holds that is fenced with a permit of this name."""
         return f"{FENCE}{self.gate[len(GATE) : len(GATE) + DIGEST_UNITS]}"
 
-    @property
-    def told(self) -> str:
-        """Return what the first in line holds to keep out those who barge, as it wants everybody else to leave."""
-        return f"{self.gate}:w"
-
-    def line(self, mode: str) -> LockNames:
-        """Return the names of who waits in this mode: one that may become the writer keeps no readers out."""
-        return LockNames(self.base, f"{self.gate}:u") if mode == UPDATE else self
-
     def slot(self, number: int) -> str:
         """Return the resource of a slot, counted from 1."""
         return f"{number}-{self.base}"
@@ -103,8 +94,8 @@ def lock_names(name: str) -> LockNames:
 
 #: It is not the session that we opened.
 FOREIGN: Final = 9
-#: The session has the semaphore already.
-OWN: Final = 7
+#: The session that asks for an upgrade is no upgradable reader.
+NO_READER: Final = -13
 
 
 class Meaning(enum.Enum):
@@ -133,22 +124,28 @@ RETURN_CODES: Final[dict[int, tuple[type[SemaphoreError], str]]] = {
     -3: (DeadlockError, "the server chose this session to break a deadlock (-3); nothing is held"),
     -999: (BackendError, "the server refused the call of sp_getapplock (-999)"),
     FOREIGN: (BackendError, "the session was replaced under its locks: is a connection pool on?"),
-    OWN: (BackendError, "the session has the semaphore already: is a connection pool on?"),
+    NO_READER: (BackendError, "the session is no upgradable reader: is a connection pool on?"),
 }
 
 #: Native error numbers.
 NATIVE_ERRORS: Final[dict[int, Meaning]] = {
+    1204: Meaning.AGAIN,  # no memory for locks
     1205: Meaning.AGAIN,  # chosen as a deadlock's victim
     1222: Meaning.AGAIN,  # a row stayed locked
     3960: Meaning.AGAIN,  # an update conflict under snapshot isolation
     1223: Meaning.NOT_HELD,
     208: Meaning.NO_TABLES,
     207: Meaning.NO_TABLES,  # a column that a later migration brings
+    2812: Meaning.NO_TABLES,  # a stored procedure
     229: Meaning.FORBIDDEN,
     262: Meaning.FORBIDDEN,
     297: Meaning.FORBIDDEN,
+    2760: Meaning.FORBIDDEN,  # of a schema
+    2801: Meaning.AGAIN,  # a procedure was altered under a call; what the call has left is freed first
     300: Meaning.FORBIDDEN,
+    3906: Meaning.FORBIDDEN,  # the database is read-only
     6102: Meaning.FORBIDDEN,  # KILL
+    10928: Meaning.AGAIN,  # Azure SQL: no worker is free
     18456: Meaning.FORBIDDEN,
     596: Meaning.SESSION_ENDED,  # killed
     6005: Meaning.SESSION_ENDED,  # the server is shutting down

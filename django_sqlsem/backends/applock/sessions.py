@@ -24,9 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from django.db import Error as DjangoDatabaseError
 from django.db import connections
 
-from django_sqlsem.backends.applock.tsql import parts as tsql_parts
-from django_sqlsem.backends.applock.tsql.parts import input_sizes
-from django_sqlsem.backends.applock.tsql.proof import prove
+from django_sqlsem.backends.applock.calls import PROVE, RELEASE, Call
 from django_sqlsem.core import greenlets
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.identity import process_id
@@ -118,6 +116,29 @@ def split(extra: str) -> list[str]:
         position += 1
     return [part.strip() for part in [*parts, extra[start:]] if part.strip()]
 
+
+#: How a session is set up. Without parameters: what a statement with parameters sets is undone at its end. Nobody waits
+#: on a session that holds what others wait for, so as a deadlock's victim it would free nothing.
+SETTINGS: Final = """SET XACT_ABORT ON;
+SET IMPLICIT_TRANSACTIONS OFF;
+SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
+SET DEADLOCK_PRIORITY HIGH;
+SET LOCK_TIMEOUT 2000;
+"""
+#: Stamp a fresh session, and see that it is fresh: a pool would hand out one with a stamp, and with its locks.
+OPEN: Final = Call(
+    """SET NOCOUNT ON;
+DECLARE @stamp varchar(60) = ?;
+DECLARE @before varbinary(128) = CONTEXT_INFO(), @new varbinary(128) = CAST(@stamp AS varbinary(128));
+SET CONTEXT_INFO @new;
+SELECT @@SPID AS session_id, CASE WHEN SUBSTRING(@before, 1, 7) = 0x73716C73656D3A THEN 1 ELSE 0 END AS used,
+    CASE WHEN CAST(DATABASEPROPERTYEX(DB_NAME(), 'Updateability') AS nvarchar(20)) = N'READ_ONLY' THEN 1 ELSE 0 END
+    AS read_only,
+    (SELECT DATEDIFF_BIG(MICROSECOND, '1970-01-01', login_time) FROM sys.dm_exec_sessions WHERE session_id = @@SPID)
+    AS session_us;
+""",
+    ("stamp",),
+)
 
 _USED_BY: Final = ("django_sqlsem.backends.applock", "contextlib")
 #: How often those who wait see whether the user is still there, in seconds.
@@ -234,10 +255,11 @@ class LockSession:
         self.held: dict[str, Holding] = {}
         #: Whether it is kept for the one permit that it has: its locks are converted, and that is waited for on it.
         self.kept = False
-        #: Names of which a claim was cut short: what it may have got is to be freed first. With how many slots, or 0.
-        self.unclear: dict[str, tuple[LockNames, int]] = {}
+        #: Names of which a claim was cut short: what it may have got is to be freed first. With the last of the slots, or
+        #: ``None`` if the rows say that; and whether there are rows.
+        self.unclear: dict[str, tuple[LockNames, int | None, bool]] = {}
         #: By whom holders were asked to stop, by permit id, as its last proof told.
-        self.wishes: dict[str, str] = {}
+        self.asked_by: dict[str, str] = {}
         #: Why it is gone; empty while it stands.
         self.ended = ""
         #: Whether that is certain: the server, or the network on its behalf, has said so.
@@ -265,10 +287,18 @@ class LockSession:
         self._cursors: dict[tuple[str, bool], Any] = {}
         self.session_id, self.session_us = 0, 0
         try:
-            opened = self.run(tsql_parts.OPEN, {"stamp": self.stamp})
+            with self._wrapper.wrap_database_errors, contextlib.closing(self._raw.cursor()) as cursor:
+                cursor.execute(SETTINGS)
+            opened = self.run(OPEN, {"stamp": self.stamp})
         except BaseException:
             self.end("it could not be opened")
             raise
+        if opened["read_only"]:
+            self.end("its database is read-only")
+            raise BackendError(
+                f"The database {alias!r} is read-only, or a readable secondary: its locks would exclude nobody on the "
+                "primary. Connect to the primary, without ApplicationIntent=ReadOnly."
+            )
         if opened["used"]:
             self.end("it came out of a connection pool")
             raise BackendError(
@@ -282,20 +312,20 @@ class LockSession:
         """Whether another thread can end a wait on it at once."""
         return bool(self._descriptors)
 
-    def run(self, batch: tsql_parts.Batch, values: dict[str, Any], *, waits: bool = False) -> dict[str, Any]:
-        """Run a batch and return its one row by column; one that ``waits`` may take as long as it likes.
+    def run(self, call: Call, values: dict[str, Any], *, waits: bool = False) -> dict[str, Any]:
+        """Call a procedure and return its one row by column; one that ``waits`` may take as long as it likes.
 
-        Raises ``BackendError``; then the session has ended, unless the server only refused the batch.
+        Raises ``BackendError``; then the session has ended, unless the server only refused the call.
         """
         if self.ended:
             raise BackendError(f"The database {self.alias!r} failed: the session has ended: {self.ended}")
-        parameters = [values[name] for name in batch.parameters]
+        parameters = [values[name] for name in call.parameters]
         sent = boot_now()
         try:
             with self._wrapper.wrap_database_errors:
-                row = self._execute(batch.text, parameters, sizes=input_sizes(batch.parameters), waits=waits)
+                row = self._execute(call.text, parameters, sizes=call.sizes(), waits=waits)
         except DjangoDatabaseError as error:
-            # Whatever else the server said of this batch, the other locks here are not to be lost for it.
+            # Whatever else the server said of this call, the other locks here are not to be lost for it.
             known = self._note_end(error)
             gone = known in (Meaning.SESSION_ENDED, Meaning.SILENT) or boot_now() - sent > self.limit + SILENT
             if gone or self._still_fails():
@@ -303,25 +333,20 @@ class LockSession:
             raise backend_error(self.alias, error, stale=bool(self.ended) and not self.fresh) from error
         finally:
             self.last_used = time.monotonic()
-        if row.get("status") == FOREIGN or not self._is_ours(row):
+        if call is not OPEN and bytes(row["stamp"] or b"").rstrip(b"\0") != self.stamp.encode():
             self.end("another session stands in its place")
             raise failure(self.alias, FOREIGN)
-        self.proved_at, self.fresh = sent, batch is tsql_parts.OPEN
+        self.proved_at, self.fresh = sent, call is OPEN
         return row
 
-    def _is_ours(self, row: dict[str, Any]) -> bool:
-        """Whether the session whose stamp an answer brings, if it does, is the one that we opened."""
-        return "found" not in row or bytes(row["found"] or b"").rstrip(b"\0") == self.stamp.encode()
-
-    def rows(self, text: str, parameters: Sequence[Any]) -> list[dict[str, Any]]:
-        """Run a query and return its rows by column. Raises ``BackendError``; the session may have ended then."""
+    def results(self, text: str, parameters: Sequence[Any]) -> list[list[dict[str, Any]]]:
+        """Run what only reads and return its results, each as rows by column. Raises ``BackendError``; the session may have ended then."""
         try:
             with self._wrapper.wrap_database_errors:
                 cursor = self._cursors[_READING] = self._raw.cursor()
                 self.asked = time.monotonic()
                 cursor.execute(text, list(parameters))
-                names = [column[0] for column in cursor.description]
-                return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+                return results_of(cursor)
         except DjangoDatabaseError as error:
             self._drop(_READING)
             if self._still_fails():  # nothing can come to pass later of what only reads
@@ -392,31 +417,23 @@ class LockSession:
 
         ``record``: by the way, also who asks its permits' holders to stop.
         """
-        held = list(self.held.values())
-        resources = [each.names.slot(slot) for each in held for slot in each.slots]
-        permits = held if record else []
-        wishes = {}
-        for start in range(0, max(len(resources), 1), 100):
-            some, about = resources[start : start + 100], permits[start : start + 100]
-            values: dict[str, Any] = {"stamp": self.stamp}
-            values |= {f"resource{number}": name for number, name in enumerate(some)}
-            for number, each in enumerate(about):
-                values |= {f"key{number}": each.key, f"slot{number}": each.slots[0], f"permit{number}": each.permit_id}
-            row = self.run(prove(len(some), len(about)), values)
-            if row["missing"]:
-                self.end("its locks are gone: another session stands in its place")
-                return False
-            for number, each in enumerate(about):
-                if row[f"asked{number}"] is not None:
-                    wishes[each.permit_id] = str(row[f"asked{number}"])
-        self.wishes = wishes
+        held = [
+            f"{each.key:32}{each.permit_id:32}{slot:6}{_units(each.names.base):4}{each.names.base}"
+            for each in list(self.held.values())
+            for slot in each.slots
+        ]
+        row = self.run(PROVE, {"held": "".join(held), "record": record})
+        if row["missing"]:
+            self.end("its locks are gone: another session stands in its place")
+            return False
+        self.asked_by = {line[:32].rstrip(): line[32:] for line in str(row["asked"]).split("\n") if line}
         return True
 
     def clean(self, key: str) -> None:
         """Free what a claim of a name that was cut short may have got."""
-        names, bound = self.unclear[key]
-        values = {"stamp": self.stamp, "base": names.base, "gate": names.gate, "bound": bound}
-        self.run(tsql_parts.CLEAN, values | {"key": "" if bound else key})
+        names, last, record = self.unclear[key]
+        values = {"base": names.base, "gate": names.gate, "key": key, "taken": None, "last": last, "permit": None}
+        self.run(RELEASE, values | {"record": record})
         for line in (key, line_of(key, UPDATE)):
             self.held.pop(line, None)  # in case it was noted
         self.kept = self.kept and bool(self.held)
@@ -445,6 +462,22 @@ class LockSession:
     def after_fork(self) -> None:
         """In a forked child: it is the parent's. Never closed or finalised here, which would speak on its session."""
         _inherited.append(self)
+
+
+def results_of(cursor: Any) -> list[list[dict[str, Any]]]:
+    """Return all the results of what a cursor has run that have columns, each as rows by column."""
+    found = []
+    while True:
+        if cursor.description is not None:
+            names = [column[0] for column in cursor.description]
+            found.append([dict(zip(names, row, strict=True)) for row in cursor.fetchall()])
+        if not cursor.nextset():
+            return found
+
+
+def _units(text: str) -> int:
+    """Return the length of a text as SQL Server counts."""
+    return len(text.encode("utf-16-le", "surrogatepass")) // 2
 
 
 _inherited: list[LockSession] = []
