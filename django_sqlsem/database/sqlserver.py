@@ -113,6 +113,8 @@ class Meaning(enum.Enum):
     FORBIDDEN = "forbidden"
     #: The lock tables are not there.
     NO_TABLES = "no tables"
+    #: The stored procedures are not there.
+    NO_PROCEDURES = "no procedures"
     #: The lock was not held.
     NOT_HELD = "not held"
     OTHER = "other"
@@ -136,7 +138,7 @@ NATIVE_ERRORS: Final[dict[int, Meaning]] = {
     1223: Meaning.NOT_HELD,
     208: Meaning.NO_TABLES,
     207: Meaning.NO_TABLES,  # a column that a later migration brings
-    2812: Meaning.NO_TABLES,  # a stored procedure
+    2812: Meaning.NO_PROCEDURES,
     229: Meaning.FORBIDDEN,
     262: Meaning.FORBIDDEN,
     297: Meaning.FORBIDDEN,

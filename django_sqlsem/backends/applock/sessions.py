@@ -117,6 +117,10 @@ def split(extra: str) -> list[str]:
     return [part.strip() for part in [*parts, extra[start:]] if part.strip()]
 
 
+_NOT_INSTALLED: Final = (
+    "The stored procedures of django-sqlsem are not in the database {alias!r}, or the login may not execute them. Run "
+    "manage.py migrate, or have a DBA run what 'manage.py locks sql --database {alias}' prints."
+)
 #: How a session is set up. Without parameters: what a statement with parameters sets is undone at its end. Nobody waits
 #: on a session that holds what others wait for, so as a deadlock's victim it would free nothing.
 SETTINGS: Final = """SET XACT_ABORT ON;
@@ -330,6 +334,8 @@ class LockSession:
             gone = known in (Meaning.SESSION_ENDED, Meaning.SILENT) or boot_now() - sent > self.limit + SILENT
             if gone or self._still_fails():
                 self.end(str(error.__cause__ or error).strip())
+            if known is Meaning.NO_PROCEDURES:
+                raise BackendError(_NOT_INSTALLED.format(alias=self.alias)) from error
             raise backend_error(self.alias, error, stale=bool(self.ended) and not self.fresh) from error
         finally:
             self.last_used = time.monotonic()

@@ -280,7 +280,7 @@ BEGIN TRY
         WHERE semaphore_key = @key AND slot BETWEEN @least AND @greatest
             AND CHARINDEX(CONCAT(N',', slot, N','), @taken) > 0 OPTION (KEEPFIXED PLAN);
         -- A crash that loses this loses the locks too, and the clock goes on: no token comes back.
-        COMMIT TRANSACTION; -- DD
+        COMMIT TRANSACTION WITH (DELAYED_DURABILITY = ON);  -- noqa: PRS
     END;
 END TRY
 BEGIN CATCH

@@ -17,7 +17,7 @@ IF @ill = 0 AND @name COLLATE Latin1_General_100_BIN2 NOT LIKE N'%[^ -~]%'
 ELSE IF @ill = 0
 BEGIN
     -- UTF-8 by hand: a server's own conversion needs a collation that the database may not have.
-    WHILE @i <= DATALENGTH(@name) / 2 AND @ill = 0
+    WHILE DATALENGTH(SUBSTRING(@name COLLATE Latin1_General_100_BIN2, @i, 1)) > 0 AND @ill = 0
     BEGIN
         SET @code = UNICODE(SUBSTRING(@name COLLATE Latin1_General_100_BIN2, @i, 1));
         SET @next = UNICODE(SUBSTRING(@name COLLATE Latin1_General_100_BIN2, @i + 1, 1));
