@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import enum
 import functools
-import hashlib
 import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from django_sqlsem.core.modes import RWLOCK, SHARED, UPDATE, WHOLE, WRITER
+from django_sqlsem.core.names import key_of
 from django_sqlsem.database.errors import FREETDS_GONE, is_transient
 from django_sqlsem.exceptions import BackendError, DeadlockError, SemaphoreError
 
@@ -51,44 +50,20 @@ class LockNames:
         return f"{number}-{self.base}"
 
 
-#: The mode in which holders of slots have the name itself: they do not exclude one another.
-OF_SLOTS: Final = "IntentExclusive"
-#: The same of others, by the kind of lock. Readers do not exclude one another either, and keep out holders of slots.
-MODES: Final = {"monitor": "Exclusive", RWLOCK: "Shared"}
-#: The modes of claims that say by themselves in which mode they have the name.
-_BY_MODE: Final = {WHOLE: "Exclusive", UPDATE: "Update"}
-#: The slot that says who drains a semaphore: it is free by then.
-DRAINS: Final = 1
-
-
-def mode_of(kind: str, mode: str = SHARED) -> str:
-    """Return the mode in which a holder has the name itself: one that wants all slots, alone."""
-    return _BY_MODE.get(mode) or MODES.get(kind, OF_SLOTS)
-
-
-def place_of(kind: str, mode: str) -> int | None:
-    """Return the very slot that a claim takes, which stands for all of them; ``None``: any that is free."""
-    if mode == SHARED:
-        return None
-    return WRITER if kind == RWLOCK else DRAINS
-
-
 @functools.lru_cache(maxsize=4096)
 def lock_names(name: str) -> LockNames:
     """Return the resources of a validated name.
 
     Slot *i* of ``name`` is ``<i>-<name>``, as in "Counting Semaphore" of the series "Locking and Blocking". A name
     that is itself like a slot of another (``1-x``), that begins like our own locks, or whose slots would pass 255
-    UTF-16 units goes by a digest instead: the first 128 bits of the SHA-256 of its UTF-16LE, which T-SQL computes as
-    ``HASHBYTES('SHA2_256', @name)``.
+    UTF-16 units goes by its key instead.
     """
-    text = name.encode("utf-16-le")
-    digest = hashlib.sha256(text).hexdigest()
+    key = key_of(name)
     # Only the first 32 characters of a resource are shown by the server's views.
-    gate = f"{GATE}{digest[:DIGEST_UNITS]}"
-    too_long = len(text) // 2 + _NUMBER_UNITS > MAX_UNITS
+    gate = f"{GATE}{key[:DIGEST_UNITS]}"
+    too_long = len(name.encode("utf-16-le")) // 2 + _NUMBER_UNITS > MAX_UNITS
     if too_long or _LIKE_A_SLOT.match(name) or name.startswith(PREFIX):
-        return LockNames(f"{PREFIX}{digest[:32]}", gate)
+        return LockNames(f"{PREFIX}{key}", gate)
     return LockNames(name, gate)
 
 

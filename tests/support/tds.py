@@ -208,7 +208,7 @@ def lock_base(name: str) -> str:
     """Return what the resources of a semaphore's slots end with, ``<slot>-<base>``: written down here once more."""
     text = name.encode("utf-16-le")
     if _SLOT_LIKE.match(name) or name.startswith("sqlsem:") or len(text) > 2 * 244:
-        return f"sqlsem:{hashlib.sha256(text).hexdigest()[:32]}"
+        return f"sqlsem:{hashlib.sha256(name.encode()).hexdigest()[:32]}"
     return name
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -13,8 +12,7 @@ from django_sqlsem.backends.applock.held import Holding
 from django_sqlsem.backends.base import Granted, Request
 from django_sqlsem.conf import config
 from django_sqlsem.core.modes import SHARED, UPDATE, UPGRADE, WHOLE
-from django_sqlsem.core.names import MAX_SLOTS
-from django_sqlsem.database.sqlserver import NATIVE_ERRORS, Meaning, failure, lock_names, meaning, mode_of, place_of
+from django_sqlsem.database.sqlserver import NATIVE_ERRORS, Meaning, failure, lock_names, meaning
 from django_sqlsem.exceptions import BackendError, never_met, wrong_kind
 
 if TYPE_CHECKING:
@@ -30,8 +28,13 @@ PATIENCE: Final = 10.0
 CROWDED_FOR: Final = 1.0
 #: How many names are remembered.
 REMEMBERED: Final = 10_000
-#: Semaphores of more slots are searched from a random one on; others from the first, so that their numbers stay low.
-FEW: Final = 16
+#: By whether a claim is of the usual kind, and whether rows are kept.
+_CALLS: Final = {
+    (True, True): calls.TRY,
+    (True, False): calls.TRY_UNRECORDED,
+    (False, True): calls.ACQUIRE,
+    (False, False): calls.ACQUIRE_UNRECORDED,
+}
 
 # Whether a call passes those who wait: see ``internal_acquire_1``.
 BARGES, FAIR, PASSES_THE_STUCK = 0, 1, 2
@@ -99,10 +102,12 @@ class Claims:
     ) -> Answer:
         """Claim on this session; ``timeout``: for how many milliseconds it may wait. ``head``: it has the gate."""
         values = self._values(session, request) | {"timeout": timeout, "fair": fair, "mark": mark}
+        plain = timeout == 0 and fair == FAIR and request.mode == SHARED and request.take == 1
+        call = _CALLS[plain, config(self.alias).record]
         give_up = time.monotonic() + PATIENCE
         while True:
             try:
-                answer, row = self._ask(session, request, values | {"head": head}, waits=timeout != 0)
+                answer, row = self._ask(session, request, call, values | {"head": head}, waits=timeout != 0)
             except BackendError as error:
                 # What the call had taken by then is freed first.
                 if session.ended or meaning(error) is not Meaning.AGAIN or time.monotonic() >= give_up:
@@ -123,36 +128,26 @@ class Claims:
         return answer
 
     def _values(self, session: LockSession, request: Request) -> dict[str, Any]:
-        names, place = lock_names(request.resource.name), place_of(request.resource.kind, request.mode)
-        slots = request.slots or 0
-        first = self.pool.lowest_slot(request.resource.key) - 1 if slots <= FEW else random.randrange(MAX_SLOTS)  # noqa: S311
         return holder_values(request) | {
-            "base": names.base,
-            "gate": names.gate,
+            "base": lock_names(request.resource.name).base,
             "key": request.resource.key,
             "kind": request.resource.kind,
-            "mode": mode_of(request.resource.kind, request.mode),
-            "place": place,
-            "slots": slots,
-            "take": request.take if place is None else 1,
-            "start": first,
-            "look": None,
-            "record": config(self.alias).record,
-            "keep": True,
+            "slots": request.slots or 0,
+            "take": request.take if request.mode == SHARED else 1,
             "session_us": session.session_us,
         }
 
     def _ask(
-        self, session: LockSession, request: Request, values: dict[str, Any], *, waits: bool
+        self, session: LockSession, request: Request, call: calls.Call, values: dict[str, Any], *, waits: bool
     ) -> tuple[Answer, dict[str, Any]]:
         """Make the call, and note what it took."""
         names, key = lock_names(request.resource.name), request.resource.key
         if key in session.unclear:
             session.clean(key)
-        record = values["record"]
+        record = "permit" in call.parameters
         # If this is cut short, what it may have got is freed before anything else of the name is done here.
         session.unclear[key] = (names, None if record else request.slots or 1, record)
-        row = session.run(calls.ACQUIRE, values, waits=waits)
+        row = session.run(call, values, waits=waits)
         result = int(row["result"])
         granted = None
         if result in (calls.AT_ONCE, calls.WAITED):

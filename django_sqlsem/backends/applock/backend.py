@@ -43,7 +43,7 @@ LEAVING: Final = 2.0
 
 
 class ApplockBackend(BaseSemaphoreBackend):
-    """Grants are session-owned application locks. Its calls run on the pool's sessions, whatever session it is given."""
+    """Grants are session-owned application locks. Its calls run on the pool's sessions, whatever it is given."""
 
     released_on_disconnect = True
     supports_renewal = False

@@ -20,7 +20,6 @@ TYPES: Final = {
     "age": "bigint",
     "base": "nvarchar(255)",
     "before": "nvarchar(32)",
-    "gate": "nvarchar(255)",
     "held": "nvarchar(max)",
     "host": "nvarchar(510)",
     "key": "nvarchar(32)",
@@ -28,7 +27,6 @@ TYPES: Final = {
     "label": "nvarchar(400)",
     "lock_mode": "nvarchar(8)",
     "mark": "bigint",
-    "mode": "varchar(32)",
     "name": "nvarchar(400)",
     "permit": "nvarchar(32)",
     "pid": "bigint",
@@ -67,21 +65,25 @@ def _call(procedure: str, *parameters: str) -> Call:
 
 
 _HOLDER: Final = ("host", "pid", "thread", "label", "user", "process")
-_NAMES: Final = ("base", "gate", "key")
+_PLAIN: Final = ("base", "key", "kind", "slots")
+_ROW: Final = ("permit", *_HOLDER, "session_us")
+_MORE: Final = ("lock_mode", "take", "timeout", "fair", "head", "mark")
 
-ACQUIRE: Final = _call(
-    "internal_acquire_1",
-    *(*_NAMES, "kind", "mode", "place", "slots", "take", "start", "timeout", "fair", "look", "record", "keep"),
-    *("lock_mode", "permit", *_HOLDER, "session_us", "head", "mark"),
-)
-RELEASE: Final = _call("internal_release_1", *_NAMES, "taken", "last", "permit", "record")
+# The usual case has few parameters: each costs a server something, and a stand-in a lot.
+TRY: Final = _call("internal_acquire_1", *_PLAIN, *_ROW)
+TRY_UNRECORDED: Final = _call("internal_acquire_1", *_PLAIN)
+ACQUIRE: Final = _call("internal_acquire_1", *_PLAIN, *_ROW, *_MORE)
+ACQUIRE_UNRECORDED: Final = _call("internal_acquire_1", *_PLAIN, *_MORE)
+RELEASE: Final = _call("internal_release_1", "base", "key", "slot", "permit", "record")
+RELEASE_SEVERAL: Final = _call("internal_release_1", "base", "key", "taken", "permit", "record")
+CLEAN: Final = _call("internal_release_1", "base", "key", "last", "record")
 PROVE: Final = _call("internal_prove_1", "held", "record")
 FORGET: Final = _call("internal_forget_1", "key", "permit", "slot", "token")
 RENAME: Final = _call("internal_rename_1", "key", "before", "permit", "thread", "label", "user")
 WAITING: Final = _call("internal_waiting_1", "ticket", "key", "waiting", "age", "take", "lock_mode", *_HOLDER)
-UPGRADE: Final = _call("internal_upgrade_1", *_NAMES, "slots", "timeout", "close", "permit", "record")
-DOWNGRADE: Final = _call("internal_downgrade_1", *_NAMES, "keep", "permit", "record")
-FENCE: Final = _call("internal_fence_1", "gate", "taken", "timeout")
+UPGRADE: Final = _call("internal_upgrade_1", "base", "key", "slots", "timeout", "close", "permit", "record")
+DOWNGRADE: Final = _call("internal_downgrade_1", "base", "key", "keep", "permit", "record")
+FENCE: Final = _call("internal_fence_1", "key", "taken", "timeout")
 DECLARE: Final = _call("internal_declare_1", "key", "name", "kind", "slots")
 
 #: What a call answers as ``result``; below -3 and above -10 the documented numbers of ``sqlsem.acquire``.

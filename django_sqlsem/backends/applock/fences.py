@@ -54,7 +54,7 @@ class Fencing:
             return False
         own, holding = found
         whole = bool(holding.whole) or line_of(holding.key, UPGRADE) in own.held
-        values: list[Any] = [holding.names.gate, "" if whole else holding.csv, PATIENCE_MS]
+        values: list[Any] = [holding.key, "" if whole else holding.csv, PATIENCE_MS]
         result = CallerSession(caller).run(lambda cursor: _ask(cursor, values))
         if result < 0 and result != _REFUSED:
             raise failure(caller.alias, result)

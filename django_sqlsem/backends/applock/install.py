@@ -59,8 +59,8 @@ def version() -> str:
 def batches(*, tables: str = "dbo", owner: str = "dbo", drop: bool = False) -> tuple[str, ...]:
     """Return the batches that install the procedures, or remove them. Either may be run again and again.
 
-    ``tables``: the schema of the lock tables; ``owner``: of that schema. A procedure is altered, never dropped: it keeps
-    what was granted on it. Those of other versions stay, as their processes may still run.
+    ``tables``: the schema of the lock tables; ``owner``: of that schema. A procedure is altered, never dropped: it
+    keeps what was granted on it. Those of other versions stay, as their processes may still run.
     """
     if drop:
         names = [VERSION, *PUBLIC, *sorted(set(files()) - set(PUBLIC))]
@@ -76,7 +76,10 @@ def batches(*, tables: str = "dbo", owner: str = "dbo", drop: bool = False) -> t
 
 
 def install(connection: BaseDatabaseWrapper) -> None:
-    """Install the procedures, but for those whose text is there already. Raises ``BackendError`` that names the way out."""
+    """Install the procedures, but for those whose text is there already.
+
+    Raises ``BackendError`` that names the way out.
+    """
     with database_errors(connection.alias), connection.cursor() as cursor:
         tables, owner = _schema_of_tables(cursor)
         try:
@@ -87,8 +90,8 @@ def install(connection: BaseDatabaseWrapper) -> None:
             if meaning(error) is not Meaning.FORBIDDEN:
                 raise
             raise BackendError(
-                f"The login of {connection.alias!r} may not create the schema {SCHEMA!r} or procedures in it. Have a DBA"
-                f" run what 'manage.py locks sql --database {connection.alias}' prints, then migrate again."
+                f"The login of {connection.alias!r} may not create the schema {SCHEMA!r} or procedures in it. Have a"
+                f" DBA run what 'manage.py locks sql --database {connection.alias}' prints, then migrate again."
             ) from error
 
 

@@ -139,7 +139,7 @@ class Line:
             session.run(calls.WAITING, values)
 
     def look_past(self, request: Request) -> Granted | None:
-        """See whether a slot is free behind a gate where nothing moves: it may have been left closed by a cancelled call.
+        """See whether a slot is free behind a gate where nothing moves: a cancelled call may have left it closed.
 
         Only if nothing at all was granted since the last look, and seldom. Returns what it got.
         """

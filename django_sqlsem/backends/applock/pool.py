@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -75,11 +74,6 @@ class LockPool:
         found = self._by_permit.get(holding.permit_id)
         if found is not None and found[0] is session:
             del self._by_permit[holding.permit_id]
-
-    def lowest_slot(self, key: str) -> int:
-        """Return the lowest slot of a name that no permit of this process has."""
-        taken = {slot for each in self.sessions() if (found := each.held.get(key)) is not None for slot in found.slots}
-        return next(slot for slot in itertools.count(1) if slot not in taken)
 
     def sessions(self) -> list[LockSession]:
         """Return the sessions that stand."""

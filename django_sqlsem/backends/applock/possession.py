@@ -70,8 +70,9 @@ class Possession:
 
     def let_go(self, session: LockSession, holding: Holding) -> int:
         """Free a permit's locks on this session, whose turn it is. Returns how many there were."""
-        values = _names(holding) | {"taken": holding.csv, "last": None, "permit": holding.permit_id}
-        row = self._give(session, calls.RELEASE, values)
+        call = calls.RELEASE if len(holding.slots) == 1 else calls.RELEASE_SEVERAL
+        given = {"slot": holding.slots[0], "taken": holding.csv, "permit": holding.permit_id}
+        row = self._give(session, call, _names(holding) | given)
         if row is None:
             return 0
         self.pool.forget(session, holding)
@@ -252,4 +253,4 @@ class Possession:
 
 
 def _names(holding: Holding) -> dict[str, Any]:
-    return {"base": holding.names.base, "gate": holding.names.gate, "key": holding.key}
+    return {"base": holding.names.base, "key": holding.key}

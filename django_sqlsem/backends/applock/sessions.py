@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from django.db import Error as DjangoDatabaseError
 from django.db import connections
 
-from django_sqlsem.backends.applock.calls import PROVE, RELEASE, Call
+from django_sqlsem.backends.applock.calls import CLEAN, PROVE, Call
 from django_sqlsem.core import greenlets
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.identity import process_id
@@ -259,8 +259,8 @@ class LockSession:
         self.held: dict[str, Holding] = {}
         #: Whether it is kept for the one permit that it has: its locks are converted, and that is waited for on it.
         self.kept = False
-        #: Names of which a claim was cut short: what it may have got is to be freed first. With the last of the slots, or
-        #: ``None`` if the rows say that; and whether there are rows.
+        #: Names of which a claim was cut short: what it may have got is to be freed first. With the last of the slots,
+        #: or ``None`` if the rows say that; and whether there are rows.
         self.unclear: dict[str, tuple[LockNames, int | None, bool]] = {}
         #: By whom holders were asked to stop, by permit id, as its last proof told.
         self.asked_by: dict[str, str] = {}
@@ -346,7 +346,10 @@ class LockSession:
         return row
 
     def results(self, text: str, parameters: Sequence[Any]) -> list[list[dict[str, Any]]]:
-        """Run what only reads and return its results, each as rows by column. Raises ``BackendError``; the session may have ended then."""
+        """Run what only reads and return its results, each as rows by column.
+
+        Raises ``BackendError``; the session may have ended then.
+        """
         try:
             with self._wrapper.wrap_database_errors:
                 cursor = self._cursors[_READING] = self._raw.cursor()
@@ -438,8 +441,7 @@ class LockSession:
     def clean(self, key: str) -> None:
         """Free what a claim of a name that was cut short may have got."""
         names, last, record = self.unclear[key]
-        values = {"base": names.base, "gate": names.gate, "key": key, "taken": None, "last": last, "permit": None}
-        self.run(RELEASE, values | {"record": record})
+        self.run(CLEAN, {"base": names.base, "key": key, "last": last, "record": record})
         for line in (key, line_of(key, UPDATE)):
             self.held.pop(line, None)  # in case it was noted
         self.kept = self.kept and bool(self.held)

@@ -68,7 +68,7 @@ class Upgrades:
         record = self.possession.record
         # If this is cut short, it is ended before anything else is done here.
         session.unclear[line] = (reader.names, None, record)
-        values: dict[str, Any] = {"base": reader.names.base, "gate": reader.names.gate, "key": key, "record": record}
+        values: dict[str, Any] = {"base": reader.names.base, "key": key, "record": record}
         values |= {"slots": request.slots or 0, "timeout": timeout, "close": close, "permit": reader.permit_id}
         try:
             row = session.run(calls.UPGRADE, values)

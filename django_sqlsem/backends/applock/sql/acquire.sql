@@ -24,10 +24,10 @@ SET LOCK_TIMEOUT 2000;                       -- for rows. All these are the call
 DECLARE @base nvarchar(255), @gate nvarchar(255), @key nvarchar(32), @kind nvarchar(16) = N'semaphore', @head bit = 0,
     @result int = -10, @mark bigint, @bound int, @declared int, @error int, @why nvarchar(2048), @tries int = 0,
     @permit nvarchar(32), @host nvarchar(510), @pid bigint, @thread nvarchar(200), @work nvarchar(400),
-    @user nvarchar(300), @session_us bigint, @start int, @done int;
+    @user nvarchar(300), @session_us bigint, @done int;
 SELECT @slot = NULL, @token = NULL, @waited_ms = 0, @taken = N',';
 BEGIN TRY
-    EXEC sqlsem.internal_names_1 @name, @base OUTPUT, @gate OUTPUT, @key OUTPUT;
+    EXEC sqlsem.internal_names_1 @name, @base OUTPUT, @key OUTPUT;
     IF @slots < 1 OR @slots > 10000
         THROW 59301, N'@slots must be from 1 to 10000, or NULL: as declared elsewhere, else 1.', 1;
     IF @take < 1 OR @take > 10000 OR @take IS NULL
@@ -37,21 +37,19 @@ BEGIN TRY
     IF APPLOCK_MODE(N'public', @base, N'Session') <> N'NoLock'
         THROW 59303, N'You have acquired this semaphore already, in this very session, or a call that was cancelled has: call sqlsem.release.', 1;
     -- A call that was cancelled may have left the gate closed: then this session is still the first in line.
+    SET @gate = CONCAT(N'sqlsem:g:', LEFT(@key, 20));
     IF APPLOCK_MODE(N'public', @gate, N'Session') <> N'NoLock' SET @head = 1;
     SELECT @pid = COALESCE(host_process_id, 0),
         @session_us = DATEDIFF_BIG(MICROSECOND, '1970-01-01', login_time)
     FROM sys.dm_exec_sessions WHERE session_id = @@SPID;
     SELECT @permit = LOWER(REPLACE(CONVERT(varchar(36), NEWID()), '-', '')), @thread = CONCAT(N'session ', @@SPID),
         @host = LEFT(COALESCE(HOST_NAME(), N''), 255), @work = LEFT(COALESCE(@label, APP_NAME(), N''), 200),
-        @user = LEFT(COALESCE(ORIGINAL_LOGIN(), N''), 150), @slots = COALESCE(@slots, 0), @pid = COALESCE(@pid, 0),
-        @start = CASE WHEN @slots > 16 THEN CAST(RAND() * 10000 AS int) ELSE 0 END;
+        @user = LEFT(COALESCE(ORIGINAL_LOGIN(), N''), 150), @slots = COALESCE(@slots, 0), @pid = COALESCE(@pid, 0);
     WHILE @result = -10 AND @tries < 5
     BEGIN
-        EXEC sqlsem.internal_acquire_1 @base = @base, @gate = @gate, @key = @key, @kind = @kind,
-            @mode = 'IntentExclusive', @place = NULL, @slots = @slots, @take = @take, @start = @start,
-            @timeout = @timeout_ms, @fair = 1, @look = 5000, @record = 1, @keep = 0, @lock_mode = N'',
-            @permit = @permit, @host = @host, @pid = @pid, @thread = @thread, @label = @work, @user = @user,
-            @process = N'', @session_us = @session_us, @head = @head OUTPUT, @mark = @mark OUTPUT,
+        EXEC sqlsem.internal_acquire_1 @base = @base, @key = @key, @kind = @kind, @slots = @slots, @permit = @permit,
+            @host = @host, @pid = @pid, @thread = @thread, @label = @work, @user = @user, @session_us = @session_us,
+            @take = @take, @timeout = @timeout_ms, @look = 5000, @keep = 0, @head = @head OUTPUT, @mark = @mark OUTPUT,
             @result = @result OUTPUT, @taken = @taken OUTPUT, @token = @token OUTPUT, @bound = @bound OUTPUT,
             @declared = @declared OUTPUT, @waited_ms = @waited_ms OUTPUT, @error = @error OUTPUT, @why = @why OUTPUT;
         IF @result = -10

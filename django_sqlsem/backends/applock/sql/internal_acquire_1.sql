@@ -10,28 +10,23 @@
 -- @error and @why. Below 0 nothing of the name is held.
 CREATE OR ALTER PROCEDURE sqlsem.internal_acquire_1
     @base nvarchar(255),
-    @gate nvarchar(255),
     @key nvarchar(32),
     @kind nvarchar(16),
-    @mode varchar(32),                       -- of the name itself; 'Exclusive': beside nobody
-    @place int,                              -- the very slot that is taken; NULL: any
     @slots int,                              -- how many there are; 0: as declared elsewhere
-    @take int,
-    @start int,                              -- the slot that is tried first, counted from 0
-    @timeout int,                            -- milliseconds; NULL: for ever
-    @fair int,                               -- 0: the first try passes those who wait; 2: so it does if @mark still holds
-    @look int,                               -- milliseconds at the gate before one look past it; NULL: none
-    @record bit,                             -- 0: without rows
-    @keep bit,                               -- 1: the first in line keeps the gate while an operator's pause lasts
-    @lock_mode nvarchar(8),
-    @permit nvarchar(32),
-    @host nvarchar(510),
-    @pid bigint,
-    @thread nvarchar(200),
-    @label nvarchar(400),
-    @user nvarchar(300),
-    @process nvarchar(32),
-    @session_us bigint,
+    @permit nvarchar(32) = NULL,             -- NULL: without rows
+    @host nvarchar(510) = N'',
+    @pid bigint = 0,
+    @thread nvarchar(200) = N'',
+    @label nvarchar(400) = N'',
+    @user nvarchar(300) = N'',
+    @process nvarchar(32) = N'',
+    @session_us bigint = NULL,
+    @lock_mode nvarchar(8) = N'',            -- 'whole': all slots, alone; 'update': a reader that may become the writer
+    @take int = 1,
+    @timeout int = 0,                        -- milliseconds; NULL: for ever
+    @fair int = 1,                           -- 0: the first try passes those who wait; 2: so it does if @mark still holds
+    @look int = NULL,                        -- milliseconds at the gate before one look past it; NULL: none
+    @keep bit = 1,                           -- 1: the first in line keeps the gate while an operator's pause lasts
     @head bit = 0 OUTPUT,                    -- whether the session has the gate
     @mark bigint = NULL OUTPUT,              -- the newest token of the name: it changes with every grant
     @result int = NULL OUTPUT,
@@ -45,19 +40,74 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_acquire_1
     @answer bit = 0                          -- 1: the answers also as a row
 AS
 SET NOCOUNT ON;
-DECLARE @began datetime2(3) = SYSUTCDATETIME(), @ms bigint = 0, @spent bigint = 0, @led bigint = 0,
-    @left int = COALESCE(@timeout, 2147483647), @fence nvarchar(60) = CONCAT(N'sqlsem:f:', SUBSTRING(@gate, 10, 20)),
-    @seen nvarchar(16), @operator int, @paused bit = 0, @top int = 0, @newest bigint, @resource nvarchar(255) = N'',
-    @turn int = 0, @waited bit = 0, @may bit, @past bit = 0, @placed bit = 0, @named bit = 0, @full bit = 0,
-    @most int, @some bit, @swept bigint = 0, @count int = 0, @least int = 2147483647, @greatest int = -1,
-    @busy int = 0, @i int, @try int = 0, @wait int,
-    @step int = 0, @rc int = 0, @done int, @bad int = 0, @strikes int = 0, @now bigint,
-    @write bit = CASE WHEN @@TRANCOUNT = 0 THEN @record ELSE 0 END;  -- in a caller's transaction rows would stay locked
-SELECT @result = NULL, @taken = N',', @token = NULL, @declared = @slots,
-    @bound = CASE WHEN @slots > 0 THEN @slots ELSE 1 END;
+DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)), @fence nvarchar(60), @resource nvarchar(255) = N'',
+    @mode varchar(32) = 'IntentExclusive', @place int, @record bit = 1, @write bit, @began datetime2(3), @ms bigint,
+    @spent bigint, @led bigint, @left int, @seen nvarchar(16), @operator int, @paused bit, @top int, @newest bigint,
+    @turn int, @waited bit, @may bit, @past bit, @placed bit = 0, @named bit = 0, @full bit, @most int, @some bit,
+    @swept bigint, @start int, @count int = 0, @least int, @greatest int, @busy int, @i int, @try int = 0, @wait int, @step int,
+    @rc int, @done int, @bad int, @strikes int, @now bigint;
+SELECT @result = NULL, @taken = N',', @fence = CONCAT(N'sqlsem:f:', LEFT(@key, 20)), @declared = @slots,
+    @bound = CASE WHEN @slots > 0 THEN @slots ELSE 1 END, @waited = 0;
+IF @permit IS NULL SET @record = 0;
+-- In a caller's transaction rows would stay locked.
+SET @write = CASE WHEN @@TRANCOUNT = 0 THEN @record ELSE 0 END;
 
 BEGIN TRY
-    WHILE 1 = 1
+    -- The usual case: one of a few slots, nobody waits, and no operator has said anything. What else there is to know
+    -- about the name is a condition of the row's update; if that is not met, all goes back, and the long way begins.
+    IF @take = 1 AND @slots BETWEEN 1 AND 16 AND @lock_mode = N'' AND @kind NOT IN (N'monitor', N'rwlock')
+        AND @head = 0 AND @write = @record
+        AND APPLOCK_TEST(N'public', @gate, N'Exclusive', N'Session') = 1
+    BEGIN
+        EXEC @rc = sys.sp_getapplock @base, @mode, 'Session', 0, 'public';
+        IF @rc >= 0
+        BEGIN
+            SELECT @named = 1, @rc = -1;
+            WHILE @rc = -1 AND @try < @slots
+            BEGIN
+                SELECT @try = @try + 1, @resource = CONCAT(@try, N'-', @base);
+                EXEC @rc = sys.sp_getapplock @resource, 'Exclusive', 'Session', 0, 'public';
+            END;
+        END;
+        IF @rc >= 0 AND APPLOCK_TEST(N'public', @fence, N'Exclusive', N'Session') = 1
+        BEGIN
+            IF @write = 1
+            BEGIN
+                SET @now = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME());
+                BEGIN TRANSACTION;
+                UPDATE s SET @token = token = CASE WHEN s.token >= @now THEN s.token + 1 ELSE @now END,
+                    @declared = m.declared_slots, permit_id = @permit, acquired_us = @now,
+                    expires_us = @now + 60000000, lease_us = 60000000, suspect_us = NULL, lock_mode = N'',
+                    host = @host, pid = @pid, thread = @thread, label = @label, user_name = @user,
+                    process_id = @process, session_id = @@SPID, session_us = @session_us
+                FROM dbo.sqlsem_slot AS s WITH (ROWLOCK, FORCESEEK)
+                JOIN dbo.sqlsem_semaphore AS m WITH (FORCESEEK) ON m.name_key = s.semaphore_key
+                WHERE s.semaphore_key = @key AND s.slot = @try AND m.kind = @kind AND m.paused = 0
+                    AND m.operator_slots IS NULL
+                OPTION (KEEPFIXED PLAN);
+                IF @@ROWCOUNT = 1 SET @count = 1;
+                COMMIT TRANSACTION WITH (DELAYED_DURABILITY = ON);  -- noqa: PRS
+            END
+            ELSE SET @count = 1;
+        END;
+        IF @count = 1 SELECT @result = 0, @taken = CONCAT(N',', @try, N',');
+        ELSE
+        BEGIN
+            IF @rc >= 0 EXEC @done = sys.sp_releaseapplock @resource, 'Session', 'public';
+            IF @named = 1 EXEC @done = sys.sp_releaseapplock @base, 'Session', 'public';
+            SELECT @named = 0, @token = NULL;
+        END;
+    END;
+
+    IF @result IS NULL
+        SELECT @began = SYSUTCDATETIME(), @ms = 0, @spent = 0, @led = 0, @left = COALESCE(@timeout, 2147483647),
+            @paused = 0, @top = 0, @turn = 0, @past = 0, @full = 0, @swept = 0, @least = 2147483647, @greatest = -1,
+            @busy = 0, @step = 0, @bad = 0, @strikes = 0, @resource = N'',
+            @mode = CASE WHEN @lock_mode = N'whole' OR @kind = N'monitor' THEN 'Exclusive'
+                WHEN @lock_mode = N'update' THEN 'Update' WHEN @kind = N'rwlock' THEN 'Shared' ELSE @mode END,
+            @place = CASE WHEN @lock_mode = N'' THEN NULL WHEN @kind = N'rwlock' THEN 0 ELSE 1 END,
+            @start = CASE WHEN @bound > 16 THEN CAST(RAND() * @bound AS int) ELSE 0 END;
+    WHILE @result IS NULL
     BEGIN
         -- 1. The rows, before any lock: a table that is missing ends a procedure without its CATCH.
         IF @record = 1
@@ -264,7 +314,7 @@ BEGIN TRY
         SET @head = 0;
     END;
     IF @result < 0 AND (@named = 1 OR @placed = 1) EXEC sqlsem.internal_give_1 @base, @taken;
-    IF @result >= 0 AND @write = 1
+    IF @result >= 0 AND @write = 1 AND @token IS NULL
     BEGIN
         -- Each slot's lock is ours, so nobody else writes its row. Tokens grow: the last one and 1, or the clock.
         SET @now = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME());
@@ -289,7 +339,7 @@ BEGIN CATCH
     IF @head = 1 AND APPLOCK_MODE(N'public', @gate, N'Session') <> N'NoLock'
         EXEC @done = sys.sp_releaseapplock @gate, 'Session', 'public';
     SET @head = 0;
-    IF @resource <> N''
+    IF @named = 1 OR @placed = 1
     BEGIN
         EXEC sqlsem.internal_give_1 @base, @taken;
         IF APPLOCK_MODE(N'public', @resource, N'Session') <> N'NoLock'
@@ -301,5 +351,5 @@ END CATCH;
 IF @result = -11 SET @why = @seen;
 SET @waited_ms = CASE WHEN @waited = 0 THEN 0 WHEN @ms > 2147483647 THEN 2147483647 ELSE @ms END;
 IF @answer = 1
-    SELECT @result AS result, @taken AS taken, @token AS token, @declared AS declared, @bound AS bound,
-        @top AS last_slot, @mark AS mark, @head AS head, @error AS error, @why AS why, CONTEXT_INFO() AS stamp;
+    SELECT @result AS result, @taken AS taken, @token AS token, @declared AS declared, @bound AS bound, @mark AS mark,
+        @head AS head, @error AS error, @why AS why, CONTEXT_INFO() AS stamp;

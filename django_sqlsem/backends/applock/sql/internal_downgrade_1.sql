@@ -4,7 +4,6 @@
 -- program may: then @result is -1, and nothing is kept.
 CREATE OR ALTER PROCEDURE sqlsem.internal_downgrade_1
     @base nvarchar(255),
-    @gate nvarchar(255),
     @key nvarchar(32),
     @keep bit,
     @permit nvarchar(32),
@@ -16,7 +15,8 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_downgrade_1
     @answer bit = 0                          -- 1: the answers also as a row
 AS
 SET NOCOUNT ON;
-DECLARE @resource nvarchar(255) = CONCAT(N'0-', @base), @done int,
+DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)),
+    @resource nvarchar(255) = CONCAT(N'0-', @base), @done int,
     @now bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME());
 SELECT @result = 0, @freed = 0, @error = 0, @why = N'';
 IF APPLOCK_MODE(N'public', @gate, N'Session') <> N'NoLock'

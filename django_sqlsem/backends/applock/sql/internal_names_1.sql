@@ -1,10 +1,9 @@
 -- The resources and the key of a name.
--- @base: ends the resources of its slots, '<slot>-<base>'; its holders have it too. @gate: the first in line has it.
--- @key: its rows, 32 hex digits of the SHA-256 of its UTF-8.
+-- @base: ends the resources of its slots, '<slot>-<base>'; its holders have it too. @key: its rows, the first 32 hex
+-- digits of the SHA-256 of its UTF-8. The gate, which the first in line has, is 'sqlsem:g:' and the first 20 of them.
 CREATE OR ALTER PROCEDURE sqlsem.internal_names_1
     @name nvarchar(4000),                    -- longer than names may be: else a long one is cut without a word
     @base nvarchar(255) OUTPUT,
-    @gate nvarchar(255) OUTPUT,
     @key nvarchar(32) OUTPUT
 AS
 SET NOCOUNT ON;
@@ -45,10 +44,8 @@ IF @ill = 1 OR @characters > 200
 IF @ill = 2
     THROW 59301, N'@name must not contain a NUL character, or half a surrogate pair.', 1;
 SET @key = LEFT(@digest, 32);
-SET @digest = LOWER(CONVERT(varchar(64), HASHBYTES('SHA2_256', @name), 2));
--- A name that begins like a slot or like our own locks, or is too long for a resource, goes by its digest.
+-- A name that begins like a slot or like our own locks, or is too long for a resource, goes by its key.
 SET @digits = PATINDEX(N'%[^0-9]%', @name COLLATE Latin1_General_100_BIN2);
-SELECT @gate = CONCAT(N'sqlsem:g:', LEFT(@digest, 20)),
-    @base = CASE WHEN DATALENGTH(@name) > 488 OR LEFT(@name COLLATE Latin1_General_100_BIN2, 7) = N'sqlsem:'
-        OR (@digits > 1 AND SUBSTRING(@name COLLATE Latin1_General_100_BIN2, @digits, 1) = N'-')
-        THEN CONCAT(N'sqlsem:', LEFT(@digest, 32)) ELSE @name END;
+SET @base = CASE WHEN DATALENGTH(@name) > 488 OR LEFT(@name COLLATE Latin1_General_100_BIN2, 7) = N'sqlsem:'
+    OR (@digits > 1 AND SUBSTRING(@name COLLATE Latin1_General_100_BIN2, @digits, 1) = N'-')
+    THEN CONCAT(N'sqlsem:', @key) ELSE @name END;

@@ -30,7 +30,7 @@ FROM (
                 OR (PATINDEX(N'%[^0-9]%', m.name COLLATE Latin1_General_100_BIN2) > 1 AND SUBSTRING(
                     m.name COLLATE Latin1_General_100_BIN2,
                     PATINDEX(N'%[^0-9]%', m.name COLLATE Latin1_General_100_BIN2), 1) = N'-')
-                THEN CONCAT(N'sqlsem:', LEFT(LOWER(CONVERT(varchar(64), HASHBYTES('SHA2_256', m.name), 2)), 32))
+                THEN CONCAT(N'sqlsem:', m.name_key)
                 ELSE m.name END) AS resource
         FROM dbo.sqlsem_slot AS s
         JOIN dbo.sqlsem_semaphore AS m ON m.name_key = s.semaphore_key

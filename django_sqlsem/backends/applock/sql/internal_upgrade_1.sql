@@ -3,7 +3,6 @@
 -- @error and @why say. Newcomers are kept out by the gate between two tries, until there is a grant, or a downgrade.
 CREATE OR ALTER PROCEDURE sqlsem.internal_upgrade_1
     @base nvarchar(255),
-    @gate nvarchar(255),
     @key nvarchar(32),
     @slots int,
     @timeout int,                            -- milliseconds
@@ -15,7 +14,8 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_upgrade_1
     @answer bit = 0                          -- 1: the answers also as a row
 AS
 SET NOCOUNT ON;
-DECLARE @fence nvarchar(60) = CONCAT(N'sqlsem:f:', SUBSTRING(@gate, 10, 20)), @resource nvarchar(255), @rc int,
+DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)),
+    @fence nvarchar(60) = CONCAT(N'sqlsem:f:', LEFT(@key, 20)), @resource nvarchar(255), @rc int,
     @done int, @i int = 1, @began datetime2(3) = SYSUTCDATETIME(), @left int, @paused bit = 0;
 SELECT @bound = @slots, @result = NULL;
 IF @record = 1

@@ -8,8 +8,8 @@ AS
 SET NOCOUNT ON;
 SET IMPLICIT_TRANSACTIONS OFF;
 SET LOCK_TIMEOUT 100;
-DECLARE @base nvarchar(255), @gate nvarchar(255), @key nvarchar(32), @resource nvarchar(255), @result int = -1;
-EXEC sqlsem.internal_names_1 @name, @base OUTPUT, @gate OUTPUT, @key OUTPUT;
+DECLARE @base nvarchar(255), @key nvarchar(32), @resource nvarchar(255), @result int = -1;
+EXEC sqlsem.internal_names_1 @name, @base OUTPUT, @key OUTPUT;
 SELECT @resource = CONCAT(@slot, N'-', @base), @stop_by = NULL;
 IF APPLOCK_MODE(N'public', @resource, N'Session') <> N'NoLock' SET @result = 0;
 BEGIN TRY

@@ -6,10 +6,10 @@ SET NOCOUNT ON;
 SET IMPLICIT_TRANSACTIONS OFF;
 SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
 SET LOCK_TIMEOUT 2000;
-DECLARE @base nvarchar(255), @gate nvarchar(255), @key nvarchar(32);
+DECLARE @base nvarchar(255), @key nvarchar(32);
 BEGIN TRY
     IF @name IS NOT NULL
-        EXEC sqlsem.internal_names_1 @name, @base OUTPUT, @gate OUTPUT, @key OUTPUT;
+        EXEC sqlsem.internal_names_1 @name, @base OUTPUT, @key OUTPUT;
     EXEC sqlsem.internal_status_1 @key;
 END TRY
 BEGIN CATCH
