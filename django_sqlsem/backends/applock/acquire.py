@@ -11,7 +11,7 @@ from django_sqlsem.backends.applock import calls
 from django_sqlsem.backends.applock.held import Holding
 from django_sqlsem.backends.base import Granted, Request
 from django_sqlsem.conf import config
-from django_sqlsem.core.modes import SHARED, UPDATE, UPGRADE, WHOLE
+from django_sqlsem.core.modes import RWLOCK, SHARED, UPDATE, UPGRADE, WHOLE
 from django_sqlsem.database.sqlserver import NATIVE_ERRORS, Meaning, failure, lock_names, meaning
 from django_sqlsem.exceptions import BackendError, never_met, wrong_kind
 
@@ -28,6 +28,9 @@ PATIENCE: Final = 10.0
 CROWDED_FOR: Final = 1.0
 #: How many names are remembered.
 REMEMBERED: Final = 10_000
+#: The short call is for semaphores of so many slots at the most: it tries one after the other.
+FEW: Final = 16
+MONITOR: Final = "monitor"
 #: By whether a claim is of the usual kind, and whether rows are kept.
 _CALLS: Final = {
     (True, True): calls.TRY,
@@ -102,18 +105,22 @@ class Claims:
     ) -> Answer:
         """Claim on this session; ``timeout``: for how many milliseconds it may wait. ``head``: it has the gate."""
         values = self._values(session, request) | {"timeout": timeout, "fair": fair, "mark": mark}
-        plain = timeout == 0 and fair == FAIR and request.mode == SHARED and request.take == 1
-        call = _CALLS[plain, config(self.alias).record]
+        record = config(self.alias).record
+        usual = timeout == 0 and fair == FAIR and request.mode == SHARED and request.take == 1
+        usual = usual and 0 < (request.slots or 0) <= FEW and request.resource.kind not in (MONITOR, RWLOCK)
         give_up = time.monotonic() + PATIENCE
         while True:
             try:
+                call = _CALLS[usual, record]
                 answer, row = self._ask(session, request, call, values | {"head": head}, waits=timeout != 0)
             except BackendError as error:
                 # What the call had taken by then is freed first.
                 if session.ended or meaning(error) is not Meaning.AGAIN or time.monotonic() >= give_up:
                     raise
                 continue
-            if answer.result == calls.NEW:
+            if answer.result == calls.ASK:
+                usual = False
+            elif answer.result == calls.NEW:
                 self._declare(session, request, max(int(row["bound"] or 0), request.slots or 1))
             elif answer.result != calls.ROW_FAILED:
                 break
@@ -151,7 +158,8 @@ class Claims:
         result = int(row["result"])
         granted = None
         if result in (calls.AT_ONCE, calls.WAITED):
-            slots = tuple(sorted(int(slot) for slot in str(row["taken"]).split(",") if slot))
+            taken = (row["slot"],) if "slot" in row else filter(None, str(row["taken"]).split(","))
+            slots = tuple(sorted(map(int, taken)))
             tokens = (int(row["token"]),) * len(slots) if record else ()
             whole = tuple(range(slots[0], int(row["bound"]) + 1)) if request.mode == WHOLE else ()
             holding = Holding(request.permit_id, names, key, slots, tokens, whole, request.mode)
@@ -161,10 +169,11 @@ class Claims:
                 self.possession.let_go(session, holding)
                 result = calls.BUSY
         session.unclear.pop(key, None)
-        if granted is not None and record and request.slots not in (None, int(row["declared"] or 0)):
+        declared = row.get("declared", request.slots)
+        if granted is not None and record and request.slots not in (None, int(declared or 0)):
             self._declare_again(session, request, request.slots)
-        mark = row["mark"]
-        return Answer(granted, result, bool(row["head"]), None if mark is None else int(mark)), row
+        mark = row.get("mark")
+        return Answer(granted, result, bool(row.get("head")), None if mark is None else int(mark)), row
 
     def pass_on(self, session: LockSession, request: Request, successor: Request) -> Granted | None:
         """Make what this session has got for a claim that was given up another one's, of the same process and name.

@@ -58,10 +58,10 @@ def _sizes(parameters: tuple[str, ...]) -> tuple[tuple[int, int, int], ...]:
     return tuple(size_of(TYPES.get(name, "int")) for name in parameters)
 
 
-def _call(procedure: str, *parameters: str) -> Call:
-    """Return the call of a procedure that answers by one row."""
-    given = ", ".join(f"@{name} = ?" for name in parameters)
-    return Call(f"EXEC {SCHEMA}.{procedure} {given}, @answer = 1", parameters)
+def _call(procedure: str, *parameters: str, always: bool = False) -> Call:
+    """Return the call of a procedure that answers by one row: ``always``, or when it is asked to."""
+    given = [f"@{name} = ?" for name in parameters] + ([] if always else ["@answer = 1"])
+    return Call(f"EXEC {SCHEMA}.{procedure} {', '.join(given)}", parameters)
 
 
 _HOLDER: Final = ("host", "pid", "thread", "label", "user", "process")
@@ -70,13 +70,13 @@ _ROW: Final = ("permit", *_HOLDER, "session_us")
 _MORE: Final = ("lock_mode", "take", "timeout", "fair", "head", "mark")
 
 # The usual case has few parameters: each costs a server something, and a stand-in a lot.
-TRY: Final = _call("internal_acquire_1", *_PLAIN, *_ROW)
-TRY_UNRECORDED: Final = _call("internal_acquire_1", *_PLAIN)
+TRY: Final = _call("internal_try_1", *_PLAIN, *_ROW, always=True)
+TRY_UNRECORDED: Final = _call("internal_try_1", *_PLAIN, always=True)
 ACQUIRE: Final = _call("internal_acquire_1", *_PLAIN, *_ROW, *_MORE)
 ACQUIRE_UNRECORDED: Final = _call("internal_acquire_1", *_PLAIN, *_MORE)
-RELEASE: Final = _call("internal_release_1", "base", "key", "slot", "permit", "record")
-RELEASE_SEVERAL: Final = _call("internal_release_1", "base", "key", "taken", "permit", "record")
-CLEAN: Final = _call("internal_release_1", "base", "key", "last", "record")
+RELEASE: Final = _call("internal_release_1", "base", "key", "slot", "permit", always=True)
+RELEASE_SEVERAL: Final = _call("internal_clean_1", "base", "key", "taken", "permit", "record")
+CLEAN: Final = _call("internal_clean_1", "base", "key", "last", "record")
 PROVE: Final = _call("internal_prove_1", "held", "record")
 FORGET: Final = _call("internal_forget_1", "key", "permit", "slot", "token")
 RENAME: Final = _call("internal_rename_1", "key", "before", "permit", "thread", "label", "user")
@@ -92,6 +92,7 @@ WAITED: Final = 1
 BUSY: Final = -1
 PAUSED: Final = -4
 TOO_FEW: Final = -5
+ASK: Final = -9
 NEW: Final = -10
 OTHER_KIND: Final = -11
 NEVER: Final = -12

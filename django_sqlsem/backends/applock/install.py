@@ -136,7 +136,7 @@ def _is_there(cursor: Any, text: str) -> bool:
     found = re.search(r"^ALTER PROCEDURE (\S+)", text, re.MULTILINE)
     if found is None:
         return False
-    cursor.execute(f"SELECT OBJECT_DEFINITION(OBJECT_ID(N'{found[1]}', N'P'))")
+    cursor.execute(f"SELECT definition FROM sys.sql_modules WHERE object_id = OBJECT_ID(N'{found[1]}', N'P')")
     row = cursor.fetchone()
     return row is not None and row[0] is not None and _body(str(row[0])) == _body(text)
 

@@ -71,7 +71,7 @@ class Possession:
     def let_go(self, session: LockSession, holding: Holding) -> int:
         """Free a permit's locks on this session, whose turn it is. Returns how many there were."""
         call = calls.RELEASE if len(holding.slots) == 1 else calls.RELEASE_SEVERAL
-        given = {"slot": holding.slots[0], "taken": holding.csv, "permit": holding.permit_id}
+        given = {"slot": holding.slots[0], "taken": holding.csv, "permit": holding.permit_id if self.record else None}
         row = self._give(session, call, _names(holding) | given)
         if row is None:
             return 0

@@ -83,7 +83,7 @@ BEGIN TRY
     END CATCH;
 END TRY
 BEGIN CATCH
-    IF ERROR_NUMBER() IN (207, 208)
+    IF ERROR_NUMBER() IN (207, 208)          -- a table is missing, and nothing is held for want of it
         THROW 59304, N'The tables of django_sqlsem are not in this database: run manage.py migrate on it.', 1;
     THROW;
 END CATCH;

@@ -40,73 +40,26 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_acquire_1
     @answer bit = 0                          -- 1: the answers also as a row
 AS
 SET NOCOUNT ON;
-DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)), @fence nvarchar(60), @resource nvarchar(255) = N'',
-    @mode varchar(32) = 'IntentExclusive', @place int, @record bit = 1, @write bit, @began datetime2(3), @ms bigint,
-    @spent bigint, @led bigint, @left int, @seen nvarchar(16), @operator int, @paused bit, @top int, @newest bigint,
-    @turn int, @waited bit, @may bit, @past bit, @placed bit = 0, @named bit = 0, @full bit, @most int, @some bit,
-    @swept bigint, @start int, @count int = 0, @least int, @greatest int, @busy int, @i int, @try int = 0, @wait int, @step int,
-    @rc int, @done int, @bad int, @strikes int, @now bigint;
-SELECT @result = NULL, @taken = N',', @fence = CONCAT(N'sqlsem:f:', LEFT(@key, 20)), @declared = @slots,
-    @bound = CASE WHEN @slots > 0 THEN @slots ELSE 1 END, @waited = 0;
-IF @permit IS NULL SET @record = 0;
+DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)),
+    @fence nvarchar(60) = CONCAT(N'sqlsem:f:', LEFT(@key, 20)), @resource nvarchar(255) = N'',
+    @mode varchar(32) = CASE WHEN @lock_mode = N'whole' OR @kind = N'monitor' THEN 'Exclusive'
+        WHEN @lock_mode = N'update' THEN 'Update' WHEN @kind = N'rwlock' THEN 'Shared' ELSE 'IntentExclusive' END,
+    -- The very slot that is taken; NULL: any.
+    @place int = CASE WHEN @lock_mode = N'' THEN NULL WHEN @kind = N'rwlock' THEN 0 ELSE 1 END,
+    @record bit = CASE WHEN @permit IS NULL THEN 0 ELSE 1 END, @write bit, @began datetime2(3) = SYSUTCDATETIME(),
+    @ms bigint = 0, @spent bigint = 0, @led bigint = 0, @left int = COALESCE(@timeout, 2147483647),
+    @seen nvarchar(16), @operator int, @paused bit = 0, @top int = 0, @newest bigint, @turn int = 0, @waited bit = 0,
+    @may bit, @past bit = 0, @placed bit = 0, @named bit = 0, @full bit = 0, @most int, @some bit, @swept bigint = 0,
+    @start int, @count int = 0, @least int = 2147483647, @greatest int = -1, @busy int = 0, @i int, @try int = 0,
+    @wait int, @step int = 0, @rc int, @done int, @bad int = 0, @strikes int = 0, @now bigint;
+SELECT @result = NULL, @taken = N',', @token = NULL, @declared = @slots,
+    @bound = CASE WHEN @slots > 0 THEN @slots ELSE 1 END;
 -- In a caller's transaction rows would stay locked.
 SET @write = CASE WHEN @@TRANCOUNT = 0 THEN @record ELSE 0 END;
+-- The first sweep of a few slots begins with the first, so that their numbers stay low.
+SET @start = CASE WHEN @bound > 16 THEN CAST(RAND() * @bound AS int) ELSE 0 END;
 
 BEGIN TRY
-    -- The usual case: one of a few slots, nobody waits, and no operator has said anything. What else there is to know
-    -- about the name is a condition of the row's update; if that is not met, all goes back, and the long way begins.
-    IF @take = 1 AND @slots BETWEEN 1 AND 16 AND @lock_mode = N'' AND @kind NOT IN (N'monitor', N'rwlock')
-        AND @head = 0 AND @write = @record
-        AND APPLOCK_TEST(N'public', @gate, N'Exclusive', N'Session') = 1
-    BEGIN
-        EXEC @rc = sys.sp_getapplock @base, @mode, 'Session', 0, 'public';
-        IF @rc >= 0
-        BEGIN
-            SELECT @named = 1, @rc = -1;
-            WHILE @rc = -1 AND @try < @slots
-            BEGIN
-                SELECT @try = @try + 1, @resource = CONCAT(@try, N'-', @base);
-                EXEC @rc = sys.sp_getapplock @resource, 'Exclusive', 'Session', 0, 'public';
-            END;
-        END;
-        IF @rc >= 0 AND APPLOCK_TEST(N'public', @fence, N'Exclusive', N'Session') = 1
-        BEGIN
-            IF @write = 1
-            BEGIN
-                SET @now = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME());
-                BEGIN TRANSACTION;
-                UPDATE s SET @token = token = CASE WHEN s.token >= @now THEN s.token + 1 ELSE @now END,
-                    @declared = m.declared_slots, permit_id = @permit, acquired_us = @now,
-                    expires_us = @now + 60000000, lease_us = 60000000, suspect_us = NULL, lock_mode = N'',
-                    host = @host, pid = @pid, thread = @thread, label = @label, user_name = @user,
-                    process_id = @process, session_id = @@SPID, session_us = @session_us
-                FROM dbo.sqlsem_slot AS s WITH (ROWLOCK, FORCESEEK)
-                JOIN dbo.sqlsem_semaphore AS m WITH (FORCESEEK) ON m.name_key = s.semaphore_key
-                WHERE s.semaphore_key = @key AND s.slot = @try AND m.kind = @kind AND m.paused = 0
-                    AND m.operator_slots IS NULL
-                OPTION (KEEPFIXED PLAN);
-                IF @@ROWCOUNT = 1 SET @count = 1;
-                COMMIT TRANSACTION WITH (DELAYED_DURABILITY = ON);  -- noqa: PRS
-            END
-            ELSE SET @count = 1;
-        END;
-        IF @count = 1 SELECT @result = 0, @taken = CONCAT(N',', @try, N',');
-        ELSE
-        BEGIN
-            IF @rc >= 0 EXEC @done = sys.sp_releaseapplock @resource, 'Session', 'public';
-            IF @named = 1 EXEC @done = sys.sp_releaseapplock @base, 'Session', 'public';
-            SELECT @named = 0, @token = NULL;
-        END;
-    END;
-
-    IF @result IS NULL
-        SELECT @began = SYSUTCDATETIME(), @ms = 0, @spent = 0, @led = 0, @left = COALESCE(@timeout, 2147483647),
-            @paused = 0, @top = 0, @turn = 0, @past = 0, @full = 0, @swept = 0, @least = 2147483647, @greatest = -1,
-            @busy = 0, @step = 0, @bad = 0, @strikes = 0, @resource = N'',
-            @mode = CASE WHEN @lock_mode = N'whole' OR @kind = N'monitor' THEN 'Exclusive'
-                WHEN @lock_mode = N'update' THEN 'Update' WHEN @kind = N'rwlock' THEN 'Shared' ELSE @mode END,
-            @place = CASE WHEN @lock_mode = N'' THEN NULL WHEN @kind = N'rwlock' THEN 0 ELSE 1 END,
-            @start = CASE WHEN @bound > 16 THEN CAST(RAND() * @bound AS int) ELSE 0 END;
     WHILE @result IS NULL
     BEGIN
         -- 1. The rows, before any lock: a table that is missing ends a procedure without its CATCH.
@@ -314,7 +267,7 @@ BEGIN TRY
         SET @head = 0;
     END;
     IF @result < 0 AND (@named = 1 OR @placed = 1) EXEC sqlsem.internal_give_1 @base, @taken;
-    IF @result >= 0 AND @write = 1 AND @token IS NULL
+    IF @result >= 0 AND @write = 1
     BEGIN
         -- Each slot's lock is ours, so nobody else writes its row. Tokens grow: the last one and 1, or the clock.
         SET @now = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME());
