@@ -25,7 +25,8 @@ BEGIN TRY
         SELECT @rc = -1, @fence = CONCAT(N'sqlsem:f:', LEFT(@key, 20));
         WHILE @rc = -1 AND @slot < @slots
         BEGIN
-            SELECT @slot = @slot + 1, @resource = CONCAT(@slot, N'-', @base);
+            SET @slot = @slot + 1;
+            SET @resource = CONCAT(@slot, N'-', @base);
             EXEC @rc = sys.sp_getapplock @resource, 'Exclusive', 'Session', 0, 'public';
         END;
         IF @rc >= 0
