@@ -17,9 +17,9 @@ from django.db import connections
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.applock.calls import SCHEMA
 from django_sqlsem.backends.applock.install import VERSION, version
-from django_sqlsem.backends.applock.sessions import split
 from django_sqlsem.checks.messages import error, note, warning
 from django_sqlsem.conf import config
+from django_sqlsem.database.raw import split
 from django_sqlsem.database.sqlserver import Meaning, meaning
 from django_sqlsem.models import (
     ClaimRow,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends.applock import calls
-from django_sqlsem.backends.applock.sessions import results_of
 from django_sqlsem.core.modes import UPGRADE, line_of
 from django_sqlsem.database import transactions
+from django_sqlsem.database.raw import results_of
 from django_sqlsem.database.sessions import CallerSession
 from django_sqlsem.database.sqlserver import failure
 from django_sqlsem.exceptions import BackendError, SemaphoreError

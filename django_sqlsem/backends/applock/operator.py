@@ -11,13 +11,13 @@ from django.db.models import F, Q
 from django.db.utils import Error
 
 from django_sqlsem.backends.applock import reading
-from django_sqlsem.backends.applock.sessions import results_of
 from django_sqlsem.backends.base import TOKENS, check_slots
 from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.conf import config
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.core.names import key_of, validate_slots
 from django_sqlsem.database.errors import database_errors
+from django_sqlsem.database.raw import results_of
 from django_sqlsem.database.sqlserver import LockNames, lock_names
 from django_sqlsem.exceptions import BackendError, SemaphoreError, fenced, kill_needed
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow

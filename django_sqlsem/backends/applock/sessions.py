@@ -1,120 +1,34 @@
 """One session of the server that keeps locks: one statement at a time, never reconnected, cut off when in doubt.
 
-Raw driver connections for locks, from an alias's own settings: encryption, tokens and extra parameters are kept.
-
-A lock for the use of a session that a struck thread does not leave locked.
-
-A signal handler may raise anywhere (``KeyboardInterrupt``, Celery's soft time limit), also between taking a lock and
-the ``try`` that gives it back. The session behind it may have the locks of other permits, so it can't be thrown away.
+Its turn is a lock that an interrupted thread does not leave locked, as the session may have the locks of other permits,
+and can't be thrown away.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import re
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error as DjangoDatabaseError
-from django.db import connections
 
 from django_sqlsem.backends.applock.calls import CLEAN, PROVE, Call
-from django_sqlsem.core import greenlets
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.identity import process_id
 from django_sqlsem.core.modes import UPDATE, line_of
+from django_sqlsem.core.turns import Turn
 from django_sqlsem.database import sockets as database_sockets
-from django_sqlsem.database.dialects import answer_limit, limit_logins
 from django_sqlsem.database.errors import backend_error
+from django_sqlsem.database.raw import answer_timeout, connect, results_of
 from django_sqlsem.database.sqlserver import FOREIGN, Meaning, failure, meaning
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
     from django_sqlsem.backends.applock.held import Holding
     from django_sqlsem.database.sqlserver import LockNames
-
-
-#: What a lock connection must not have: a driver that reconnects by itself would come back without the locks, and a
-#: readable secondary has a lock manager of its own.
-_UNWANTED: Final = re.compile(
-    r"\s*(ConnectRetryCount|ConnectRetryInterval|RetryExec|ApplicationIntent|APP|Timeout|MARS_Connection)\s*=", re.I
-)
-
-
-#: A batch that does not wait takes no longer than this, in seconds, or the server does not answer.
-ANSWER_TIMEOUT: Final = 5
-
-
-def answer_timeout(alias: str) -> int:
-    """Return for how many seconds a batch that does not wait may take: as the alias's ``query_timeout`` says."""
-    return answer_limit(connections[alias].settings_dict.get("OPTIONS") or {}, ANSWER_TIMEOUT)
-
-
-def connect(
-    alias: str, in_turn: Callable[[], object]
-) -> tuple[Any, BaseDatabaseWrapper, list[database_sockets.Socket]]:
-    """Open a connection in autocommit to the database that an alias means now.
-
-    One at a time in a process; ``in_turn`` is called when its turn has come, and what it raises is raised. Returns
-    the driver's connection, the Django wrapper that knows how to make one, and its socket. Raises
-    Django's database errors.
-    """
-    wrapper = connections[alias].copy()
-    parameters = copy.deepcopy(wrapper.get_connection_params())
-    options = parameters["OPTIONS"] = dict(parameters.get("OPTIONS") or {})
-    limit_logins(options)
-    options["query_timeout"] = 0
-    options["extra_params"] = ";".join(filter(None, [_kept(options.get("extra_params")), *_ours(alias, options)]))
-
-    def connect_now() -> Any:
-        in_turn()
-        raw = wrapper.get_new_connection(parameters)
-        raw.autocommit = True
-        return raw
-
-    with wrapper.wrap_database_errors:
-        port = database_sockets.port_in(wrapper.settings_dict)
-        raw, sockets = database_sockets.opening(connect_now, port, int(options["connection_timeout"]))
-    return raw, wrapper, sockets
-
-
-def _kept(extra: str | None) -> str:
-    """Return the alias's own extra parameters but for those that lock connections must not have."""
-    return ";".join(part for part in split(extra or "") if not _UNWANTED.match(part))
-
-
-def _ours(alias: str, options: dict[str, Any]) -> list[str]:
-    driver = str(options.get("driver", "ODBC Driver 18 for SQL Server"))
-    if options.get("python_driver"):
-        return ["ConnectRetryCount=0"]  # it refuses a name of the application's own
-    name = f"APP=sqlsem/{re.sub(r'[^A-Za-z0-9_.-]', '_', alias)}"
-    return [name, "ConnectRetryCount=0", "MARS_Connection=no"] if "ODBC Driver" in driver else [name]
-
-
-def split(extra: str) -> list[str]:
-    """Return the ``key=value`` parts of ODBC parameters; a semicolon inside braces belongs to the value."""
-    parts, braced, start, position = [], False, 0, 0
-    while position < len(extra):
-        character = extra[position]
-        if braced and extra.startswith("}}", position):
-            position += 1  # a brace within the value
-        elif braced and character == "}":
-            braced = False
-        elif not braced and character == "{" and extra[start:position].rstrip().endswith("="):
-            braced = True
-        elif not braced and character == ";":
-            parts.append(extra[start:position])
-            start = position + 1
-        position += 1
-    return [part.strip() for part in [*parts, extra[start:]] if part.strip()]
 
 
 _NOT_INSTALLED: Final = (
@@ -144,105 +58,8 @@ SELECT @@SPID AS session_id, CASE WHEN SUBSTRING(@before, 1, 7) = 0x73716C73656D
     ("stamp",),
 )
 
-_USED_BY: Final = ("django_sqlsem.backends.applock", "contextlib")
-#: How often those who wait see whether the user is still there, in seconds.
-LOOK: Final = 0.05
-
-#: The outermost frame of ours in a thread, and the thread: it is on that thread's stack for as long as the use lasts.
-User: TypeAlias = tuple[FrameType | None, int]
-
-
-class Turn:
-    """Held by one user at a time. One who has left without a word, as its frame is gone, does not hold it any more."""
-
-    def __init__(self, mend: Callable[[], object]) -> None:
-        #: Called by whoever gets it after one who has left it in the middle of something.
-        self._mend = mend
-        self._mending = False
-        # One entry: setdefault() takes it and notes by whom, and no signal can come in between.
-        self._user: dict[str, User] = {}
-        self._lock = threading.Lock()  # a condition's own ``__enter__`` is no single step
-        self._changed = threading.Condition(self._lock)
-        self._waiting = 0
-
-    def acquire(self, blocking: bool = True, timeout: float = -1, *, for_good: bool = False) -> bool:
-        """Take it, as ``threading.Lock.acquire`` does; ``for_good``: until it is released, whatever else happens."""
-        mine = (None, threading.get_ident()) if for_good else user()
-        give_up = time.monotonic() + timeout if timeout >= 0 else None
-        while self._user.setdefault("user", mine) is not mine:  # each has a tuple of its own
-            if self._take_from_the_gone():
-                continue
-            left = LOOK if give_up is None else min(LOOK, give_up - time.monotonic())
-            if not blocking or left <= 0:
-                return False
-            self._wait(left)
-        if self._mending:
-            self._mend()
-            self._mending = False
-        return True
-
-    def release(self) -> None:
-        """Give it back."""
-        self._user.clear()
-        if self._waiting:
-            with self._lock:
-                self._changed.notify()
-
-    def locked(self) -> bool:
-        """Return whether somebody has it."""
-        return bool(self._user)
-
-    def _wait(self, seconds: float) -> None:
-        with self._lock:
-            self._waiting += 1  # one that is struck here leaves it too high: then a release costs a little more
-            if self._user:
-                self._changed.wait(seconds)
-            self._waiting -= 1
-
-    def _take_from_the_gone(self) -> bool:
-        found = self._user.get("user")
-        if found is None:
-            return True
-        if is_there(found):
-            return False
-        with _taking:
-            if self._user.get("user") is found:
-                self._mending = True
-                del self._user["user"]
-        return True
-
-
-#: Two who find the same user gone must not both take it away: the second would take it from the first.
-_taking = threading.Lock()
-
-
-def user() -> User:
-    """Return who has called the caller."""
-    outermost = frame = sys._getframe(2)
-    while (caller := frame.f_back) is not None and str(caller.f_globals.get("__name__")).startswith(_USED_BY):
-        outermost = frame = caller
-    return outermost, threading.get_ident()
-
-
-def is_there(found: User) -> bool:
-    """Return whether a use still goes on."""
-    outermost, thread = found
-    if outermost is None or greenlets.library():  # whose greenlets are on no stack
-        return True
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame is outermost:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def after_fork() -> None:
-    """In a forked child: nobody takes anything."""
-    global _taking
-    _taking = threading.Lock()
-
-
+#: The modules that use a session: what is called there goes on for as long as its outermost frame is on the stack.
+INSIDE: Final = ("django_sqlsem.backends.applock", "contextlib")
 #: So many seconds after the answer was due the server is not asked once more whether it is there.
 SILENT: Final = 3.0
 #: The key of the cursor of what only reads; others are kept by their statements.
@@ -254,7 +71,7 @@ class LockSession:
 
     def __init__(self, alias: str, in_turn: Callable[[], object] = lambda: None) -> None:
         self.alias = alias
-        self.lock = Turn(self._mend)
+        self.lock = Turn(self._mend, INSIDE)
         #: The permits whose locks it has, by their lines: one of a name, as locks are re-entrant, and its upgrade.
         self.held: dict[str, Holding] = {}
         #: Whether it is kept for the one permit that it has: its locks are converted, and that is waited for on it.
@@ -470,17 +287,6 @@ class LockSession:
     def after_fork(self) -> None:
         """In a forked child: it is the parent's. Never closed or finalised here, which would speak on its session."""
         _inherited.append(self)
-
-
-def results_of(cursor: Any) -> list[list[dict[str, Any]]]:
-    """Return all the results of what a cursor has run that have columns, each as rows by column."""
-    found = []
-    while True:
-        if cursor.description is not None:
-            names = [column[0] for column in cursor.description]
-            found.append([dict(zip(names, row, strict=True)) for row in cursor.fetchall()])
-        if not cursor.nextset():
-            return found
 
 
 def _units(text: str) -> int:
