@@ -134,11 +134,14 @@ def migrate(databases: dict[str, Any]) -> None:
     from tests.support import tds
 
     django.setup()
+    from django_sqlsem.backends.applock import install
+
     for alias, entry in databases.items():
         if entry.get("ENGINE") == "mssql" and tds.is_stand_in(alias):  # some migrations need what it lacks
             with connections[alias].schema_editor() as editor:
                 for model in apps.get_app_config("sqlsem").get_models():
                     editor.create_model(model)
+            install.install(connections[alias])
         elif entry:
             call_command("migrate", database=alias, verbosity=0, skip_checks=True)
     connections.close_all()

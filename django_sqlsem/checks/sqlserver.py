@@ -15,9 +15,11 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from django_sqlsem.backends import database_for, get_backend
-from django_sqlsem.backends.applock.sessions import split
+from django_sqlsem.backends.applock.calls import SCHEMA
+from django_sqlsem.backends.applock.install import VERSION, version
 from django_sqlsem.checks.messages import error, note, warning
 from django_sqlsem.conf import config
+from django_sqlsem.database.raw import split
 from django_sqlsem.database.sqlserver import Meaning, meaning
 from django_sqlsem.models import (
     ClaimRow,
@@ -32,17 +34,14 @@ from django_sqlsem.models import (
 )
 
 _ALL: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
-#: What every acquire reads and writes, unless nothing is recorded.
-ACQUIRE_RIGHTS: Final = {
-    SemaphoreRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
-    SlotRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
-    WaiterRow._meta.db_table: _ALL,
-}
 #: What goes on beside it: without these rights the locks work, and less is known of them.
 HISTORY_RIGHTS: Final = {EventRow._meta.db_table: ("SELECT", "INSERT", "DELETE"), MinuteRow._meta.db_table: _ALL}
 DEADLOCK_RIGHTS: Final = {WaitRow._meta.db_table: _ALL}
-#: What only some kinds of locks use.
+#: What only some kinds of locks use, and the pages and commands of operators.
 KIND_RIGHTS: Final = {
+    SemaphoreRow._meta.db_table: ("SELECT", "UPDATE"),
+    SlotRow._meta.db_table: ("SELECT", "UPDATE"),
+    WaiterRow._meta.db_table: ("SELECT",),
     TransactionLockRow._meta.db_table: ("SELECT",),
     ClaimRow._meta.db_table: ("SELECT", "INSERT", "DELETE"),
     RefreshRow._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
@@ -53,6 +52,12 @@ DEFAULT_DRIVERS: Final = ("ODBC Driver 18 for SQL Server", "ODBC Driver 17 for S
 #: A waiter behind a network that is gone learns of it by the first probe: after so many seconds at the most.
 LONGEST_KEEP_ALIVE: Final = 60
 
+#: How many workers the small tiers of Azure SQL Database have. Source: "Resource limits for single databases using the
+#: DTU purchasing model", Microsoft's documentation.
+WORKERS: Final = {"Basic": 30, "S0": 60, "S1": 90, "S2": 120, "S3": 200}
+#: So many processes should be able to wait for each name at once.
+CROWD: Final = 8
+
 #: Whether the database can be written, whether the login may see other sessions' locks, and who it is.
 FACTS: Final = """SET NOCOUNT ON;
 SELECT CAST(DATABASEPROPERTYEX(DB_NAME(), 'Updateability') AS nvarchar(60)) AS updateability,
@@ -61,6 +66,10 @@ SELECT CAST(DATABASEPROPERTYEX(DB_NAME(), 'Updateability') AS nvarchar(60)) AS u
     SUSER_SNAME() AS login_name;
 SET NOCOUNT OFF;
 """
+#: Which tier of Azure SQL Database it is; NULL elsewhere.
+TIER: Final = "SELECT CAST(DATABASEPROPERTYEX(DB_NAME(), 'ServiceObjective') AS nvarchar(60)) AS tier;\n"
+#: For how many names somebody may wait.
+NAMES: Final = "SELECT COUNT(*) AS names FROM sqlsem_semaphore;\n"
 #: Take a lock that nobody else wants, give it back, and read the own session, as every lock session does at first.
 PROBE: Final = """SET NOCOUNT ON;
 DECLARE @rc int = 0, @done int = 0,
@@ -115,7 +124,9 @@ def keeps_applocks(alias: str) -> bool:
         backend = None if config(alias).backend is None else type(get_backend(alias))
     except ImproperlyConfigured:
         return False
-    return backend is None or any(base.__module__ == "django_sqlsem.backends.applock" for base in backend.__mro__)
+    return backend is None or any(
+        base.__module__.startswith("django_sqlsem.backends.applock") for base in backend.__mro__
+    )
 
 
 # The driver and its settings.
@@ -239,7 +250,9 @@ def _asked(alias: str, where: str, row: Row) -> Iterator[CheckMessage]:
     if refused := _refusal(row):
         text = f"{where} gives the login {login!r} no application lock: {refused}"
         yield error("E005", text, "GRANT EXECUTE ON sys.sp_getapplock, and the like.")
+    yield from _procedures(alias, where, login, row)
     yield from _lacking(alias, f"{where} does not let the login {login!r}", row)
+    yield from _workers(where, row)
     if 1 not in (server_state, performance_state):
         try:
             row(SEE_LOCKS)
@@ -248,18 +261,45 @@ def _asked(alias: str, where: str, row: Row) -> Iterator[CheckMessage]:
             yield note("I001", text, "GRANT VIEW SERVER STATE, if you want to see that.")
 
 
+def _procedures(alias: str, where: str, login: str, row: Row) -> Iterator[CheckMessage]:
+    """Yield what is wrong with the stored procedures by which locks are taken."""
+    try:
+        found = str(row(f"EXEC {SCHEMA}.{VERSION};\n")[0])
+    except Exception as failed:  # noqa: BLE001 - of the driver, whatever it is
+        if _says_forbidden(failed):
+            text = f"{where} does not let the login {login!r} call the stored procedures that take locks: {failed}"
+            yield error("E006", text, f"GRANT EXECUTE ON SCHEMA::{SCHEMA} to the login.")
+            return
+        found = ""
+    if found != version():
+        which = "those of another version" if found else "none"
+        text = f"{where} should have the stored procedures of this version of django-sqlsem, and has {which}."
+        yield warning("W023", text, f"Run manage.py migrate, or 'manage.py locks sql --apply --database {alias}'.")
+
+
+def _workers(where: str, row: Row) -> Iterator[CheckMessage]:
+    """Yield a warning where a few waiting processes would take all of a small tier's workers."""
+    with contextlib.suppress(Exception):  # no tiers, or not for this login to know
+        tier = str(row(TIER)[0])
+        names = int(row(NAMES)[0])
+        if tier in WORKERS and names * CROWD > WORKERS[tier]:
+            text = (
+                f"{where} has {WORKERS[tier]} workers (tier {tier}). Each process that waits takes one for each name,"
+                f" and there are {names} names: when all are taken, nobody can give a lock back."
+            )
+            yield warning("W024", text, "Choose a larger tier, or wait less: timeout=0, max_waiting, Celery's retry.")
+
+
 def _lacking(alias: str, refuses: str, row: Row) -> Iterator[CheckMessage]:
     """Yield what rights the login lacks. Tables that are not there count as granted."""
     settings = config(alias)
-    if missing := _missing_rights(row, ACQUIRE_RIGHTS if settings.record else {}):
-        yield error("E006", f"{refuses} record who holds what: {missing}.", "Grant these rights.")
     beside = (HISTORY_RIGHTS if settings.history else {}) | (DEADLOCK_RIGHTS if settings.deadlocks != "ignore" else {})
     if missing := _missing_rights(row, beside):
         advice = 'Grant these rights, or turn it off: SQLSEM["HISTORY"], SQLSEM["DEADLOCKS"].'
         yield warning("W013", f"{refuses} record what happens, or who waits for whom: {missing}.", advice)
     if missing := _missing_rights(row, KIND_RIGHTS):
-        advice = "Grant these rights if you use claims, refresh_every() or transaction_lock()."
-        yield note("I002", f"{refuses} use all kinds of locks: {missing}.", advice)
+        advice = "Grant these rights if you use claims, refresh_every(), transaction_lock(), the admin or the command."
+        yield note("I002", f"{refuses} use all kinds of locks and pages: {missing}.", advice)
 
 
 def _missing_rights(row: Row, wanted: Mapping[str, tuple[str, ...]]) -> str:
@@ -282,8 +322,12 @@ def _is_refused(row: Row, table: str) -> bool:
     try:
         row(f"SELECT TOP (0) 1 FROM {table};\n")  # noqa: S608
     except Exception as failed:  # noqa: BLE001 - of the driver, whatever it is
-        return meaning(failed) is Meaning.FORBIDDEN or "permission" in str(failed).lower()
+        return _says_forbidden(failed)
     return False
+
+
+def _says_forbidden(failed: Exception) -> bool:
+    return meaning(failed) is Meaning.FORBIDDEN or "permission" in str(failed).lower()
 
 
 def _refusal(row: Row) -> str:

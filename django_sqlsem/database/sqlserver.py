@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import enum
 import functools
-import hashlib
 import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from django_sqlsem.core.modes import RWLOCK, SHARED, UPDATE, WHOLE, WRITER
+from django_sqlsem.core.names import key_of
 from django_sqlsem.database.errors import FREETDS_GONE, is_transient
 from django_sqlsem.exceptions import BackendError, DeadlockError, SemaphoreError
 
@@ -46,40 +45,9 @@ class LockNames:
         """Return what a transaction holds that is fenced with a permit of this name."""
         return f"{FENCE}{self.gate[len(GATE) : len(GATE) + DIGEST_UNITS]}"
 
-    @property
-    def told(self) -> str:
-        """Return what the first in line holds to keep out those who barge, as it wants everybody else to leave."""
-        return f"{self.gate}:w"
-
-    def line(self, mode: str) -> LockNames:
-        """Return the names of who waits in this mode: one that may become the writer keeps no readers out."""
-        return LockNames(self.base, f"{self.gate}:u") if mode == UPDATE else self
-
     def slot(self, number: int) -> str:
         """Return the resource of a slot, counted from 1."""
         return f"{number}-{self.base}"
-
-
-#: The mode in which holders of slots have the name itself: they do not exclude one another.
-OF_SLOTS: Final = "IntentExclusive"
-#: The same of others, by the kind of lock. Readers do not exclude one another either, and keep out holders of slots.
-MODES: Final = {"monitor": "Exclusive", RWLOCK: "Shared"}
-#: The modes of claims that say by themselves in which mode they have the name.
-_BY_MODE: Final = {WHOLE: "Exclusive", UPDATE: "Update"}
-#: The slot that says who drains a semaphore: it is free by then.
-DRAINS: Final = 1
-
-
-def mode_of(kind: str, mode: str = SHARED) -> str:
-    """Return the mode in which a holder has the name itself: one that wants all slots, alone."""
-    return _BY_MODE.get(mode) or MODES.get(kind, OF_SLOTS)
-
-
-def place_of(kind: str, mode: str) -> int | None:
-    """Return the very slot that a claim takes, which stands for all of them; ``None``: any that is free."""
-    if mode == SHARED:
-        return None
-    return WRITER if kind == RWLOCK else DRAINS
 
 
 @functools.lru_cache(maxsize=4096)
@@ -88,23 +56,21 @@ def lock_names(name: str) -> LockNames:
 
     Slot *i* of ``name`` is ``<i>-<name>``, as in "Counting Semaphore" of the series "Locking and Blocking". A name
     that is itself like a slot of another (``1-x``), that begins like our own locks, or whose slots would pass 255
-    UTF-16 units goes by a digest instead: the first 128 bits of the SHA-256 of its UTF-16LE, which T-SQL computes as
-    ``HASHBYTES('SHA2_256', @name)``.
+    UTF-16 units goes by its key instead.
     """
-    text = name.encode("utf-16-le")
-    digest = hashlib.sha256(text).hexdigest()
+    key = key_of(name)
     # Only the first 32 characters of a resource are shown by the server's views.
-    gate = f"{GATE}{digest[:DIGEST_UNITS]}"
-    too_long = len(text) // 2 + _NUMBER_UNITS > MAX_UNITS
+    gate = f"{GATE}{key[:DIGEST_UNITS]}"
+    too_long = len(name.encode("utf-16-le")) // 2 + _NUMBER_UNITS > MAX_UNITS
     if too_long or _LIKE_A_SLOT.match(name) or name.startswith(PREFIX):
-        return LockNames(f"{PREFIX}{digest[:32]}", gate)
+        return LockNames(f"{PREFIX}{key}", gate)
     return LockNames(name, gate)
 
 
 #: It is not the session that we opened.
 FOREIGN: Final = 9
-#: The session has the semaphore already.
-OWN: Final = 7
+#: The session that asks for an upgrade is no upgradable reader.
+NO_READER: Final = -13
 
 
 class Meaning(enum.Enum):
@@ -122,6 +88,8 @@ class Meaning(enum.Enum):
     FORBIDDEN = "forbidden"
     #: The lock tables are not there.
     NO_TABLES = "no tables"
+    #: The stored procedures are not there.
+    NO_PROCEDURES = "no procedures"
     #: The lock was not held.
     NOT_HELD = "not held"
     OTHER = "other"
@@ -133,22 +101,28 @@ RETURN_CODES: Final[dict[int, tuple[type[SemaphoreError], str]]] = {
     -3: (DeadlockError, "the server chose this session to break a deadlock (-3); nothing is held"),
     -999: (BackendError, "the server refused the call of sp_getapplock (-999)"),
     FOREIGN: (BackendError, "the session was replaced under its locks: is a connection pool on?"),
-    OWN: (BackendError, "the session has the semaphore already: is a connection pool on?"),
+    NO_READER: (BackendError, "the session is no upgradable reader: is a connection pool on?"),
 }
 
 #: Native error numbers.
 NATIVE_ERRORS: Final[dict[int, Meaning]] = {
+    1204: Meaning.AGAIN,  # no memory for locks
     1205: Meaning.AGAIN,  # chosen as a deadlock's victim
     1222: Meaning.AGAIN,  # a row stayed locked
     3960: Meaning.AGAIN,  # an update conflict under snapshot isolation
     1223: Meaning.NOT_HELD,
     208: Meaning.NO_TABLES,
     207: Meaning.NO_TABLES,  # a column that a later migration brings
+    2812: Meaning.NO_PROCEDURES,
     229: Meaning.FORBIDDEN,
     262: Meaning.FORBIDDEN,
     297: Meaning.FORBIDDEN,
+    2760: Meaning.FORBIDDEN,  # of a schema
+    2801: Meaning.AGAIN,  # a procedure was altered under a call; what the call has left is freed first
     300: Meaning.FORBIDDEN,
+    3906: Meaning.FORBIDDEN,  # the database is read-only
     6102: Meaning.FORBIDDEN,  # KILL
+    10928: Meaning.AGAIN,  # Azure SQL: no worker is free
     18456: Meaning.FORBIDDEN,
     596: Meaning.SESSION_ENDED,  # killed
     6005: Meaning.SESSION_ENDED,  # the server is shutting down

@@ -29,6 +29,8 @@ import dj_database_url
 from django.apps import apps
 from django.db import connections
 
+from django_sqlsem.backends.applock import install
+
 #: The drivers by the names that ``SQLSEM_TEST_MSSQL_DRIVER`` gives them, the default first: pyodbc with Microsoft's
 #: ODBC driver, pyodbc with FreeTDS, and Microsoft's own Python driver.
 DRIVERS = ("odbc", "freetds", "mssql-python")
@@ -206,7 +208,7 @@ def lock_base(name: str) -> str:
     """Return what the resources of a semaphore's slots end with, ``<slot>-<base>``: written down here once more."""
     text = name.encode("utf-16-le")
     if _SLOT_LIKE.match(name) or name.startswith("sqlsem:") or len(text) > 2 * 244:
-        return f"sqlsem:{hashlib.sha256(text).hexdigest()[:32]}"
+        return f"sqlsem:{hashlib.sha256(name.encode()).hexdigest()[:32]}"
     return name
 
 
@@ -231,7 +233,7 @@ def one_at_a_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def database(alias: str) -> Iterator[None]:
-    """Make the test database of an alias on a stand-in, with the tables of all installed apps, and drop it in the end.
+    """Make the test database of an alias on a stand-in, with what the migrations of all installed apps make, and drop it in the end.
 
     Django's own way fails there at ``ALTER DATABASE`` and at migrations that alter columns.
     """
@@ -262,6 +264,7 @@ def _create_tables(alias: str) -> None:
         for model in apps.get_models():
             if model._meta.managed and not model._meta.proxy:
                 editor.create_model(model)
+    install.install(connections[alias])
 
 
 def end_sessions(alias: str) -> None:

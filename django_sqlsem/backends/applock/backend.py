@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from django_sqlsem.backends.applock.acquire import FIRST_TRY, Stand
-from django_sqlsem.backends.applock.queue import Line
-from django_sqlsem.backends.applock.sessions import LockSession
-from django_sqlsem.backends.applock.tsql import line as tsql_line
-from django_sqlsem.backends.applock.tsql import parts
-from django_sqlsem.backends.applock.upgrades import ApplockUpgrades, UpgradeLine
-from django_sqlsem.backends.base import Granted, Place, Queue, Request, Waited
+from django_sqlsem.backends.applock import install, reading
+from django_sqlsem.backends.applock.acquire import Claims
+from django_sqlsem.backends.applock.fences import Fencing
+from django_sqlsem.backends.applock.line import Line
+from django_sqlsem.backends.applock.operator import Operator
+from django_sqlsem.backends.applock.pool import LockPool
+from django_sqlsem.backends.applock.possession import Possession
+from django_sqlsem.backends.applock.upgrades import UpgradeLine, Upgrades
+from django_sqlsem.backends.base import (
+    Acquired,
+    BaseSemaphoreBackend,
+    Grant,
+    Granted,
+    Place,
+    Queue,
+    Released,
+    Renewal,
+    Request,
+    Waited,
+)
 from django_sqlsem.core.modes import SHARED, UPDATE, UPGRADE, WHOLE, line_of
-from django_sqlsem.database.sqlserver import LockNames, lock_names
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
-    from django_sqlsem.backends.applock.pool import LockPool
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from django_sqlsem.backends.clock import RowClock
     from django_sqlsem.core.names import Resource
     from django_sqlsem.database.sessions import Session
+    from django_sqlsem.snapshots import HolderSnapshot, Loss, SemaphoreSnapshot
 
 
 #: For how long an end of the process waits for each thread that stands in line for nobody, in seconds.
 LEAVING: Final = 2.0
 
 
-class ApplockBackend(ApplockUpgrades):
-    """Grants are session-owned application locks. Its statements run on the pool's sessions, whatever it is given."""
+class ApplockBackend(BaseSemaphoreBackend):
+    """Grants are session-owned application locks. Its calls run on the pool's sessions, whatever it is given."""
 
     released_on_disconnect = True
     supports_renewal = False
@@ -38,14 +52,20 @@ class ApplockBackend(ApplockUpgrades):
 
     def __init__(self, alias: str) -> None:
         super().__init__(alias)
-        #: By the claims' lines.
+        self.pool = LockPool(alias)
+        self.possession = Possession(self.pool)
+        self.claims = Claims(self.pool, self.possession)
+        self.upgrades = Upgrades(self.pool, self.possession)
+        self._fencing = Fencing(self.pool, self.possession)
+        self._operator = Operator(alias)
+        #: By the claims' queues.
         self._lines: dict[str, Line] = {}
         self._lines_lock = threading.Lock()
         self.deliver: Callable[..., object] = lambda granted, sent, resource, *, at_once: None
         self.pool.closing = self._end_lines
 
     def session(self) -> LockPool:
-        """Return the pool: which session a statement runs on depends on what it is about."""
+        """Return the pool: which session a call runs on depends on what it is about."""
         return self.pool
 
     def announce(self, deliver: Callable[..., object]) -> None:
@@ -53,30 +73,42 @@ class ApplockBackend(ApplockUpgrades):
         self.deliver = deliver
 
     def before_fork(self, frozen: list[Any]) -> None:
-        """Let short statements under way finish."""
         self.pool.freeze(frozen)
 
     def after_fork(self) -> None:
-        """In a forked child: leave the parent's sessions alone."""
         self.pool.after_fork()
 
-    # Waiting.
+    # Acquiring.
+
+    def claim(self, session: Session, request: Request) -> Grant | None:
+        granted = self._try(request)
+        return None if granted is None else granted.grant
+
+    def _try(self, request: Request) -> Granted | None:
+        if request.mode == UPGRADE:
+            return self.upgrades.ask(request).granted
+        return self.claims.try_claim(request).granted
 
     def enrol(self, session: Session, request: Request, place: Place, *, first: bool) -> Waited:
-        """Claim if need be; else have the name's own thread stand in line in the server."""
-        if first and not (request.fair and self.is_crowded(request.line)):
-            granted = self.try_claim(request, FIRST_TRY).granted
+        """Claim if need be; else have the name's own thread wait in the server."""
+        if first and not (request.fair and self.claims.is_crowded(request.line)):
+            granted = self._try(request)
             if granted is not None:
                 return Waited((granted,), at_once=True)
-        names = lock_names(request.resource.name).line(request.mode)
-        kind: Callable[..., Line] = UpgradeLine if request.mode == UPGRADE else Line
         with self._lines_lock:
             line = self._lines.get(request.line)
             if line is None:
-                line = self._lines[request.line] = kind(self, names, self._line_ended)
+                line = self._lines[request.line] = self._new_line(request)
             line.enrol(request, place, first=first)
             line.start()
         return Waited((), Queue(ahead=0, told=True))
+
+    def _new_line(self, request: Request) -> Line:
+        if request.mode != UPGRADE:
+            return Line(self, self._line_ended)
+        line = UpgradeLine(self, self._line_ended)
+        line.upgrades = self.upgrades
+        return line
 
     def _line_ended(self, line: Line) -> bool:
         with self._lines_lock:
@@ -92,7 +124,7 @@ class ApplockBackend(ApplockUpgrades):
             line.end(LEAVING)
 
     def wait(self, session: Session, request: Request, place: Place) -> Waited:
-        """See that the waiting goes on, and whether the first in line has stopped while a slot is free."""
+        """See that the waiting goes on; show that it does; seldom, look past a gate behind which nothing moves."""
         line = self._lines.get(request.line)
         if line is None:
             return Waited()
@@ -100,45 +132,98 @@ class ApplockBackend(ApplockUpgrades):
             line.leave(request.permit_id)
             raise error
         line.enrol_again(request, place)
-        if line.is_head or not line.waits_for(request.permit_id):
-            # Its grant is on the way, or it is not known there.
-            there = line.is_head or self.pool.holder(request.permit_id) is not None
-            return Waited((), Queue(ahead=0, told=True) if there else None)
-        try:
-            granted, status, *_ = self.try_claim(request, Stand(line.ticket, place.waiting))
-        except BaseException:
-            line.leave(request.permit_id)
-            raise
-        if granted is not None:
-            line.leave(request.permit_id)
-            return Waited((granted,))
-        return Waited((), Queue(ahead=1, suspects=int(status == parts.GATED), told=True))
+        if not line.waits_for(request.permit_id):  # its grant is on the way, or it is not known there
+            return Waited((), Queue(ahead=0, told=True) if self.pool.holder(request.permit_id) is not None else None)
+        line.show(request, place)
+        if request.mode != UPGRADE and not line.is_head:
+            try:
+                granted = line.look_past(request)
+            except BaseException:
+                line.leave(request.permit_id)
+                raise
+            if granted is not None:
+                line.leave(request.permit_id)
+                return Waited((granted,))
+        return Waited((), Queue(ahead=0, told=True))
 
     def granted(self, session: Session, request: Request) -> Granted | None:
         """Return what the pool knows: grants are delivered without being asked for."""
         found = self.pool.holder(request.permit_id)
-        if found is None:
-            return None
-        return Granted(request.permit_id, found[1].grant(), request.lease)
+        return None if found is None else Granted(request.permit_id, found[1].grant(), request.lease)
 
     def leave(self, session: Session, request: Request) -> None:
-        """Have the thread wait for this claim no longer."""
         self.discard(session, request.resource, request.permit_id)
 
     def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
         """Free what a claim may have got, and wait for it no longer."""
-        for each in (SHARED, UPDATE, UPGRADE):
-            line = self._lines.get(line_of(resource.key, each))
+        for mode in (SHARED, UPDATE, UPGRADE):
+            line = self._lines.get(line_of(resource.key, mode))
             if line is not None:
                 line.leave(permit_id)
-        return super().discard(session, resource, permit_id)
+        return self.possession.discard(resource, permit_id)
 
-    def step_out(self, session: LockSession, names: LockNames, ticket: str) -> None:
-        """Open the gate if it is held, and take the waiter's row away."""
-        with contextlib.suppress(BackendError):
-            if not session.ended:
-                values = {"stamp": session.stamp, "gate": names.gate, "ticket": ticket}
-                session.run(tsql_line.step_out(record=self.record), values)
-            elif self.record:
-                with self.pool.shared("") as other:
-                    other.run(tsql_line.UNWAIT, {"ticket": ticket})
+    # Holding.
+
+    def release(self, session: Session, held: Acquired, *, wanted: bool = False, hand_on: bool = True) -> Released:
+        return Released(self.possession.release(held.permit_id))
+
+    def hand_out(self, session: Session, resource: Resource) -> None:
+        """The server hands locks to those who wait for them."""
+
+    def renew(self, session: Session, held: Sequence[Acquired]) -> Renewal:
+        return self.possession.renew(held)
+
+    def taken_away(self, held: Acquired) -> Loss | None:
+        return self.possession.taken_away(held.permit_id)
+
+    def fate(self, session: Session, held: Acquired) -> Loss | None:
+        return self.possession.taken_away(held.permit_id)
+
+    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool:
+        return self._fencing.fence(caller, held)
+
+    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
+        return self._fencing.fenced_sql(caller, held)
+
+    def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
+        """Read one name on a lock session, whatever the caller's transaction is up to."""
+        while True:
+            with self.pool.shared("") as own:
+                try:
+                    results = own.results(reading.READ, (resource.key, None))
+                except BackendError as error:
+                    if not error.stale_connection:  # else it had died unnoticed, and another one may do better
+                        raise
+                    continue
+            return next(iter(reading.read(results, names=[resource.name])), None)
+
+    # The operator's side, on the alias's ordinary connection.
+
+    def notes(self) -> list[str]:
+        return self._operator.notes()
+
+    def inspect(
+        self, names: Collection[str] | None = None, *, prefix: str = "", at: RowClock | None = None
+    ) -> list[SemaphoreSnapshot]:
+        return self._operator.inspect(names, prefix=prefix)
+
+    def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
+        return self._operator.revoke(name, slot, token, by=by, kill=kill)
+
+    def request_stop(self, name: str, slot: int, token: int, *, by: str) -> HolderSnapshot | None:
+        return self._operator.request_stop(name, slot, token, by=by)
+
+    def purge_slot(self, name: str, slot: int, token: int) -> bool:
+        return self._operator.purge_slot(name, slot, token)
+
+    def purge_idle(self, name: str) -> bool:
+        return self._operator.purge_idle(name)
+
+    def set_slots(self, name: str, slots: int | None) -> bool:
+        return self._operator.set_slots(name, slots)
+
+    def set_paused(self, name: str, paused: bool) -> bool:
+        return self._operator.set_paused(name, paused)
+
+    def procedures(self, *, drop: bool = False) -> tuple[str, ...]:
+        return install.for_alias(self.alias, drop=drop)

@@ -1,6 +1,6 @@
 """Fences of application locks: the caller's own transaction keeps a permit's slots from being taken until it ends.
 
-The transaction takes locks of its own (``applock_fence_sql``), and then the permit's session proves that it still has
+The transaction takes locks of its own (``internal_fence_1``), and then the permit's session proves that it still has
 its slots. Whoever gets one of those slots later looks for such locks, and stands behind them.
 """
 
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from django_sqlsem.backends.applock.possession import ApplockHolding
-from django_sqlsem.backends.applock.tsql.fences import HOLD
-from django_sqlsem.backends.applock.tsql.parts import SEEK
+from django_sqlsem.backends.applock import calls
 from django_sqlsem.core.modes import UPGRADE, line_of
 from django_sqlsem.database import transactions
+from django_sqlsem.database.raw import results_of
 from django_sqlsem.database.sessions import CallerSession
 from django_sqlsem.database.sqlserver import failure
 from django_sqlsem.exceptions import BackendError, SemaphoreError
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     from django_sqlsem.backends.applock.held import Holding
+    from django_sqlsem.backends.applock.pool import LockPool
+    from django_sqlsem.backends.applock.possession import Possession
     from django_sqlsem.backends.applock.sessions import LockSession
     from django_sqlsem.backends.base import Acquired
-    from django_sqlsem.database.sessions import Session
-    from django_sqlsem.snapshots import Loss
 
 
 #: How long a transaction waits for its fence, in milliseconds: for whoever has taken the slot by then.
@@ -34,15 +33,20 @@ TURN: Final = 10.0
 _REFUSED: Final = -1
 
 _ROW: Final = (
-    f"EXISTS (SELECT 1 FROM sqlsem_slot {SEEK} WHERE semaphore_key = %s AND slot = %s AND token = %s"
+    "EXISTS (SELECT 1 FROM sqlsem_slot WITH (FORCESEEK) WHERE semaphore_key = %s AND slot = %s AND token = %s"
     " AND permit_id = %s) AND APPLOCK_TEST(N'public', %s, N'Exclusive', N'Session') = 0"
 )
 
 
-class ApplockFencing(ApplockHolding):
+class Fencing:
     """Fences the caller's transactions and statements."""
 
-    def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool:
+    def __init__(self, pool: LockPool, possession: Possession) -> None:
+        self.alias = pool.alias
+        self.pool = pool
+        self.possession = possession
+
+    def fence(self, caller: BaseDatabaseWrapper, held: Acquired) -> bool:
         """Fence the caller's transaction. Return whether the permit is live, and stays untaken until that ends."""
         self._need_rows()
         found = self.pool.holder(held.permit_id)
@@ -50,19 +54,14 @@ class ApplockFencing(ApplockHolding):
             return False
         own, holding = found
         whole = bool(holding.whole) or line_of(holding.key, UPGRADE) in own.held
-        values: list[Any] = [holding.names.fence, "Shared" if whole else "IntentShared"]
-        values += ["" if whole else f"{','.join(map(str, holding.slots))},", PATIENCE_MS]
-        status = CallerSession(caller).run(lambda cursor: _ask(cursor, HOLD, values))
-        if status < 0 and status != _REFUSED:
-            raise failure(caller.alias, status)
+        values: list[Any] = [holding.key, "" if whole else holding.csv, PATIENCE_MS]
+        result = CallerSession(caller).run(lambda cursor: _ask(cursor, values))
+        if result < 0 and result != _REFUSED:
+            raise failure(caller.alias, result)
         live = self._has(own, holding)
-        if live and status < 0:
+        if live and result < 0:
             raise BackendError(f"The database {self.alias!r} failed: {held.resource.name!r} could not be fenced")
         return live
-
-    def fate(self, session: Session, held: Acquired) -> Loss | None:
-        """Return how a grant was lost."""
-        return self.taken_away(held)
 
     def fenced_sql(self, caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
         """Return a condition that the slots' rows are the permit's, and that their locks are taken.
@@ -70,7 +69,7 @@ class ApplockFencing(ApplockHolding):
         In a transaction it fences that first: else somebody might get the slot while the statement runs.
         """
         self._need_rows()
-        if transactions.in_transaction(caller) and not self.fence(caller, self.pool, held):
+        if transactions.in_transaction(caller) and not self.fence(caller, held):
             return "1 = 0", []
         found = self.pool.holder(held.permit_id)
         if found is None:
@@ -81,7 +80,7 @@ class ApplockFencing(ApplockHolding):
         return f"({' AND '.join([_ROW] * len(holding.slots))})", parameters
 
     def _need_rows(self) -> None:
-        if not self.record:
+        if not self.possession.record:
             raise SemaphoreError(
                 f"Fences need lock rows, and SQLSEM['RECORD'] is off for {self.alias!r}: nothing tells who has a slot."
             )
@@ -99,13 +98,10 @@ class ApplockFencing(ApplockHolding):
             except BackendError:
                 if not own.ended:
                     raise
-            self.bury(own)
+            self.possession.bury(own)
             return False
 
 
-def _ask(cursor: Any, text: str, values: list[Any]) -> int:
-    cursor.execute(text, values)
-    while cursor.description is None:  # some servers send a word about each refused lock
-        if not cursor.nextset():
-            raise RuntimeError("the server sent no result")
-    return int(cursor.fetchone()[0])
+def _ask(cursor: Any, values: list[Any]) -> int:
+    cursor.execute(calls.FENCE.text.replace("?", "%s"), values)
+    return int(results_of(cursor)[0][0]["rc"])

@@ -11,22 +11,19 @@ from django.db.models import F, Q
 from django.db.utils import Error
 
 from django_sqlsem.backends.applock import reading
-from django_sqlsem.backends.applock.pool import LockPool
-from django_sqlsem.backends.applock.tsql import procedures as tsql_procedures
-from django_sqlsem.backends.base import TOKENS, BaseSemaphoreBackend
+from django_sqlsem.backends.base import TOKENS, check_slots
 from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.conf import config
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
-from django_sqlsem.core.names import ONE_SLOT, key_of, validate_slots
+from django_sqlsem.core.names import key_of, validate_slots
 from django_sqlsem.database.errors import database_errors
+from django_sqlsem.database.raw import results_of
 from django_sqlsem.database.sqlserver import LockNames, lock_names
 from django_sqlsem.exceptions import BackendError, SemaphoreError, fenced, kill_needed
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.applock.reading import Locks
-    from django_sqlsem.core.names import Resource
-    from django_sqlsem.database.sessions import Session
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
 
@@ -59,34 +56,23 @@ FENCED_PATIENCE: Final = 5.0
 ENDING: Final = 3.0
 
 
-class ApplockOperator(BaseSemaphoreBackend):
+class Operator:
     """Shows what is held, and acts on it."""
 
     def __init__(self, alias: str) -> None:
-        super().__init__(alias)
-        self.pool = LockPool(alias)
+        self.alias = alias
         #: Whether the server's views could be seen the last time; if not, why, and until when that is believed.
         self._sees = False
         self._blind, self._blind_until = "", 0.0
-
-    def snapshot(self, session: Session, resource: Resource) -> SemaphoreSnapshot | None:
-        """Read one name on a lock session, whatever the caller's transaction is up to."""
-        while True:
-            with self.pool.shared("") as own:
-                try:
-                    found = reading.read(own.rows, names=[resource.name])
-                except BackendError as error:
-                    if not error.stale_connection:  # else it had died unnoticed, and another one may do better
-                        raise
-                    continue
-            return found[0] if found else None
 
     def inspect(
         self, names: Collection[str] | None = None, *, prefix: str = "", at: RowClock | None = None
     ) -> list[SemaphoreSnapshot]:
         """Return snapshots ordered by name."""
         with database_errors(self.alias):
-            return reading.read(self._query, names=names, prefix=prefix, locks=self._locks())
+            keys = None if names is None else reading.keys_of(names)
+            results = self._results(reading.READ, (keys, prefix or None))
+            return reading.read(results, names=names, prefix=prefix, locks=self._locks())
 
     def notes(self) -> list[str]:
         """Say so if the login sees only what is recorded."""
@@ -111,13 +97,12 @@ class ApplockOperator(BaseSemaphoreBackend):
         return found
 
     def _query(self, text: str, parameters: Sequence[Any]) -> list[dict[str, Any]]:
+        return next(iter(self._results(text, parameters)), [])
+
+    def _results(self, text: str, parameters: Sequence[Any]) -> list[list[dict[str, Any]]]:
         with connections[self.alias].cursor() as cursor:
             cursor.execute(text.replace("%", "%%").replace("?", "%s") if parameters else text, list(parameters) or None)
-            while cursor.description is None:
-                if not cursor.nextset():
-                    return []
-            columns = [column[0] for column in cursor.description]
-            return [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]
+            return results_of(cursor)
 
     def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
         """End the session that has this slot's lock; its other locks go with it.
@@ -261,25 +246,14 @@ class ApplockOperator(BaseSemaphoreBackend):
         return int(self._query(_TAKE, (resource,))[0]["rc"]) >= 0
 
     def set_slots(self, name: str, slots: int | None) -> bool:
-        """Set the operator's number; every claim's next batch reads it. ``ValueError`` for a lock with one slot."""
+        """Set the operator's number; every acquire reads it in turn. ``ValueError`` for a lock with one slot."""
         if slots is not None:
             validate_slots(slots)
-
-        def wrong(semaphore: SemaphoreRow) -> None:
-            if semaphore.kind == TOKENS:
-                raise ValueError(f"{name!r} is a count of tokens: it has no slots.")
-            if semaphore.kind in ONE_SLOT and slots not in (None, 1):
-                raise ValueError(f"{name!r} is a {semaphore.kind}: it has one slot, not {slots}.")
-
-        return self._update(name, wrong, operator_slots=slots)
+        return self._update(name, lambda row: check_slots(name, row.kind, slots), operator_slots=slots)
 
     def set_paused(self, name: str, paused: bool) -> bool:
         """Stop or resume granting; holders are not disturbed."""
-        return self._update(name, lambda semaphore: None, paused=paused)
-
-    def procedures(self, *, drop: bool = False) -> tuple[str, ...]:
-        """Return the batches that install, or remove, the procedures for programs without Django."""
-        return tsql_procedures.procedures(drop=drop)
+        return self._update(name, lambda row: None, paused=paused)
 
     def _update(self, name: str, check: Callable[[SemaphoreRow], None], **values: Any) -> bool:
         with database_errors(self.alias):

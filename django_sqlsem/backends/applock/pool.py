@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from django.db import Error as DjangoDatabaseError
 
-from django_sqlsem.backends.applock import sessions as applock_sessions
 from django_sqlsem.backends.applock.held import Holding
-from django_sqlsem.backends.applock.sessions import LockSession
+from django_sqlsem.backends.applock.sessions import INSIDE, LockSession
+from django_sqlsem.core import turns
 from django_sqlsem.core.modes import UPDATE, line_of
 from django_sqlsem.database import sockets
 from django_sqlsem.database.errors import backend_error
@@ -49,7 +48,7 @@ class LockPool:
         self._freed = threading.Condition(self._lock)
         self._sessions: list[LockSession] = []
         self._by_permit: dict[str, tuple[LockSession, Holding]] = {}
-        self._opening: list[applock_sessions.User] = []
+        self._opening: list[turns.User] = []
         self._failed: tuple[float, BackendError] | None = None
         #: Called before the sessions are closed: who waits on one that nobody needs any more leaves it.
         self.closing: Callable[[], object] = lambda: None
@@ -75,11 +74,6 @@ class LockPool:
         found = self._by_permit.get(holding.permit_id)
         if found is not None and found[0] is session:
             del self._by_permit[holding.permit_id]
-
-    def lowest_slot(self, key: str) -> int:
-        """Return the lowest slot of a name that no permit of this process has."""
-        taken = {slot for each in self.sessions() if (found := each.held.get(key)) is not None for slot in found.slots}
-        return next(slot for slot in itertools.count(1) if slot not in taken)
 
     def sessions(self) -> list[LockSession]:
         """Return the sessions that stand."""
@@ -184,9 +178,9 @@ class LockPool:
                             return each
                         each.lock.release()
                 left = give_up - time.monotonic()
-                self._opening = [each for each in self._opening if applock_sessions.is_there(each)]
+                self._opening = [each for each in self._opening if turns.is_there(each)]
                 if len(self._opening) < ENOUGH and (len(fitting) + len(self._opening) < ENOUGH or left <= 0):
-                    self._opening.append(applock_sessions.user())
+                    self._opening.append(turns.user(INSIDE))
                     return None
                 if left <= 0:
                     self._hear_of_failures(asked)
@@ -273,6 +267,6 @@ class LockPool:
 
     def after_fork(self) -> None:
         """In a forked child: leave the parent's sessions alone."""
-        applock_sessions.after_fork()
+        turns.after_fork()
         for session in self._sessions:
             session.after_fork()

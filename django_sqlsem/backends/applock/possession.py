@@ -8,20 +8,19 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
-from django_sqlsem.backends.applock.held import Holding
-from django_sqlsem.backends.applock.operator import ApplockOperator
-from django_sqlsem.backends.applock.sessions import LockSession
-from django_sqlsem.backends.applock.tsql import parts, quick, upgrades
-from django_sqlsem.backends.base import Acquired, Released, Renewal, Request
+from django_sqlsem.backends.applock import calls
+from django_sqlsem.backends.base import Acquired, Renewal, Request
 from django_sqlsem.conf import config
 from django_sqlsem.core.clocks import boot_now
-from django_sqlsem.core.modes import UPDATE, UPGRADE, WRITER, line_of
+from django_sqlsem.core.modes import UPDATE, UPGRADE, line_of
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
+    from django_sqlsem.backends.applock.held import Holding
+    from django_sqlsem.backends.applock.pool import LockPool
+    from django_sqlsem.backends.applock.sessions import LockSession
     from django_sqlsem.core.names import Resource
-    from django_sqlsem.database.sessions import Session
 
 
 logger = logging.getLogger("django_sqlsem")
@@ -38,11 +37,12 @@ DISPLACED: Final = "another program took the name when it was downgraded"
 REMEMBERED: Final = 1000
 
 
-class ApplockHolding(ApplockOperator):
-    """Keeps and frees slots."""
+class Possession:
+    """Keeps and frees what permits have."""
 
-    def __init__(self, alias: str) -> None:
-        super().__init__(alias)
+    def __init__(self, pool: LockPool) -> None:
+        self.alias = pool.alias
+        self.pool = pool
         #: How sessions that have ended cost their permits, by permit id.
         self._lost: dict[str, Loss] = {}
         #: Permits that were lost by their own downgrade: a release that follows at once has nothing to complain of.
@@ -53,11 +53,8 @@ class ApplockHolding(ApplockOperator):
         """Whether a row is kept beside each lock."""
         return config(self.alias).record
 
-    def release(self, session: Session, held: Acquired, *, wanted: bool = False, hand_on: bool = True) -> Released:
-        """Free the permit's locks on the session that has them, the rows first."""
-        return Released(self._free(held.permit_id))
-
-    def _free(self, permit_id: str) -> bool:
+    def release(self, permit_id: str) -> bool:
+        """Free a permit's locks on the session that has them. Return whether they all still were there."""
         found = self.pool.holder(permit_id)
         if found is None:
             freed = permit_id in self._displaced
@@ -68,34 +65,37 @@ class ApplockHolding(ApplockOperator):
             if session.held.get(holding.line) is not holding:
                 return False
             if holding.mode in (UPDATE, UPGRADE):
-                return self.settle(session, holding.key, keep=holding.mode == UPGRADE)
+                return self.downgrade(session, holding.key, keep=holding.mode == UPGRADE)
             return self.let_go(session, holding) >= len(holding.slots)
 
     def let_go(self, session: LockSession, holding: Holding) -> int:
         """Free a permit's locks on this session, whose turn it is. Returns how many there were."""
-        values = {
-            "stamp": session.stamp,
-            "base": holding.names.base,
-            "csv": holding.csv,
-            "key": holding.key,
-            "permit": holding.permit_id,
-            "slot": holding.slots[0],
-            "resource": holding.names.slot(holding.slots[0]),
-        }
+        call = calls.RELEASE if len(holding.slots) == 1 else calls.RELEASE_SEVERAL
+        given = {"slot": holding.slots[0], "taken": holding.csv, "permit": holding.permit_id if self.record else None}
+        row = self._give(session, call, _names(holding) | given)
+        if row is None:
+            return 0
+        self.pool.forget(session, holding)
+        self._see_to_row(holding, row)
+        return int(row["freed"])
+
+    def _give(self, session: LockSession, call: calls.Call, values: dict[str, Any]) -> dict[str, Any] | None:
+        """Make a call that gives something back. ``None``: the session has surely ended, and so it was given back."""
         try:
-            row = self._free_on(session, values, len(holding.slots))
+            return session.run(call, values | {"record": self.record})
         except BackendError:
             if session.ended:  # the server frees the locks; the row is seen to when it can be
                 self.bury(session)
             if session.surely_ended:
-                return 0
+                return None
             raise
-        self.pool.forget(session, holding)
+
+    def _see_to_row(self, holding: Holding, row: dict[str, Any]) -> None:
+        """After a call whose locks are free: if a row could not be written, free it now."""
         if row["error"]:
-            logger.warning("A row of %r could not be freed with its lock: %s", self.alias, row["message"])
+            logger.warning("A row of %r could not be freed with its lock: %s", self.alias, row["why"])
             with contextlib.suppress(BackendError):
-                self._unrecord(holding)
-        return int(row["freed"])
+                self._forget(holding)
 
     def give_up(self, session: LockSession | None, request: Request) -> None:
         """Free what a claim has got that nobody wants any more: on its own session, or (``None``) on that of a reader.
@@ -103,7 +103,7 @@ class ApplockHolding(ApplockOperator):
         Raises ``BackendError``; then the session has ended, unless it is the reader's.
         """
         if session is None:
-            self._free(request.permit_id)
+            self.release(request.permit_id)
             return
         with self.or_end(session):
             self.let_go(session, session.held[request.line])
@@ -118,7 +118,7 @@ class ApplockHolding(ApplockOperator):
             self.bury(session)
             raise
 
-    def settle(self, session: LockSession, key: str, *, keep: bool, ticket: str = "") -> bool:
+    def downgrade(self, session: LockSession, key: str, *, keep: bool) -> bool:
         """End the upgrade on this session, whose turn it is, and unless it is to ``keep`` that, its permit.
 
         Returns whether there was what ends.
@@ -127,16 +127,10 @@ class ApplockHolding(ApplockOperator):
         upgraded = session.held.get(line_of(key, UPGRADE))
         if reader is None:
             return False
-        values = {"stamp": session.stamp, "base": reader.names.base, "gate": reader.names.gate, "slot": WRITER}
-        values |= {"keep": int(keep), "key": key, "permit": reader.permit_id, "ticket": ticket}
-        try:
-            row = session.run(upgrades.settle(record=self.record), values)
-        except BackendError:
-            if session.ended:
-                self.bury(session)
-            if session.surely_ended:
-                return False
-            raise
+        values = _names(reader) | {"keep": keep, "permit": reader.permit_id}
+        row = self._give(session, calls.DOWNGRADE, values)
+        if row is None:
+            return False
         session.unclear.pop(line_of(key, UPGRADE), None)
         if upgraded is not None:
             self.pool.forget(session, upgraded)
@@ -145,74 +139,56 @@ class ApplockHolding(ApplockOperator):
         if keep and row["freed"]:
             self._displaced.add(reader.permit_id)
             self._lose(reader, Loss(LossReason.CUT_OFF, DISPLACED))
-        if row["error"]:
-            logger.warning("A row of %r could not be changed with its lock: %s", self.alias, row["message"])
+        if not keep:
+            self._see_to_row(reader, row)
         return upgraded is not None if keep else bool(row["freed"])
 
-    def _free_on(self, session: LockSession, values: dict[str, Any], slots: int) -> dict[str, Any]:
-        if slots == 1:
-            try:
-                return session.run(quick.release(record=self.record), values)
-            except BackendError:  # most likely error 1223, which not every driver tells
-                if session.ended:
-                    raise
-        return session.run(parts.release(record=self.record), values)
-
-    def hand_out(self, session: Session, resource: Resource) -> None:
-        """The server hands locks to those who wait for them."""
-
-    def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
+    def discard(self, resource: Resource, permit_id: str) -> bool:
         """Free what a claim may have got: known locks by name, and those of claims that were cut short."""
-        freed = False
-        for session_ in self.pool.unclear(resource.key):
-            with self.pool.own(session_, timeout=BUSY_FOR) as had:
-                if not had:  # by now somebody may wait on it, for long
-                    raise BackendError(f"The database {self.alias!r} failed: a session is busy")
-                if resource.key in session_.unclear and not session_.ended:
-                    session_.clean(resource.key)
-                    if self.record:
-                        session_.run(parts.UNRECORD, {"key": resource.key, "permit": permit_id, "slot": 0})
-        for session_ in self.pool.unclear(line_of(resource.key, UPGRADE)):
-            with self.pool.own(session_, timeout=BUSY_FOR) as had:
-                if not had:
-                    raise BackendError(f"The database {self.alias!r} failed: a session is busy")
-                if line_of(resource.key, UPGRADE) in session_.unclear and not session_.ended:
-                    self.settle(session_, resource.key, keep=True)
-        if self.pool.holder(permit_id) is not None:
-            freed = self._free(permit_id)
-        return freed
+        for line in (resource.key, line_of(resource.key, UPGRADE)):
+            for session in self.pool.unclear(line):
+                with self.pool.own(session, timeout=BUSY_FOR) as had:
+                    if not had:  # by now somebody may wait on it, for long
+                        raise BackendError(f"The database {self.alias!r} failed: a session is busy")
+                    if line not in session.unclear or session.ended:
+                        continue
+                    if line == resource.key:
+                        session.clean(line)
+                    else:
+                        self.downgrade(session, resource.key, keep=True)
+        return self.pool.holder(permit_id) is not None and self.release(permit_id)
 
-    # Holding.
+    # Proofs.
 
-    def renew(self, session: Session, held: Sequence[Acquired]) -> Renewal:
+    def renew(self, held: Sequence[Acquired]) -> Renewal:
         """Have each session prove that it stands and has its locks."""
         wanted = {each.permit_id for each in held}
         asked = {}
-        for session_ in self.pool.sessions():
-            if ids := {holding.permit_id for holding in list(session_.held.values())} & wanted:
-                asked[session_] = ids
+        for session in self.pool.sessions():
+            if ids := {holding.permit_id for holding in list(session.held.values())} & wanted:
+                asked[session] = ids
         standing = self._standing(list(asked))
         renewed = {permit_id for each in standing for permit_id in asked[each]}
-        wishes = {permit_id: by for each in standing for permit_id, by in each.wishes.items()}
+        asked_by = {permit_id: by for each in standing for permit_id, by in each.asked_by.items()}
         self.pool.trim(config(self.alias).idle)
-        lost = {each.permit_id: loss for each in held if (loss := self.taken_away(each)) is not None}
-        return Renewal(frozenset(renewed), lost, wishes)
+        lost = {each.permit_id: loss for each in held if (loss := self.taken_away(each.permit_id)) is not None}
+        return Renewal(frozenset(renewed), lost, asked_by)
 
-    def taken_away(self, held: Acquired) -> Loss | None:
+    def taken_away(self, permit_id: str) -> Loss | None:
         """Return how a permit's session ended, if it did."""
-        found = self.pool.holder(held.permit_id)
+        found = self.pool.holder(permit_id)
         if found is not None and not found[0].ended and boot_now() - found[0].proved_at > STALE_PROOF:
             # The process did not run for a while: what happened meanwhile is for the server to say.
             with self.pool.own(found[0], timeout=BUSY_FOR) as had:
                 if had and not found[0].ended:
-                    self._stands(found[0])
+                    self.stands(found[0])
         if found is not None and not found[0].ended:
             return None
-        if found is not None and held.permit_id not in self._lost:
+        if found is not None and permit_id not in self._lost:
             with self.pool.own(found[0], timeout=BUSY_FOR) as had:
-                if had and held.permit_id not in self._lost:  # else whoever has found that out has asked who did it
+                if had and permit_id not in self._lost:  # else whoever has found that out has asked who did it
                     self.bury(found[0])
-        return self._lost.get(held.permit_id) or Loss(LossReason.SESSION_ENDED, "its database session has ended")
+        return self._lost.get(permit_id) or Loss(LossReason.SESSION_ENDED, "its database session has ended")
 
     def _standing(self, sessions: list[LockSession]) -> list[LockSession]:
         """Return those that have proved that they stand."""
@@ -230,9 +206,9 @@ class ApplockHolding(ApplockOperator):
 
     def _stands_in_turn(self, session: LockSession) -> bool:
         with self.pool.own(session, timeout=BUSY_FOR) as had:
-            return had and self._stands(session)
+            return had and self.stands(session)
 
-    def _stands(self, session: LockSession) -> bool:
+    def stands(self, session: LockSession) -> bool:
         """Have a session prove that it stands and has its locks; bury it if it does not."""
         with contextlib.suppress(BackendError):
             if session.prove(record=self.record):
@@ -247,7 +223,7 @@ class ApplockHolding(ApplockOperator):
         for holding in list(session.held.values()):
             by = None
             try:
-                by = self._unrecord(holding) if reachable else None
+                by = self._forget(holding) if reachable else None
             except BackendError:  # nobody waits for as many logins as there were permits
                 reachable = False
             self._lose(
@@ -263,7 +239,7 @@ class ApplockHolding(ApplockOperator):
             self._lost.clear()
         self._lost[holding.permit_id] = loss
 
-    def _unrecord(self, holding: Holding) -> str | None:
+    def _forget(self, holding: Holding) -> str | None:
         """Free the rows of locks that are gone. Returns who revoked the permit, if somebody did.
 
         Raises ``BackendError``.
@@ -272,7 +248,9 @@ class ApplockHolding(ApplockOperator):
             return None
         with self.pool.shared(holding.key) as session:
             values = {"key": holding.key, "permit": holding.permit_id, "slot": holding.slots[0]}
-            row = session.run(parts.UNRECORD, values)
-            if holding.tokens and row["revoked_token"] in holding.tokens:
-                return str(row["revoked_by"])
-        return None
+            row = session.run(calls.FORGET, values | {"token": holding.tokens[0] if holding.tokens else 0})
+        return None if row["revoked_by"] is None else str(row["revoked_by"])
+
+
+def _names(holding: Holding) -> dict[str, Any]:
+    return {"base": holding.names.base, "key": holding.key}

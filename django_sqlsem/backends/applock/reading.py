@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from django_sqlsem.backends.applock.tsql.parts import NOW
 from django_sqlsem.backends.clock import RowClock, stop_by
 from django_sqlsem.core.modes import WHOLE, WRITER
 from django_sqlsem.core.names import MAX_SLOTS, key_of, validate_name
-from django_sqlsem.database.sqlserver import PREFIX, LockNames, Meaning, lock_names, meaning
+from django_sqlsem.database.sqlserver import LockNames, Meaning, lock_names, meaning
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot
 
@@ -194,79 +193,35 @@ def refusal(error: Exception) -> str:
     return f"{_ONLY}{' '.join(text.split())}"
 
 
-#: Runs a query with ``?`` marks and returns its rows by column.
-Query: TypeAlias = Callable[[str, Sequence[Any]], list[dict[str, Any]]]
+#: Four results of ``READ``, each a list of rows by column: the server's time, names, slots, waiters.
+Results: TypeAlias = Sequence[Sequence[dict[str, Any]]]
 
-#: How many names one query asks for.
-CHUNK: Final = 200
+#: Answers by ``Results``; its parameters are keys with commas between them, or ``None``, and a prefix or ``None``.
+READ: Final = "EXEC sqlsem.internal_read_1 @keys = ?, @prefix = ?"
 
-_SEMAPHORES: Final = (
-    "SELECT m.name_key AS [key], m.name, m.kind, m.declared_slots, m.declared_us, m.operator_slots, m.paused,"
-    f" m.other_slots, m.other_us, m.tokens, {NOW} AS now_us,"
-    " (SELECT MAX(acquired_us) FROM sqlsem_slot WHERE semaphore_key = m.name_key) AS last_grant_us,"
-    " (SELECT AVG(held_us) FROM sqlsem_slot WHERE semaphore_key = m.name_key AND held_us > 0) AS usual_us,"
-    " (SELECT SUM(take) FROM sqlsem_waiter WHERE semaphore_key = m.name_key AND away = 1"
-    f" AND expires_us <= {NOW}) AS overdue"
-    " FROM sqlsem_semaphore m WHERE {where} ORDER BY m.name"
-)
 
-_TAKEN: Final = (
-    "CASE WHEN APPLOCK_MODE(N'public', {resource}, N'Session') <> N'NoLock' THEN 1"
-    " WHEN APPLOCK_TEST(N'public', {resource}, N'Exclusive', N'Session') = 0 THEN 1 ELSE 0 END"
-)
-#: Names that go by a digest are asked about one by one.
-_PLAIN: Final = f"m.name NOT LIKE N'[0-9]%' AND m.name NOT LIKE N'{PREFIX}%' AND DATALENGTH(m.name) <= 480"
-_RESOURCE: Final = f"CASE WHEN {_PLAIN} THEN CONCAT(s.slot, N'-', m.name) ELSE N'{PREFIX}' END"
-
-_SLOTS: Final = (
-    "SELECT s.semaphore_key AS semaphore_id, s.slot, s.token, s.acquired_us, s.expires_us, s.lease_us, s.host, s.pid,"
-    " s.thread, s.label, s.user_name AS [user], s.session_id, s.session_us, s.lock_mode AS mode,"
-    " s.stop_token, s.stop_by,"
-    f" CASE WHEN {_PLAIN} THEN {_TAKEN.format(resource=_RESOURCE)} END AS taken"
-    " FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE {where} ORDER BY s.slot"
-)
-
-_WAITERS: Final = (
-    "SELECT w.semaphore_key AS semaphore_id, w.queued_us, w.waiting, w.take, w.host, w.pid, w.thread, w.label,"
-    " w.user_name AS [user], w.process_id, w.lock_mode AS mode"
-    " FROM sqlsem_waiter w JOIN sqlsem_semaphore m ON m.name_key = w.semaphore_key"
-    f" WHERE {{where}} AND w.away = 0 AND w.expires_us > {NOW} ORDER BY w.queued_us, w.id"
-)
+def keys_of(names: Collection[str]) -> str:
+    """Return the first parameter of ``READ`` for these names."""
+    return ",".join(sorted({key_of(name) for name in names}))
 
 
 def read(
-    query: Query, *, names: Collection[str] | None = None, prefix: str = "", locks: Locks | None = None
+    results: Results, *, names: Collection[str] | None = None, prefix: str = "", locks: Locks | None = None
 ) -> list[SemaphoreSnapshot]:
     """Return snapshots ordered by name: of ``names`` if given, else of all names that begin with ``prefix``."""
-    if names is None:
-        # LIKE and "=" would disregard blanks at the end.
-        where, parameters = ("CHARINDEX(?, m.name) = 1", (prefix,)) if prefix else ("1 = 1", ())
-        found = _read(query, where, parameters, locks)
-    else:
-        wanted, found = sorted(set(names)), []
-        for start in range(0, len(wanted), CHUNK):
-            some = [key_of(name) for name in wanted[start : start + CHUNK]]
-            found += _read(query, f"m.name_key IN ({', '.join('?' * len(some))})", some, locks)
+    times, semaphores, all_slots, all_waiters = results
+    clock = RowClock(int(times[0]["now_us"]), "")
+    slots, waiters = _by_key(all_slots), _by_key(all_waiters)
+    found = [_snapshot(clock, row, slots.get(row["key"], []), waiters.get(row["key"], []), locks) for row in semaphores]
     if locks is not None:
         known = {each.name for each in found}
-        for name, slots in locks.semaphores().items():
+        for name, taken in locks.semaphores().items():
             if name not in known and (name.startswith(prefix) if names is None else name in names):
-                found.append(_unrecorded(query, name, slots, locks))
+                found.append(_unrecorded(clock, name, taken, locks))
     return sorted(found, key=lambda each: each.name)
 
 
-def _read(query: Query, where: str, parameters: Sequence[Any], locks: Locks | None) -> list[SemaphoreSnapshot]:
-    semaphores = query(_SEMAPHORES.format(where=where), parameters)
-    if not semaphores:
-        return []
-    slots, waiters = (
-        _by_key(query(_SLOTS.format(where=where), parameters)),
-        _by_key(query(_WAITERS.format(where=where), parameters)),
-    )
-    return [_snapshot(query, row, slots.get(row["key"], []), waiters.get(row["key"], []), locks) for row in semaphores]
-
-
-def _by_key(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def _by_key(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault(row["semaphore_id"], []).append(row)
@@ -274,18 +229,17 @@ def _by_key(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _snapshot(
-    query: Query,
+    clock: RowClock,
     row: dict[str, Any],
     slots: list[dict[str, Any]],
     waiters: list[dict[str, Any]],
     locks: Locks | None,
 ) -> SemaphoreSnapshot:
-    clock = RowClock(int(row.pop("now_us")), "")
     last_grant, usual, overdue = row.pop("last_grant_us"), row.pop("usual_us"), row.pop("overdue")
     semaphore = SemaphoreRow(**row)
     semaphore.last_grant_us = last_grant  # type: ignore[attr-defined]
     name, names = semaphore.name, lock_names(semaphore.name)
-    holders = [holder for slot in slots if (holder := _holder(query, clock, name, names, slot)) is not None]
+    holders = [holder for slot in slots if (holder := _holder(clock, name, slot)) is not None]
     waiting = [clock.waiter(name, WaiterRow(**each)) for each in waiters]
     if locks is not None:
         numbers = {slot["slot"] for slot in slots}
@@ -297,12 +251,8 @@ def _snapshot(
     return clock.semaphore(semaphore, tuple(holders), tuple(waiting), usual_hold=usual_hold, overdue=int(overdue or 0))
 
 
-def _holder(
-    query: Query, clock: RowClock, name: str, names: LockNames, row: Mapping[str, Any]
-) -> HolderSnapshot | None:
+def _holder(clock: RowClock, name: str, row: Mapping[str, Any]) -> HolderSnapshot | None:
     taken = row["taken"]
-    if taken is None:
-        taken = is_taken(query, names.slot(row["slot"]))
     values = {key: value for key, value in row.items() if key != "taken"}
     slot = SlotRow(**values)
     if slot.expires_us is None:
@@ -397,17 +347,11 @@ def _seen(clock: RowClock, names: LockNames, holder: HolderSnapshot, locks: Lock
     return _unknown(clock, holder.name, holder.slot, lock)  # the row is somebody else's
 
 
-def _unrecorded(query: Query, name: str, slots: Mapping[int, Lock], locks: Locks) -> SemaphoreSnapshot:
+def _unrecorded(clock: RowClock, name: str, slots: Mapping[int, Lock], locks: Locks) -> SemaphoreSnapshot:
     """Return what is known of a semaphore that has no rows: its slots are those that were ever seen taken."""
-    clock = RowClock(int(query(f"SELECT {NOW} AS now_us", ())[0]["now_us"]), "")
     most = max(slots)
     return clock.semaphore(
         SemaphoreRow(name=name, declared_slots=most),
         tuple(_unknown(clock, name, slot, lock) for slot, lock in sorted(slots.items())),
         tuple(_stranger(clock, name, lock) for lock in locks.waiters(lock_names(name), range(1, most + 1))),
     )
-
-
-def is_taken(query: Query, resource: str) -> bool:
-    """Return whether any session holds a resource exclusively."""
-    return bool(query(f"SELECT {_TAKEN.format(resource='?')} AS taken", (resource, resource))[0]["taken"])

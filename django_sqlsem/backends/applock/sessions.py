@@ -1,223 +1,65 @@
 """One session of the server that keeps locks: one statement at a time, never reconnected, cut off when in doubt.
 
-Raw driver connections for locks, from an alias's own settings: encryption, tokens and extra parameters are kept.
-
-A lock for the use of a session that a struck thread does not leave locked.
-
-A signal handler may raise anywhere (``KeyboardInterrupt``, Celery's soft time limit), also between taking a lock and
-the ``try`` that gives it back. The session behind it may have the locks of other permits, so it can't be thrown away.
+Its turn is a lock that an interrupted thread does not leave locked, as the session may have the locks of other permits,
+and can't be thrown away.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import re
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error as DjangoDatabaseError
-from django.db import connections
 
-from django_sqlsem.backends.applock.tsql import parts as tsql_parts
-from django_sqlsem.backends.applock.tsql.parts import input_sizes
-from django_sqlsem.backends.applock.tsql.proof import prove
-from django_sqlsem.core import greenlets
+from django_sqlsem.backends.applock.calls import CLEAN, PROVE, Call
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.identity import process_id
 from django_sqlsem.core.modes import UPDATE, line_of
+from django_sqlsem.core.turns import Turn
 from django_sqlsem.database import sockets as database_sockets
-from django_sqlsem.database.dialects import answer_limit, limit_logins
 from django_sqlsem.database.errors import backend_error
+from django_sqlsem.database.raw import answer_timeout, connect, results_of
 from django_sqlsem.database.sqlserver import FOREIGN, Meaning, failure, meaning
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
     from django_sqlsem.backends.applock.held import Holding
     from django_sqlsem.database.sqlserver import LockNames
 
 
-#: What a lock connection must not have: a driver that reconnects by itself would come back without the locks, and a
-#: readable secondary has a lock manager of its own.
-_UNWANTED: Final = re.compile(
-    r"\s*(ConnectRetryCount|ConnectRetryInterval|RetryExec|ApplicationIntent|APP|Timeout|MARS_Connection)\s*=", re.I
+_NOT_INSTALLED: Final = (
+    "The stored procedures of django-sqlsem are not in the database {alias!r}, or the login may not execute them. Run "
+    "manage.py migrate, or have a DBA run what 'manage.py locks sql --database {alias}' prints."
+)
+#: How a session is set up. Without parameters: what a statement with parameters sets is undone at its end. Nobody waits
+#: on a session that holds what others wait for, so as a deadlock's victim it would free nothing.
+SETTINGS: Final = """SET XACT_ABORT ON;
+SET IMPLICIT_TRANSACTIONS OFF;
+SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
+SET DEADLOCK_PRIORITY HIGH;
+SET LOCK_TIMEOUT 2000;
+"""
+#: Stamp a fresh session, and see that it is fresh: a pool would hand out one with a stamp, and with its locks.
+OPEN: Final = Call(
+    """SET NOCOUNT ON;
+DECLARE @stamp varchar(60) = ?;
+DECLARE @before varbinary(128) = CONTEXT_INFO(), @new varbinary(128) = CAST(@stamp AS varbinary(128));
+SET CONTEXT_INFO @new;
+SELECT @@SPID AS session_id, CASE WHEN SUBSTRING(@before, 1, 7) = 0x73716C73656D3A THEN 1 ELSE 0 END AS used,
+    CASE WHEN CAST(DATABASEPROPERTYEX(DB_NAME(), 'Updateability') AS nvarchar(20)) = N'READ_ONLY' THEN 1 ELSE 0 END
+    AS read_only,
+    (SELECT DATEDIFF_BIG(MICROSECOND, '1970-01-01', login_time) FROM sys.dm_exec_sessions WHERE session_id = @@SPID)
+    AS session_us;
+""",
+    ("stamp",),
 )
 
-
-#: A batch that does not wait takes no longer than this, in seconds, or the server does not answer.
-ANSWER_TIMEOUT: Final = 5
-
-
-def answer_timeout(alias: str) -> int:
-    """Return for how many seconds a batch that does not wait may take: as the alias's ``query_timeout`` says."""
-    return answer_limit(connections[alias].settings_dict.get("OPTIONS") or {}, ANSWER_TIMEOUT)
-
-
-def connect(
-    alias: str, in_turn: Callable[[], object]
-) -> tuple[Any, BaseDatabaseWrapper, list[database_sockets.Socket]]:
-    """Open a connection in autocommit to the database that an alias means now.
-
-    One at a time in a process; ``in_turn`` is called when its turn has come, and what it raises is raised. Returns
-    the driver's connection, the Django wrapper that knows how to make one, and its socket. Raises
-    Django's database errors.
-    """
-    wrapper = connections[alias].copy()
-    parameters = copy.deepcopy(wrapper.get_connection_params())
-    options = parameters["OPTIONS"] = dict(parameters.get("OPTIONS") or {})
-    limit_logins(options)
-    options["query_timeout"] = 0
-    options["extra_params"] = ";".join(filter(None, [_kept(options.get("extra_params")), *_ours(alias, options)]))
-
-    def connect_now() -> Any:
-        in_turn()
-        raw = wrapper.get_new_connection(parameters)
-        raw.autocommit = True
-        return raw
-
-    with wrapper.wrap_database_errors:
-        port = database_sockets.port_in(wrapper.settings_dict)
-        raw, sockets = database_sockets.opening(connect_now, port, int(options["connection_timeout"]))
-    return raw, wrapper, sockets
-
-
-def _kept(extra: str | None) -> str:
-    """Return the alias's own extra parameters but for those that lock connections must not have."""
-    return ";".join(part for part in split(extra or "") if not _UNWANTED.match(part))
-
-
-def _ours(alias: str, options: dict[str, Any]) -> list[str]:
-    driver = str(options.get("driver", "ODBC Driver 18 for SQL Server"))
-    if options.get("python_driver"):
-        return ["ConnectRetryCount=0"]  # it refuses a name of the application's own
-    name = f"APP=sqlsem/{re.sub(r'[^A-Za-z0-9_.-]', '_', alias)}"
-    return [name, "ConnectRetryCount=0", "MARS_Connection=no"] if "ODBC Driver" in driver else [name]
-
-
-def split(extra: str) -> list[str]:
-    """Return the ``key=value`` parts of ODBC parameters; a semicolon inside braces belongs to the value."""
-    parts, braced, start, position = [], False, 0, 0
-    while position < len(extra):
-        character = extra[position]
-        if braced and extra.startswith("}}", position):
-            position += 1  # a brace within the value
-        elif braced and character == "}":
-            braced = False
-        elif not braced and character == "{" and extra[start:position].rstrip().endswith("="):
-            braced = True
-        elif not braced and character == ";":
-            parts.append(extra[start:position])
-            start = position + 1
-        position += 1
-    return [part.strip() for part in [*parts, extra[start:]] if part.strip()]
-
-
-_USED_BY: Final = ("django_sqlsem.backends.applock", "contextlib")
-#: How often those who wait see whether the user is still there, in seconds.
-LOOK: Final = 0.05
-
-#: The outermost frame of ours in a thread, and the thread: it is on that thread's stack for as long as the use lasts.
-User: TypeAlias = tuple[FrameType | None, int]
-
-
-class Turn:
-    """Held by one user at a time. One who has left without a word, as its frame is gone, does not hold it any more."""
-
-    def __init__(self, mend: Callable[[], object]) -> None:
-        #: Called by whoever gets it after one who has left it in the middle of something.
-        self._mend = mend
-        self._mending = False
-        # One entry: setdefault() takes it and notes by whom, and no signal can come in between.
-        self._user: dict[str, User] = {}
-        self._lock = threading.Lock()  # a condition's own ``__enter__`` is no single step
-        self._changed = threading.Condition(self._lock)
-        self._waiting = 0
-
-    def acquire(self, blocking: bool = True, timeout: float = -1, *, for_good: bool = False) -> bool:
-        """Take it, as ``threading.Lock.acquire`` does; ``for_good``: until it is released, whatever else happens."""
-        mine = (None, threading.get_ident()) if for_good else user()
-        give_up = time.monotonic() + timeout if timeout >= 0 else None
-        while self._user.setdefault("user", mine) is not mine:  # each has a tuple of its own
-            if self._take_from_the_gone():
-                continue
-            left = LOOK if give_up is None else min(LOOK, give_up - time.monotonic())
-            if not blocking or left <= 0:
-                return False
-            self._wait(left)
-        if self._mending:
-            self._mend()
-            self._mending = False
-        return True
-
-    def release(self) -> None:
-        """Give it back."""
-        self._user.clear()
-        if self._waiting:
-            with self._lock:
-                self._changed.notify()
-
-    def locked(self) -> bool:
-        """Return whether somebody has it."""
-        return bool(self._user)
-
-    def _wait(self, seconds: float) -> None:
-        with self._lock:
-            self._waiting += 1  # one that is struck here leaves it too high: then a release costs a little more
-            if self._user:
-                self._changed.wait(seconds)
-            self._waiting -= 1
-
-    def _take_from_the_gone(self) -> bool:
-        found = self._user.get("user")
-        if found is None:
-            return True
-        if is_there(found):
-            return False
-        with _taking:
-            if self._user.get("user") is found:
-                self._mending = True
-                del self._user["user"]
-        return True
-
-
-#: Two who find the same user gone must not both take it away: the second would take it from the first.
-_taking = threading.Lock()
-
-
-def user() -> User:
-    """Return who has called the caller."""
-    outermost = frame = sys._getframe(2)
-    while (caller := frame.f_back) is not None and str(caller.f_globals.get("__name__")).startswith(_USED_BY):
-        outermost = frame = caller
-    return outermost, threading.get_ident()
-
-
-def is_there(found: User) -> bool:
-    """Return whether a use still goes on."""
-    outermost, thread = found
-    if outermost is None or greenlets.library():  # whose greenlets are on no stack
-        return True
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame is outermost:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def after_fork() -> None:
-    """In a forked child: nobody takes anything."""
-    global _taking
-    _taking = threading.Lock()
-
-
+#: The modules that use a session: what is called there goes on for as long as its outermost frame is on the stack.
+INSIDE: Final = ("django_sqlsem.backends.applock", "contextlib")
 #: So many seconds after the answer was due the server is not asked once more whether it is there.
 SILENT: Final = 3.0
 #: The key of the cursor of what only reads; others are kept by their statements.
@@ -229,15 +71,16 @@ class LockSession:
 
     def __init__(self, alias: str, in_turn: Callable[[], object] = lambda: None) -> None:
         self.alias = alias
-        self.lock = Turn(self._mend)
+        self.lock = Turn(self._mend, INSIDE)
         #: The permits whose locks it has, by their lines: one of a name, as locks are re-entrant, and its upgrade.
         self.held: dict[str, Holding] = {}
         #: Whether it is kept for the one permit that it has: its locks are converted, and that is waited for on it.
         self.kept = False
-        #: Names of which a claim was cut short: what it may have got is to be freed first. With how many slots, or 0.
-        self.unclear: dict[str, tuple[LockNames, int]] = {}
+        #: Names of which a claim was cut short: what it may have got is to be freed first. With the last of the slots,
+        #: or ``None`` if the rows say that; and whether there are rows.
+        self.unclear: dict[str, tuple[LockNames, int | None, bool]] = {}
         #: By whom holders were asked to stop, by permit id, as its last proof told.
-        self.wishes: dict[str, str] = {}
+        self.asked_by: dict[str, str] = {}
         #: Why it is gone; empty while it stands.
         self.ended = ""
         #: Whether that is certain: the server, or the network on its behalf, has said so.
@@ -265,10 +108,18 @@ class LockSession:
         self._cursors: dict[tuple[str, bool], Any] = {}
         self.session_id, self.session_us = 0, 0
         try:
-            opened = self.run(tsql_parts.OPEN, {"stamp": self.stamp})
+            with self._wrapper.wrap_database_errors, contextlib.closing(self._raw.cursor()) as cursor:
+                cursor.execute(SETTINGS)
+            opened = self.run(OPEN, {"stamp": self.stamp})
         except BaseException:
             self.end("it could not be opened")
             raise
+        if opened["read_only"]:
+            self.end("its database is read-only")
+            raise BackendError(
+                f"The database {alias!r} is read-only, or a readable secondary: its locks would exclude nobody on the "
+                "primary. Connect to the primary, without ApplicationIntent=ReadOnly."
+            )
         if opened["used"]:
             self.end("it came out of a connection pool")
             raise BackendError(
@@ -282,46 +133,46 @@ class LockSession:
         """Whether another thread can end a wait on it at once."""
         return bool(self._descriptors)
 
-    def run(self, batch: tsql_parts.Batch, values: dict[str, Any], *, waits: bool = False) -> dict[str, Any]:
-        """Run a batch and return its one row by column; one that ``waits`` may take as long as it likes.
+    def run(self, call: Call, values: dict[str, Any], *, waits: bool = False) -> dict[str, Any]:
+        """Call a procedure and return its one row by column; one that ``waits`` may take as long as it likes.
 
-        Raises ``BackendError``; then the session has ended, unless the server only refused the batch.
+        Raises ``BackendError``; then the session has ended, unless the server only refused the call.
         """
         if self.ended:
             raise BackendError(f"The database {self.alias!r} failed: the session has ended: {self.ended}")
-        parameters = [values[name] for name in batch.parameters]
+        parameters = [values[name] for name in call.parameters]
         sent = boot_now()
         try:
             with self._wrapper.wrap_database_errors:
-                row = self._execute(batch.text, parameters, sizes=input_sizes(batch.parameters), waits=waits)
+                row = self._execute(call.text, parameters, sizes=call.sizes(), waits=waits)
         except DjangoDatabaseError as error:
-            # Whatever else the server said of this batch, the other locks here are not to be lost for it.
+            # Whatever else the server said of this call, the other locks here are not to be lost for it.
             known = self._note_end(error)
             gone = known in (Meaning.SESSION_ENDED, Meaning.SILENT) or boot_now() - sent > self.limit + SILENT
             if gone or self._still_fails():
                 self.end(str(error.__cause__ or error).strip())
+            if known is Meaning.NO_PROCEDURES:
+                raise BackendError(_NOT_INSTALLED.format(alias=self.alias)) from error
             raise backend_error(self.alias, error, stale=bool(self.ended) and not self.fresh) from error
         finally:
             self.last_used = time.monotonic()
-        if row.get("status") == FOREIGN or not self._is_ours(row):
+        if call is not OPEN and bytes(row["stamp"] or b"").rstrip(b"\0") != self.stamp.encode():
             self.end("another session stands in its place")
             raise failure(self.alias, FOREIGN)
-        self.proved_at, self.fresh = sent, batch is tsql_parts.OPEN
+        self.proved_at, self.fresh = sent, call is OPEN
         return row
 
-    def _is_ours(self, row: dict[str, Any]) -> bool:
-        """Whether the session whose stamp an answer brings, if it does, is the one that we opened."""
-        return "found" not in row or bytes(row["found"] or b"").rstrip(b"\0") == self.stamp.encode()
+    def results(self, text: str, parameters: Sequence[Any]) -> list[list[dict[str, Any]]]:
+        """Run what only reads and return its results, each as rows by column.
 
-    def rows(self, text: str, parameters: Sequence[Any]) -> list[dict[str, Any]]:
-        """Run a query and return its rows by column. Raises ``BackendError``; the session may have ended then."""
+        Raises ``BackendError``; the session may have ended then.
+        """
         try:
             with self._wrapper.wrap_database_errors:
                 cursor = self._cursors[_READING] = self._raw.cursor()
                 self.asked = time.monotonic()
                 cursor.execute(text, list(parameters))
-                names = [column[0] for column in cursor.description]
-                return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+                return results_of(cursor)
         except DjangoDatabaseError as error:
             self._drop(_READING)
             if self._still_fails():  # nothing can come to pass later of what only reads
@@ -392,31 +243,22 @@ class LockSession:
 
         ``record``: by the way, also who asks its permits' holders to stop.
         """
-        held = list(self.held.values())
-        resources = [each.names.slot(slot) for each in held for slot in each.slots]
-        permits = held if record else []
-        wishes = {}
-        for start in range(0, max(len(resources), 1), 100):
-            some, about = resources[start : start + 100], permits[start : start + 100]
-            values: dict[str, Any] = {"stamp": self.stamp}
-            values |= {f"resource{number}": name for number, name in enumerate(some)}
-            for number, each in enumerate(about):
-                values |= {f"key{number}": each.key, f"slot{number}": each.slots[0], f"permit{number}": each.permit_id}
-            row = self.run(prove(len(some), len(about)), values)
-            if row["missing"]:
-                self.end("its locks are gone: another session stands in its place")
-                return False
-            for number, each in enumerate(about):
-                if row[f"asked{number}"] is not None:
-                    wishes[each.permit_id] = str(row[f"asked{number}"])
-        self.wishes = wishes
+        held = [
+            f"{each.key:32}{each.permit_id:32}{slot:6}{_units(each.names.base):4}{each.names.base}"
+            for each in list(self.held.values())
+            for slot in each.slots
+        ]
+        row = self.run(PROVE, {"held": "".join(held), "record": record})
+        if row["missing"]:
+            self.end("its locks are gone: another session stands in its place")
+            return False
+        self.asked_by = {line[:32].rstrip(): line[32:] for line in str(row["asked"]).split("\n") if line}
         return True
 
     def clean(self, key: str) -> None:
         """Free what a claim of a name that was cut short may have got."""
-        names, bound = self.unclear[key]
-        values = {"stamp": self.stamp, "base": names.base, "gate": names.gate, "bound": bound}
-        self.run(tsql_parts.CLEAN, values | {"key": "" if bound else key})
+        names, last, record = self.unclear[key]
+        self.run(CLEAN, {"base": names.base, "key": key, "last": last, "record": record})
         for line in (key, line_of(key, UPDATE)):
             self.held.pop(line, None)  # in case it was noted
         self.kept = self.kept and bool(self.held)
@@ -445,6 +287,11 @@ class LockSession:
     def after_fork(self) -> None:
         """In a forked child: it is the parent's. Never closed or finalised here, which would speak on its session."""
         _inherited.append(self)
+
+
+def _units(text: str) -> int:
+    """Return the length of a text as SQL Server counts."""
+    return len(text.encode("utf-16-le", "surrogatepass")) // 2
 
 
 _inherited: list[LockSession] = []

@@ -7,24 +7,23 @@ that it stands, and can't be cut off without losing the permit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
-from django_sqlsem.backends.applock.acquire import NO_STAND, Answer, ApplockClaims, Stand, holder_values
+from django_sqlsem.backends.applock import calls
+from django_sqlsem.backends.applock.acquire import Answer
 from django_sqlsem.backends.applock.held import Holding
-from django_sqlsem.backends.applock.queue import Claimant, Line
-from django_sqlsem.backends.applock.tsql import parts, upgrades
+from django_sqlsem.backends.applock.line import Line
 from django_sqlsem.backends.base import Granted
-from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.modes import UPGRADE, WRITER, line_of
 from django_sqlsem.database.sqlserver import failure
 from django_sqlsem.exceptions import BackendError, PermitLostError
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
+    from django_sqlsem.backends.applock.pool import LockPool
+    from django_sqlsem.backends.applock.possession import Possession
     from django_sqlsem.backends.applock.sessions import LockSession
     from django_sqlsem.backends.base import Request
-    from django_sqlsem.database.sqlserver import LockNames
 
 
 #: One step of waiting for the readers to leave, in milliseconds.
@@ -35,18 +34,18 @@ BETWEEN: Final = 0.002
 TURN: Final = 5.0
 
 
-class ApplockUpgrades(ApplockClaims):
+class Upgrades:
     """Makes upgradable readers writers."""
 
-    def try_claim(self, request: Request, stand: Stand = NO_STAND) -> Answer:
-        """Claim without waiting."""
-        return self.try_upgrade(request, stand) if request.mode == UPGRADE else super().try_claim(request, stand)
+    def __init__(self, pool: LockPool, possession: Possession) -> None:
+        self.pool = pool
+        self.possession = possession
 
-    def try_upgrade(self, request: Request, stand: Stand) -> Answer:
-        """Ask once for the upgrade, for ``stand.budget`` milliseconds.
+    def ask(self, request: Request, timeout: int = 0, *, close: bool = False) -> Answer:
+        """Ask once for the upgrade, for so many milliseconds.
 
-        With a ticket, newcomers are kept out until there is a grant, or ``stop_upgrading`` is called. Raises
-        ``PermitLostError`` if there is no upgradable reader.
+        ``close``: newcomers are kept out until there is a grant, or ``stop`` is called. Raises ``PermitLostError`` if
+        there is no upgradable reader.
         """
         found = self.pool.upgradable(request.resource.key)
         if found is None:
@@ -55,67 +54,58 @@ class ApplockUpgrades(ApplockClaims):
         session, reader = found
         with self.pool.own(session, timeout=TURN) as had:
             if not had or session.ended:
-                return Answer(None, parts.BUSY)
+                return Answer(None, calls.BUSY)
             if session.held.get(reader.line) is reader:
-                return self._upgrade(session, reader, request, stand)
-        return self.try_upgrade(request, stand)  # that one was just released
+                return self._ask(session, reader, request, timeout, close=close)
+        return self.ask(request, timeout, close=close)  # that one was just released
 
-    def _upgrade(self, session: LockSession, reader: Holding, request: Request, stand: Stand) -> Answer:
-        key, line, in_line = request.resource.key, request.line, bool(stand.ticket)
+    def _ask(self, session: LockSession, reader: Holding, request: Request, timeout: int, *, close: bool) -> Answer:
+        key, line = request.resource.key, request.line
         if line_of(key, UPGRADE) in session.held:  # the keeper and the line have asked at the same moment
-            return Answer(None, parts.BUSY)
+            return Answer(None, calls.BUSY)
         if line in session.unclear:
-            self.settle(session, key, keep=True)
-        # If this is cut short, it is settled before anything else is done here.
-        session.unclear[line] = (reader.names, 0)
+            self.possession.downgrade(session, key, keep=True)
+        record = self.possession.record
+        # If this is cut short, it is ended before anything else is done here.
+        session.unclear[line] = (reader.names, None, record)
+        values: dict[str, Any] = {"base": reader.names.base, "key": key, "record": record}
+        values |= {"slots": request.slots or 0, "timeout": timeout, "close": close, "permit": reader.permit_id}
         try:
-            batch = upgrades.upgrade(record=self.record, in_line=in_line)
-            row = session.run(batch, _values(session, reader, request, stand))
+            row = session.run(calls.UPGRADE, values)
         except BackendError:
             if session.ended:
-                self.bury(session)
+                self.possession.bury(session)
             else:
-                self.settle(session, key, keep=True, ticket=stand.ticket)
+                self.possession.downgrade(session, key, keep=True)
             raise
-        status = int(row["status"])
-        if status == parts.DONE:
+        result = int(row["result"])
+        if result == calls.AT_ONCE:
             whole = tuple(range(WRITER + 1, int(row["bound"]) + 1))
             holding = Holding(request.permit_id, reader.names, key, (WRITER,), reader.tokens, whole, UPGRADE)
             self.pool.note(session, holding)
             session.unclear.pop(line, None)
-            return Answer(Granted(request.permit_id, holding.grant(), request.lease), status)
-        if row["mode"] != "Update" and not (in_line and status in (parts.BUSY, parts.PAUSED)):
-            self.settle(session, key, keep=True, ticket=stand.ticket)
+            return Answer(Granted(request.permit_id, holding.grant(), request.lease), result)
+        if not close or result not in (calls.BUSY, calls.PAUSED):
+            self.possession.downgrade(session, key, keep=True)  # it may have been converted, and not be alone yet
         session.unclear.pop(line, None)
-        if status not in (parts.BUSY, parts.PAUSED):
-            raise failure(self.alias, status)
-        return Answer(None, status)
+        if result not in (calls.BUSY, calls.PAUSED):
+            raise failure(self.pool.alias, result)
+        return Answer(None, result)
 
-    def stop_upgrading(self, key: str, ticket: str) -> None:
+    def stop(self, key: str) -> None:
         """Let newcomers in again, as nobody waits for the upgrade any more. Raises ``BackendError``."""
         found = self.pool.upgradable(key)
         if found is not None:
             with self.pool.own(found[0]):
                 if not found[0].ended and line_of(key, UPGRADE) not in found[0].held:
-                    self.settle(found[0], key, keep=True, ticket=ticket)
-
-
-class Upgrader(Claimant, Protocol):
-    """What such a line needs of the backend."""
-
-    def try_upgrade(self, request: Request, stand: Stand) -> Answer:
-        """Ask once for the upgrade."""
-
-    def stop_upgrading(self, key: str, ticket: str) -> None:
-        """Let newcomers in again."""
+                    self.possession.downgrade(found[0], key, keep=True)
 
 
 class UpgradeLine(Line):
     """The thread that waits for an upgrade, on the session of the upgradable reader."""
 
-    def __init__(self, claimant: Upgrader, names: LockNames, ended: Callable[[Line], bool]) -> None:
-        super().__init__(claimant, names, ended)
-        self.upgrader = claimant
+    #: How it asks; set by whoever makes it.
+    upgrades: Upgrades
 
     def stand(self) -> None:
         """Ask again and again, until there is a grant or nobody wants one."""
@@ -125,14 +115,13 @@ class UpgradeLine(Line):
                 key = request.resource.key
                 self.is_head = True
                 if self._step(request):
-                    self._in_line = False
+                    key = ""
                     return
                 threading.Event().wait(BETWEEN)
         finally:
             self.is_head = False
-            if self._in_line:
-                self._in_line = False
-                self.upgrader.stop_upgrading(key, self.ticket)
+            if key:
+                self.upgrades.stop(key)
 
     def _step(self, request: Request) -> bool:
         with self._lock:
@@ -140,27 +129,10 @@ class UpgradeLine(Line):
                 return False
             _request, place = self._claims[request.permit_id]
         left = STEP_MS if place.patience is None else min(STEP_MS, 1 + int(place.patience * 1000))
-        self._in_line = True
-        answer = self.upgrader.try_upgrade(request, Stand(self.ticket, place.waiting, None, place.arrived, left))
+        answer = self.upgrades.ask(request, left, close=True)
         if answer.granted is None:
-            if answer.status == parts.PAUSED:
+            if answer.result == calls.PAUSED:
                 threading.Event().wait(STEP_MS / 1000)
             return False
-        self._hand_over(None, request, answer.granted)
+        self._hand_over(None, request, answer)
         return True
-
-
-def _values(session: LockSession, reader: Holding, request: Request, stand: Stand) -> dict[str, Any]:
-    return holder_values(request) | {
-        "stamp": session.stamp,
-        "base": reader.names.base,
-        "gate": reader.names.gate,
-        "slot": WRITER,
-        "slots": request.slots or 0,
-        "take": request.take,
-        "budget": stand.budget,
-        "permit": reader.permit_id,
-        "ticket": stand.ticket,
-        "waiting": stand.waiting,
-        "age": max(0, int((boot_now() - stand.arrived) * 1e6)),
-    }

@@ -2,73 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from django_sqlsem.backends.applock.acquire import Stand
-from django_sqlsem.backends.applock.tsql import parts
+from django_sqlsem.backends.applock import calls
+from django_sqlsem.backends.applock.acquire import holder_values, same_wish
 from django_sqlsem.core.clocks import boot_now
-from django_sqlsem.database.sqlserver import broke_off, failure
+from django_sqlsem.core.modes import WHOLE
+from django_sqlsem.database.sqlserver import broke_off
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
-    from django_sqlsem.backends.applock.acquire import Answer
+    from django_sqlsem.backends.applock.acquire import Answer, Claims
     from django_sqlsem.backends.applock.pool import LockPool
+    from django_sqlsem.backends.applock.possession import Possession
     from django_sqlsem.backends.applock.sessions import LockSession
     from django_sqlsem.backends.base import Granted, Place, Request
-    from django_sqlsem.database.sqlserver import LockNames
 
 
-#: A head's batch waits for so long, in milliseconds: then the process is asked whether it still wants to.
-BUDGET_MS: Final = 500
 #: How long a thread that nobody needs any more waits for the next one who does, in seconds.
 LINGER: Final = 1.0
 #: One that gave up may have a successor in the same process: so long the place is kept for it, in seconds.
 SUCCESSION: Final = 0.05
 #: So long after the last one gave up, in seconds, the wait is cut: by then, most of them have ended by themselves.
 CUT_AFTER: Final = 3 * SUCCESSION
-#: The longest wait for the gate in one batch, in seconds: where it can be cut short from here, and where it can't.
+#: The longest wait in one call, in seconds: where it can be cut short from here, and where it can't.
 LONGEST: Final = 86_400.0
 LONGEST_UNCUT: Final = 5.0
 #: How often in a row its session may end before its waiters hear of it; one that stood so many seconds begins anew.
 ENDS: Final = 8
 STEADY: Final = 5.0
-#: It looks again after so many seconds if the server did not let it wait: while paused, shrinking, or too small.
+#: It asks again after so many seconds, then more and more slowly, while an operator lets nobody in.
 PAUSE: Final = 0.1
+LONGEST_PAUSE: Final = 1.0
+#: For so many seconds it has waited when others are shown that it does; its row is renewed after so many.
+SHOWN_AFTER: Final = 0.25
+SHOWN_EVERY: Final = 2.0
+#: After so many seconds, and then after twice as many each time, somebody looks past a gate behind which nothing moves.
+FIRST_LOOK: Final = 5.0
+LAST_LOOK: Final = 60.0
 
 
-class Claimant(Protocol):
+class Server(Protocol):
     """What the line needs of the backend."""
 
     pool: LockPool
+    possession: Possession
+    claims: Claims
     #: To be called with what was granted, when it was asked for, its name, and ``at_once``.
     deliver: Callable[..., object]
-
-    def attempt(self, session: LockSession, request: Request, stand: Stand, *, fair: int) -> Answer:
-        """Claim on this session, after standing in line if need be."""
-
-    def pass_on(self, session: LockSession, request: Request, successor: Request) -> Granted | None:
-        """Make what this session has got for a claim another one's, or let it go if that has been served elsewhere."""
-
-    def give_up(self, session: LockSession | None, request: Request) -> None:
-        """Free what a claim has got that nobody wants any more."""
-
-    def step_out(self, session: LockSession, names: LockNames, ticket: str) -> None:
-        """Open the gate if it is held, and take the waiter's row away."""
 
 
 class Line:
     """The thread and what it waits for. The keeper tells whom the next grant is for; it may change at any time."""
 
-    def __init__(self, claimant: Claimant, names: LockNames, ended: Callable[[Line], bool]) -> None:
-        self.claimant = claimant
-        self.names = names
+    def __init__(self, server: Server, ended: Callable[[Line], bool]) -> None:
+        self.server = server
         #: The name of this place in the line.
         self.ticket = uuid.uuid4().hex
         self.error: Exception | None = None
-        #: Whether it is the first in line.
+        #: Whether it is known to be the first in line: while an operator's pause lasts.
         self.is_head = False
         self._ended = ended
         #: The claim that came first and found nobody waiting here, until the server has been asked for it.
@@ -81,12 +77,14 @@ class Line:
         self._thread: threading.Thread | None = None
         self._blocked: LockSession | None = None
         self._cut = False
-        #: Whether the last session that it stood on has ended; and the last one that did so in line.
+        #: Whether the last session that it waited on has ended.
         self._session_ended = False
-        self._cut_short: LockSession | None = None
         self._ending = False
-        #: Whether it may have the gate, and a waiter's row.
-        self._in_line = False
+        # What others see of it, by the boot clock; and what was seen behind the gate.
+        self._show_at = self._look_at = 0.0
+        self._look_after = FIRST_LOOK
+        self._shown: Request | None = None
+        self._mark: int | None = None
 
     # What the keeper's thread calls.
 
@@ -97,6 +95,8 @@ class Line:
             self._claims[request.permit_id] = (request, place)
             self.error = None
             self._changed.notify()
+        self._show_at = boot_now() + SHOWN_AFTER
+        self._look_at, self._look_after, self._mark = boot_now() + FIRST_LOOK, FIRST_LOOK, None
 
     def enrol_again(self, request: Request, place: Place) -> None:
         """Note how things are with a claim that it waits for already."""
@@ -112,6 +112,45 @@ class Line:
     def waits_for(self, permit_id: str) -> bool:
         """Whether this claim has neither been served nor left."""
         return permit_id in self._claims
+
+    def show(self, request: Request, place: Place) -> None:
+        """Have the rows say that it waits, if it is time. Whatever is wrong with that costs nobody a grant."""
+        now = boot_now()
+        if now < self._show_at or not self.server.possession.record:
+            return
+        self._show_at = now + SHOWN_EVERY
+        with self._lock:
+            if request.permit_id not in self._claims:
+                return
+            self._shown = request
+        self._tell(request, place.waiting, now - place.arrived)
+
+    def hide(self) -> None:
+        """Have the rows say that it waits no longer, if they say that it does."""
+        with self._lock:
+            shown, self._shown = self._shown, None
+        if shown is not None:
+            self._tell(shown, 0, 0.0)
+
+    def _tell(self, request: Request, waiting: int, age: float) -> None:
+        values: dict[str, Any] = holder_values(request) | {"ticket": self.ticket, "key": request.resource.key}
+        values |= {"take": 0 if request.mode == WHOLE else request.take, "waiting": waiting, "age": int(age * 1e6)}
+        with contextlib.suppress(BackendError), self.server.pool.shared("") as session:
+            session.run(calls.WAITING, values)
+
+    def look_past(self, request: Request) -> Granted | None:
+        """See whether a slot is free behind a gate where nothing moves: a cancelled call may have left it closed.
+
+        Only if nothing at all was granted since the last look, and seldom. Returns what it got.
+        """
+        now = boot_now()
+        if now < self._look_at:
+            return None
+        self._look_after = min(2 * self._look_after, LAST_LOOK)
+        self._look_at = now + self._look_after
+        answer = self.server.claims.try_claim(request, fair=2, mark=self._mark)
+        self._mark = answer.mark
+        return answer.granted
 
     def leave(self, permit_id: str) -> None:
         """Wait for this claim no longer. Soon after, unless another one waits, the place is given up."""
@@ -134,7 +173,7 @@ class Line:
                 self._blocked.cut()
 
     def end(self, timeout: float) -> None:
-        """Wait for the thread to step out of line, for so many seconds at the most, unless it is wanted."""
+        """Wait for the thread to leave the line, for so many seconds at the most, unless it is wanted."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and not self._claims:
             self._ending = True
@@ -156,13 +195,14 @@ class Line:
         failures = 0
         while self._thread is threading.current_thread():  # one whose start was interrupted gives way to the next
             with self._lock:
-                if not self._ending and (not self._claims or self.error is not None):
+                if not self._claims and not self._ending and self._shown is None:
+                    self._changed.wait(LINGER)
+                elif self.error is not None and not self._ending:
                     self._changed.wait(LINGER)  # the keeper has yet to read the error
                 wanted = bool(self._claims) and self.error is None
             if not wanted:
+                self.hide()
                 if self._ended(self):
-                    if self._cut_short is not None:  # the server may have written the waiter's row after it was deleted
-                        self.claimant.step_out(self._cut_short, self.names, self.ticket)
                     return
                 continue
             began = boot_now()
@@ -180,15 +220,25 @@ class Line:
         """Wait on a session of its own, until there is a grant or nobody wants one."""
         self._session_ended = False
         try:
-            session = self.claimant.pool.alone()
+            session = self.server.pool.alone()
         except BackendError as error:
             self._session_ended = broke_off(error)  # in the middle of its login
             raise
         try:
-            self._wait_on(session)
+            pause = PAUSE
+            while (request := self._wanted()) is not None and not self._ask(session, request):
+                if self._holds_off:
+                    with self._lock:
+                        self._changed.wait(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
         finally:
+            if self.is_head and not session.ended:  # it waited for the end of a pause, and nobody wants to any more
+                session.end("it was left at the head of the line")
             self._session_ended, self.is_head = bool(session.ended), False
-            self.claimant.pool.give_back(session)
+            self.server.pool.give_back(session)
+
+    #: Whether an operator lets nobody in, or has left fewer slots than are wanted.
+    _holds_off = False
 
     def _fail(self, error: Exception, *, again: bool) -> None:
         """Leave an error for the keeper to find, unless it is our own doing, or a new session may do better."""
@@ -197,18 +247,6 @@ class Line:
             if not cut and not again and self._claims:
                 self.error = error
 
-    def _wait_on(self, session: LockSession) -> None:
-        """Stand in line, then be the head, until there is a grant or nobody wants one."""
-        try:
-            while (request := self._wanted()) is not None:
-                if self._ask(session, request):
-                    return
-        finally:
-            if self._in_line:
-                self._in_line = False
-                self.claimant.step_out(session, self.names, self.ticket)
-                self._cut_short = session if session.ended else self._cut_short
-
     def _wanted(self) -> Request | None:
         with self._lock:
             if not self._claims and not self._ending:
@@ -216,7 +254,7 @@ class Line:
             return next((request for request, _place in self._claims.values()), None)
 
     def _ask(self, session: LockSession, request: Request) -> bool:
-        """Wait in one batch: for the gate, then for slots. Return whether there was a grant."""
+        """Wait in one call: for the gate, then for slots. Return whether there was a grant."""
         with self._lock:
             if request.permit_id not in self._claims:
                 return False
@@ -225,49 +263,38 @@ class Line:
             unhindered, self._unhindered = self._unhindered == request.permit_id, ""
         longest = LONGEST if session.can_be_cut else LONGEST_UNCUT
         patience = longest if place.patience is None else min(place.patience + SUCCESSION, longest)
-        stand = Stand(self.ticket, place.waiting, patience, place.arrived, BUDGET_MS, heads=self.is_head)
-        began = boot_now()
-        self._in_line = True
         try:
-            granted, status, self.is_head, at_once = self.claimant.attempt(session, request, stand, fair=False)
+            answer = self.server.claims.attempt(session, request, int(patience * 1000), head=self.is_head)
         finally:
             with self._lock:
                 self._blocked = None
-        if granted is not None:
-            self._in_line = False  # the batch has opened the gate
-            self._hand_over(session, request, granted, at_once=unhindered and at_once)
+        self.is_head, self._holds_off = answer.head, answer.result in (calls.PAUSED, calls.TOO_FEW)
+        if answer.granted is not None:
+            self._hand_over(session, request, answer, at_once=unhindered and answer.result == calls.AT_ONCE)
             return True
-        if status not in (parts.BUSY, parts.PAUSED):
-            raise failure(self.claimant.pool.alias, status)
-        if boot_now() - began < min(patience, BUDGET_MS / 2000):
-            with self._lock:
-                self._changed.wait(PAUSE)
-        elif not self.is_head and patience < longest:
+        if answer.result == calls.BUSY and patience < longest:
             with self._lock:  # whoever waits gives up at this moment
                 self._changed.wait(SUCCESSION)
         return False
 
     def _hand_over(
-        self, session: LockSession | None, request: Request, granted: Granted, *, at_once: bool = False
+        self, session: LockSession | None, request: Request, answer: Answer, *, at_once: bool = False
     ) -> None:
+        granted, possession = answer.granted, self.server.possession
         with self._lock:
             wanted = self._claims.pop(request.permit_id, None) is not None
         if not wanted:  # who left has looked already for what it might have got
             successor = None if self._cut else self._wanted()  # nothing stands on a session that was cut
-            if successor is None or session is None or _wants(successor) != _wants(request):
-                self.claimant.give_up(session, request)
+            if successor is None or session is None or not same_wish(successor, request):
+                possession.give_up(session, request)
                 return
-            passed = self.claimant.pass_on(session, request, successor)
-            if passed is None:
+            granted = self.server.claims.pass_on(session, request, successor)
+            if granted is None:
                 return
-            granted, request, at_once = passed, successor, False
+            request, at_once = successor, False
             with self._lock:
                 wanted = self._claims.pop(request.permit_id, None) is not None
         if wanted:
-            self.claimant.deliver(granted, boot_now(), request.resource, at_once=at_once)
+            self.server.deliver(granted, boot_now(), request.resource, at_once=at_once)
         else:
-            self.claimant.give_up(session, request)
-
-
-def _wants(request: Request) -> tuple[int, int | None, str]:
-    return request.take, request.slots, request.mode
+            possession.give_up(session, request)

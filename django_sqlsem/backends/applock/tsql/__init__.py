@@ -1,3 +1,0 @@
-"""The T-SQL of application locks."""
-
-from __future__ import annotations

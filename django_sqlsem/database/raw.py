@@ -1,0 +1,101 @@
+"""Raw driver connections to SQL Server, from an alias's own settings: encryption, tokens, extra parameters are kept."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import connections
+
+from django_sqlsem.database import sockets as database_sockets
+from django_sqlsem.database.dialects import answer_limit, limit_logins
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+#: What a lock connection must not have: a driver that reconnects by itself would come back without the locks, and a
+#: readable secondary has a lock manager of its own.
+_UNWANTED: Final = re.compile(
+    r"\s*(ConnectRetryCount|ConnectRetryInterval|RetryExec|ApplicationIntent|APP|Timeout|MARS_Connection)\s*=", re.I
+)
+
+
+#: A batch that does not wait takes no longer than this, in seconds, or the server does not answer.
+ANSWER_TIMEOUT: Final = 5
+
+
+def answer_timeout(alias: str) -> int:
+    """Return for how many seconds a batch that does not wait may take: as the alias's ``query_timeout`` says."""
+    return answer_limit(connections[alias].settings_dict.get("OPTIONS") or {}, ANSWER_TIMEOUT)
+
+
+def connect(
+    alias: str, in_turn: Callable[[], object]
+) -> tuple[Any, BaseDatabaseWrapper, list[database_sockets.Socket]]:
+    """Open a connection in autocommit to the database that an alias means now.
+
+    One at a time in a process; ``in_turn`` is called when its turn has come, and what it raises is raised. Returns
+    the driver's connection, the Django wrapper that knows how to make one, and its socket. Raises
+    Django's database errors.
+    """
+    wrapper = connections[alias].copy()
+    parameters = copy.deepcopy(wrapper.get_connection_params())
+    options = parameters["OPTIONS"] = dict(parameters.get("OPTIONS") or {})
+    limit_logins(options)
+    options["query_timeout"] = 0
+    options["extra_params"] = ";".join(filter(None, [_kept(options.get("extra_params")), *_ours(alias, options)]))
+
+    def connect_now() -> Any:
+        in_turn()
+        raw = wrapper.get_new_connection(parameters)
+        raw.autocommit = True
+        return raw
+
+    with wrapper.wrap_database_errors:
+        port = database_sockets.port_in(wrapper.settings_dict)
+        raw, sockets = database_sockets.opening(connect_now, port, int(options["connection_timeout"]))
+    return raw, wrapper, sockets
+
+
+def _kept(extra: str | None) -> str:
+    """Return the alias's own extra parameters but for those that lock connections must not have."""
+    return ";".join(part for part in split(extra or "") if not _UNWANTED.match(part))
+
+
+def _ours(alias: str, options: dict[str, Any]) -> list[str]:
+    driver = str(options.get("driver", "ODBC Driver 18 for SQL Server"))
+    if options.get("python_driver"):
+        return ["ConnectRetryCount=0"]  # it refuses a name of the application's own
+    name = f"APP=sqlsem/{re.sub(r'[^A-Za-z0-9_.-]', '_', alias)}"
+    return [name, "ConnectRetryCount=0", "MARS_Connection=no"] if "ODBC Driver" in driver else [name]
+
+
+def split(extra: str) -> list[str]:
+    """Return the ``key=value`` parts of ODBC parameters; a semicolon inside braces belongs to the value."""
+    parts, braced, start, position = [], False, 0, 0
+    while position < len(extra):
+        character = extra[position]
+        if braced and extra.startswith("}}", position):
+            position += 1  # a brace within the value
+        elif braced and character == "}":
+            braced = False
+        elif not braced and character == "{" and extra[start:position].rstrip().endswith("="):
+            braced = True
+        elif not braced and character == ";":
+            parts.append(extra[start:position])
+            start = position + 1
+        position += 1
+    return [part.strip() for part in [*parts, extra[start:]] if part.strip()]
+
+
+def results_of(cursor: Any) -> list[list[dict[str, Any]]]:
+    """Return all the results of what a cursor has run that have columns, each as rows by column."""
+    found = []
+    while True:
+        if cursor.description is not None:
+            names = [column[0] for column in cursor.description]
+            found.append([dict(zip(names, row, strict=True)) for row in cursor.fetchall()])
+        if not cursor.nextset():
+            return found
