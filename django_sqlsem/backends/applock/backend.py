@@ -95,6 +95,8 @@ class ApplockBackend(BaseSemaphoreBackend):
             granted = self._try(request)
             if granted is not None:
                 return Waited((granted,), at_once=True)
+        if first and request.bounded and (crowd := self.crowd(session, request, 0)) is not None:
+            return Waited(refused=crowd)
         with self._lines_lock:
             line = self._lines.get(request.line)
             if line is None:

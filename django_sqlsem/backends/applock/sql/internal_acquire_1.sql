@@ -65,7 +65,10 @@ BEGIN TRY
         -- 1. The rows, before any lock: a table that is missing ends a procedure without its CATCH.
         IF @record = 1
         BEGIN
-            SELECT @seen = kind, @declared = declared_slots, @operator = operator_slots, @paused = paused,
+            SELECT @seen = kind, @declared = declared_slots, @operator = operator_slots,
+                -- A pause with an end is over when that has passed.
+                @paused = CASE WHEN paused = 1 AND (paused_until_us IS NULL OR paused_until_us
+                    > DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME())) THEN 1 ELSE 0 END,
                 @top = (SELECT MAX(slot) FROM dbo.sqlsem_slot WITH (FORCESEEK) WHERE semaphore_key = @key)
             FROM dbo.sqlsem_semaphore WITH (FORCESEEK) WHERE name_key = @key OPTION (KEEPFIXED PLAN);
             SELECT @bound = COALESCE(@operator, CASE WHEN @slots > 0 THEN @slots ELSE COALESCE(@declared, 1) END);

@@ -19,7 +19,8 @@ DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)),
     @done int, @i int = 1, @began datetime2(3) = SYSUTCDATETIME(), @left int, @paused bit = 0;
 SELECT @bound = @slots, @result = NULL;
 IF @record = 1
-    SELECT @paused = paused,
+    SELECT @paused = CASE WHEN paused = 1 AND (paused_until_us IS NULL OR paused_until_us
+            > DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME())) THEN 1 ELSE 0 END,
         @bound = (SELECT MAX(slot) FROM dbo.sqlsem_slot WITH (FORCESEEK) WHERE semaphore_key = @key)
     FROM dbo.sqlsem_semaphore WITH (FORCESEEK) WHERE name_key = @key OPTION (KEEPFIXED PLAN);
 IF APPLOCK_MODE(N'public', @base, N'Session') NOT IN (N'Update', N'Exclusive') SET @result = -13;
