@@ -145,7 +145,7 @@ class Claims:
         }
 
     def _ask(
-        self, session: LockSession, request: Request, call: calls.Call, values: dict[str, Any], *, waits: bool
+        self, session: LockSession, request: Request, call: calls.ProcedureCall, values: dict[str, Any], *, waits: bool
     ) -> tuple[Answer, dict[str, Any]]:
         """Make the call, and note what it took."""
         names, key = lock_names(request.resource.name), request.resource.key

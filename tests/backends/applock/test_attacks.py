@@ -180,7 +180,7 @@ def test_a_silent_server_is_found_out_also_after_a_wait(monkeypatch):
     with proxy_for(ALIAS) as proxy:
         session = session_through(proxy, monkeypatch)
         assert session.can_be_cut, "the proxy opens sockets of its own at the same moment"
-        session.run(calls.Call("SELECT CONTEXT_INFO() AS stamp", ()), {}, waits=True)
+        session.run(calls.ProcedureCall("SELECT CONTEXT_INFO() AS stamp", ()), {}, waits=True)
         session.prove()
         proxy.silence()
         began = time.monotonic()
