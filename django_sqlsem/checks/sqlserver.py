@@ -56,7 +56,7 @@ LONGEST_KEEP_ALIVE: Final = 60
 #: DTU purchasing model", Microsoft's documentation.
 WORKERS: Final = {"Basic": 30, "S0": 60, "S1": 90, "S2": 120, "S3": 200}
 #: So many processes should be able to wait for each name at once.
-CROWD: Final = 8
+WAITING_AT_ONCE: Final = 8
 
 #: Whether the database can be written, whether the login may see other sessions' locks, and who it is.
 FACTS: Final = """SET NOCOUNT ON;
@@ -69,7 +69,7 @@ SET NOCOUNT OFF;
 #: Which tier of Azure SQL Database it is; NULL elsewhere.
 TIER: Final = "SELECT CAST(DATABASEPROPERTYEX(DB_NAME(), 'ServiceObjective') AS nvarchar(60)) AS tier;\n"
 #: For how many names somebody may wait.
-NAMES: Final = "SELECT COUNT(*) AS names FROM sqlsem_semaphore;\n"
+COUNT_NAMES: Final = "SELECT COUNT(*) AS names FROM sqlsem_semaphore;\n"
 #: Take a lock that nobody else wants, give it back, and read the own session, as every lock session does at first.
 PROBE: Final = """SET NOCOUNT ON;
 DECLARE @rc int = 0, @done int = 0,
@@ -281,8 +281,8 @@ def _workers(where: str, row: Row) -> Iterator[CheckMessage]:
     """Yield a warning where a few waiting processes would take all of a small tier's workers."""
     with contextlib.suppress(Exception):  # no tiers, or not for this login to know
         tier = str(row(TIER)[0])
-        names = int(row(NAMES)[0])
-        if tier in WORKERS and names * CROWD > WORKERS[tier]:
+        names = int(row(COUNT_NAMES)[0])
+        if tier in WORKERS and names * WAITING_AT_ONCE > WORKERS[tier]:
             text = (
                 f"{where} has {WORKERS[tier]} workers (tier {tier}). Each process that waits takes one for each name,"
                 f" and there are {names} names: when all are taken, nobody can give a lock back."

@@ -50,7 +50,7 @@ def parameter(request: Any) -> str:
 
 
 def note_statements(note: Callable[[str], object]) -> None:
-    """ProcedureCall ``note`` with the text of every call that this process sends on lock sessions, from now on."""
+    """Call ``note`` with the text of every call that this process sends on lock sessions, from now on."""
     real = LockSession._execute
 
     def execute(session: LockSession, text: str, *args: Any, **kwargs: Any) -> dict[str, Any]:

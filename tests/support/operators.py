@@ -108,7 +108,7 @@ def slot_row(alias: str, name: str = "reports", slot: int = 1) -> SlotRow:
 
 
 def locks(*arguments: str, **options: Any) -> None:
-    """ProcedureCall ``manage.py locks`` in this process."""
+    """Call ``manage.py locks`` in this process."""
     call_command("locks", *arguments, **options)
 
 

@@ -12,7 +12,7 @@ from django.db import connections
 
 
 def run_in_threads(count: int, function: Callable[[int], Any], *, timeout: float = 60.0) -> list[Any]:
-    """ProcedureCall ``function(0)`` to ``function(count - 1)``, each in a thread, all at once. Return the results in order.
+    """Call ``function(0)`` to ``function(count - 1)``, each in a thread, all at once. Return the results in order.
 
     Raises the first thread's error, or ``AssertionError`` if some thread is not done after ``timeout`` seconds.
     """
@@ -43,7 +43,7 @@ def run_in_threads(count: int, function: Callable[[int], Any], *, timeout: float
 
 
 def run_beside(function: Callable[[], Any]) -> Future[Any]:
-    """ProcedureCall ``function`` in a thread of its own. Return what will have its result, or raise its error."""
+    """Call ``function`` in a thread of its own. Return what will have its result, or raise its error."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -59,7 +59,7 @@ def run_beside(function: Callable[[], Any]) -> Future[Any]:
 
 
 def wait_until(condition: Callable[[], Any], *, timeout: float = 30.0, what: str = "") -> Any:
-    """ProcedureCall ``condition`` until its result is true and return that. ``AssertionError`` after ``timeout`` seconds."""
+    """Call ``condition`` until its result is true and return that. ``AssertionError`` after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not (result := condition()):
         assert time.monotonic() < deadline, f"not within {timeout} s: {what or condition}"

@@ -27,7 +27,7 @@ PATIENCE: Final = 10.0
 #: So long after a claim found others waiting, in seconds, the next one waits in line without a look.
 CROWDED_FOR: Final = 1.0
 #: How many names are remembered.
-REMEMBERED: Final = 10_000
+MOST_REMEMBERED: Final = 10_000
 #: The short call is for semaphores of so many slots at the most: it tries one after the other.
 FEW: Final = 16
 MONITOR: Final = "monitor"
@@ -130,7 +130,7 @@ class Claims:
             raise wrong_kind(request.resource.name, str(row["why"]), request.resource.kind)
         if answer.result == calls.NEVER:
             raise never_met(request.resource.name, int(row["bound"]), request.take)
-        if answer.result not in (calls.AT_ONCE, calls.WAITED, calls.BUSY, calls.PAUSED, calls.TOO_FEW):
+        if answer.result not in (calls.TAKEN_AT_ONCE, calls.WAITED, calls.BUSY, calls.ON_HOLD, calls.TOO_FEW):
             raise failure(self.alias, answer.result)
         return answer
 
@@ -157,7 +157,7 @@ class Claims:
         row = session.run(call, values, waits=waits)
         result = int(row["result"])
         granted = None
-        if result in (calls.AT_ONCE, calls.WAITED):
+        if result in (calls.TAKEN_AT_ONCE, calls.WAITED):
             taken = (row["slot"],) if "slot" in row else filter(None, str(row["taken"]).split(","))
             slots = tuple(sorted(map(int, taken)))
             tokens = (int(row["token"]),) * len(slots) if record else ()
@@ -226,6 +226,6 @@ def same_wish(one: Request, other: Request) -> bool:
 
 
 def _remember(memory: dict[str, float], key: str, seconds: float) -> None:
-    if len(memory) > REMEMBERED:
+    if len(memory) > MOST_REMEMBERED:
         memory.clear()
     memory[key] = time.monotonic() + seconds

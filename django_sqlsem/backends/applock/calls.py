@@ -81,16 +81,16 @@ PROVE: Final = _call("internal_prove_1", "held", "record")
 FORGET: Final = _call("internal_forget_1", "key", "permit", "slot", "token")
 RENAME: Final = _call("internal_rename_1", "key", "before", "permit", "thread", "label", "user")
 WAITING: Final = _call("internal_waiting_1", "ticket", "key", "waiting", "age", "take", "lock_mode", *_HOLDER)
-UPGRADE: Final = _call("internal_upgrade_1", "base", "key", "slots", "timeout", "close", "permit", "record")
-DOWNGRADE: Final = _call("internal_downgrade_1", "base", "key", "keep", "permit", "record")
-FENCE: Final = _call("internal_fence_1", "key", "taken", "timeout")
+BE_WRITER: Final = _call("internal_upgrade_1", "base", "key", "slots", "timeout", "close", "permit", "record")
+BE_READER: Final = _call("internal_downgrade_1", "base", "key", "keep", "permit", "record")
+FENCE_OFF: Final = _call("internal_fence_1", "key", "taken", "timeout")
 DECLARE: Final = _call("internal_declare_1", "key", "name", "kind", "slots")
 
 #: What a call answers as ``result``; below -3 and above -10 the documented numbers of ``sqlsem.acquire``.
-AT_ONCE: Final = 0
+TAKEN_AT_ONCE: Final = 0
 WAITED: Final = 1
 BUSY: Final = -1
-PAUSED: Final = -4
+ON_HOLD: Final = -4
 TOO_FEW: Final = -5
 ASK: Final = -9
 NEW: Final = -10

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: How long a transaction waits for its fence, in milliseconds: for whoever has taken the slot by then.
 PATIENCE_MS: Final = 2000
 #: How long it waits for its turn on the permit's session, in seconds.
-TURN: Final = 10.0
+PROOF_WITHIN: Final = 10.0
 _REFUSED: Final = -1
 
 _ROW: Final = (
@@ -87,7 +87,7 @@ class Fencing:
 
     def _has(self, own: LockSession, holding: Holding) -> bool:
         """Have a session prove by a statement sent now that it still has a permit's locks."""
-        with self.pool.own(own, timeout=TURN) as had:
+        with self.pool.own(own, timeout=PROOF_WITHIN) as had:
             if not had:
                 raise BackendError(f"The database {self.alias!r} failed: a session is busy")
             if own.ended or own.held.get(holding.line) is not holding:
@@ -103,5 +103,5 @@ class Fencing:
 
 
 def _ask(cursor: Any, values: list[Any]) -> int:
-    cursor.execute(calls.FENCE.text.replace("?", "%s"), values)
+    cursor.execute(calls.FENCE_OFF.text.replace("?", "%s"), values)
     return int(results_of(cursor)[0][0]["rc"])

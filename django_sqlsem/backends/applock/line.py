@@ -268,9 +268,9 @@ class Line:
         finally:
             with self._lock:
                 self._blocked = None
-        self.is_head, self._holds_off = answer.head, answer.result in (calls.PAUSED, calls.TOO_FEW)
+        self.is_head, self._holds_off = answer.head, answer.result in (calls.ON_HOLD, calls.TOO_FEW)
         if answer.granted is not None:
-            self._hand_over(session, request, answer, at_once=unhindered and answer.result == calls.AT_ONCE)
+            self._hand_over(session, request, answer, at_once=unhindered and answer.result == calls.TAKEN_AT_ONCE)
             return True
         if answer.result == calls.BUSY and patience < longest:
             with self._lock:  # whoever waits gives up at this moment

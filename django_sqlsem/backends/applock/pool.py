@@ -32,7 +32,7 @@ ENOUGH: Final = 2
 #: For how many seconds a claim waits for its turn: batches that do not wait are short.
 TURN: Final = 5.0
 #: How often whoever may open a session looks whether it is its turn to, in seconds.
-LOOK: Final = 0.5
+LOOK_AGAIN: Final = 0.5
 
 
 class LockPool:
@@ -184,7 +184,7 @@ class LockPool:
                     return None
                 if left <= 0:
                     self._hear_of_failures(asked)
-                self._freed.wait(left if left > 0 else LOOK)
+                self._freed.wait(left if left > 0 else LOOK_AGAIN)
 
     def _open(self, asked: float) -> LockSession:
         try:

@@ -30,11 +30,11 @@ STALE_PROOF: Final = 10.0
 #: For how many seconds a session is asked for whose turn it may not be.
 BUSY_FOR: Final = 1.0
 #: How many sessions are asked at once where the first one did not answer.
-CROWD: Final = 32
+AT_A_TIME: Final = 32
 #: What became of an upgradable reader that was the writer, and meant to be a reader again.
 DISPLACED: Final = "another program took the name when it was downgraded"
 #: How many permits' losses are remembered for those who ask later.
-REMEMBERED: Final = 1000
+MOST_LOSSES: Final = 1000
 
 
 class Possession:
@@ -128,7 +128,7 @@ class Possession:
         if reader is None:
             return False
         values = _names(reader) | {"keep": keep, "permit": reader.permit_id}
-        row = self._give(session, calls.DOWNGRADE, values)
+        row = self._give(session, calls.BE_READER, values)
         if row is None:
             return False
         session.unclear.pop(line_of(key, UPGRADE), None)
@@ -199,7 +199,7 @@ class Possession:
             elif session.ended and not session.surely_ended:
                 # A silent server: nobody waits for one answer after the other that does not come.
                 rest = sessions[number:]
-                with ThreadPoolExecutor(max_workers=CROWD) as crowd:
+                with ThreadPoolExecutor(max_workers=AT_A_TIME) as crowd:
                     stands = list(crowd.map(self._stands_in_turn, rest))
                 return standing + [each for each, stood in zip(rest, stands, strict=True) if stood]
         return standing
@@ -235,7 +235,7 @@ class Possession:
             self.pool.forget(session, holding)
 
     def _lose(self, holding: Holding, loss: Loss) -> None:
-        if len(self._lost) > REMEMBERED:
+        if len(self._lost) > MOST_LOSSES:
             self._lost.clear()
         self._lost[holding.permit_id] = loss
 

@@ -31,7 +31,7 @@ STEP_MS: Final = 250
 #: What others get of the session between two of them, in seconds.
 BETWEEN: Final = 0.002
 #: For how long its turn on the session is waited for, in seconds.
-TURN: Final = 5.0
+ITS_TURN: Final = 5.0
 
 
 class Upgrades:
@@ -52,7 +52,7 @@ class Upgrades:
             loss = Loss(LossReason.SESSION_ENDED, "its database session has ended")
             raise PermitLostError(f"The permit of {request.resource.name!r} was lost: {loss}.", loss=loss)
         session, reader = found
-        with self.pool.own(session, timeout=TURN) as had:
+        with self.pool.own(session, timeout=ITS_TURN) as had:
             if not had or session.ended:
                 return Answer(None, calls.BUSY)
             if session.held.get(reader.line) is reader:
@@ -71,7 +71,7 @@ class Upgrades:
         values: dict[str, Any] = {"base": reader.names.base, "key": key, "record": record}
         values |= {"slots": request.slots or 0, "timeout": timeout, "close": close, "permit": reader.permit_id}
         try:
-            row = session.run(calls.UPGRADE, values)
+            row = session.run(calls.BE_WRITER, values)
         except BackendError:
             if session.ended:
                 self.possession.bury(session)
@@ -79,16 +79,16 @@ class Upgrades:
                 self.possession.downgrade(session, key, keep=True)
             raise
         result = int(row["result"])
-        if result == calls.AT_ONCE:
+        if result == calls.TAKEN_AT_ONCE:
             whole = tuple(range(WRITER + 1, int(row["bound"]) + 1))
             holding = Holding(request.permit_id, reader.names, key, (WRITER,), reader.tokens, whole, UPGRADE)
             self.pool.note(session, holding)
             session.unclear.pop(line, None)
             return Answer(Granted(request.permit_id, holding.grant(), request.lease), result)
-        if not close or result not in (calls.BUSY, calls.PAUSED):
+        if not close or result not in (calls.BUSY, calls.ON_HOLD):
             self.possession.downgrade(session, key, keep=True)  # it may have been converted, and not be alone yet
         session.unclear.pop(line, None)
-        if result not in (calls.BUSY, calls.PAUSED):
+        if result not in (calls.BUSY, calls.ON_HOLD):
             raise failure(self.pool.alias, result)
         return Answer(None, result)
 
@@ -131,7 +131,7 @@ class UpgradeLine(Line):
         left = STEP_MS if place.patience is None else min(STEP_MS, 1 + int(place.patience * 1000))
         answer = self.upgrades.ask(request, left, close=True)
         if answer.granted is None:
-            if answer.result == calls.PAUSED:
+            if answer.result == calls.ON_HOLD:
                 threading.Event().wait(STEP_MS / 1000)
             return False
         self._hand_over(None, request, answer)

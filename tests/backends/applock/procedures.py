@@ -111,7 +111,7 @@ def see_that_they_are_there() -> None:
 
 
 def warm_up(program: Program) -> None:
-    """ProcedureCall them once: the first call of a session is slow."""
+    """Call them once: the first call of a session is slow."""
     assert program.acquire("warm", 8)[0] >= 0
     program.give("warm")
 

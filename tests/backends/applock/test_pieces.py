@@ -168,7 +168,7 @@ def test_what_the_next_one_here_has_got_elsewhere_is_left_alone(server: Server, 
 def test_who_waits_for_the_end_of_a_pause_keeps_the_gate_and_is_granted_by_the_same_session(
     server: Server, line: Line
 ) -> None:
-    server.patience, server.refusal = 0.01, Answer(None, calls.PAUSED, head=True)
+    server.patience, server.refusal = 0.01, Answer(None, calls.ON_HOLD, head=True)
     line.enrol(claim("a"), place())
     line.start()
     wait_until(lambda: len(server.asked) == 3)
@@ -466,7 +466,7 @@ def test_a_crowd_opens_few_sessions_however_slow_logins_are(monkeypatch: pytest.
 
     monkeypatch.setattr(applock_pool, "LockSession", Slow)
     monkeypatch.setattr(applock_pool, "TURN", 0.05)
-    monkeypatch.setattr(applock_pool, "LOOK", 0.05)
+    monkeypatch.setattr(applock_pool, "LOOK_AGAIN", 0.05)
     pool = LockPool("default")
     served: list[LockSession] = []
 
