@@ -167,9 +167,9 @@ def woken(served: Sequence[Served]) -> tuple[Granted, ...]:
 
 
 def _pass_on(session: Session, dialect: Dialect, parameters: dict[str, Any], *, durable: bool) -> HandOff:
-    for _ in range(_TRIES):
+    for tries in range(_TRIES):
         if dialect.writing_ctes:
-            handed = _pass_in_one(session, parameters, durable=durable)
+            handed = _pass_in_one(session, parameters, durable=durable, patient=tries > 0)
         else:
             handed = _pass_by_steps(session, dialect, parameters)
         if handed.passing is not Passing.RACED:
@@ -189,7 +189,7 @@ def _was_missed(session: Session, dialect: Dialect, parameters: dict[str, Any]) 
 
 
 #: One statement, on PostgreSQL: the semaphore (``m``); the oldest waiter (``o``) and the lock of its row (``h``), which
-#: is not waited for: a heartbeat has it, or another hand-off, and no other waiter is served in its place; the slot
+#: is not waited for at first: a heartbeat has it, or another hand-off, and nobody is served in its place; the slot
 #: (``s``), which goes to that waiter (``w``, ``u``), or is freed if nobody waits (``f``). It tells which bell to ring,
 #: as that is cheaper than NOTIFY, in which commits wait for one another.
 _PASS_IN_ONE: Final = f"""
@@ -228,8 +228,10 @@ FROM m LEFT JOIN o ON TRUE LEFT JOIN h ON TRUE LEFT JOIN s ON TRUE LEFT JOIN u O
 """
 
 
-def _pass_in_one(session: Session, parameters: dict[str, Any], *, durable: bool) -> HandOff:
+def _pass_in_one(session: Session, parameters: dict[str, Any], *, durable: bool, patient: bool) -> HandOff:
     text = _PASS_IN_ONE.replace("{unflushed}", "") if durable else _PASS_IN_ONE
+    if patient:  # who has the row is done at its commit, which may take longer than many tries
+        text = text.replace(" SKIP LOCKED", "")
     row = row_of(session, text, parameters | {"lapse_us": LAPSE_US})
     if row is None:  # there is no such name any more
         return HandOff(Passing.GONE)
