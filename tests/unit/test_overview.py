@@ -26,7 +26,9 @@ from tests.support.databases import without_tables
 from tests.support.operators import hold, make_semaphore, now_us, wait
 from tests.unit.test_admin import SEMAPHORES, login, text
 
-pytestmark = pytest.mark.leaves_held
+pytestmark = [pytest.mark.leaves_held, pytest.mark.process_side("postgres")]
+#: Where databases differ: in what they find, and how they order it.
+on_each_database = pytest.mark.process_side("postgres", "mariadb")
 
 LOCKS = "admin:sqlsem_transactionlockrow_changelist"
 FRAGMENT = {"X-Sqlsem-Fragment": "1"}
@@ -85,6 +87,7 @@ def test_trouble_stands_first(operator: Client, locks_alias: str) -> None:
     assert listed(operator) == ["gone", "waited", "drains", "paused", "calm", "held"]
 
 
+@on_each_database
 def test_columns_order_the_list(operator: Client, locks_alias: str) -> None:
     fill(locks_alias)
     page = operator.get(reverse(SEMAPHORES))
@@ -101,6 +104,7 @@ def test_columns_order_the_list(operator: Client, locks_alias: str) -> None:
     assert sorted(listed(operator, o="77.-x")) == sorted(listed(operator))
 
 
+@on_each_database
 @pytest.mark.parametrize(
     ("parameters", "found"),
     [
@@ -126,6 +130,7 @@ def test_filters_and_search(operator: Client, locks_alias: str, parameters: dict
     assert response.context["cl"].result_count == len(found)
 
 
+@on_each_database
 def test_the_survey_is_what_all_snapshots_amount_to(locks_alias: str) -> None:
     fill(locks_alias)
     make_semaphore(locks_alias, "shared", slots=4, kind="rwlock")
@@ -157,6 +162,7 @@ def test_a_holder_that_is_late_is_stale(locks_alias: str) -> None:
     assert (survey.held, survey.stale) == (snapshot.held, snapshot.stale) == (3, 2)
 
 
+@on_each_database
 def test_more_than_a_survey_lists(locks_alias: str, operator: Client, monkeypatch: Any) -> None:
     fill(locks_alias)
     for module in ("backends.rows.reading", "admin.overview", "snapshots"):
@@ -176,6 +182,7 @@ def test_more_than_a_survey_lists(locks_alias: str, operator: Client, monkeypatc
     assert "More names match" not in text(response)
 
 
+@on_each_database
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("known", [False, True])
 def test_pages_of_ranked_rows_fit_together(locks_alias: str, last: bool, known: bool) -> None:
@@ -195,6 +202,7 @@ def test_pages_of_ranked_rows_fit_together(locks_alias: str, last: bool, known: 
         assert [name for page in pages for name in page] == wanted, size
 
 
+@on_each_database
 def test_pages(operator: Client, locks_alias: str) -> None:
     for number in range(120):
         SemaphoreRow.objects.using(locks_alias).create(
@@ -313,6 +321,7 @@ def test_a_database_that_fails_is_said(operator: Client, locks_alias: str) -> No
         assert part["Content-Type"].startswith("text/plain")
 
 
+@on_each_database
 def test_to_list_transaction_locks_takes_none(operator: Client, locks_alias: str, committed: None) -> None:
     if connections[locks_alias].vendor == "microsoft":
         pytest.skip("application locks of a transaction have no rows to list")
