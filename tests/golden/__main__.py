@@ -9,6 +9,7 @@ import django
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
 django.setup()
 
-from tests.golden import statements  # noqa: E402 - it needs the models
+from tests.golden import calls, statements  # noqa: E402 - they need the models
 
 statements.write()
+calls.write()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from django_sqlsem.backends.applock.tsql.parts import TYPES
+from django_sqlsem.backends.applock.calls import TYPES
 from django_sqlsem.database.cursors import size_of, sizes_for
 
 #: ODBC's numbers (sql.h, sqlucode.h).
@@ -30,7 +30,7 @@ def test_a_type_has_a_number_and_a_length(declared: str, told: tuple[int, int, i
 
 
 @pytest.mark.parametrize("declared", sorted(set(TYPES.values())))
-def test_every_type_of_a_batch_can_be_told(declared: str) -> None:
+def test_every_type_of_a_call_can_be_told(declared: str) -> None:
     assert size_of(declared)[0] in (SQL_VARCHAR, SQL_WVARCHAR, SQL_INTEGER, SQL_BIGINT)
 
 

@@ -12,8 +12,7 @@ import pytest
 from django.db import models
 
 from django_sqlsem.backends.applock import fences as applock_fences
-from django_sqlsem.backends.applock.tsql import fences
-from django_sqlsem.backends.applock.tsql import texts as tsql_texts
+from django_sqlsem.backends.applock import install
 from django_sqlsem.claims import rows
 from django_sqlsem.database.dialects import Dialect, _dialect
 from django_sqlsem.deadlocks import reading as deadlocks_reading
@@ -36,9 +35,9 @@ READ = re.compile(rf"(?:(?<!DELETE )\bFROM|\bJOIN|,) ({TABLE})\b(?: (?:AS )?(\w)
 #: A table is ordered by these: naming a row by them is a seek anyway, whatever the table's size.
 ORDER = {"id", "name_key"}
 #: Of whole tables, or of one name if one is given: an OR that no seek can serve.
-WHOLE_TABLES = {"procedure internal_look"}
+WHOLE_TABLES = {"internal_read_1", "internal_status_1"}
 #: It only begins a transaction: whatever it finds, it waits for nobody.
-UNLOCKED = {"hold"}
+UNLOCKED = {"internal_fence_1"}
 #: The tables of many rows.
 SOUGHT = r"sqlsem_(?:slot|waiter)\b"
 
@@ -96,9 +95,12 @@ def statements_about_waits() -> dict[str, str]:
 
 
 ROWS = row_statements() | statements_about_waits()
-BATCHES = {name: re.sub(r"\s+", " ", text) for name, text in tsql_texts.all_texts().items()}
-CALLERS = {"hold": fences.HOLD.replace("\n", " "), "fenced": applock_fences._ROW}
-TEXTS = ROWS | BATCHES | CALLERS
+PROCEDURES = {
+    name: re.sub(r"\s+", " ", re.sub(r"--[^\n]*", "", text).replace("dbo.sqlsem_", "sqlsem_"))
+    for name, text in install.files().items()
+}
+CALLERS = {"fenced": applock_fences._ROW}
+TEXTS = ROWS | PROCEDURES | CALLERS
 
 everywhere = pytest.mark.parametrize("name", TEXTS)
 
@@ -183,4 +185,5 @@ def test_only_sql_server_is_told_so() -> None:
 
 
 def test_the_look_that_begins_a_transaction_waits_for_nobody() -> None:
-    assert "FROM sqlsem_semaphore WITH (NOLOCK);" in fences.HOLD
+    for name in UNLOCKED:
+        assert "FROM sqlsem_semaphore WITH (NOLOCK);" in PROCEDURES[name]
