@@ -19,14 +19,14 @@ import pytest
 
 from django_sqlsem import BackendError
 from django_sqlsem.backends.applock import pool as applock_pool
-from django_sqlsem.backends.applock import queue
-from django_sqlsem.backends.applock.acquire import Answer, Stand
+from django_sqlsem.backends.applock import calls
+from django_sqlsem.backends.applock import line as applock_line
+from django_sqlsem.backends.applock import sessions as applock_sessions
+from django_sqlsem.backends.applock.acquire import Answer
 from django_sqlsem.backends.applock.held import Holding
+from django_sqlsem.backends.applock.line import Line
 from django_sqlsem.backends.applock.pool import LockPool
-from django_sqlsem.backends.applock.queue import Line
 from django_sqlsem.backends.applock.sessions import LockSession, Turn
-from django_sqlsem.backends.applock.tsql import parts
-from django_sqlsem.backends.applock.tsql.proof import prove
 from django_sqlsem.backends.base import (
     Grant,
     Granted,
@@ -67,16 +67,29 @@ class Server:
         self.given_up: list[str] = []
         self.passed_on: list[tuple[str, str]] = []
         self.served_elsewhere: set[str] = set()
+        #: Its parts are itself.
+        self.claims: Any = self
+        self.possession: Any = self
+        self.record = True
+        #: What it answers when it grants nothing.
+        self.refusal = Answer(None, calls.BUSY)
+        self.heads: list[bool] = []
+        self.looks: list[tuple[int, int | None]] = []
 
     @property
     def given_back(self) -> list[Any]:
         return self.__dict__.setdefault("_given_back", [])
 
-    def attempt(self, session: Any, asking: Request, stand: Stand, *, fair: bool) -> Answer:
+    def attempt(self, session: Any, asking: Request, timeout: int, *, head: bool) -> Answer:
         self.asked.append(asking.permit_id)
+        self.heads.append(head)
         if not self.free.wait(self.patience):
-            return Answer(None, parts.BUSY, head=True)
-        return Answer(Granted(asking.permit_id, Grant((1,), (), (1,)), 60.0), parts.DONE)
+            return self.refusal
+        return Answer(Granted(asking.permit_id, Grant((1,), (), (1,)), 60.0), calls.WAITED)
+
+    def try_claim(self, asking: Request, *, fair: int, mark: int | None) -> Answer:
+        self.looks.append((fair, mark))
+        return Answer(None, calls.BUSY, mark=len(self.looks))
 
     def pass_on(self, session: Any, asked: Request, successor: Request) -> Granted | None:
         self.passed_on.append((asked.permit_id, successor.permit_id))
@@ -93,9 +106,6 @@ class Server:
         assert session not in self.given_back, "others may use it already"
         self.given_up.append(asked.permit_id)
 
-    def step_out(self, *args: Any) -> None:
-        pass
-
 
 @pytest.fixture
 def server() -> Server:
@@ -104,7 +114,7 @@ def server() -> Server:
 
 @pytest.fixture
 def line(server: Server) -> Line:
-    return Line(server, lock_names("line"), lambda line: not line.wanted)
+    return Line(server, lambda line: not line.wanted)
 
 
 def test_one_of_two_that_asked_at_the_same_moment_leaves_the_other_in_line(server: Server, line: Line) -> None:
@@ -153,6 +163,75 @@ def test_what_the_next_one_here_has_got_elsewhere_is_left_alone(server: Server, 
     wait_until(lambda: server.given_back)
     line.end(60)
     assert (server.delivered, server.given_up) == ([], [])
+
+
+def test_who_waits_for_the_end_of_a_pause_keeps_the_gate_and_is_granted_by_the_same_session(
+    server: Server, line: Line
+) -> None:
+    server.patience, server.refusal = 0.01, Answer(None, calls.PAUSED, head=True)
+    line.enrol(claim("a"), place())
+    line.start()
+    wait_until(lambda: len(server.asked) == 3)
+    assert line.is_head
+    server.patience = 10.0
+    server.free.set()
+    wait_until(lambda: server.delivered == ["a"])
+    line.end(60)
+    assert server.heads[:3] == [False, True, True]
+    assert len(server.given_back) == 1
+
+
+def test_a_gate_behind_which_nothing_moves_is_looked_past_seldom(
+    server: Server, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First after five seconds, then after twice as long each time; ``mark`` is what was seen at the last look."""
+    now = [1000.0]
+    monkeypatch.setattr(applock_line, "boot_now", lambda: now[0])
+    request = claim("a")
+    line.enrol(request, place())
+    looked: list[float] = []
+    while now[0] < 1200:
+        if line.look_past(request) is not None or len(server.looks) > len(looked):
+            looked.append(now[0] - 1000)
+        now[0] += 0.5
+    assert looked == [5, 15, 35, 75, 135, 195]
+    assert server.looks == [(2, None), *((2, nth) for nth in range(1, 6))]
+    line.enrol(claim("b"), place())
+    assert line.look_past(request) is None
+    now[0] += 5
+    line.look_past(request)
+    assert server.looks[-1] == (2, None)  # another wait, another mark
+
+
+def test_who_waits_is_shown_after_a_while_and_then_every_two_seconds(
+    server: Server, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[float, int, int]] = []
+    now = [1000.0]
+
+    def run(call: Any, values: dict[str, Any]) -> dict[str, Any]:
+        assert call is calls.WAITING
+        assert set(values) >= set(call.parameters)
+        told.append((now[0] - 1000, values["waiting"], values["age"]))
+        return {}
+
+    server.pool.shared = lambda key: contextlib.nullcontext(SimpleNamespace(run=run))
+    monkeypatch.setattr(applock_line, "boot_now", lambda: now[0])
+    request, waits = claim("a"), Place(1000.0, waiting=2)
+    line.enrol(request, waits)
+    while now[0] < 1004.4:
+        line.show(request, waits)
+        now[0] += 0.125
+    line.leave("a")
+    line.hide()
+    line.hide()
+    assert told == [(0.25, 2, 250_000), (2.25, 2, 2_250_000), (4.25, 2, 4_250_000), (4.5, 0, 0)]
+    server.record = False
+    line.enrol(request, waits)
+    now[0] += 1
+    line.show(request, waits)
+    line.hide()
+    assert len(told) == 4
 
 
 def test_of_two_sessions_that_were_served_for_one_permit_only_the_first_one_has_it() -> None:
@@ -236,7 +315,7 @@ def test_who_waits_goes_on_when_a_session_is_killed_in_its_login(
     assert line.error is None
 
 
-@pytest.mark.parametrize(("said", "logins"), [(KILLED[0], queue.ENDS), *[(each, 1) for each in NEVER_THERE]])
+@pytest.mark.parametrize(("said", "logins"), [(KILLED[0], applock_line.ENDS), *[(each, 1) for each in NEVER_THERE]])
 def test_who_waits_hears_of_a_server_that_is_not_there(
     server: Server, line: Line, said: tuple[str, ...], logins: int
 ) -> None:
@@ -456,13 +535,94 @@ def test_a_statement_that_is_not_answered_is_cut(monkeypatch: pytest.MonkeyPatch
     wait_until(lambda: watch._thread is None, what="no thread for nothing")
 
 
-def test_a_proof_has_a_mark_for_each_parameter_and_tells_of_wishes_only_where_rows_are() -> None:
-    for resources, permits in ((1, 0), (1, 1), (100, 37)):
-        batch = prove(resources, permits)
-        assert batch.text.count("?") == len(batch.parameters) == 1 + resources + 3 * permits
-        assert "{" not in batch.text
-        assert batch.text.count("stop_token = token") == permits
-    assert "LOCK_TIMEOUT" not in prove(3).text
+def opened(monkeypatch: pytest.MonkeyPatch, **said: Any) -> LockSession:
+    """Open a session whose server answers as one that is fit for locks does, but for what is ``said``."""
+
+    class Cursor:
+        description: Any = None
+        answer: tuple[Any, ...] = ()
+
+        def setinputsizes(self, sizes: Any) -> None:
+            pass
+
+        def execute(self, text: str, parameters: Any = ()) -> None:
+            if text == applock_sessions.OPEN.text:
+                row = {"session_id": 57, "used": 0, "read_only": 0, "session_us": 1_763_677_312_003_333} | said
+                self.description, self.answer = [(name,) for name in row], tuple(row.values())
+
+        def fetchone(self) -> tuple[Any, ...]:
+            return self.answer
+
+        def nextset(self) -> bool:
+            return False
+
+        def close(self) -> None:
+            pass
+
+    closed = []
+    raw: Any = SimpleNamespace(cursor=Cursor, timeout=0, close=lambda: closed.append(True))
+    wrapper: Any = SimpleNamespace(wrap_database_errors=contextlib.nullcontext())
+    monkeypatch.setattr(applock_sessions, "connect", lambda alias, in_turn: (raw, wrapper, []))
+    try:
+        return LockSession("default")
+    except BackendError:
+        assert closed, "a session that is refused is closed"
+        raise
+
+
+def test_a_session_of_a_database_that_is_read_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A readable secondary has a lock manager of its own: its locks would exclude nobody on the primary."""
+    with pytest.raises(BackendError, match="read-only, or a readable secondary"):
+        opened(monkeypatch, read_only=1)
+
+
+def test_a_session_that_has_been_another_ones_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendError, match="came out of a pool, with the locks of its last user"):
+        opened(monkeypatch, used=1)
+
+
+def test_a_session_that_is_fit_for_locks_is_known_by_number_and_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = opened(monkeypatch)
+    assert (session.session_id, session.session_us) == (57, 1_763_677_312_003_333)
+    session.end("done")
+
+
+def test_a_proof_tells_each_slot_as_the_procedure_takes_it_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By UTF-16 units, as ``SUBSTRING`` counts: see ``internal_prove_1``."""
+    sent: list[dict[str, Any]] = []
+
+    def run(call: Any, values: dict[str, Any]) -> dict[str, Any]:
+        assert call is calls.PROVE
+        sent.append(values)
+        return {"missing": 0, "asked": f"{'b' * 32}ann\n{'p':32}o' two\n"}
+
+    session = opened(monkeypatch)
+    monkeypatch.setattr(session, "run", run)
+    names = {"a" * 32: "short", "b" * 32: "\U0001f512 and \u540d", "c" * 32: "n" * 200}
+    for nth, (permit, name) in enumerate(names.items(), 1):
+        resource = resource_for(name, "semaphore")
+        slots = tuple(range(nth, 2 * nth))
+        session.held[resource.key] = Holding(permit, lock_names(name), resource.key, slots)
+    assert session.prove(record=True)
+    assert sent[0]["record"] is True
+    text = sent[0]["held"].encode("utf-16-le")
+
+    def part(start: int, length: int) -> str:
+        return text[2 * start : 2 * (start + length)].decode("utf-16-le")
+
+    found, at = [], 0
+    while 2 * at < len(text):
+        length = int(part(at + 70, 4))
+        found.append((part(at, 32), part(at + 32, 32), int(part(at + 64, 6)), part(at + 74, length)))
+        at += 74 + length
+    assert found == [
+        (resource_for(name, "semaphore").key, permit, slot, lock_names(name).base)
+        for nth, (permit, name) in enumerate(names.items(), 1)
+        for slot in range(nth, 2 * nth)
+    ]
+    assert session.asked_by == {"b" * 32: "ann", "p": "o' two"}
+    session.held.clear()
+    session.end("done")
 
 
 @pytest.mark.parametrize("used", [True, False])
