@@ -53,9 +53,9 @@ class Session:
 
     def rows(self, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Run a batch and return the rows of its first result that has any columns."""
-        with contextlib.closing(self.raw.cursor()) as cursor:
-            cursor.execute(sql, *([parameters] if parameters else []))
-            return tds.rows(cursor)
+        with contextlib.closing(self.raw.cursor()) as self.cursor:
+            self.cursor.execute(sql, *([parameters] if parameters else []))
+            return tds.rows(self.cursor)
 
     def value(self, sql: str, *parameters: Any) -> Any:
         """Run a batch and return the first column of its first row."""

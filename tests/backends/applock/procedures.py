@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import threading
 import time
-from typing import Any
+from collections.abc import Iterator
 
-from django_sqlsem.backends.applock.tsql import procedures
+from django.db import connections
+
+from django_sqlsem.backends.applock import install
 from tests.backends.applock.counting_semaphore import Caller
 from tests.backends.applock.plain import ALIAS, Session
 from tests.support import tds
@@ -20,6 +23,20 @@ DECLARE @name nvarchar(4000) = ?, @slots int = NULLIF(?, -99), @timeout int = NU
 EXEC @rc = sqlsem.acquire @name = @name, @slots = @slots, @timeout_ms = @timeout, @label = @label, @slot = @slot OUTPUT,
     @token = @token OUTPUT, @waited_ms = @waited OUTPUT;
 SELECT @rc, @slot, @token, @waited;
+"""
+_TAKE = """
+SET NOCOUNT ON;
+DECLARE @name nvarchar(4000) = ?, @slots int = ?, @take int = ?, @timeout int = ?, @rc int, @slot int, @token bigint,
+    @waited int, @taken nvarchar(max);
+EXEC @rc = sqlsem.acquire @name = @name, @slots = @slots, @timeout_ms = @timeout, @label = N'several',
+    @slot = @slot OUTPUT, @token = @token OUTPUT, @waited_ms = @waited OUTPUT, @take = @take, @taken = @taken OUTPUT;
+SELECT @rc, @slot, @taken;
+"""
+_PROVE = """
+SET NOCOUNT ON;
+DECLARE @name nvarchar(4000) = ?, @slot int = ?, @rc int, @by nvarchar(300);
+EXEC @rc = sqlsem.prove @name = @name, @slot = @slot, @stop_by = @by OUTPUT;
+SELECT @rc, @by;
 """
 _RELEASE = """
 SET NOCOUNT ON;
@@ -44,40 +61,54 @@ class Program(Session):
         """Release, and return the return code."""
         return int(self.value(_RELEASE, name, _NULL if slot is None else slot))
 
+    def take(self, name: str, slots: int, take: int, timeout_ms: int = 20_000) -> tuple[int, tuple[int, ...]]:
+        """Acquire several slots. Return the return code and the slots."""
+        rc, slot, taken = self.rows(_TAKE, name, slots, take, timeout_ms)[0]
+        found = tuple(sorted(int(each) for each in taken.split(",") if each)) if rc >= 0 else ()
+        assert rc < 0 or slot in found
+        return int(rc), found
 
-def install(monkeypatch: Any, names: list[str]) -> None:
-    """See that they are there, as the command installs them; a stand-in, which hashes otherwise, looks digests up."""
-    session = Session()
-    try:
+    def prove(self, name: str, slot: int) -> tuple[int, str | None]:
+        """Return the return code, and who asks to stop."""
+        rc, by = self.rows(_PROVE, name, slot)[0]
+        return int(rc), by
+
+    @contextlib.contextmanager
+    def cancelled_after(self, ms: int) -> Iterator[None]:
+        """Cancel what runs in the block so many milliseconds later, as a client does. Expects the driver's error.
+
+        A stand-in reads no cancel while it works, but lets a session say how long a statement may take, and ends it
+        as it would for a cancel: no ``CATCH`` runs, and the session's locks stay.
+        """
         if tds.is_stand_in(ALIAS):
-            monkeypatch.setattr(procedures, "_hash", _looked_up)
-        if session.value("SELECT OBJECT_ID(N'sqlsem.status')") is not None:
-            return
-        if tds.is_stand_in(ALIAS):
-            session.do(
-                "IF OBJECT_ID(N'dbo.testapp_digest') IS NULL CREATE TABLE dbo.testapp_digest ("
-                "name nvarchar(200) COLLATE Latin1_General_100_BIN2, hex varchar(1600),"
-                " utf8 varchar(64), utf16 varchar(64))"
-            )
-            session.do("DELETE FROM dbo.testapp_digest")
-            for name in names:
-                utf8, utf16 = name.encode(), name.encode("utf-16-le")
-                digests = [hashlib.sha256(each).hexdigest() for each in (utf8, utf16)]
-                session.do("INSERT INTO dbo.testapp_digest VALUES (?, ?, ?, ?)", name, utf8.hex().upper(), *digests)
-        for batch in procedures.procedures():
-            session.do(batch)
-    finally:
-        session.close()
+            self.do(f"SELECT set_config('statement_timeout', '{ms}', false)")
+            timer = None
+        else:
+            timer = threading.Timer(ms / 1000, self.cancel)
+            timer.start()
+        began = time.monotonic()
+        try:
+            yield
+        except self.error_class as error:
+            assert time.monotonic() - began > 0.9 * ms / 1000, error
+        else:
+            raise AssertionError("it ended before it was cancelled")
+        finally:
+            if timer is not None:
+                timer.join()
+            else:
+                self.do("SELECT set_config('statement_timeout', '0', false)")
+
+    def cancel(self) -> None:
+        """Cancel what another thread runs on this session."""
+        self.cursor.cancel()
 
 
-def _looked_up(expression: str) -> str:
-    what, where = {
-        "@name": ("utf16", "d.name = @name"),
-        "m.name": ("utf16", "d.name = m.name"),
-        "CONVERT(varbinary(800), @hex, 2)": ("utf8", "d.hex = @hex"),
-        "CAST(@name AS varchar(400))": ("utf8", "d.name = @name"),
-    }[expression]
-    return f"(SELECT d.{what} FROM dbo.testapp_digest AS d WHERE {where})"
+def see_that_they_are_there() -> None:
+    """Install them where a test has removed or changed them."""
+    connection = connections[ALIAS]
+    if install.installed(connection) != install.version():
+        install.install(connection)
 
 
 # What child processes run.
@@ -160,5 +191,27 @@ def use_django(name: str, slots: int, seconds: float, work: float) -> None:
     while time.monotonic() < end:
         with mine, counter.inside():
             time.sleep(work)
+        times += 1
+    say(f"done {times}")
+
+
+def take_several(name: str, slots: int, take: int, seconds: float, work: float) -> None:
+    """Go in and out for so long with several slots at once, and say ``done <times>``."""
+    program = Program()
+    warm_up(program)
+    counter, times = OutsideCounter(ALIAS, name), 0
+    say("ready")
+    listen()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        rc, taken = program.take(name, slots, take)
+        assert rc >= 0, rc
+        assert len(set(taken)) == take
+        assert max(taken) <= slots
+        with contextlib.ExitStack() as stack:
+            for _ in taken:
+                stack.enter_context(counter.inside())
+            time.sleep(work)
+        assert program.give(name) == 0
         times += 1
     say(f"done {times}")

@@ -52,7 +52,7 @@ DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)),
     @may bit, @past bit = 0, @placed bit = 0, @named bit = 0, @full bit = 0, @most int, @some bit, @swept bigint = 0,
     @start int, @count int = 0, @least int = 2147483647, @greatest int = -1, @busy int = 0, @i int, @try int = 0,
     @wait int, @step int = 0, @rc int, @done int, @bad int = 0, @strikes int = 0, @now bigint;
-SELECT @result = NULL, @taken = N',', @token = NULL, @declared = @slots,
+SELECT @result = NULL, @taken = N',', @token = NULL, @declared = NULLIF(@slots, 0),
     @bound = CASE WHEN @slots > 0 THEN @slots ELSE 1 END;
 -- In a caller's transaction rows would stay locked.
 SET @write = CASE WHEN @@TRANCOUNT = 0 THEN @record ELSE 0 END;
