@@ -21,7 +21,6 @@ MODULES = {
 LONGEST = 60
 #: Functions of more than LONGEST lines.
 LONG = {
-    "backends/applock/acquire.py:attempt",
     "refresh/__init__.py:refresh_every",
 }
 #: Modules besides ``__init__`` that one folder may have.
@@ -33,7 +32,6 @@ SHORT = 60
 #: Shorter modules that fewer than two import: what Django finds by name, the command's verbs, and what should go.
 ALONE = {
     "apps.py",
-    "backends/applock/tsql/texts.py",
     "management/verbs/purge.py",
     "management/verbs/revoke.py",
     "management/verbs/set.py",
@@ -46,11 +44,6 @@ ALONE = {
 FIELDS_OF_THE_RECORD = 27
 #: Classes that inherit from a class of ours that inherits from a class of ours.
 DEEP = {
-    "ApplockBackend",
-    "ApplockClaims",
-    "ApplockFencing",
-    "ApplockHolding",
-    "ApplockUpgrades",
     "ClientGoneError",
     "FencedError",
 }

@@ -24,14 +24,8 @@ EXEC @rc = sqlsem.acquire @name = @name, @slots = @slots, @timeout_ms = @timeout
     @token = @token OUTPUT, @waited_ms = @waited OUTPUT;
 SELECT @rc, @slot, @token, @waited;
 """
-_TAKE = """
-SET NOCOUNT ON;
-DECLARE @name nvarchar(4000) = ?, @slots int = ?, @take int = ?, @timeout int = ?, @rc int, @slot int, @token bigint,
-    @waited int, @taken nvarchar(max);
-EXEC @rc = sqlsem.acquire @name = @name, @slots = @slots, @timeout_ms = @timeout, @label = N'several',
-    @slot = @slot OUTPUT, @token = @token OUTPUT, @waited_ms = @waited OUTPUT, @take = @take, @taken = @taken OUTPUT;
-SELECT @rc, @slot, @taken;
-"""
+#: A stand-in does not write ``nvarchar(max)`` to an output variable, so the slots are read from the row.
+_TAKE = "EXEC sqlsem.acquire @name = ?, @slots = ?, @take = ?, @timeout_ms = ?, @answer = 1"
 _PROVE = """
 SET NOCOUNT ON;
 DECLARE @name nvarchar(4000) = ?, @slot int = ?, @rc int, @by nvarchar(300);
@@ -63,7 +57,7 @@ class Program(Session):
 
     def take(self, name: str, slots: int, take: int, timeout_ms: int = 20_000) -> tuple[int, tuple[int, ...]]:
         """Acquire several slots. Return the return code and the slots."""
-        rc, slot, taken = self.rows(_TAKE, name, slots, take, timeout_ms)[0]
+        rc, slot, taken, _token, _waited = self.rows(_TAKE, name, slots, take, timeout_ms)[0]
         found = tuple(sorted(int(each) for each in taken.split(",") if each)) if rc >= 0 else ()
         assert rc < 0 or slot in found
         return int(rc), found

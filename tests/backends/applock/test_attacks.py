@@ -14,12 +14,12 @@ from django.db import connections, transaction
 
 from django_sqlsem import AcquireTimeoutError, BackendError, semaphore
 from django_sqlsem.backends import get_backend
-from django_sqlsem.backends.applock import acquire
-from django_sqlsem.backends.applock.acquire import Answer, ApplockClaims, Stand
+from django_sqlsem.backends.applock import calls
+from django_sqlsem.backends.applock.acquire import Answer, Claims
 from django_sqlsem.backends.applock.backend import ApplockBackend
-from django_sqlsem.backends.applock.queue import Line
+from django_sqlsem.backends.applock.line import Line
 from django_sqlsem.backends.applock.sessions import LockSession
-from django_sqlsem.backends.applock.tsql import parts
+from django_sqlsem.backends.applock.upgrades import Upgrades
 from django_sqlsem.backends.base import Queue, Request, Waited
 from django_sqlsem.checks import sqlserver
 from django_sqlsem.core.clocks import boot_now
@@ -86,14 +86,17 @@ def test_a_claim_in_doubt_does_not_stop_the_keeper_while_another_waits():
 
 
 def test_an_error_about_one_name_is_raised_and_costs_no_other_permit(monkeypatch):
-    """A statement that the server refuses for a reason of its own: a full log, a database that is read-only."""
+    """A call that the server refuses for a reason of its own: a full log, a database that is read-only."""
     with known("spared", slots=1) as spared:
         bad = known("bad", slots=2)
-        made = acquire.acquire.acquire(record=True)
-        failing = parts.Batch(
-            made.text.replace("@status int", "@zero int = 1 / (@take - 2), @status int", 1), made.parameters
-        )
-        monkeypatch.setattr(acquire.acquire, "acquire", lambda **options: failing)
+        real = LockSession._execute
+
+        def refused(session: LockSession, text: str, *args: Any, **options: Any) -> dict[str, Any]:
+            if text == calls.ACQUIRE.text:
+                text = f"DECLARE @zero int = 0; SET @zero = 1 / @zero; {text}"
+            return real(session, text, *args, **options)
+
+        monkeypatch.setattr(LockSession, "_execute", refused)
         began = time.monotonic()
         with pytest.raises(BackendError):
             semaphore("bad", slots=2, take=2, using=ALIAS).acquire(timeout=0)
@@ -104,6 +107,24 @@ def test_an_error_about_one_name_is_raised_and_costs_no_other_permit(monkeypatch
             pass
         assert len([each for each in get_backend(ALIAS).pool.sessions() if each.held]) == 1
         assert spared.lost is None
+
+
+def test_a_row_that_cannot_be_written_costs_the_grant_and_nothing_is_left(monkeypatch):
+    """Its locks are free again by the time at which the error is told."""
+    made = known("unwritten", slots=2)
+    with contextlib.closing(Session()) as observer, known("spared", slots=1) as spared:
+        observer.do("ALTER TABLE sqlsem_slot ADD CONSTRAINT testapp_refuses CHECK (label <> N'refused')")
+        try:
+            for take in (1, 2):
+                with pytest.raises(BackendError, match="testapp_refuses"):
+                    semaphore("unwritten", slots=2, take=take, label="refused", using=ALIAS).acquire(timeout=0)
+                assert [slot_is_free(observer, "unwritten", nth) for nth in (1, 2)] == [True, True]
+                assert observer.test(lock_names("unwritten").base) == 1
+        finally:
+            observer.do("ALTER TABLE sqlsem_slot DROP CONSTRAINT testapp_refuses")
+        spared.check()
+        with made:
+            pass
 
 
 def test_a_claim_that_was_cut_leaves_nothing_of_what_an_operator_allowed(monkeypatch):
@@ -117,7 +138,7 @@ def test_a_claim_that_was_cut_leaves_nothing_of_what_an_operator_allowed(monkeyp
 
     def struck(session: LockSession, text: str, *args: Any, **options: Any) -> dict[str, Any]:
         row = real(session, text, *args, **options)
-        if row.get("slots") == 3:
+        if row.get("taken") == ",3,":
             monkeypatch.undo()
             raise KeyboardInterrupt
         return row
@@ -148,7 +169,7 @@ def test_a_name_of_another_length_is_sent_with_the_same_types(monkeypatch):
         types = []
         for key in ("k", "longer" * 4):
             proxy.heard.clear()
-            session.run(parts.DECLARE, {"key": key, "slots": 3})
+            session.run(calls.FORGET, {"key": key, "permit": key, "slot": 3, "token": 4})
             said = proxy.heard.decode("utf-16-le", "ignore") + proxy.heard[1:].decode("utf-16-le", "ignore")
             types.append(set(re.findall(r"@P1 [a-z]+\([0-9]+\),\s*@P2 [a-z]+", said)))
         assert types == [{"@P1 nvarchar(32),@P2 int"}] * 2
@@ -159,7 +180,7 @@ def test_a_silent_server_is_found_out_also_after_a_wait(monkeypatch):
     with proxy_for(ALIAS) as proxy:
         session = session_through(proxy, monkeypatch)
         assert session.can_be_cut, "the proxy opens sockets of its own at the same moment"
-        session.run(parts.Batch("SELECT 1 AS waited", ()), {}, waits=True)
+        session.run(calls.Call("SELECT CONTEXT_INFO() AS stamp", ()), {}, waits=True)
         session.prove()
         proxy.silence()
         began = time.monotonic()
@@ -210,19 +231,19 @@ def test_who_is_served_twice_at_the_same_moment_keeps_what_it_knows_of(monkeypat
     held = [detached(made) for _ in range(2)]
     backend: Any = get_backend(ALIAS)
     passed: list[Any] = []
-    attempt, pass_on = ApplockClaims.attempt, ApplockClaims.pass_on
+    attempt, pass_on = Claims.attempt, Claims.pass_on
 
-    def attempt_late(self: Any, session: LockSession, asked: Request, stand: Stand, **options: Any) -> Answer:
-        if stand.patience is not None and not passed:
+    def attempt_late(self: Any, session: LockSession, asked: Request, timeout: Any, **options: Any) -> Answer:
+        if timeout != 0 and not passed:
             line = backend._lines[asked.line]
             wait_until(lambda: line.wanted and not line.waits_for(asked.permit_id), timeout=60)
             while held:
                 held.pop().release()
-        return attempt(self, session, asked, stand, **options)
+        return attempt(self, session, asked, timeout, **options)
 
     def pass_on_late(self: Any, session: LockSession, asked: Request, successor: Request) -> Any:
         line = backend._lines[successor.line]
-        elsewhere = backend.try_claim(successor, Stand(line.ticket)).granted
+        elsewhere = self.try_claim(successor, fair=0).granted
         assert elsewhere is not None
         backend.deliver(elsewhere, boot_now(), successor.resource)
         line.leave(successor.permit_id)
@@ -230,8 +251,8 @@ def test_who_is_served_twice_at_the_same_moment_keeps_what_it_knows_of(monkeypat
         return passed[-1]
 
     keep_from_looking(monkeypatch)  # what the keeper does at its heartbeats, ``pass_on_late`` does
-    monkeypatch.setattr(ApplockClaims, "attempt", attempt_late)
-    monkeypatch.setattr(ApplockClaims, "pass_on", pass_on_late)
+    monkeypatch.setattr(Claims, "attempt", attempt_late)
+    monkeypatch.setattr(Claims, "pass_on", pass_on_late)
 
     def wait(number: int) -> Any:
         if number == 0:
@@ -259,25 +280,25 @@ def test_a_slot_for_nobody_is_free_again_while_another_session_is_busy(monkeypat
     backend: Any = get_backend(ALIAS)
     granted: list[Answer] = []
     busy: list[LockSession] = []
-    attempt = ApplockClaims.attempt
+    attempt = Claims.attempt
 
-    def attempt_late(self: Any, session: LockSession, asked: Request, stand: Stand, **options: Any) -> Answer:
-        if stand.patience is None or granted:
-            return attempt(self, session, asked, stand, **options)
+    def attempt_late(self: Any, session: LockSession, asked: Request, timeout: Any, **options: Any) -> Answer:
+        if timeout == 0 or granted:
+            return attempt(self, session, asked, timeout, **options)
         line = backend._lines[asked.line]
         wait_until(lambda: not line.wanted, timeout=60)
         held.pop().release()
         with backend.pool.shared(asked.resource.key) as other:
             pass
         other.lock.acquire(for_good=True)
-        other.unclear[asked.resource.key] = (lock_names("nobody"), 1)
+        other.unclear[asked.resource.key] = (lock_names("nobody"), 1, True)
         busy.append(other)
-        granted.append(attempt(self, session, asked, stand, **options))
+        granted.append(attempt(self, session, asked, timeout, **options))
         return granted[0]
 
     monkeypatch.setattr(Line, "_give_up", lambda line: None)  # else its session is cut after a while
     keep_from_looking(monkeypatch)
-    monkeypatch.setattr(ApplockClaims, "attempt", attempt_late)
+    monkeypatch.setattr(Claims, "attempt", attempt_late)
     try:
         with pytest.raises(AcquireTimeoutError):
             made.acquire(timeout=2)
@@ -298,23 +319,23 @@ def test_an_upgrade_that_two_threads_of_the_library_ask_for_at_once_stays(monkey
         pass
     [reader] = run_in_threads(1, lambda _nth: detached(lock.read()))
     backend: Any = get_backend(ALIAS)
-    real = ApplockBackend.try_upgrade
+    real = Upgrades.ask
     answers: list[Answer] = []
 
-    def asked_twice(self: Any, claim: Request, stand: Stand) -> Answer:
-        if not stand.ticket or answers:
-            return real(self, claim, stand)
+    def asked_twice(self: Any, claim: Request, timeout: int = 0, *, close: bool = False) -> Answer:
+        if not close or answers:
+            return real(self, claim, timeout, close=close)
         reader.release()
-        answers.append(real(self, claim, stand))
+        answers.append(real(self, claim, timeout, close=close))
         granted = answers[0].granted
         assert granted is not None
         backend.deliver(granted, boot_now(), claim.resource)
         backend._lines[claim.line].leave(granted.permit_id)
-        answers.append(real(self, claim, stand))
+        answers.append(real(self, claim, timeout, close=close))
         return answers[1]
 
     keep_from_looking(monkeypatch)
-    monkeypatch.setattr(ApplockBackend, "try_upgrade", asked_twice)
+    monkeypatch.setattr(Upgrades, "ask", asked_twice)
     with lock.upgradable() as permit:
         permit.upgrade(60)
         wait_until(lambda: len(answers) == 2 and not backend._lines, timeout=60)

@@ -11,10 +11,10 @@ import pytest
 
 from django_sqlsem import AcquireTimeoutError, semaphore
 from django_sqlsem.backends import get_backend
-from django_sqlsem.backends.applock.possession import ApplockHolding
-from django_sqlsem.backends.applock.queue import BUDGET_MS
+from django_sqlsem.backends.applock import calls
+from django_sqlsem.backends.applock.acquire import Claims
+from django_sqlsem.backends.applock.possession import Possession
 from django_sqlsem.backends.applock.sessions import LockSession
-from django_sqlsem.backends.applock.tsql import quick
 from django_sqlsem.core.names import resource_for
 from django_sqlsem.database.sqlserver import lock_names
 from django_sqlsem.locks import rwlock
@@ -67,7 +67,7 @@ def test_a_struck_look_costs_no_permit_of_its_session():
     [session] = {backend.pool.holder(each._acquisition.request.permit_id)[0] for each in held}
     raw, session._raw = session._raw, StruckConnection(session._raw)
     with pytest.raises(SoftLimit) as caught:
-        session.rows("SELECT name_key FROM sqlsem_semaphore", [])
+        session.results("SELECT name_key FROM sqlsem_semaphore", [])
     session._raw = raw
     assert run_in_threads(1, lambda _nth: held[1].release()) == [None]
     assert held[0].lost is None
@@ -123,22 +123,25 @@ def test_a_writer_waits_behind_upgradable_readers_for_longer_than_a_statement_ma
     assert [each.lost for each in permits] == [None]
 
 
-def test_a_writer_passes_an_upgradable_reader_that_has_stopped_while_it_waited():
+def test_an_upgradable_reader_that_has_stopped_while_it_waited_is_one_and_a_writer_waits_until_it_is_killed():
+    """The server goes on with its wait: it has the writer's place, and is a holder that has stopped."""
     lock = rwlock("stopped", readers=2, using=ALIAS)
     with lock.write():
         pass
     reader = detached(lock.upgradable())
+    place = lock_names("stopped").slot(0)
     with Child(WAITER, "stopped", ALIAS) as other, contextlib.closing(Session()) as observer:
         other.expect("asks", timeout=60)
-        wait_until(lambda: observer.test(f"{lock_names('stopped').gate}:u") == 0, timeout=60)
+        wait_until(lambda: observer.value("SELECT COUNT(*) FROM sqlsem_waiter") == 1, timeout=60)
         other.stop(anywhere=True)
-        time.sleep(2 * BUDGET_MS / 1000)  # by then the batch that it had sent has ended
         reader.release()
+        wait_until(lambda: observer.test(place) == 0, timeout=20)
+        with lock.read(timeout=20):  # beside which readers may be
+            pass
+        with pytest.raises(AcquireTimeoutError):
+            lock.write().acquire(timeout=1)
+        other.kill()
         lock.write().acquire(timeout=20).release()
-        other.cont()
-        other.expect("has", timeout=60)
-        other.send()
-        other.finish()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the server sent no result"), TypeError("'NoneType' is no row")])
@@ -146,32 +149,32 @@ def test_a_slot_for_nobody_that_cannot_be_given_back_for_any_reason_goes_with_it
     made = known("any reason", slots=1)
     held = [detached(made)]
     backend: Any = get_backend(ALIAS)
-    quick_release, failed = quick.release(record=True), threading.Event()
-    real, give_up = LockSession.run, ApplockHolding.give_up
+    failed = threading.Event()
+    real, give_up = LockSession.run, Possession.give_up
 
-    def run(self: Any, batch: Any, values: Any, **options: Any) -> Any:
-        if self.waiting and batch is quick_release and not failed.is_set():
+    def run(self: Any, call: Any, values: Any, **options: Any) -> Any:
+        if self.waiting and call is calls.RELEASE and not failed.is_set():
             failed.set()
             raise error
-        return real(self, batch, values, **options)
+        return real(self, call, values, **options)
 
     def give_up_late(self: Any, session: Any, claim: Any) -> None:
         with contextlib.suppress(type(error)):
             give_up(self, session, claim)
 
-    attempt = type(backend).attempt
+    attempt = Claims.attempt
 
-    def attempt_late(self: Any, session: LockSession, asked: Any, stand: Any, **options: Any) -> Any:
-        if stand.patience is not None and held:
+    def attempt_late(self: Any, session: LockSession, asked: Any, timeout: Any, **options: Any) -> Any:
+        if timeout != 0 and held:
             line = backend._lines[asked.line]
             wait_until(lambda: not line.wanted, timeout=60)
             held.pop().release()
-        return attempt(self, session, asked, stand, **options)
+        return attempt(self, session, asked, timeout, **options)
 
-    monkeypatch.setattr("django_sqlsem.backends.applock.queue.Line._give_up", lambda line: None)
+    monkeypatch.setattr("django_sqlsem.backends.applock.line.Line._give_up", lambda line: None)
     keep_from_looking(monkeypatch)
-    monkeypatch.setattr(type(backend), "attempt", attempt_late)
-    monkeypatch.setattr(type(backend), "give_up", give_up_late)
+    monkeypatch.setattr(Claims, "attempt", attempt_late)
+    monkeypatch.setattr(Possession, "give_up", give_up_late)
     monkeypatch.setattr(LockSession, "run", run)
     with pytest.raises(AcquireTimeoutError):
         made.acquire(timeout=2)
@@ -181,14 +184,14 @@ def test_a_slot_for_nobody_that_cannot_be_given_back_for_any_reason_goes_with_it
 
 
 def test_rows_that_another_transaction_keeps_locked_for_a_while_are_waited_for():
-    """Longer than one batch waits: of a name that somebody else is just making."""
+    """Longer than one call waits: of a name that somebody else is just making."""
     known("some other name")
     waits = threading.Event()
     real = LockSession.run
 
-    def run(self: Any, batch: Any, values: Any, **options: Any) -> Any:
+    def run(self: Any, call: Any, values: Any, **options: Any) -> Any:
         try:
-            return real(self, batch, values, **options)
+            return real(self, call, values, **options)
         except Exception:
             waits.set()
             raise
@@ -206,7 +209,7 @@ def test_rows_that_another_transaction_keeps_locked_for_a_while_are_waited_for()
         )
         asker = threading.Thread(target=lambda: lock.acquire(timeout=60).release())
         asker.start()
-        assert waits.wait(30), "it has waited for as long as one batch does"
+        assert waits.wait(30), "it has waited for as long as one call does"
         cursor.execute("COMMIT TRANSACTION")
         asker.join(30)
     assert lock.status().held == 0

@@ -179,8 +179,8 @@ def test_the_query_of_the_views_runs_with_tables_in_their_place(alias, stranger)
 
 
 def test_a_look_inside_a_transaction_costs_nobody_the_transaction(alias):
-    backend = get_backend(ALIAS)
-    backend._sees, backend._blind, backend._blind_until = False, "", 0.0
+    operator = get_backend(ALIAS)._operator
+    operator._sees, operator._blind, operator._blind_until = False, "", 0.0
     with transaction.atomic(using=ALIAS):
         SemaphoreRow.objects.using(ALIAS).create(key="k" * 32, name="mine", declared_slots=1)
         queries.semaphores(using=ALIAS)
@@ -355,8 +355,8 @@ def test_a_server_that_does_not_let_us_kill_says_so(alias, monkeypatch):
     with Actor(ALIAS, "ops") as holder:
         holder.ready().acquire()
         seen()
-        backend = get_backend(ALIAS)
-        query = backend._query
+        operator = get_backend(ALIAS)._operator
+        query = operator._query
 
         def refuse(text: str, parameters: Any) -> Any:
             if "KILL" in text:
@@ -364,7 +364,7 @@ def test_a_server_that_does_not_let_us_kill_says_so(alias, monkeypatch):
                     cursor.execute("RAISERROR('User does not have permission to use the KILL statement.', 14, 1)")
             return query(text, parameters)
 
-        monkeypatch.setattr(backend, "_query", refuse)
+        monkeypatch.setattr(operator, "_query", refuse)
         with pytest.raises(BackendError, match=r"may not end session \d+: that takes ALTER ANY CONNECTION"):
             control.revoke("ops", by="ann", using=ALIAS, kill=True)
         assert SlotRow.objects.using(ALIAS).filter(revoked_token__isnull=False).count() == 0

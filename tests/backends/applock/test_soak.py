@@ -12,12 +12,11 @@ import pytest
 
 from benchmarks.stats import Turn, jain, longest_wait, most_overtaken
 from django_sqlsem import queries, semaphore
-from django_sqlsem.backends.applock.tsql import plain
+from django_sqlsem.backends.applock.sessions import LockSession
 from django_sqlsem.database.sqlserver import lock_names
 from tests.backends.applock import counting_semaphore
 from tests.backends.applock.plain import ALIAS, Session, free, skip_unless_covered
 from tests.programs.lock_clients import Actor
-from tests.support.applocks import note_statements
 from tests.support.children import listen, say
 from tests.support.databases import OutsideCounter, held_rows, kill_sessions, session_ids
 from tests.support.processes import Child
@@ -36,9 +35,7 @@ WORK = 0.005
 HOLDS = [round(0.001 * 3000 ** (each / (PROCESSES - 1)), 4) for each in range(PROCESSES)]
 #: How long processes fight before they are watched, in seconds: a login takes long.
 WARM_UP = 6.0
-#: How often a process that waits looks whether the head of the queue moves, in seconds.
-STEP = 0.65
-#: As long as any login takes, in seconds: a process that waits looks on a session beside the one that waits.
+#: As long as any login takes, in seconds: a process waits on a session of its own.
 LOGIN = 3.0
 #: For the machine, in seconds.
 MARGIN = 0.5
@@ -76,9 +73,15 @@ def run(use, name, hold):
 def ours(name, slots, hold):
     """Use it through the library."""
     shared = semaphore(name, slots=slots, timeout=None, using=ALIAS)
-    places = {plain.acquire(record=record, in_line=True).text for record in (True, False)}
     lined_up = []
-    note_statements(lambda text: lined_up.append(time.monotonic()) if text in places else None)
+    call = LockSession.run
+
+    def noting(session, called, values, *, waits=False):
+        if waits and "timeout" in called.parameters:
+            lined_up.append(time.monotonic())
+        return call(session, called, values, waits=waits)
+
+    LockSession.run = noting
 
     def use(work):
         lined_up.clear()
@@ -159,10 +162,10 @@ def tell(label, found, start, peak):
 def overtaken(found):
     """Return by how many later arrivals a process that waited was overtaken, at the most.
 
-    A process is in line from the moment at which it sends the batch that queues on the gate; what it does before, it
+    A process is in line from the moment at which it sends the call that queues on the gate; what it does before, it
     tries without waiting. A later arrival is a call of ``acquire()``, by any process, that begins after that moment; it
-    overtakes if it returns before the call that was in line does. Both instants are taken outside of the library's
-    batches, by one clock, in the processes themselves; so a process that the machine does not let run after its grant
+    overtakes if it returns before the call that was in line does. Both instants are taken outside of the server's
+    work, by one clock, in the processes themselves; so a process that the machine does not let run after its grant
     counts as overtaken by all who get the others' slots meanwhile.
     """
     calls = [(asked, granted) for its in found for asked, _, granted, _ in its]
@@ -231,65 +234,57 @@ def actors(stack, name, count, slots, record):
     return team
 
 
-def next_of(team):
-    """Wait until one of these actors says that it was granted, and return it."""
-    return wait_until(lambda: next((each for each in team if each.lines[-1].startswith("held")), None), timeout=30)
-
-
-def test_a_stopped_head_of_the_queue_stalls_nobody_for_more_than_two_steps(observer, record):
-    """It has the gate, but asks for no slot: its last batch has ended."""
+def test_a_stopped_head_of_the_queue_gets_one_slot_and_stalls_nobody_for_the_others(observer, record):
+    """The server goes on with its wait: it is a holder that has stopped, until it goes on or is killed."""
     with contextlib.ExitStack() as stack:
-        holder, head, *others = team = actors(stack, "stalled", 4, 1, record)
-        holder.acquire()
+        one, two, head, *others = team = actors(stack, "stalled", 5, 2, record)
+        for actor in (one, two):
+            actor.acquire()
         for count, actor in enumerate([head, *others], 1):
             actor.ask_for()
             in_line("stalled", count, observer, record)
         time.sleep(LOGIN)
         head.stop()
-        time.sleep(1)
-        waits, giver = [], holder
-        while others:
+        one.release()
+        waits, giver = [], two
+        for actor in others:
             began = time.monotonic()
             giver.release()
-            giver = next_of(others)
+            actor.granted(timeout=30)
             waits.append(time.monotonic() - began)
-            giver.granted()
-            others = [each for each in others if each is not giver]
+            giver = actor
         print(f"\nnext grants {', '.join(f'{wait:.2f}' for wait in waits)} s after a release")
+        names = lock_names("stalled")
+        assert [free(names.slot(slot), observer)() for slot in (1, 2)] == [False, False]
         head.cont()
-        began = time.monotonic()
-        giver.release()
         head.granted()
-        print(f"and {time.monotonic() - began:.2f} s to the head that goes on")
         head.release()
+        giver.release()
         for actor in team:
             actor.end()
-        assert max(waits) <= 2 * STEP + MARGIN
+        assert max(waits) <= 2 * MARGIN
 
 
-def test_a_head_that_stops_in_the_middle_of_a_batch_keeps_one_slot_at_the_most(observer, record):
+def test_a_stopped_head_of_the_queue_is_killed_and_the_next_one_granted(observer, record):
     with contextlib.ExitStack() as stack:
-        one, two, head, last = team = actors(stack, "granted", 4, 2, record)
-        for actor in (one, two):
-            actor.acquire()
+        holder, head, last = actors(stack, "granted", 3, 1, record)
+        holder.acquire()
         for count, actor in enumerate([head, last], 1):
             actor.ask_for()
             in_line("granted", count, observer, record)
         time.sleep(LOGIN)
         head.stop()
-        one.release()
+        holder.release()
+        last.silent(1)
         began = time.monotonic()
-        two.release()
+        head.kill()
         last.granted(timeout=30)
         wait = time.monotonic() - began
-        print(f"\nnext grant {wait:.2f} s after a release")
+        print(f"\nnext grant {wait:.2f} s after a kill -9 of the one that had stopped")
         last.release()
-        head.cont()
-        head.granted()
-        head.release()
-        for actor in team:
+        for actor in (holder, last):
             actor.end()
-        assert wait <= 2 * STEP + MARGIN
+        assert wait <= 2 * MARGIN
 
 
 def test_kill_9_of_a_holder_to_the_next_grant(observer, record):

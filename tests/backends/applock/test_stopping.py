@@ -12,6 +12,7 @@ from django_sqlsem import (
     semaphore,
 )
 from django_sqlsem.backends import get_backend
+from django_sqlsem.backends.applock import calls
 from django_sqlsem.backends.applock.sessions import LockSession
 from tests.backends.applock.plain import ALIAS, skip_unless_covered
 from tests.support.databases import held_rows
@@ -37,7 +38,7 @@ def test_without_rows_nobody_can_be_asked_and_that_is_said(alias, settings):
         assert not permit.stop_requested
 
 
-def test_a_proof_is_one_batch_whether_somebody_is_asked_or_not(alias, monkeypatch):
+def test_a_proof_is_one_call_whether_somebody_is_asked_or_not(alias, monkeypatch):
     with semaphore("one", using=alias).acquire() as one, semaphore("two", using=alias).acquire() as two:
         backend, helds = get_backend(alias), [one._acquisition.acquired, two._acquisition.acquired]
         quiet = backend.renew(backend.session(), helds)
@@ -56,7 +57,7 @@ def test_a_proof_is_one_batch_whether_somebody_is_asked_or_not(alias, monkeypatc
         assert told.asked == {two._acquisition.permit_id: "ann"}
         assert told.renewed == quiet.renewed == {held.permit_id for held in helds}
         # The keeper may prove them at the same moment.
-        proofs = [text for text in sent if "AS missing" in text]
+        proofs = [text for text in sent if text == calls.PROVE.text]
         assert len(sessions) <= len(proofs) <= 2 * len(sessions)
         assert (one.stop_requested, two.stop_requested_by) == (False, "ann")
 

@@ -14,7 +14,7 @@ SELECT @resource = CONCAT(@slot, N'-', @base), @stop_by = NULL;
 IF APPLOCK_MODE(N'public', @resource, N'Session') <> N'NoLock' SET @result = 0;
 BEGIN TRY
     SELECT @stop_by = stop_by FROM dbo.sqlsem_slot WITH (FORCESEEK)
-    WHERE semaphore_key = @key AND slot = @slot AND session_id = @@SPID AND stop_token = token
+    WHERE @result = 0 AND semaphore_key = @key AND slot = @slot AND session_id = @@SPID AND stop_token = token
     OPTION (KEEPFIXED PLAN);
 END TRY
 BEGIN CATCH
