@@ -22,19 +22,25 @@ SELECT @@SPID AS session_id, CASE WHEN SUBSTRING(@before, 1, 7) = 0x73716C73656D
 EXEC sqlsem.internal_read_1 @keys = ?, @prefix = ?;
 
 -- call acquire
-EXEC sqlsem.internal_acquire_1 @base = ?, @gate = ?, @key = ?, @kind = ?, @mode = ?, @place = ?, @slots = ?, @take =
-      ?, @start = ?, @timeout = ?, @fair = ?, @look = ?, @record = ?, @keep = ?, @lock_mode = ?, @permit = ?, @host
-      = ?, @pid = ?, @thread = ?, @label = ?, @user = ?, @process = ?, @session_us = ?, @head = ?, @mark = ?,
-      @answer = 1;
+EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @permit = ?, @host = ?, @pid = ?, @thread
+      = ?, @label = ?, @user = ?, @process = ?, @session_us = ?, @lock_mode = ?, @take = ?, @timeout = ?, @fair = ?,
+      @head = ?, @mark = ?, @answer = 1;
+
+-- call acquire_unrecorded
+EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @lock_mode = ?, @take = ?, @timeout = ?,
+      @fair = ?, @head = ?, @mark = ?, @answer = 1;
+
+-- call clean
+EXEC sqlsem.internal_release_1 @base = ?, @key = ?, @last = ?, @record = ?, @answer = 1;
 
 -- call declare
 EXEC sqlsem.internal_declare_1 @key = ?, @name = ?, @kind = ?, @slots = ?, @answer = 1;
 
 -- call downgrade
-EXEC sqlsem.internal_downgrade_1 @base = ?, @gate = ?, @key = ?, @keep = ?, @permit = ?, @record = ?, @answer = 1;
+EXEC sqlsem.internal_downgrade_1 @base = ?, @key = ?, @keep = ?, @permit = ?, @record = ?, @answer = 1;
 
 -- call fence
-EXEC sqlsem.internal_fence_1 @gate = ?, @taken = ?, @timeout = ?, @answer = 1;
+EXEC sqlsem.internal_fence_1 @key = ?, @taken = ?, @timeout = ?, @answer = 1;
 
 -- call forget
 EXEC sqlsem.internal_forget_1 @key = ?, @permit = ?, @slot = ?, @token = ?, @answer = 1;
@@ -43,15 +49,24 @@ EXEC sqlsem.internal_forget_1 @key = ?, @permit = ?, @slot = ?, @token = ?, @ans
 EXEC sqlsem.internal_prove_1 @held = ?, @record = ?, @answer = 1;
 
 -- call release
-EXEC sqlsem.internal_release_1 @base = ?, @gate = ?, @key = ?, @taken = ?, @last = ?, @permit = ?, @record = ?,
-      @answer = 1;
+EXEC sqlsem.internal_release_1 @base = ?, @key = ?, @slot = ?, @permit = ?, @record = ?, @answer = 1;
+
+-- call release_several
+EXEC sqlsem.internal_release_1 @base = ?, @key = ?, @taken = ?, @permit = ?, @record = ?, @answer = 1;
 
 -- call rename
 EXEC sqlsem.internal_rename_1 @key = ?, @before = ?, @permit = ?, @thread = ?, @label = ?, @user = ?, @answer = 1;
 
+-- call try
+EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @permit = ?, @host = ?, @pid = ?, @thread
+      = ?, @label = ?, @user = ?, @process = ?, @session_us = ?, @answer = 1;
+
+-- call try_unrecorded
+EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @answer = 1;
+
 -- call upgrade
-EXEC sqlsem.internal_upgrade_1 @base = ?, @gate = ?, @key = ?, @slots = ?, @timeout = ?, @close = ?, @permit = ?,
-      @record = ?, @answer = 1;
+EXEC sqlsem.internal_upgrade_1 @base = ?, @key = ?, @slots = ?, @timeout = ?, @close = ?, @permit = ?, @record = ?,
+      @answer = 1;
 
 -- call waiting
 EXEC sqlsem.internal_waiting_1 @ticket = ?, @key = ?, @waiting = ?, @age = ?, @take = ?, @lock_mode = ?, @host = ?,
