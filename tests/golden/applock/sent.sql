@@ -31,7 +31,7 @@ EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @lock
       @fair = ?, @head = ?, @mark = ?, @answer = 1;
 
 -- call clean
-EXEC sqlsem.internal_release_1 @base = ?, @key = ?, @last = ?, @record = ?, @answer = 1;
+EXEC sqlsem.internal_clean_1 @base = ?, @key = ?, @last = ?, @record = ?, @answer = 1;
 
 -- call declare
 EXEC sqlsem.internal_declare_1 @key = ?, @name = ?, @kind = ?, @slots = ?, @answer = 1;
@@ -49,20 +49,20 @@ EXEC sqlsem.internal_forget_1 @key = ?, @permit = ?, @slot = ?, @token = ?, @ans
 EXEC sqlsem.internal_prove_1 @held = ?, @record = ?, @answer = 1;
 
 -- call release
-EXEC sqlsem.internal_release_1 @base = ?, @key = ?, @slot = ?, @permit = ?, @record = ?, @answer = 1;
+EXEC sqlsem.internal_release_1 @base = ?, @key = ?, @slot = ?, @permit = ?;
 
 -- call release_several
-EXEC sqlsem.internal_release_1 @base = ?, @key = ?, @taken = ?, @permit = ?, @record = ?, @answer = 1;
+EXEC sqlsem.internal_clean_1 @base = ?, @key = ?, @taken = ?, @permit = ?, @record = ?, @answer = 1;
 
 -- call rename
 EXEC sqlsem.internal_rename_1 @key = ?, @before = ?, @permit = ?, @thread = ?, @label = ?, @user = ?, @answer = 1;
 
 -- call try
-EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @permit = ?, @host = ?, @pid = ?, @thread
-      = ?, @label = ?, @user = ?, @process = ?, @session_us = ?, @answer = 1;
+EXEC sqlsem.internal_try_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @permit = ?, @host = ?, @pid = ?, @thread =
+      ?, @label = ?, @user = ?, @process = ?, @session_us = ?;
 
 -- call try_unrecorded
-EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @answer = 1;
+EXEC sqlsem.internal_try_1 @base = ?, @key = ?, @kind = ?, @slots = ?;
 
 -- call upgrade
 EXEC sqlsem.internal_upgrade_1 @base = ?, @key = ?, @slots = ?, @timeout = ?, @close = ?, @permit = ?, @record = ?,
