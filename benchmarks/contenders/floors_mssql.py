@@ -13,18 +13,13 @@ _HEAD = "SET NOCOUNT ON;\n"
 
 
 def get(resource: str, mode: str, timeout: str) -> str:
-    """Return the call that takes a lock, as this package makes it."""
-    return (
-        f"EXEC @rc = sys.sp_getapplock @Resource = {resource}, @LockMode = '{mode}', @LockOwner = 'Session',"
-        f" @LockTimeout = {timeout}, @DbPrincipal = 'public';\n"
-    )
+    """Return the call that takes a lock, as this package's procedures make it."""
+    return f"EXEC @rc = sys.sp_getapplock {resource}, '{mode}', 'Session', {timeout}, 'public';\n"
 
 
 def give(resource: str) -> str:
     """Return the call that gives it back."""
-    return (
-        f"EXEC @rc = sys.sp_releaseapplock @Resource = {resource}, @LockOwner = 'Session', @DbPrincipal = 'public';\n"
-    )
+    return f"EXEC @rc = sys.sp_releaseapplock {resource}, 'Session', 'public';\n"
 
 
 class Raw(Contender):

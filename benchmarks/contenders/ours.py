@@ -52,7 +52,7 @@ class Sqlite(Ours):
 
 
 class Mssql(Ours):
-    """On application locks. It counts its batches, since not every server does."""
+    """On application locks. It counts its calls, since not every server does."""
 
     key, database, modules = "django_sqlsem (SQL Server)", "mssql", ("mssql",)
     batches = 0

@@ -22,10 +22,10 @@ from tests.support.threads import wait_until
 ROWS_ONLY: Final = {
     "lease": "application locks have no lease: nothing expires, and a stopped process keeps its slots",
     "beacons": "application locks need no beacons: the server frees what a dead process held",
-    "row statements": "application locks are taken by batches of their own, not by the statements on rows",
+    "row statements": "application locks are taken by stored procedures, not by the statements on rows",
     "row queue": "the line for application locks is the server's: a process queues anew for each of its grants",
     "row grants": "application locks are handed on by the server: no holder grants anything to a waiter",
-    "gathering": "who is first in line for several application locks has those that are free, while its batch waits",
+    "gathering": "who is first in line for several application locks has those that are free, while its call waits",
     "ranks": "whoever comes back to application locks queues anew: a place in the server's queue needs a session",
     "slot rows": "application locks need no row of a slot before its first grant, and none is closed",
     "one of a name": "a session keeps one permit of a name, as its locks are re-entrant: many need as many sessions",
@@ -50,7 +50,7 @@ def parameter(request: Any) -> str:
 
 
 def note_statements(note: Callable[[str], object]) -> None:
-    """Call ``note`` with the text of every batch that this process sends on lock sessions, from now on."""
+    """Call ``note`` with the text of every call that this process sends on lock sessions, from now on."""
     real = LockSession._execute
 
     def execute(session: LockSession, text: str, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def one_at_a_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def database(alias: str) -> Iterator[None]:
-    """Make the test database of an alias on a stand-in, with what the migrations of all installed apps make, and drop it in the end.
+    """Make the test database of an alias on a stand-in, with what all migrations make, and drop it in the end.
 
     Django's own way fails there at ``ALTER DATABASE`` and at migrations that alter columns.
     """

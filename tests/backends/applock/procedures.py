@@ -83,8 +83,9 @@ class Program(Session):
         began = time.monotonic()
         try:
             yield
-        except self.error_class as error:
-            assert time.monotonic() - began > 0.9 * ms / 1000, error
+        except self.error_class:
+            if time.monotonic() - began < 0.9 * ms / 1000:  # another error
+                raise
         else:
             raise AssertionError("it ended before it was cancelled")
         finally:

@@ -206,6 +206,6 @@ def test_django_needs_no_other_right_to_take_and_give_back(guest, program):
 def test_a_login_that_may_not_install_is_told_what_a_dba_has_to_do(guest):
     connection = connections[ALIAS].copy()
     connection.settings_dict = connection.settings_dict | guest
-    with changed("release"), contextlib.closing(connection), pytest.raises(BackendError, match="manage.py locks sql"):
+    with changed("release"), contextlib.closing(connection), pytest.raises(BackendError, match=r"manage\.py locks sql"):
         install.install(connection)
     assert tds.is_stand_in(ALIAS) or install.installed(connections[ALIAS]) == install.version()

@@ -18,9 +18,9 @@ from typing import Any, cast
 import pytest
 
 from django_sqlsem import BackendError
-from django_sqlsem.backends.applock import pool as applock_pool
 from django_sqlsem.backends.applock import calls
 from django_sqlsem.backends.applock import line as applock_line
+from django_sqlsem.backends.applock import pool as applock_pool
 from django_sqlsem.backends.applock import sessions as applock_sessions
 from django_sqlsem.backends.applock.acquire import Answer
 from django_sqlsem.backends.applock.held import Holding

@@ -449,7 +449,7 @@ def test_the_slot_of_a_killed_caller_is_free_at_once(program):
 
 
 def test_a_head_that_has_stopped_is_granted_the_slot_like_anybody_else(program, another):
-    """The whole wait is one call, with which the server goes on: so the process has the slot, and is a stopped holder."""
+    """The whole wait is one call, with which the server goes on: the process is a holder that has stopped."""
     names = lock_names(NAME)
     program.acquire(NAME, 1)
     with Actor(ALIAS, NAME, slots=1) as head:
@@ -598,7 +598,7 @@ def test_nobody_waits_for_ever_behind_a_call_that_was_cancelled(program, another
     with Actor(ALIAS, NAME, slots=2) as actor:
         actor.ready().ask_for()
         assert actor.granted(timeout=3 * LOOK)[0] == [2]
-        print(f"past the gate of a cancelled call: {waited} ms, Django {time.monotonic() - began:.1f} s after that began")
+        print(f"past a cancelled call: {waited} ms, and Django {time.monotonic() - began:.1f} s later")
         actor.release()
         third.give(NAME)
         assert another.give(NAME) == -1  # it had no slot, and has no gate any more

@@ -108,6 +108,11 @@ def parameters(name: str) -> dict[str, Parameter]:
     return found
 
 
+def needed(known: dict[str, Parameter]) -> set[str]:
+    """Return which parameters have to be given."""
+    return {name for name, each in known.items() if not (each.optional or each.output)}
+
+
 def body(name: str) -> str:
     """Return what a procedure does, without its strings and comments."""
     return without_text(FILES[name].partition("\nAS\n")[2])
@@ -155,7 +160,7 @@ def test_whom_it_calls_is_there_and_gets_what_it_takes(name: str) -> None:
         names = [each or list(wanted)[nth] for nth, (each, _value, _output) in enumerate(got)]
         assert len(names) == len(set(names))
         assert set(names) <= set(wanted)
-        assert {each for each, parameter in wanted.items() if not (parameter.optional or parameter.output)} <= set(names)
+        assert needed(wanted) <= set(names)
         for each, (_name, value, output) in zip(names, got, strict=True):
             assert output <= wanted[each].output, each
             assert output <= value.startswith("@"), each
@@ -174,9 +179,7 @@ def test_a_call_from_python_gives_what_the_procedure_takes(name: str) -> None:
     assert wanted.pop("answer", None) == (answer if match[3] else None)
     assert bool(match[3]) == bool(re.search(r"IF @answer = 1\s+SELECT [^;]*;\s*$", body(match[1])))
     assert match[3] or re.search(r";\s+SELECT @[^;]*;\s*$", body(match[1]))
-    assert {each for each, parameter in wanted.items() if not (parameter.optional or parameter.output)} <= set(
-        call.parameters
-    )
+    assert needed(wanted) <= set(call.parameters)
     for each in call.parameters:
         # Of whole numbers the value decides: a bit is sent as one too.
         declared = "int" if wanted[each].type == "bit" else wanted[each].type
@@ -261,7 +264,9 @@ def test_no_row_count_hides_the_result(text: str) -> None:
     assert alone or start.startswith(("SET NOCOUNT ON;", "SET NOCOUNT ON; "))
 
 
-@pytest.mark.parametrize("text", (FILES | on_lock_sessions() | CHECKS).values(), ids=FILES | on_lock_sessions() | CHECKS)
+@pytest.mark.parametrize(
+    "text", (FILES | on_lock_sessions() | CHECKS).values(), ids=FILES | on_lock_sessions() | CHECKS
+)
 def test_nothing_that_a_driver_or_a_stand_in_trips_over(text: str) -> None:
     code = without_text(text).upper()
     for word in ("GROUP BY", "MERGE", "WAITFOR", "RAISERROR", "PRINT", "GO\n", "CURSOR", "GOTO"):
