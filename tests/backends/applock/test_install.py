@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
+import os
+import re
 
 import pytest
 from django.db import connections
@@ -19,13 +20,13 @@ from tests.backends.applock.procedures import Program
 from tests.programs.lock_clients import Actor
 from tests.support import tds
 from tests.support.databases import child_environment, held_rows
-from tests.support.threads import wait_until
+from tests.support.threads import run_beside, wait_until
 
 skip_unless_covered()
 
 NAME = "upgraded"
 #: A login that may execute the procedures, and nothing else.
-GUEST, PASSWORD = "sqlsem_guest", "Guest_pw1!x"
+GUEST, PASSWORD = f"sqlsem_guest_{os.getpid()}", "Guest_pw1!x"
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,7 @@ def altered():
 
     with connections[ALIAS].execute_wrapper(note):
         install.install(connections[ALIAS])
-    return [text.split("sqlsem.", 1)[1].split()[0] for text in sent if "ALTER PROCEDURE" in text]
+    return [found[1] for text in sent if (found := re.search(r"^ALTER PROCEDURE sqlsem\.(\w+)", text, re.MULTILINE))]
 
 
 def test_what_is_there_already_is_left_alone():
@@ -108,12 +109,10 @@ def test_what_another_version_has_is_left_alone(program):
 
 def test_calls_that_wait_while_another_version_is_installed_end_well(program, another):
     """T-SQL programs and Django alike; and so does who calls in the new version meanwhile."""
-    got = []
     program.acquire(NAME, 1)
     with Actor(ALIAS, NAME, slots=1) as actor, contextlib.closing(Session()) as observer:
         actor.ready()
-        waits = threading.Thread(target=lambda: got.append(another.acquire(NAME, 1, 60_000)))
-        waits.start()
+        waits = run_beside(lambda: another.acquire(NAME, 1, 60_000))
         wait_until(lambda: observer.test(lock_names(NAME).gate) == 0)
         actor.ask_for()
         wait_until(lambda: observer.value("SELECT COUNT(*) FROM sqlsem_waiter") == 1)
@@ -121,10 +120,9 @@ def test_calls_that_wait_while_another_version_is_installed_end_well(program, an
             assert len(altered()) == len(install.files()) + 1
             with contextlib.closing(Program()) as newcomer:
                 assert newcomer.acquire(NAME, 1, timeout_ms=300)[0] == -1
-                assert got == []
+                assert not waits.done()
                 program.give(NAME)
-                waits.join(30)
-                assert got[0][:2] == (1, 1)
+                assert waits.result(30)[:2] == (1, 1)
                 assert another.prove(NAME, 1) == (0, None)
                 another.give(NAME)
                 actor.granted()
@@ -148,7 +146,6 @@ def test_a_schema_of_the_tables_that_is_not_dbo_is_put_in():
 def guest(committed):
     """A database user with few rights: what a connection of its own is changed by."""
     with contextlib.closing(Session()) as owner:
-        drop_guest(owner)
         owner.do(f"CREATE LOGIN {GUEST} WITH PASSWORD = '{PASSWORD}'")
         try:
             owner.do(f"CREATE USER {GUEST} FOR LOGIN {GUEST}")
@@ -159,7 +156,8 @@ def guest(committed):
 
 
 def drop_guest(owner):
-    for sql in (f"DROP USER {GUEST}", f"DROP LOGIN {GUEST}"):
+    revoke = f"REVOKE EXECUTE ON SCHEMA::sqlsem FROM {GUEST}"
+    for sql in (revoke, f"DROP USER {GUEST}", f"DROP LOGIN {GUEST}"):
         with contextlib.suppress(owner.error_class):  # it is not there
             owner.do(sql)
 
@@ -176,25 +174,20 @@ def test_a_program_needs_no_right_but_to_execute_the_procedures(guest, program):
         assert [(row[1], row[4]) for row in made.rows("EXEC sqlsem.status @name = ?", NAME)] == [(1, "held")]
         assert made.give(NAME) == 0
         program.acquire(NAME, 1)
-        got = []
-        waits = threading.Thread(target=lambda: got.append(made.acquire(NAME, 1)))
-        waits.start()
+        waits = run_beside(lambda: made.acquire(NAME, 1))
         wait_until(lambda: program.test(lock_names(NAME).gate) == 0)
         program.give(NAME)
-        waits.join(30)
-        assert got[0][:2] == (1, 1)
+        assert waits.result(30)[:2] == (1, 1)
         assert made.give(NAME) == 0
 
 
 def test_django_needs_no_other_right_to_take_and_give_back(guest, program):
     databases = json.loads(child_environment()["SQLSEM_TEST_DATABASES"])
     databases[ALIAS] |= guest
-    program.acquire(NAME, 2)
-    program_slot = 1
+    program.acquire(NAME, 1)
     env = {"SQLSEM_TEST_DATABASES": json.dumps(databases)}
     with Actor(ALIAS, NAME, slots=1, env=env) as actor:
         actor.ready().ask_for()
-        wait_until(lambda: SlotRow.objects.using(ALIAS).filter(slot=program_slot).count() == 1)
         wait_until(lambda: program.test(lock_names(NAME).gate) == 0)
         program.give(NAME)
         assert actor.granted()[0] == [1]

@@ -241,6 +241,28 @@ def test_no_variable_is_used_by_the_statement_that_declares_it(text: str) -> Non
         assert [name for name in names if len(re.findall(rf"@{name}\b", statement)) > 1] == []
 
 
+def assignments(statement: str) -> list[tuple[str, str]]:
+    """Return the variables that a SELECT sets, and to what; the last one with whatever follows."""
+    parts, depth, start = [], 0, 0
+    for place, letter in enumerate(statement):
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0 and re.match(r",\s+@\w+ = ", statement[place:]):
+            parts.append(statement[start:place])
+            start = place + 1
+    found = [re.match(r"\s*@(\w+) = (.*)", part, re.DOTALL) for part in (*parts, statement[start:])]
+    return [(match[1], match[2]) for match in found if match]
+
+
+@files
+def test_no_assignment_looks_at_another_of_the_same_statement(name: str) -> None:
+    """Nobody promises in which order they are made: SQL Server goes from left to right, a stand-in does all at once."""
+    for statement in re.findall(r"\bSELECT (?:TOP \(1\) )?(@\w+ = [^;]*);", body(name)):
+        found = assignments(statement)
+        for nth, (variable, _value) in enumerate(found):
+            for other, (_variable, value) in enumerate(found):
+                assert nth == other or not re.search(rf"@{variable}\b", value), f"@{variable} in {statement}"
+
+
 # --- What the parser lets pass ---
 
 
