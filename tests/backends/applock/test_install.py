@@ -110,6 +110,7 @@ def test_what_another_version_has_is_left_alone(program):
 def test_calls_that_wait_while_another_version_is_installed_end_well(program, another):
     """T-SQL programs and Django alike; and so does who calls in the new version meanwhile."""
     program.acquire(NAME, 1)
+    another.raw.timeout = 0  # a stand-in takes long to install them
     with Actor(ALIAS, NAME, slots=1) as actor, contextlib.closing(Session()) as observer:
         actor.ready()
         waits = run_beside(lambda: another.acquire(NAME, 1, 60_000))
@@ -145,6 +146,8 @@ def test_a_schema_of_the_tables_that_is_not_dbo_is_put_in():
 @pytest.fixture
 def guest(committed):
     """A database user with few rights: what a connection of its own is changed by."""
+    if tds.is_stand_in(ALIAS):
+        pytest.skip("the stand-in differs: who executes a procedure needs rights on what it reads")
     with contextlib.closing(Session()) as owner:
         owner.do(f"CREATE LOGIN {GUEST} WITH PASSWORD = '{PASSWORD}'")
         try:
@@ -201,4 +204,4 @@ def test_a_login_that_may_not_install_is_told_what_a_dba_has_to_do(guest):
     connection.settings_dict = connection.settings_dict | guest
     with changed("release"), contextlib.closing(connection), pytest.raises(BackendError, match=r"manage\.py locks sql"):
         install.install(connection)
-    assert tds.is_stand_in(ALIAS) or install.installed(connections[ALIAS]) == install.version()
+    assert install.installed(connections[ALIAS]) == install.version()

@@ -546,7 +546,7 @@ def test_what_a_cancelled_call_has_left_goes_with_the_next_release(program, anot
     program.acquire(NAME, 3)
     for nth in range(12):
         with another.cancelled_after(draw.randint(1, 700)):
-            another.take(NAME, 3, 3)
+            another.take(NAME, 3, 3, timeout_ms=2000)
         found.append(left_of(another))
         if nth % 3 == 2:
             # Another call finds that out as well.
@@ -566,8 +566,7 @@ def test_what_a_cancelled_call_has_left_goes_with_the_next_release(program, anot
 
 def test_a_session_whose_wait_was_cancelled_goes_on_with_the_next_acquire(program, another):
     program.acquire(NAME, 1)
-    with another.cancelled_after(600):
-        another.acquire(NAME, 1)
+    cancel_the_first_in_line(another, 1)
     assert left_of(another) == {"gate", "name"}
     assert "a call that was cancelled has: call sqlsem.release" in message(another.acquire, NAME, 1)
     another.release(lock_names(NAME).base)
@@ -577,12 +576,20 @@ def test_a_session_whose_wait_was_cancelled_goes_on_with_the_next_acquire(progra
     another.give(NAME)
 
 
+def cancel_the_first_in_line(session, slots):
+    """Have a call be cancelled that waits for any of these slots, on a session that does nothing more."""
+    for _ in range(10):
+        with session.cancelled_after(600):
+            session.acquire(NAME, slots, timeout_ms=2000)
+        if "gate" in left_of(session):
+            return
+    raise AssertionError("it never was the first in line")
+
+
 def close_a_gate(program, another, slots):
-    """Have a call be cancelled that was the first in line, on a session that does nothing more."""
+    """Leave a gate closed, and all slots free."""
     program.take(NAME, slots, slots)
-    with another.cancelled_after(600):
-        another.acquire(NAME, slots)
-    assert "gate" in left_of(another)
+    cancel_the_first_in_line(another, slots)
     program.give(NAME)
 
 
