@@ -113,6 +113,8 @@ class Claims:
             try:
                 call = _CALLS[usual, record]
                 answer, row = self._ask(session, request, call, values | {"head": head}, waits=timeout != 0)
+                if answer.result == calls.NEW:
+                    self._declare(session, request, max(int(row["bound"] or 0), request.slots or 1))
             except BackendError as error:
                 # What the call had taken by then is freed first.
                 if session.ended or meaning(error) is not Meaning.AGAIN or time.monotonic() >= give_up:
@@ -120,9 +122,7 @@ class Claims:
                 continue
             if answer.result == calls.ASK:
                 usual = False
-            elif answer.result == calls.NEW:
-                self._declare(session, request, max(int(row["bound"] or 0), request.slots or 1))
-            elif answer.result != calls.ROW_FAILED:
+            elif answer.result not in (calls.NEW, calls.ROW_FAILED):
                 break
             elif NATIVE_ERRORS.get(int(row["error"])) is not Meaning.AGAIN or time.monotonic() >= give_up:
                 raise BackendError(f"The database {self.alias!r} failed: {row['why']} ({row['error']})")
@@ -145,7 +145,7 @@ class Claims:
         }
 
     def _ask(
-        self, session: LockSession, request: Request, call: calls.Call, values: dict[str, Any], *, waits: bool
+        self, session: LockSession, request: Request, call: calls.ProcedureCall, values: dict[str, Any], *, waits: bool
     ) -> tuple[Answer, dict[str, Any]]:
         """Make the call, and note what it took."""
         names, key = lock_names(request.resource.name), request.resource.key

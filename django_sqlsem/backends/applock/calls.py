@@ -42,7 +42,7 @@ TYPES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ProcedureCall:
     """A statement and the names of its parameters, in the order of its ``?`` marks."""
 
     text: str
@@ -58,10 +58,10 @@ def _sizes(parameters: tuple[str, ...]) -> tuple[tuple[int, int, int], ...]:
     return tuple(size_of(TYPES.get(name, "int")) for name in parameters)
 
 
-def _call(procedure: str, *parameters: str, always: bool = False) -> Call:
+def _call(procedure: str, *parameters: str, always: bool = False) -> ProcedureCall:
     """Return the call of a procedure that answers by one row: ``always``, or when it is asked to."""
     given = [f"@{name} = ?" for name in parameters] + ([] if always else ["@answer = 1"])
-    return Call(f"EXEC {SCHEMA}.{procedure} {', '.join(given)}", parameters)
+    return ProcedureCall(f"EXEC {SCHEMA}.{procedure} {', '.join(given)}", parameters)
 
 
 _HOLDER: Final = ("host", "pid", "thread", "label", "user", "process")
@@ -99,4 +99,4 @@ NEVER: Final = -12
 ROW_FAILED: Final = -14
 
 #: Everything that is sent on a lock session, by name: for people, and for tests.
-CALLS: Final = {name: value for name, value in sorted(globals().items()) if isinstance(value, Call)}
+CALLS: Final = {name: value for name, value in sorted(globals().items()) if isinstance(value, ProcedureCall)}

@@ -79,7 +79,7 @@ class Possession:
         self._see_to_row(holding, row)
         return int(row["freed"])
 
-    def _give(self, session: LockSession, call: calls.Call, values: dict[str, Any]) -> dict[str, Any] | None:
+    def _give(self, session: LockSession, call: calls.ProcedureCall, values: dict[str, Any]) -> dict[str, Any] | None:
         """Make a call that gives something back. ``None``: the session has surely ended, and so it was given back."""
         try:
             return session.run(call, values | {"record": self.record})

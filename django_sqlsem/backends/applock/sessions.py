@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error as DjangoDatabaseError
 
-from django_sqlsem.backends.applock.calls import CLEAN, PROVE, Call
+from django_sqlsem.backends.applock.calls import CLEAN, PROVE, ProcedureCall
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.identity import process_id
 from django_sqlsem.core.modes import UPDATE, line_of
@@ -44,7 +44,7 @@ SET DEADLOCK_PRIORITY HIGH;
 SET LOCK_TIMEOUT 2000;
 """
 #: Stamp a fresh session, and see that it is fresh: a pool would hand out one with a stamp, and with its locks.
-OPEN: Final = Call(
+OPEN: Final = ProcedureCall(
     """SET NOCOUNT ON;
 DECLARE @stamp varchar(60) = ?;
 DECLARE @before varbinary(128) = CONTEXT_INFO(), @new varbinary(128) = CAST(@stamp AS varbinary(128));
@@ -133,7 +133,7 @@ class LockSession:
         """Whether another thread can end a wait on it at once."""
         return bool(self._descriptors)
 
-    def run(self, call: Call, values: dict[str, Any], *, waits: bool = False) -> dict[str, Any]:
+    def run(self, call: ProcedureCall, values: dict[str, Any], *, waits: bool = False) -> dict[str, Any]:
         """Call a procedure and return its one row by column; one that ``waits`` may take as long as it likes.
 
         Raises ``BackendError``; then the session has ended, unless the server only refused the call.

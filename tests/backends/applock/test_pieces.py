@@ -26,7 +26,7 @@ from django_sqlsem.backends.applock.acquire import Answer
 from django_sqlsem.backends.applock.held import Holding
 from django_sqlsem.backends.applock.line import Line
 from django_sqlsem.backends.applock.pool import LockPool
-from django_sqlsem.backends.applock.sessions import LockSession, Turn
+from django_sqlsem.backends.applock.sessions import LockSession
 from django_sqlsem.backends.base import (
     Grant,
     Granted,
@@ -37,6 +37,7 @@ from django_sqlsem.core import identity
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.names import resource_for
 from django_sqlsem.database import errors
+from django_sqlsem.core.turns import Turn
 from django_sqlsem.database import sockets as database_sockets
 from django_sqlsem.database.sqlserver import Meaning, lock_names, meaning
 from tests.support.databases import ROOT
