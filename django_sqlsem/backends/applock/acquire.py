@@ -122,10 +122,11 @@ class Claims:
                 continue
             if answer.result == calls.ASK:
                 usual = False
-            elif answer.result not in (calls.NEW, calls.ROW_FAILED):
+            elif answer.result == calls.ROW_FAILED:
+                if NATIVE_ERRORS.get(int(row["error"])) is not Meaning.AGAIN or time.monotonic() >= give_up:
+                    raise BackendError(f"The database {self.alias!r} failed: {row['why']} ({row['error']})")
+            elif answer.result != calls.NEW:
                 break
-            elif NATIVE_ERRORS.get(int(row["error"])) is not Meaning.AGAIN or time.monotonic() >= give_up:
-                raise BackendError(f"The database {self.alias!r} failed: {row['why']} ({row['error']})")
         if answer.result == calls.OTHER_KIND:
             raise wrong_kind(request.resource.name, str(row["why"]), request.resource.kind)
         if answer.result == calls.NEVER:
