@@ -51,10 +51,7 @@ DEEP = {
 SHARED_CLASSES: set[str] = set()
 #: Names of public constants that two modules use for different values.
 SHARED_CONSTANTS = {
-    "LEFT",
     "LOOK",
-    "OPEN",
-    "PATIENCE_US",
     "PAUSED",
     "REMEMBERED",
     "TURN",
