@@ -25,7 +25,7 @@ User: TypeAlias = tuple[FrameType | None, int]
 class Turn:
     """Held by one user at a time. One who has left without a word, as its frame is gone, does not hold it any more."""
 
-    def __init__(self, mend: Callable[[], object], inside: tuple[str, ...]) -> None:
+    def __init__(self, mend: Callable[[], object], inside: tuple[str, ...] = ()) -> None:
         #: The modules whose frames belong to a use.
         self._inside = inside
         #: Called by whoever gets it after one who has left it in the middle of something.

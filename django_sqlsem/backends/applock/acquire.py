@@ -113,6 +113,8 @@ class Claims:
             try:
                 call = _CALLS[usual, record]
                 answer, row = self._ask(session, request, call, values | {"head": head}, waits=timeout != 0)
+                if answer.result == calls.NEW:
+                    self._declare(session, request, max(int(row["bound"] or 0), request.slots or 1))
             except BackendError as error:
                 # What the call had taken by then is freed first.
                 if session.ended or meaning(error) is not Meaning.AGAIN or time.monotonic() >= give_up:
@@ -120,12 +122,11 @@ class Claims:
                 continue
             if answer.result == calls.ASK:
                 usual = False
-            elif answer.result == calls.NEW:
-                self._declare(session, request, max(int(row["bound"] or 0), request.slots or 1))
-            elif answer.result != calls.ROW_FAILED:
+            elif answer.result == calls.ROW_FAILED:
+                if NATIVE_ERRORS.get(int(row["error"])) is not Meaning.AGAIN or time.monotonic() >= give_up:
+                    raise BackendError(f"The database {self.alias!r} failed: {row['why']} ({row['error']})")
+            elif answer.result != calls.NEW:
                 break
-            elif NATIVE_ERRORS.get(int(row["error"])) is not Meaning.AGAIN or time.monotonic() >= give_up:
-                raise BackendError(f"The database {self.alias!r} failed: {row['why']} ({row['error']})")
         if answer.result == calls.OTHER_KIND:
             raise wrong_kind(request.resource.name, str(row["why"]), request.resource.kind)
         if answer.result == calls.NEVER:

@@ -46,7 +46,7 @@ FIRST_LOOK: Final = 5.0
 LAST_LOOK: Final = 60.0
 
 
-class Claimant(Protocol):
+class LineParts(Protocol):
     """What the line needs of the backend."""
 
     pool: LockPool
@@ -59,7 +59,7 @@ class Claimant(Protocol):
 class Line:
     """The thread and what it waits for. The keeper tells whom the next grant is for; it may change at any time."""
 
-    def __init__(self, server: Claimant, ended: Callable[[Line], bool]) -> None:
+    def __init__(self, server: LineParts, ended: Callable[[Line], bool]) -> None:
         self.server = server
         #: The name of this place in the line.
         self.ticket = uuid.uuid4().hex

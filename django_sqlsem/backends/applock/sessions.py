@@ -134,7 +134,7 @@ class LockSession:
         return bool(self._descriptors)
 
     def run(self, call: ProcedureCall, values: dict[str, Any], *, waits: bool = False) -> dict[str, Any]:
-        """ProcedureCall a procedure and return its one row by column; one that ``waits`` may take as long as it likes.
+        """Call a procedure and return its one row by column; one that ``waits`` may take as long as it likes.
 
         Raises ``BackendError``; then the session has ended, unless the server only refused the call.
         """

@@ -23,6 +23,7 @@ from django_sqlsem.backends.applock.upgrades import Upgrades
 from django_sqlsem.backends.base import Queue, Request, Waited
 from django_sqlsem.checks import sqlserver
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.names import resource_for
 from django_sqlsem.database.sqlserver import lock_names
 from django_sqlsem.locks import rwlock
 from django_sqlsem.locks.transaction.locks import transaction_lock
@@ -113,11 +114,13 @@ def test_a_row_that_cannot_be_written_costs_the_grant_and_nothing_is_left(monkey
     """Its locks are free again by the time at which the error is told."""
     made = known("unwritten", slots=2)
     with contextlib.closing(Session()) as observer, known("spared", slots=1) as spared:
-        observer.do("ALTER TABLE sqlsem_slot ADD CONSTRAINT testapp_refuses CHECK (label <> N'refused')")
+        key = resource_for("unwritten", "semaphore").key
+        refuses = f"expires_us IS NULL OR semaphore_key <> N'{key}'"
+        observer.do(f"ALTER TABLE sqlsem_slot ADD CONSTRAINT testapp_refuses CHECK ({refuses})")
         try:
             for take in (1, 2):
                 with pytest.raises(BackendError, match="testapp_refuses"):
-                    semaphore("unwritten", slots=2, take=take, label="refused", using=ALIAS).acquire(timeout=0)
+                    semaphore("unwritten", slots=2, take=take, using=ALIAS).acquire(timeout=0)
                 assert [slot_is_free(observer, "unwritten", nth) for nth in (1, 2)] == [True, True]
                 assert observer.test(lock_names("unwritten").base) == 1
         finally:
@@ -171,8 +174,8 @@ def test_a_name_of_another_length_is_sent_with_the_same_types(monkeypatch):
             proxy.heard.clear()
             session.run(calls.FORGET, {"key": key, "permit": key, "slot": 3, "token": 4})
             said = proxy.heard.decode("utf-16-le", "ignore") + proxy.heard[1:].decode("utf-16-le", "ignore")
-            types.append(set(re.findall(r"@P1 [a-z]+\([0-9]+\),\s*@P2 [a-z]+", said)))
-        assert types == [{"@P1 nvarchar(32),@P2 int"}] * 2
+            types.append(set(re.findall(r"@P1 [a-z]+\([0-9]+\),\s*@P2 [a-z]+\([0-9]+\),\s*@P3 [a-z]+", said)))
+        assert types == [{"@P1 nvarchar(32),@P2 nvarchar(32),@P3 int"}] * 2
         session.end("done")
 
 

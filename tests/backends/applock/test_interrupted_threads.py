@@ -13,7 +13,8 @@ import pytest
 
 from django_sqlsem.backends.applock import pool as applock_pool
 from django_sqlsem.backends.applock.pool import LockPool
-from django_sqlsem.backends.applock.sessions import Turn
+from django_sqlsem.backends.applock.sessions import INSIDE
+from django_sqlsem.core.turns import Turn
 from django_sqlsem.database import sockets
 from tests.backends.applock.test_pieces import Silent
 from tests.support.interruptions import SoftLimit
@@ -22,7 +23,7 @@ from tests.support.threads import run_in_threads
 
 def session() -> Any:
     return SimpleNamespace(
-        ended="", waiting=False, kept=False, held={}, unclear={}, last_used=0.0, lock=Turn(lambda: None)
+        ended="", waiting=False, kept=False, held={}, unclear={}, last_used=0.0, lock=Turn(lambda: None, INSIDE)
     )
 
 
@@ -68,7 +69,7 @@ def test_a_module_that_changed_nothing_does_not_keep_a_turn(monkeypatch: pytest.
     """Others import gevent wherever it is installed, for what they would do under it."""
     for name in ("gevent", "eventlet"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    turn = Turn(lambda: None)
+    turn = Turn(lambda: None, INSIDE)
     run_in_threads(1, lambda _nth: turn.acquire())
     assert turn.acquire(timeout=10)
 

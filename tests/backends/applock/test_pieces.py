@@ -26,7 +26,7 @@ from django_sqlsem.backends.applock.acquire import Answer
 from django_sqlsem.backends.applock.held import Holding
 from django_sqlsem.backends.applock.line import Line
 from django_sqlsem.backends.applock.pool import LockPool
-from django_sqlsem.backends.applock.sessions import LockSession, Turn
+from django_sqlsem.backends.applock.sessions import INSIDE, LockSession
 from django_sqlsem.backends.base import (
     Grant,
     Granted,
@@ -36,6 +36,7 @@ from django_sqlsem.backends.base import (
 from django_sqlsem.core import identity
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.names import resource_for
+from django_sqlsem.core.turns import Turn
 from django_sqlsem.database import errors
 from django_sqlsem.database import sockets as database_sockets
 from django_sqlsem.database.sqlserver import Meaning, lock_names, meaning
@@ -461,7 +462,7 @@ def test_a_crowd_opens_few_sessions_however_slow_logins_are(monkeypatch: pytest.
         def __init__(self, alias: str, in_turn: Any) -> None:
             opened.append(self)
             assert logged_in.wait(30)
-            self.lock, self.held, self.unclear = Turn(lambda: None), dict[str, Holding](), dict[str, Any]()
+            self.lock, self.held, self.unclear = Turn(lambda: None, INSIDE), dict[str, Holding](), dict[str, Any]()
             self.ended, self.waiting, self.kept, self.last_used = "", False, False, 0.0
 
     monkeypatch.setattr(applock_pool, "LockSession", Slow)

@@ -30,16 +30,20 @@ EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @perm
 EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @lock_mode = ?, @take = ?, @timeout = ?,
       @fair = ?, @head = ?, @mark = ?, @answer = 1;
 
+-- call be_reader
+EXEC sqlsem.internal_downgrade_1 @base = ?, @key = ?, @keep = ?, @permit = ?, @record = ?, @answer = 1;
+
+-- call be_writer
+EXEC sqlsem.internal_upgrade_1 @base = ?, @key = ?, @slots = ?, @timeout = ?, @close = ?, @permit = ?, @record = ?,
+      @answer = 1;
+
 -- call clean
 EXEC sqlsem.internal_clean_1 @base = ?, @key = ?, @last = ?, @record = ?, @answer = 1;
 
 -- call declare
 EXEC sqlsem.internal_declare_1 @key = ?, @name = ?, @kind = ?, @slots = ?, @answer = 1;
 
--- call downgrade
-EXEC sqlsem.internal_downgrade_1 @base = ?, @key = ?, @keep = ?, @permit = ?, @record = ?, @answer = 1;
-
--- call fence
+-- call fence_off
 EXEC sqlsem.internal_fence_1 @key = ?, @taken = ?, @timeout = ?, @answer = 1;
 
 -- call forget
@@ -63,10 +67,6 @@ EXEC sqlsem.internal_try_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @permit =
 
 -- call try_unrecorded
 EXEC sqlsem.internal_try_1 @base = ?, @key = ?, @kind = ?, @slots = ?;
-
--- call upgrade
-EXEC sqlsem.internal_upgrade_1 @base = ?, @key = ?, @slots = ?, @timeout = ?, @close = ?, @permit = ?, @record = ?,
-      @answer = 1;
 
 -- call waiting
 EXEC sqlsem.internal_waiting_1 @ticket = ?, @key = ?, @waiting = ?, @age = ?, @take = ?, @lock_mode = ?, @host = ?,

@@ -55,6 +55,11 @@ BEGIN TRY
             COMMIT TRANSACTION WITH (DELAYED_DURABILITY = ON);  -- noqa: PRS
         END;
     END;
+    -- An operator may have made more slots of it, or it is another kind of lock.
+    IF @result = -1 AND @permit IS NOT NULL
+        SELECT @result = -9 FROM dbo.sqlsem_semaphore WITH (FORCESEEK)
+        WHERE name_key = @key AND COALESCE(operator_slots, 0) > CASE kind WHEN @kind THEN @slots ELSE -1 END
+        OPTION (KEEPFIXED PLAN);
 END TRY
 BEGIN CATCH
     SET @result = -9;
