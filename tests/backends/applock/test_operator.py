@@ -389,7 +389,7 @@ def test_the_admin_shows_sessions_and_says_that_they_will_be_ended(alias, settin
         page = ask(boss, SEMAPHORES, "revoke", key("ops"))
         shown = text(page)
         assert "The sessions will be ended, with whatever else they hold." in shown
-        assert f", session {session}" in shown
+        assert f"session {session}" in shown
         assert ("To be lost as well: the same sessions hold these" in shown) == along
         assert 'value="Yes, end the sessions"' in page.content.decode()
         assert said(confirm(boss, SEMAPHORES, page)) == ["Revoked 1 permit."]
