@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from django.db import Error as DatabaseError
 from django.db import connections, transaction
 
 from django_sqlsem.backends import database_for, get_backend
+from django_sqlsem.core.durations import duration as duration_text
 from django_sqlsem.core.durations import to_seconds
+from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.core.names import Name, literal_prefix, matcher, validate_name, validate_slots
 from django_sqlsem.database.errors import backend_error
 from django_sqlsem.history import acts
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
 logger = logging.getLogger("django_sqlsem")
+
+#: What fits into the column of a pause's reason.
+MAX_REASON_LENGTH: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +99,18 @@ def request_stop(
     return _ask(backend, name, _meant(backend, name, slot, token), by)
 
 
-def drain(name: Name, *, by: str, using: str | None = None) -> bool:
+def drain(name: Name, *, by: str, using: str | None = None, duration: Seconds | None = None, reason: str = "") -> bool:
     """Grant nothing more until ``resume``, and ask every holder to stop. ``False`` if there is no such name.
+
+    ``duration`` and ``reason``: as of ``pause()``.
 
     It is done when nobody holds any more: nobody is waited for here, and nothing is taken from anybody. This is not
     ``Semaphore.drain()``, by which a program has the semaphore for itself.
     """
     name = validate_name(name)
     backend = get_backend(database_for(using))
-    if not backend.set_paused(name, True):
+    if not _pause(backend, "drain", name, by, duration, reason):
         return False
-    _acted(backend, "drain", name, by)
     holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
     _ask(backend, name, [(holder.slot, holder.token) for holder in holders if holder.recorded], by)
     return True
@@ -210,14 +216,24 @@ def set_slots(name: Name, slots: int | None, *, by: str, using: str | None = Non
     return done
 
 
-def pause(name: Name, *, by: str, using: str | None = None) -> bool:
-    """Grant nothing more until ``resume``; holders keep what they have. ``False`` if there is no such name."""
-    return _set_paused(name, True, by, using)
+def pause(name: Name, *, by: str, using: str | None = None, duration: Seconds | None = None, reason: str = "") -> bool:
+    """Grant nothing more until ``resume``; holders keep what they have. ``False`` if there is no such name.
+
+    ``duration``: seconds or ``timedelta`` after which it is resumed by itself, by the database's clock. ``reason`` is
+    shown wherever the pause is, in 200 characters. Whoever pauses a name that is paused says anew until when and why.
+    """
+    name = validate_name(name)
+    return _pause(get_backend(database_for(using)), "pause", name, by, duration, reason)
 
 
 def resume(name: Name, *, by: str, using: str | None = None) -> bool:
     """Grant again. ``False`` if there is no such name."""
-    return _set_paused(name, False, by, using)
+    name = validate_name(name)
+    backend = get_backend(database_for(using))
+    done = backend.resume(name)
+    if done:
+        _acted(backend, "resume", name, by)
+    return done
 
 
 def procedures(*, drop: bool = False, using: str | None = None) -> tuple[str, ...]:
@@ -240,12 +256,15 @@ def change_procedures(*, drop: bool = False, by: str, using: str | None = None) 
     logger.info("stored procedures of %r %s by %s", alias, "removed" if drop else "installed", by or "somebody")
 
 
-def _set_paused(name: Name, paused: bool, by: str, using: str | None) -> bool:
-    name = validate_name(name)
-    backend = get_backend(database_for(using))
-    done = backend.set_paused(name, paused)
+def _pause(
+    backend: BaseSemaphoreBackend, action: str, name: str, by: str, duration: Seconds | None, reason: str
+) -> bool:
+    seconds = to_seconds(duration, what="duration", allow_none=True)
+    who, why = printable(by, MAX_USER_LENGTH), printable(" ".join(reason.split()), MAX_REASON_LENGTH)
+    done = backend.pause(name, by=who, seconds=seconds, reason=why)
     if done:
-        _acted(backend, "pause" if paused else "resume", name, by)
+        told = "" if seconds is None else f"for {duration_text(seconds)}"
+        _acted(backend, action, name, by, ": ".join(filter(None, (told, why))))
     return done
 
 

@@ -191,6 +191,12 @@ class SemaphoreSnapshot:
     away: int = 0
     #: How many tokens there are to take, if it is a count of tokens: that has no slots.
     tokens: int | None = None
+    #: Of a pause: by whom, why, since when and until when, and seconds until then; ``None``: until it is resumed.
+    paused_by: str = ""
+    paused_reason: str = ""
+    paused_at: datetime.datetime | None = None
+    paused_until: datetime.datetime | None = None
+    resumes_in: float | None = None
 
     @property
     def held(self) -> int:

@@ -110,7 +110,8 @@ def _notices(reading: Reading, snapshot: SemaphoreSnapshot, acts: list[Event]) -
         )
         notices.append(Said("stale", text % {"count": snapshot.stale}))
     if snapshot.paused:
-        notices.append(Said("paused", _paused(snapshot, _last(acts, events.PAUSED, events.DRAINED))))
+        text = _paused(snapshot, _last(acts, events.PAUSED, events.DRAINED)) + _until(snapshot)
+        notices.append(Said("paused", text))
     if snapshot.other_declared_slots is not None:
         text = _("Processes disagree: some declare %(one)d slots, others %(other)d. The larger number is the bound.")
         numbers = {"one": snapshot.declared_slots, "other": snapshot.other_declared_slots}
@@ -121,7 +122,8 @@ def _notices(reading: Reading, snapshot: SemaphoreSnapshot, acts: list[Event]) -
 
 
 def _paused(snapshot: SemaphoreSnapshot, last: Event | None) -> str:
-    by = _(" by %(user)s") % {"user": visible(last.by)} if last is not None and last.by else ""
+    who = snapshot.paused_by or (last.by if last is not None else "")
+    by = _(" by %(user)s") % {"user": visible(who)} if who else ""
     held = len([holder for holder in snapshot.holders if not holder.expired])
     if last is not None and last.what == events.DRAINED:
         if not held:
@@ -133,6 +135,17 @@ def _paused(snapshot: SemaphoreSnapshot, last: Event | None) -> str:
         )
         return text % {"by": by, "count": held}
     return _("Paused%(by)s: nothing is granted until it is resumed. Holders keep what they have.") % {"by": by}
+
+
+def _until(snapshot: SemaphoreSnapshot) -> str:
+    """Return what else is known of a pause: why, and until when."""
+    told = ""
+    if snapshot.paused_until is not None and snapshot.resumes_in is not None:
+        when = {"at": f"{snapshot.paused_until:%Y-%m-%d %H:%M} UTC", "left": length(snapshot.resumes_in)}
+        told += " " + _("It is resumed by itself at %(at)s, in %(left)s.") % when
+    if snapshot.paused_reason:
+        told += " " + _("Reason: %(reason)s") % {"reason": visible(snapshot.paused_reason)}
+    return told
 
 
 def _facts(snapshot: SemaphoreSnapshot, acts: list[Event]) -> list[Said]:

@@ -16,7 +16,8 @@ from django.db.models import Q
 from django_sqlsem.core.modes import SHARED, UPGRADE, WHOLE, line_of
 from django_sqlsem.core.names import ONE_SLOT, key_of
 from django_sqlsem.database.bells import MAX_NOTE
-from django_sqlsem.database.errors import database_errors
+from django_sqlsem.database.dialects import DatabaseNow, dialect_for
+from django_sqlsem.database.errors import database_errors, repeated
 from django_sqlsem.database.sessions import OwnSession
 from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.snapshots import SlotState, Survey, SurveyState, survey_of
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from django_sqlsem.backends.clock import RowClock
     from django_sqlsem.core.identity import HolderIdentity
     from django_sqlsem.core.names import Resource
+    from django_sqlsem.database.cursors import AnyCursor
     from django_sqlsem.database.sessions import KeeperSession, Session
     from django_sqlsem.snapshots import HolderSnapshot, Loss, SemaphoreSnapshot
 
@@ -465,9 +467,64 @@ class BaseSemaphoreBackend(abc.ABC):
     def set_paused(self, name: str, paused: bool) -> bool:
         """Stop or resume granting; holders are not disturbed. Return ``False`` if there is no such name."""
 
+    def pause(self, name: str, *, by: str, seconds: float | None = None, reason: str = "") -> bool:
+        """Grant nothing more for so many seconds; ``None``: until it is resumed. ``False``: there is no such name."""
+        until = None if seconds is None else NOW_UNIX + round(seconds * 1e6)
+        # What is told of it first: without that, it would have no end.
+        self._tell_pause(name, paused_us=NOW_UNIX, paused_until_us=until, paused_by=by, paused_reason=reason)
+        return self.set_paused(name, True)
+
+    def resume(self, name: str) -> bool:
+        """Grant again. Return ``False`` if there is no such name."""
+        done = self.set_paused(name, False)
+        # Unless it was paused anew meanwhile.
+        self._tell_pause(name, paused=False, paused_us=None, paused_until_us=None, paused_by="", paused_reason="")
+        return done
+
+    def end_pauses(self, session: Session) -> list[str]:
+        """End the pauses whose time has passed, and return their names. Nobody is granted sooner by that on rows."""
+        parameters = {"yes": True}
+        over = session.run(lambda cursor: _rows(cursor, _OVER, parameters))
+        ended = []
+        for key, name in over:
+            if session.run(lambda cursor, key=key: _change(cursor, _END_PAUSE, parameters | {"key": key})):  # type: ignore[misc]
+                ended.append(name)
+        return ended
+
+    def _tell_pause(self, name: str, *, paused: bool | None = None, **fields: Any) -> None:
+        _tell_pause(self.alias, name, paused, fields)
+
     def procedures(self, *, drop: bool = False) -> tuple[str, ...]:
         """Return the batches that install, or remove, stored procedures for other programs; empty: it has none."""
         return ()
+
+
+#: The clock that tokens and pauses follow.
+NOW_UNIX: Final = DatabaseNow(unix=True)
+_OVER: Final = "SELECT name_key, name FROM sqlsem_semaphore WHERE paused = %(yes)s AND paused_until_us <= {token_now}"
+_END_PAUSE: Final = (
+    "UPDATE sqlsem_semaphore SET paused = %(no)s, paused_us = NULL, paused_until_us = NULL, paused_by = '',"
+    " paused_reason = '' WHERE name_key = %(key)s AND paused = %(yes)s AND paused_until_us <= {token_now}"
+)
+
+
+def _rows(cursor: AnyCursor, text: str, parameters: dict[str, Any]) -> list[Any]:
+    dialect_for(cursor.db).execute(cursor, text, parameters)
+    return list(cursor.fetchall())
+
+
+def _change(cursor: AnyCursor, text: str, parameters: dict[str, Any]) -> int:
+    dialect_for(cursor.db).execute(cursor, text, parameters)
+    return int(cursor.rowcount)
+
+
+@repeated
+def _tell_pause(alias: str, name: str, paused: bool | None, fields: dict[str, Any]) -> None:
+    """Write what is told of a pause beside it; ``paused``: only if the name is, or is not."""
+    wanted = Q(key=key_of(name)) if paused is None else Q(key=key_of(name), paused=paused)
+    rows = apps.get_model("sqlsem", "SemaphoreRow")._default_manager.using(alias)
+    with database_errors(alias):
+        rows.filter(wanted).update(**fields)
 
 
 def check_slots(name: str, kind: str, slots: int | None) -> None:

@@ -28,6 +28,8 @@ class RowClock:
         #: For one lease after this instant nothing has run out.
         self.since = since
         self.wall = datetime.datetime.now(datetime.UTC)
+        #: The clock that tokens and pauses follow: it goes on where the host's boot clock starts anew.
+        self.unix = round(self.wall.timestamp() * 1e6) if boot_id else now
 
     @classmethod
     def of(cls, alias: str, *, since: int = 0) -> RowClock:
@@ -54,6 +56,14 @@ class RowClock:
         late = LessThan(F("expires_us") * 2 - F("lease_us"), Value(2 * self.now, output_field=BigIntegerField()))
         overdue = Q(late, acquired_us__lt=self.now - round(CONFIRMED * 1e6))
         return Q(expires_us__isnull=False) & (Q(suspect_us__isnull=False) | self.expired() | overdue)
+
+    def paused(self) -> Q:
+        """Semaphores that grant nothing by an operator's word, whose time has not passed."""
+        return Q(paused=True) & (Q(paused_until_us__isnull=True) | Q(paused_until_us__gt=self.unix))
+
+    def pauses(self, paused: bool, until_us: int | None) -> bool:
+        """Return what ``paused()`` says of one row."""
+        return bool(paused) and (until_us is None or until_us > self.unix)
 
     def grant_instant(self) -> Case:
         """When a slot was granted last: at the latest by the boot, if that was before it."""
@@ -134,6 +144,9 @@ class RowClock:
         counted = row.tokens is not None
         if counted:  # its last change; one from before the host's boot may seem to lie ahead
             last_grant = row.declared_us
+        paused = self.pauses(row.paused, row.paused_until_us)
+        until = row.paused_until_us if paused else None
+        since = row.paused_us if paused else None
         lately = row.other_us is not None and 0 <= self.now - row.other_us < DISAGREEMENT_US
         return SemaphoreSnapshot(
             name=row.name,
@@ -141,7 +154,12 @@ class RowClock:
             slots=row.slots,
             declared_slots=row.declared_slots,
             operator_slots=row.operator_slots,
-            paused=row.paused,
+            paused=paused,
+            paused_by=row.paused_by if paused else "",
+            paused_reason=row.paused_reason if paused else "",
+            paused_at=None if since is None else self.at((self.unix - since) / 1e6),
+            paused_until=None if until is None else self.at((self.unix - until) / 1e6),
+            resumes_in=None if until is None else (until - self.unix) / 1e6,
             holders=grouped(holders),
             waiters=waiters,
             other_declared_slots=row.other_slots if lately and row.other_slots != row.declared_slots else None,

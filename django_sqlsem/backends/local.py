@@ -63,6 +63,16 @@ class LocalSlot:
         return self.request.lease - (stood_still() - self.renewed)
 
 
+@dataclass(frozen=True, slots=True)
+class LocalPause:
+    """A pause: by whom, why, since when, and until when; by the boot clock."""
+
+    by: str
+    reason: str
+    since: float
+    until: float | None
+
+
 @dataclass
 class LocalName:
     """One name, who holds it, and what an operator has said about it."""
@@ -71,7 +81,8 @@ class LocalName:
     kind: str
     declared: int
     operator_slots: int | None = None
-    paused: bool = False
+    #: What an operator has said that stops granting.
+    pause: LocalPause | None = None
     #: The taken slots, by number.
     held: dict[int, LocalSlot] = field(default_factory=dict)
     #: Tokens of those whose leases ran out.
@@ -90,6 +101,11 @@ class LocalName:
     def slots(self) -> int:
         """How many slots count now."""
         return self.declared if self.operator_slots is None else self.operator_slots
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is granted. A pause whose time has passed is over."""
+        return self.pause is not None and (self.pause.until is None or self.pause.until > boot_now())
 
     def copy(self) -> LocalName:
         """Return one that can be changed without changing this one."""
@@ -164,8 +180,20 @@ class LocalName:
         self.expire()
         holders = grouped(self.holder(number) for number in sorted(self.held))
         tokens = self.tokens if self.kind == TOKENS else None
-        return SemaphoreSnapshot(
+        found = SemaphoreSnapshot(
             self.name, self.kind, self.slots, self.declared, self.operator_slots, self.paused, holders, tokens=tokens
+        )
+        if not found.paused or self.pause is None:
+            return found
+        pause, now, wall = self.pause, boot_now(), datetime.datetime.now(datetime.UTC)
+        left = None if pause.until is None else pause.until - now
+        return replace(
+            found,
+            paused_by=pause.by,
+            paused_reason=pause.reason,
+            paused_at=wall - datetime.timedelta(seconds=now - pause.since),
+            paused_until=None if left is None else wall + datetime.timedelta(seconds=left),
+            resumes_in=left,
         )
 
     def holder(self, number: int) -> HolderSnapshot:
@@ -417,10 +445,20 @@ class LocalBackend(BaseSemaphoreBackend):
         return True
 
     def set_paused(self, name: str, paused: bool) -> bool:
+        return self._set_pause(name, LocalPause("", "", boot_now(), None) if paused else None)
+
+    def pause(self, name: str, *, by: str, seconds: float | None = None, reason: str = "") -> bool:
+        now = boot_now()
+        return self._set_pause(name, LocalPause(by, reason, now, None if seconds is None else now + seconds))
+
+    def resume(self, name: str) -> bool:
+        return self._set_pause(name, None)
+
+    def _set_pause(self, name: str, pause: LocalPause | None) -> bool:
         with self._lock:
             known = self._world().get(name)
             if known is None:
                 return False
-            known.paused = paused
+            known.pause = pause
         self._changed()
         return True

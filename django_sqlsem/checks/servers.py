@@ -485,7 +485,8 @@ def _slots(alias: str, rows: Any) -> Iterator[CheckMessage]:
         yield warning("D013", text, "Say the same slots= everywhere, or set it by `locks set NAME --slots N`.")
     else:
         yield ok("D013", "Programs agree about the slots of every name.")
-    paused = list(rows.filter(paused=True).order_by("name").values_list("name", flat=True)[: NAMES_LISTED + 1])
+    candidates = list(rows.filter(paused=True).order_by("name").values_list("name", flat=True)[:500])
+    paused = [each.name for each in queries.by_name(candidates, using=alias).values() if each.paused]
     if paused:
         text = f"Operators have paused {_some(map(repr, paused))}: nothing is granted."
         yield note("D013", text, "`locks set NAME --resume` ends that.")

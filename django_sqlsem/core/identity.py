@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import itertools
 import os
+import re
 import socket
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -111,7 +111,17 @@ task_labels: dict[str, Callable[[], str]] = {}
 
 @functools.cache
 def _command_line() -> str:
-    # Up to the first option: what follows may be a password.
     arguments = sys.orig_argv[1:]
-    words = list(itertools.takewhile(lambda part: not part.startswith("-"), arguments)) or arguments[:2]
-    return " ".join([os.path.basename(words[0]), *words[1:]]) if words else ""
+    if arguments[:1] == ["-m"]:  # the module; of ``-c`` not the source
+        return " ".join(arguments[:2])
+    return command_label(arguments) if arguments and not arguments[0].startswith("-") else "".join(arguments[:1])
+
+
+#: What a first word may look like that names what a command does, and is no address with a password in it.
+_WORD: Final = re.compile(r"[\w./-]+")
+
+
+def command_label(command: Sequence[str]) -> str:
+    """Return a command's name and its first word: what follows may be a password, and many may see labels."""
+    name, words = os.path.basename(command[0]), command[1:2]
+    return " ".join([name, *(word for word in words if not word.startswith("-") and _WORD.fullmatch(word))])

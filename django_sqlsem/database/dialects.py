@@ -118,6 +118,7 @@ _WORDS: Final = {
     "live_now": "live_now",
     "waits": "waits",
     "alive": "alive",
+    "unpaused": "unpaused",
     "lock": "for_update",
     "lock_hint": "lock_hint",
     "skip_locked": "lock_skipping",
@@ -179,6 +180,8 @@ class Dialect:
     live: ClassVar[str] = "{t}expires_us > {now}"
     #: A waiter may be granted: it is alive, and not away.
     waits: ClassVar[str] = "{{t}live} AND {t}away = %(no)s"
+    #: A semaphore may grant: no operator has paused it, or the time of that has passed.
+    unpaused: ClassVar[str] = "({t}paused = %(no)s OR {t}paused_until_us <= {token_now})"
     #: One more condition, that a row is of an earlier boot of the host, where that tells.
     rebooted: ClassVar[str] = ""
     #: A condition on ``{process_id}``: see ``beacons``.

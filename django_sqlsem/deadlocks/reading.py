@@ -107,7 +107,8 @@ def _look_at(cursor: AnyCursor, dialect: Dialect, found: Look, keys: Sequence[st
     parameters = numbered(keys)
     some = marks(len(parameters))
     for row in _select(cursor, dialect, SemaphoreRow, f"name_key IN ({some})", parameters):
-        found.names[row["key"]] = row
+        clock = RowClock(found.now, dialect.boot_id)
+        found.names[row["key"]] = row | {"paused": clock.pauses(row["paused"], row["paused_until_us"])}
     where = f"semaphore_key IN ({some}) AND expires_us IS NOT NULL"
     for row in _select(cursor, dialect, SlotRow, where, parameters):
         if row["permit_id"] and (not leases or _lives(row, dialect, found.now)):

@@ -70,6 +70,8 @@ class _Spell:
 
     began: float
     calls: int = 0
+    #: The level of the rest: that of the worst of them.
+    level: int = logging.INFO
 
 
 _lock = threading.Lock()
@@ -93,13 +95,14 @@ class LogRest(Chore):
         log_rest()
 
 
-def log_busy(busy: Busy, work: str, outcome: str, **extra: object) -> None:
+def log_busy(busy: Busy, work: str, outcome: str, *, level: int = logging.WARNING, **extra: object) -> None:
     """Log that a piece of work found no free slot, and what came of it.
 
-    A WARNING; in a flood of one name only DEBUG, and one WARNING a minute with their number.
+    ``level``: INFO where that is as it was designed. In a flood of one name it is DEBUG, and one record a minute tells
+    their number.
     """
     logger.log(
-        _level(busy.name),
+        _level(busy.name, level),
         "Busy: %s %s, because no slot of %r was free; %d held, %d waiting.",
         work.encode("unicode_escape").decode("ascii"),  # as Django does: a path may hold line breaks
         outcome,
@@ -144,16 +147,17 @@ def _forget() -> None:
 forks.register("log of busy calls", "the child would tell again what the parent has counted", in_child=_forget)
 
 
-def _level(name: str) -> int:
-    """Count a busy call. The first ones of a name are WARNINGs, and every one in a test."""
+def _level(name: str, usual: int) -> int:
+    """Count a busy call. The first ones of a name have their usual level, and every one in a test."""
     if testmode.active():
-        return logging.WARNING
+        return usual
     now = time.monotonic()
     with _lock:
         over = _over(now)
         spell = _spells.setdefault(name, _Spell(now))
         spell.calls += 1
-        level = logging.WARNING if spell.calls <= IN_FULL else logging.DEBUG
+        spell.level = max(spell.level, usual)
+        level = usual if spell.calls <= IN_FULL else logging.DEBUG
         if len(_spells) > NAMES:
             oldest = next(iter(_spells))
             over.append((oldest, _spells.pop(oldest)))
@@ -175,7 +179,8 @@ def _tell(over: list[tuple[str, _Spell]], now: float) -> None:
     for name, spell in over:
         if (count := spell.calls - IN_FULL) > 0:
             seconds = max(1, round(now - spell.began))
-            logger.warning(
+            logger.log(
+                spell.level,
                 "Busy: %d more calls found no free slot of %r, within %d s.",
                 count,
                 name,

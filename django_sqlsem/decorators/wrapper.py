@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any, TypeVar, cast
 
@@ -355,7 +356,7 @@ class _Decorated:
             about = Busy.from_error(refusal)
             sent = task.retry(about.retry_after, refusal)
             tasks.hand_on(lock, task, refusal, sent.task_id)
-            log_busy(about, task.label, "is sent again for later")
+            log_busy(about, task.label, "is sent again for later", level=logging.INFO)
             if sent.exception is not None:
                 raise sent.exception
             return sent
@@ -374,5 +375,8 @@ class _Decorated:
             log_busy_response(about, request, answer)
         else:
             work = taken.call.label or getattr(self.func, "__qualname__", repr(self.func))
-            log_busy(about, work, "was left to on_busy" if callable(on_busy) else "was skipped")
+            if callable(on_busy):
+                log_busy(about, work, "was left to on_busy")
+            else:
+                log_busy(about, work, "was skipped", level=logging.INFO)
         return answer

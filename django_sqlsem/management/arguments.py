@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from django.core.management.base import CommandParser
@@ -27,6 +28,7 @@ exit codes:
   2    wrong arguments
   75   run: no slot became free within the timeout; drain: a holder had not left within --wait
   126  run: the command can't be executed; 127: it was not found
+  141  nobody read what was printed
   else run: the command's own exit code, 128+n if signal n ended it
 """
 
@@ -80,6 +82,21 @@ def _database(text: str) -> str:
     if text not in connections.settings:
         raise ValueError(f"{text!r} is not in DATABASES: {', '.join(sorted(connections.settings))}.")
     return text
+
+
+def add_usual(parser: CommandParser, usual: Iterable[argparse.Action]) -> None:
+    """Take Django's options, such as ``--settings``, behind the verb too; its help need not tell of them again."""
+    for action in usual:
+        again = copy.copy(action)
+        again.default = again.help = argparse.SUPPRESS  # else it would hide what was given before the verb
+        parser._add_action(again)
+
+
+def add_pause(parser: CommandParser) -> None:
+    """Add for how long, and why, nothing is granted."""
+    told = "resume by itself after so long: 90s, 30m, 2h; default: when you say so"
+    parser.add_argument("--for", dest="duration", metavar="AGE", type=age, help=told)
+    parser.add_argument("--reason", metavar="TEXT", default="", help="why: it is shown wherever the pause is")
 
 
 def add_database(parser: CommandParser, option: str = "--database") -> None:

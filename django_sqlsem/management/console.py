@@ -53,6 +53,10 @@ class Console:
         """Print what was achieved."""
         self.say(self.style.SUCCESS(text))
 
+    def dim(self, text: str) -> str:
+        """Return a line that matters less; the same where there are no colours."""
+        return text if self.style.WARNING(text) == text else f"\x1b[2m{text}\x1b[0m"
+
     def lines(self, lines: Iterable[str], indent: str = "") -> None:
         """Print several lines."""
         for line in lines:

@@ -92,7 +92,7 @@ def summary(snapshot: SemaphoreSnapshot) -> str:
         parts.append(f"{snapshot.stale} stale")
     parts.append(f"{snapshot.waiting} waiting")
     if snapshot.paused:
-        parts.append("paused")
+        parts.append(paused(snapshot))
     if snapshot.stopping:
         parts.append(f"{snapshot.stopping} asked to stop")
     if snapshot.operator_slots is not None:
@@ -100,6 +100,36 @@ def summary(snapshot: SemaphoreSnapshot) -> str:
     if snapshot.other_declared_slots is not None:
         parts.append(f"other processes declare {count(snapshot.other_declared_slots, 'slot')}")
     return f"{clean(snapshot.name)}: {', '.join(parts)}"
+
+
+def paused(snapshot: SemaphoreSnapshot) -> str:
+    """Return who paused it, since when, until when and why, as far as that is known."""
+    told = "paused"
+    if snapshot.paused_by:
+        told += f" by {clean(snapshot.paused_by)}"
+    if snapshot.paused_at is not None:
+        told += f" since {snapshot.paused_at:%Y-%m-%d %H:%M} UTC"
+    if snapshot.paused_until is not None and snapshot.resumes_in is not None:
+        told += f" until {snapshot.paused_until:%Y-%m-%d %H:%M} UTC (in {duration(snapshot.resumes_in)})"
+    return f"{told} ({clean(snapshot.paused_reason)})" if snapshot.paused_reason else told
+
+
+def idle_rows(snapshots: Iterable[SemaphoreSnapshot]) -> list[tuple[str, ...]]:
+    """Return a row of the table for each name that nobody holds or waits for."""
+    return cleaned(
+        (
+            each.name,
+            f"0/{each.slots}" if each.tokens is None else "",
+            "paused" if each.paused else "idle" if each.tokens is None else count(each.tokens, "token"),
+            "",
+            last_granted(each),
+            "",
+            "",
+            "",
+        )
+        for each in snapshots
+        if not each.holders and not each.waiters
+    )
 
 
 def details(snapshot: SemaphoreSnapshot) -> list[str]:

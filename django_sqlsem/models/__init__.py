@@ -43,6 +43,11 @@ class SemaphoreRow(models.Model):
     other_us = models.BigIntegerField(_("declared otherwise at"), null=True)
     operator_slots = models.PositiveIntegerField(_("operator's slots"), null=True)
     paused = models.BooleanField(_("paused"), default=False)
+    # Of a pause: since when and until when, by the clock that tokens follow. It is over by itself when that has passed.
+    paused_us = models.BigIntegerField(_("paused since"), null=True)
+    paused_until_us = models.BigIntegerField(_("paused until"), null=True)
+    paused_by = ExactCharField(_("paused by"), max_length=150, default="", db_default="", blank=True)
+    paused_reason = ExactCharField(_("reason of the pause"), max_length=200, default="", db_default="", blank=True)
     shrinking = models.BooleanField(_("shrinking"), default=False)
     # Of the kind "tokens" only. What was handed to waiters that have not taken it yet is in their rows.
     tokens = models.BigIntegerField(_("tokens"), null=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import random
 import time
 from collections.abc import Callable
 from typing import ClassVar, Final
@@ -17,6 +18,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django_sqlsem.backends.base import Request
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.names import Resource
+from django_sqlsem.database.sessions import OwnSession
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.runtime import callers, events
 from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State, renewal_interval
@@ -32,6 +34,10 @@ DOUBTS: Final = (0.0, 0.1, 0.5, 2.0, 6.0)
 DARK: Final = 1.0
 #: How often a broken session is opened again meanwhile, in seconds.
 RELIGHT: Final = 0.2
+#: How often it is looked for what is over, in seconds.
+TIDY_EVERY: Final = 10.0
+#: And for the first time, so long after the first acquire.
+TIDY_FIRST: Final = 2.0
 
 
 class Chore:
@@ -309,3 +315,38 @@ class BeaconChore(Chore):
 
     def after_fork(self) -> None:
         self.reach.after_fork()
+
+
+class Housekeeping(Chore):
+    """Ends what is over though nobody is there to end it: pauses whose time has passed."""
+
+    name = "housekeeping"
+    wakes = False
+
+    def __init__(self, keeper: AcquisitionKeeper) -> None:
+        self._keeper = keeper
+        self._shares = isinstance(keeper.own, OwnSession)
+        self._session = keeper.own if isinstance(keeper.own, OwnSession) else OwnSession(keeper.alias)
+        self._at = boot_now() + TIDY_FIRST
+
+    def next_at(self) -> float:
+        return self._at if self._session.is_open or not self._shares else math.inf
+
+    def run(self, now: float) -> None:
+        """Look for what is over; a failure costs nothing, as it is looked for again."""
+        self._at = now + TIDY_EVERY * random.uniform(0.8, 1.2)  # noqa: S311 - no two processes in step
+        used = self._session.last_used
+        try:
+            for name in self._keeper.backend.end_pauses(self._session):
+                logger.info("The pause of %r is over.", name, extra={"semaphore": name, "what": "pause_over"})
+        except BackendError as error:
+            logger.debug("Nothing could be tidied up at %r: %s", self._keeper.alias, error)
+        finally:
+            self._session.last_used = used  # no connection stays open longer for this
+
+    def finish(self, since: float | None) -> None:
+        if not self._shares:
+            self._session.close()
+
+    def forget(self) -> None:
+        self.finish(None)

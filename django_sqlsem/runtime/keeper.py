@@ -31,7 +31,7 @@ from django_sqlsem.database.sessions import CallerSession, OwnSession, Session
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError
 from django_sqlsem.runtime import callers, events
 from django_sqlsem.runtime.acquisition import Acquisition, State
-from django_sqlsem.runtime.chores import LOOK_AROUND, BeaconChore, Chore, Doubts, Renewals, plugged_in
+from django_sqlsem.runtime.chores import LOOK_AROUND, BeaconChore, Chore, Doubts, Housekeeping, Renewals, plugged_in
 from django_sqlsem.runtime.loop import NAP, InlineLoop, ThreadLoop
 from django_sqlsem.runtime.presence import Reach
 from django_sqlsem.runtime.queue import LocalQueue
@@ -82,7 +82,7 @@ class Keeper:
         else:
             self.loop = ThreadLoop(self.alias, self)
             self.beacon = BeaconChore(self)
-            self.chores = [self.beacon, self.renewals, self.doubts, *plugged_in(self)]
+            self.chores = [self.beacon, self.renewals, self.doubts, *plugged_in(self), Housekeeping(self)]
             if isinstance(self.own, OwnSession):
                 self.own.opened = self.beacon.opened
         events_heard = ("queued", "granted", "refused", "released", "lost", "deadlocked")

@@ -295,6 +295,8 @@ def test_every_verb_and_option_of_the_command_is_documented_and_no_other() -> No
         known = {option for action in sub._actions for option in action.option_strings}
         listed = set(re.findall(r"^\* `(--[\w-]+)", sections[verb], re.MULTILINE))
         common = {"--database", "--help", "--no-input"}
+        own = [option for action in parser._actions for option in action.option_strings]  # Django's
+        common |= {option for option in own if option.startswith("--")}
         assert listed - known == set(), verb
         listed |= set(re.findall(r"(--format) json", sections[verb]))
         assert {option for option in known if option.startswith("--")} - listed == common & known, verb

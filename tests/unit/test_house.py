@@ -36,7 +36,6 @@ ALONE = {
     "backends/applock/tsql/texts.py",
     "management/verbs/purge.py",
     "management/verbs/revoke.py",
-    "management/verbs/set.py",
     "management/verbs/show.py",
     "management/verbs/sql.py",
     "management/verbs/stop.py",

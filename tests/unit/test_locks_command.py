@@ -6,7 +6,9 @@ import io
 import json
 import os
 import pty
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.core.management import CommandError
+from django.core.management import CommandError, load_command_class
 
 from django_sqlsem import control, queries
-from django_sqlsem.core import durations
+from django_sqlsem.core import durations, identity
 from django_sqlsem.management import output
 from django_sqlsem.models import SemaphoreRow
 from tests.support.operators import (
@@ -81,10 +83,116 @@ def test_list_of_nothing(database: str, capsys: Any) -> None:
     friendly = "Nothing is held and nobody waits"
     assert printed(capsys, "list", "--database", database) == f"{friendly}: 0 names known.\n"
     make_semaphore(database)
-    assert printed(capsys, "list", "--database", database) == f"{friendly}: 1 name known.\n"
+    assert printed(capsys, "list", "--busy", "--database", database) == f"{friendly}: 0 names known.\n"
+    assert printed(capsys, "list", "--database", database).endswith(f"\n\n{friendly}: 1 name known.\n")
     out = printed(capsys, "list", "--name", "x*", "--database", database)
     assert out == f"{friendly} among names like 'x*': 0 names known.\n"
     assert printed(capsys, "list", "--format", "json", "--name", "x*", "--database", database) == "[]\n"
+
+
+def test_list_lists_idle_names_too(database: str, capsys: Any) -> None:
+    make_semaphore(database)
+    hold(database)
+    make_semaphore(database, "idle", slots=4)
+    make_semaphore(database, "still", slots=5)
+    assert control.pause("still", by="ann@web1", reason="INC-12", duration=1800, using=database)
+    lines = printed(capsys, "list", "--database", database).splitlines()
+    assert lines[1].startswith("reports  1/3   held ")
+    assert lines[2].split() == ["idle", "0/4", "idle", "-", "never", "granted", "-", "-", "-"]
+    assert lines[3].split()[:3] == ["still", "0/5", "paused"]
+    assert lines[5] == "reports: 1 of 3 slots held, 0 waiting"
+    assert re.fullmatch(
+        r"still: 0 of 5 slots held, 0 waiting, paused by ann@web1 since [\d-]+ [\d:]+ UTC until [\d-]+ [\d:]+ UTC"
+        r" \(in (30 min 00 s|29 min 5\d s)\) \(INC-12\)",
+        lines[6],
+    )
+    busy = printed(capsys, "list", "--busy", "--database", database)
+    assert "reports" in busy
+    assert "still" in busy
+    assert "idle" not in busy
+    assert "idle" not in printed(capsys, "list", "--stale", "--database", database)
+
+
+def test_who_paused_is_in_json_and_show(database: str, capsys: Any) -> None:
+    make_semaphore(database)
+    out = printed(capsys, "set", "reports", "--pause", "--for", "30m", "--reason", "INC-12", "--database", database)
+    assert "paused by " in out
+    assert "(INC-12)" in out
+    assert "Nothing more is granted for 30 min 00 s, or until `--resume`" in out
+    assert ") (INC-12)\n" in printed(capsys, "show", "reports", "--database", database)
+    (found,) = json.loads(printed(capsys, "list", "--format", "json", "--database", database))
+    assert found["paused_by"].endswith(f"@{socket.gethostname()}")
+    assert (found["paused"], found["paused_reason"]) == (True, "INC-12")
+    assert found["paused_at"].endswith("+00:00")
+    assert found["paused_until"] > found["paused_at"]
+    assert 1700 < found["resumes_in"] <= 1800
+    printed(capsys, "drain", "reports", "--for", "1h", "--reason", "deploy", "--database", database)
+    assert "(deploy)" in printed(capsys, "show", "reports", "--database", database)
+
+
+def test_locks_alone_lists(database: str, committed: None, capsys: Any) -> None:
+    make_semaphore("default", "alone")
+    assert "alone" in printed(capsys)
+    for arguments in ((), ("--busy",), ("--name", "al*", "--traceback")):
+        done = subprocess.run(**locks_command(*arguments), capture_output=True, text=True, check=True, timeout=60)
+        assert "Nothing is held and nobody waits" in done.stdout
+    done = subprocess.run(**locks_command("--help"), capture_output=True, text=True, check=True, timeout=60)
+    assert "exit codes:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("list", "--settings", "tests.settings", "--traceback", "-v", "0", "--no-color"),
+        ("show", "reports", "--settings=tests.settings", "--pythonpath", ".", "--force-color"),
+        ("--settings", "tests.settings", "-v", "2", "list"),
+    ],
+)
+def test_djangos_options_may_stand_behind_the_verb(committed: None, options: tuple[str, ...]) -> None:
+    make_semaphore("default")
+    command = locks_command(*options)
+    command["env"].pop("DJANGO_SETTINGS_MODULE")
+    done = subprocess.run(**command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "reports" in done.stdout
+
+
+def test_options_before_the_verb_are_not_undone_by_it() -> None:
+    parser = load_command_class("django_sqlsem", "locks").create_parser("manage.py", "locks")
+    assert parser.parse_args(["-v", "3", "--traceback", "list"]).verbosity == 3
+    assert parser.parse_args(["-v", "3", "--traceback", "list"]).traceback
+    assert parser.parse_args(["list", "-v", "3", "--traceback"]).verbosity == 3
+    assert parser.parse_args(["list"]).verbosity == 1
+    assert parser.parse_args(["run", "a", "--traceback", "--", "x", "--settings", "y"]).command == [
+        "x", "--settings", "y",
+    ]  # fmt: skip
+
+
+def test_a_closed_pipe_ends_the_command_quietly(committed: None) -> None:
+    for nth in range(3000):  # more than a pipe holds
+        SemaphoreRow.objects.create(key=f"{nth:032}", name=f"{nth:04} {'n' * 60}", declared_slots=1)
+    for arguments in (("list",), ("list", "--watch", "0.1")):
+        with running(*arguments) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.readline()
+            process.stdout.close()
+            assert process.wait(30) == 141
+            assert process.stderr.read() == ""
+
+
+def test_idle_names_are_dim_in_a_terminal(committed: None) -> None:
+    make_semaphore("default")
+    command = locks_command("list", "--force-color")
+    master, slave = pty.openpty()
+    subprocess.run(**command, stdout=slave, check=True, timeout=60)
+    os.close(slave)
+    said = b""
+    with contextlib.suppress(OSError):
+        while part := os.read(master, 4096):
+            said += part
+    os.close(master)
+    assert re.search(rb"\x1b\[2mreports .*idle.*\x1b\[0m", said)
 
 
 def test_list_as_json_and_csv(database: str, capsys: Any) -> None:
@@ -236,7 +344,10 @@ def test_set(database: str, capsys: Any) -> None:
     assert "2 of 3 slots held, 0 waiting\n" in printed(
         capsys, "set", "reports", "--slots", "default", "--database", database
     )
-    assert ", paused\n" in printed(capsys, "set", "reports", "--pause", "--database", database)
+    assert re.search(
+        r", paused by \S+ since [\d-]+ [\d:]+ UTC\n",
+        printed(capsys, "set", "reports", "--pause", "--database", database),
+    )
     assert "paused" not in printed(capsys, "set", "reports", "--resume", "--database", database)
     make_semaphore(database, "one", slots=1, kind="mutex")
     with pytest.raises(CommandError, match="'one' is a mutex"):
@@ -248,7 +359,9 @@ def test_set(database: str, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "the following arguments are required: VERB"),
+        (("set", "a", "--slots", "2", "--for", "1h"), "--for and --reason are of a pause: give --pause too"),
+        (("set", "a", "--pause", "--for", "long"), "'long' is no length of time"),
+        (("list", "--stale", "--busy"), "not allowed with argument"),
         (("odd",), "odd"),
         (("show", "x" * 201), "1 to 200 characters"),
         (("show", ""), "1 to 200 characters"),
@@ -397,7 +510,7 @@ def test_run_under_a_mutex(database: str) -> None:
 
 
 def test_run_shows_its_command_as_the_work(database: str) -> None:
-    with running("run", "nightly", "--database", database, "--", "sleep", "30") as process:
+    with running("run", "nightly", "--database", database, "--", "/bin/sleep", "30", "99") as process:
         snapshot = eventually(lambda: queries.holders("nightly", using=database))[0]
         assert snapshot.label == "sleep 30"
         assert snapshot.pid == process.pid
@@ -405,6 +518,44 @@ def test_run_shows_its_command_as_the_work(database: str) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 128 + signal.SIGTERM
     assert held(database, "nightly") == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "label"),
+    [
+        (["sh", "-c", "PASSWORD=hunter2 ./backup.sh"], "sh"),
+        (["/usr/bin/python", "-c", "login('hunter2')"], "python"),
+        (["manage.py", "import", "--api-key=hunter2"], "manage.py import"),
+        (["curl", "https://ann:hunter2@example.org/"], "curl"),
+        (["psql", "postgres://ann:hunter2@db/x"], "psql"),
+        (["./backup.sh", "full", "hunter2"], "backup.sh full"),
+        (["./backup.sh"], "backup.sh"),
+    ],
+)
+def test_no_secret_gets_into_a_label(command: list[str], label: str) -> None:
+    assert identity.command_label(command) == label
+
+
+@pytest.mark.parametrize(
+    ("argv", "label"),
+    [
+        (["python", "-c", "login('hunter2')"], "-c"),
+        (["python", "-m", "celery", "--password", "hunter2"], "-m celery"),
+        (["python", "/srv/manage.py", "sync", "hunter2", "--key=hunter2"], "manage.py sync"),
+        (["python"], ""),
+    ],
+)
+def test_no_secret_gets_into_the_label_of_a_program(monkeypatch: Any, argv: list[str], label: str) -> None:
+    monkeypatch.setattr(sys, "orig_argv", argv)
+    assert identity._command_line.__wrapped__() == label
+
+
+def test_run_shows_the_label_that_it_is_given(database: str) -> None:
+    command = ("run", "nightly", "--label", "the backup", "--database", database, "--", "sleep", "30")
+    with running(*command) as process:
+        assert eventually(lambda: queries.holders("nightly", using=database))[0].label == "the backup"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -589,7 +740,7 @@ def test_without_tables_the_error_helps(committed: None, tmp_path: Path) -> None
     command["env"]["SQLSEM_TEST_DATABASES"] = json.dumps(databases)
     done = subprocess.run(**command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
-    assert "Was `migrate` run" in done.stderr
+    assert "the lock tables are not there: run manage.py migrate --database default" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -53,7 +53,7 @@ _TURNS: Final = {
 _DECLARED: Final = "SELECT declared_slots FROM sqlsem_semaphore WHERE name_key = %(key)s"
 _TAKE: Final = f"UPDATE sqlsem_slot SET {granting(NEXT_TOKEN, lasts='%(lease_us)s')}"
 #: With which slots a semaphore is met: ``m`` is its row, ``{allowed}`` whether it gives.
-_MET: Final = "m.kind = %(kind)s AND m.paused = %(no)s{allowed}"
+_MET: Final = "m.kind = %(kind)s AND {m.unpaused}{allowed}"
 _LIMIT: Final = "COALESCE(m.operator_slots, %(slots)s, m.declared_slots)"
 
 #: Takes the lowest free slot, and tells which.

@@ -181,7 +181,8 @@ def _pass_on(session: Session, dialect: Dialect, parameters: dict[str, Any], *, 
 #: as that is cheaper than NOTIFY, in which commits wait for one another.
 _PASS_IN_ONE: Final = f"""
 WITH m AS (
-  SELECT operator_slots, declared_slots, paused, shrinking FROM sqlsem_semaphore WHERE name_key = %(key)s
+  SELECT operator_slots, declared_slots, {{unpaused}} AS unpaused, shrinking FROM sqlsem_semaphore
+  WHERE name_key = %(key)s
 ), o AS MATERIALIZED (
   SELECT w.id FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {{w.waits}}{{w.alive}}
   ORDER BY w.queued_us, w.id LIMIT 1
@@ -191,7 +192,7 @@ WITH m AS (
   SELECT id, slot, closed FROM sqlsem_slot WHERE id = %(row0)s AND permit_id = %(permit_id)s
   AND (EXISTS (SELECT 1 FROM h) OR NOT EXISTS (SELECT 1 FROM o)) FOR UPDATE
 ), w AS (
-  DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.id = h.id AND h.take = 1 AND m.paused = %(no)s
+  DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.id = h.id AND h.take = 1 AND m.unpaused
   AND m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, h.slots, m.declared_slots)
   RETURNING w.*, w.ticket AS permit_id, w.process_id = %(process_id)s AS here,
   CASE WHEN w.process_id = %(process_id)s THEN w.lease_us ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us
@@ -230,7 +231,8 @@ def _pass_in_one(session: Session, parameters: dict[str, Any], *, durable: bool)
 
 #: The semaphore and its oldest waiter.
 _LOOK: Final = (
-    f"SELECT m.operator_slots, m.declared_slots, m.paused, m.shrinking, {{now}}, {_OF_HEAD} FROM sqlsem_semaphore m"
+    "SELECT m.operator_slots, m.declared_slots, CASE WHEN {m.unpaused} THEN 0 ELSE 1 END, m.shrinking, {now},"
+    f" {_OF_HEAD} FROM sqlsem_semaphore m"
     " LEFT JOIN sqlsem_waiter w ON w.semaphore_key = m.name_key AND {w.waits}{w.alive}"
     " WHERE m.name_key = %(key)s ORDER BY w.queued_us, w.id"
 )

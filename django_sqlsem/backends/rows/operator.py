@@ -170,7 +170,7 @@ def purge_idle(alias: str, name: str) -> bool:
             ):
                 raise _KeepError
             _delete(waiters)
-            if not _delete(semaphores.filter(operator_slots=None, paused=False)):
+            if not _delete(semaphores.filter(operator_slots=None).exclude(clock.paused())):
                 raise _KeepError
     except _KeepError:
         return False

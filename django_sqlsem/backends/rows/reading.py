@@ -138,7 +138,7 @@ def survey(alias: str, *, at: RowClock | None = None) -> Survey:
             .order_by("-count")
             .values_list("semaphore", "count")[: MOST_NAMES + 1]
         )
-        of_paused = SemaphoreRow.objects.using(alias).filter(paused=True)
+        of_paused = SemaphoreRow.objects.using(alias).filter(clock.paused())
         paused = Listed.of((key, 1) for key in of_paused.values_list("pk", flat=True)[: MOST_NAMES + 1])
         draining = taken.filter(live, semaphore__in=of_paused.order_by().values("pk")).order_by().values("semaphore")
         held_on = draining.annotate(held=Count("pk")).values_list("semaphore", "held")
@@ -164,13 +164,13 @@ def in_state(alias: str, state: SurveyState, *, at: RowClock | None = None) -> Q
     with database_errors(alias):
         clock = at or RowClock.of(alias)
     if state == "paused":
-        return Q(paused=True)
+        return clock.paused()
     if state == "waiting":
         return Q(pk__in=_waiters(alias, clock).values("semaphore"))
     of_state = clock.stale() if state == "stale" else clock.live()
     taken = SlotRow.objects.using(alias).filter(of_state, expires_us__isnull=False)
     found = Q(pk__in=taken.order_by().values("semaphore"))
-    return found & Q(paused=True) if state == "draining" else found
+    return found & clock.paused() if state == "draining" else found
 
 
 def slots_in_state(alias: str, state: SurveyState, *, at: RowClock | None = None) -> Q:

@@ -175,7 +175,8 @@ def bound(operator_slots: int | None, own_slots: int | None, declared_slots: int
 
 #: Locks the semaphore's row until the transaction ends.
 LOCK: Final = (
-    "SELECT operator_slots, declared_slots, paused, shrinking, {now} FROM sqlsem_semaphore{lock_hint}"
+    "SELECT operator_slots, declared_slots, CASE WHEN {unpaused} THEN 0 ELSE 1 END, shrinking, {now}"
+    " FROM sqlsem_semaphore{lock_hint}"
     " WHERE name_key = %(key)s{lock}"
 )
 #: How many slots are live, how many of those are above the bound, and how many belong to who has all of them.

@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TOUCH: Final = "UPDATE sqlsem_semaphore SET tokens = tokens WHERE name_key = %(key)s"
-_LOCK: Final = "SELECT kind, tokens, paused FROM sqlsem_semaphore{lock_hint} WHERE name_key = %(key)s{lock}"
+_LOCK: Final = (
+    "SELECT kind, tokens, CASE WHEN {unpaused} THEN 0 ELSE 1 END FROM sqlsem_semaphore{lock_hint}"
+    " WHERE name_key = %(key)s{lock}"
+)
 _SAVE: Final = "UPDATE sqlsem_semaphore SET tokens = %(tokens)s, declared_us = {now} WHERE name_key = %(key)s"
 #: Rows of those that have not come for their tokens, or were waiting and are dead since long.
 _OVERDUE: Final = (
@@ -55,7 +58,7 @@ _LEAVE: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(permit_id)s AND away
 _TAKE: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(permit_id)s AND away = %(yes)s"
 #: What a waiter looks at: how many are ahead, the count, and when tokens that were handed out come back.
 _SEEN: Final = (
-    f"{AHEAD}, (SELECT CASE WHEN m.paused = %(no)s THEN m.tokens ELSE 0 END FROM sqlsem_semaphore m"
+    f"{AHEAD}, (SELECT CASE WHEN {{m.unpaused}} THEN m.tokens ELSE 0 END FROM sqlsem_semaphore m"
     " WHERE m.name_key = %(key)s), (SELECT MIN(CASE WHEN {g.live} THEN g.expires_us - {now} ELSE 0 END)"
     " FROM sqlsem_waiter g WHERE g.semaphore_key = %(key)s AND g.away = %(yes)s)"
 )

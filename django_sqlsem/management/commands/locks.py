@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
-from typing import Any
+from typing import Any, Final
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.management import arguments, verbs
 from django_sqlsem.management.console import Console
+
+#: Those who print what has no reader end as a signal would end them: 128 and SIGPIPE.
+EXIT_PIPE: Final = 141
+#: Options that are the whole command's own.
+_FOR_ALL: Final = ("-h", "--help", "help", "--version", "version")
 
 
 class Command(BaseCommand):
@@ -25,9 +31,19 @@ class Command(BaseCommand):
     _called: str | None = None
 
     def run_from_argv(self, argv: list[str]) -> None:
-        """Look which verb is called."""
+        """Look which verb is called: without one, the first. End quietly if nobody reads on."""
+        begins = argv[2:3]
+        if not begins or (begins[0].startswith("-") and not {*verbs.VERBS, *_FOR_ALL} & set(argv)):
+            argv = [*argv[:2], verbs.VERBS[0], *argv[2:]]
         self._called = next((verb for verb in verbs.VERBS if argv[2:3] == [verb]), None)
-        super().run_from_argv(argv)
+        try:
+            try:
+                super().run_from_argv(argv)
+            finally:
+                self.stdout.flush()
+        except BrokenPipeError:  # as of `locks list | head`: what is left has no reader
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(EXIT_PIPE)
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         """Add the exit codes to the help."""
@@ -36,7 +52,8 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Declare one sub-command per verb."""
-        parsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=arguments.LocksParser)
+        usual = [action for action in parser._actions if action.option_strings and action.dest not in _FOR_ALL]
+        parsers = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=arguments.LocksParser)
         shared: dict[str, Any] = {"epilog": arguments.EPILOG, "formatter_class": parser.formatter_class}
         for name in verbs.VERBS:
             if self._called not in (None, name):
@@ -46,15 +63,20 @@ class Command(BaseCommand):
             sub = parsers.add_parser(name, help=verb.__doc__, description=verb.__doc__, **shared)
             arguments.add_database(sub)
             verb.add_arguments(sub)
+            arguments.add_usual(sub, usual)
 
-    def handle(self, *, verb: str, **options: Any) -> None:
+    def handle(self, *, verb: str | None, **options: Any) -> None:
         """Do what the verb says."""
+        if verb is None:  # from ``call_command("locks")``
+            verb = verbs.VERBS[0]
+            options |= vars(self.create_parser("manage.py", "locks").parse_args([verb]))
+            del options["verb"]
         if options["command"] and verb != "run":
             raise CommandError(f"locks {verb} takes no command: {shlex.join(options['command'])}", returncode=2)
         try:
             verbs.load(verb).handle(Console(self), **options)
         except BackendError as error:
-            raise CommandError(f"{error} (Was `migrate` run on this database?)") from error
+            raise CommandError(str(error)) from error
         except KeyboardInterrupt:
             self.stderr.write("Interrupted.")
             sys.exit(130)

@@ -10,6 +10,7 @@ from django.db import close_old_connections
 
 from django_sqlsem import control, queries
 from django_sqlsem.core.durations import UNSET, Unset
+from django_sqlsem.core.durations import duration as duration_text
 from django_sqlsem.management import arguments, output
 from django_sqlsem.management.console import Console
 from django_sqlsem.snapshots import HolderSnapshot
@@ -22,13 +23,23 @@ def add_arguments(parser: CommandParser) -> None:
     arguments.add_name(parser)
     told = "wait so long for the holders to leave: 90s, 15m, none (for ever); default: not at all"
     parser.add_argument("--wait", metavar="AGE", type=arguments.timeout, default=UNSET, help=told)
+    arguments.add_pause(parser)
 
 
-def handle(console: Console, *, name: str, wait: float | Unset | None, database: str | None, **_: Any) -> None:
+def handle(
+    console: Console,
+    *,
+    name: str,
+    wait: float | Unset | None,
+    duration: float | None,
+    reason: str,
+    database: str | None,
+    **_: Any,
+) -> None:
     """Pause it, ask the holders to stop, and wait for them if that is wanted."""
     console.known(name, database)
     shown, by = output.clean(name), console.by
-    if not control.drain(name, by=by, using=database):
+    if not control.drain(name, by=by, using=database, duration=duration, reason=reason):
         raise CommandError(f"{shown!r} was purged meanwhile.")
     console.say(f"{shown} is paused, and its holders are asked to stop.")
     left = _wait_for(name, by, 0.0 if isinstance(wait, Unset) else wait, database)
@@ -40,7 +51,8 @@ def handle(console: Console, *, name: str, wait: float | Unset | None, database:
         console.say(f"{still} yet.")
     else:
         console.done("It is drained: nobody holds it.")
-    console.say(f"Nothing more is granted until `locks set {shown} --resume`.")
+    until = "" if duration is None else f"for {duration_text(duration)}, or "
+    console.say(f"Nothing more is granted {until}until `locks set {shown} --resume`.")
 
 
 def _wait_for(name: str, by: str, wait: float | None, database: str | None) -> list[HolderSnapshot]:

@@ -1,4 +1,4 @@
-"""Lists who holds and who waits."""
+"""Lists who holds and who waits, and the names that are idle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def _interval(text: str) -> float:
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.add_argument("--stale", action="store_true", help="only slots whose holder seems gone")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--stale", action="store_true", help="only slots whose holder seems gone")
+    which.add_argument("--busy", action="store_true", help="only names that are held, waited for or paused")
     arguments.add_glob(parser)
     arguments.add_format(parser, "table", "json", "csv")
     told = "repeat, every 2 s by default"
@@ -60,6 +62,7 @@ def _print(
     form: str,
     *,
     stale: bool,
+    busy: bool,
     name_glob: str | None,
     database: str | None,
     header: bool = True,
@@ -67,10 +70,12 @@ def _print(
     **_: Any,
 ) -> None:
     found = queries.semaphores(name_glob, state="stale" if stale else None, using=database)
+    if busy:
+        found = [each for each in found if _is_busy(each)]
     shown = [output.only_stale(snapshot) for snapshot in found] if stale else found
     if form == "json":
         values = queries.refreshes(name_glob, using=database)
-        console.say(output.as_json(shown, values, using=database, whole=not stale, indent=indent))
+        console.say(output.as_json(shown, values, using=database, whole=not stale and not busy, indent=indent))
     elif form == "csv":
         if text := output.as_csv(shown, header=header):
             console.say(text)
@@ -85,16 +90,21 @@ def _print_table(
     console: Console, shown: list[SemaphoreSnapshot], found: list[SemaphoreSnapshot], *, stale: bool, glob: str | None
 ) -> None:
     body = output.rows(shown)
-    if body:
-        header, *lines = output.table(body, output.headers(shown), fit=console.is_terminal)
+    idle = [] if stale else output.idle_rows(shown)
+    if body or idle:
+        header, *lines = output.table([*body, *idle], output.headers(shown), fit=console.is_terminal)
         console.heading(header)
-        for line, row in zip(lines, body, strict=True):
-            console.say(console.style.WARNING(line) if row[2].startswith("stale") else line)
+        for nth, (line, row) in enumerate(zip(lines, [*body, *idle], strict=True)):
+            warned = console.style.WARNING(line) if row[2].startswith(("stale", "paused")) else line
+            console.say(console.dim(line) if nth >= len(body) and warned is line else warned)
         console.say("")
-    busy = [each for each in found if each.holders or each.waiters or each.paused or each.tokens]
-    console.lines(map(output.summary, busy))
+    console.lines(map(output.summary, filter(_is_busy, found)))
     if not body:
         among = f" among names like {output.clean(glob)!r}" if glob else ""
         known = output.count(len(found), "name")
         nobody = f"Nothing is held and nobody waits{among}: {known} known."
         console.say(f"Nothing is stale{among}." if stale else nobody)
+
+
+def _is_busy(snapshot: SemaphoreSnapshot) -> bool:
+    return bool(snapshot.holders or snapshot.waiters or snapshot.paused or snapshot.tokens)

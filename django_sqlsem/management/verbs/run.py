@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -48,20 +47,22 @@ def _stop_signal(text: str) -> int | None:
 
 
 def add_arguments(parser: CommandParser) -> None:
-    options = "[--slots N] [--timeout AGE] [--stop-signal SIGNAL] [--database ALIAS]"
+    options = "[--slots N] [--timeout AGE] [--stop-signal SIGNAL] [--label TEXT] [--database ALIAS]"
     parser.usage = f"%(prog)s NAME {options} -- COMMAND..."
     arguments.add_name(parser)
     told = "how many may run; default: as declared, else 1"
     parser.add_argument("--slots", metavar="N", type=arguments.slots, help=told)
     told = "how long to wait: 0, 90s, none; default: as configured"
     parser.add_argument("--timeout", metavar="AGE", type=arguments.timeout, default=UNSET, help=told)
+    told = "what operators are shown as the work; default: the command and its first word"
+    parser.add_argument("--label", metavar="TEXT", default="", help=told)
     told = "what the command gets when an operator asks to stop: INT, USR1, none; default: TERM"
     parser.add_argument("--stop-signal", metavar="SIGNAL", type=_stop_signal, default=signal.SIGTERM, help=told)
 
 
 def handle(
-    console: Console, *, name: str, slots: int | None, timeout: Any, stop_signal: int | None, command: list[str],
-    database: str | None, **_: Any,
+    console: Console, *, name: str, slots: int | None, timeout: Any, stop_signal: int | None, label: str,
+    command: list[str], database: str | None, **_: Any,
 ) -> None:  # fmt: skip
     """Run the command under a permit, and end with its exit code."""
     if not command:
@@ -72,7 +73,7 @@ def handle(
     else:
         lock = semaphore(name, slots, timeout=timeout, using=database)
     run = _Run(command, stop_signal)
-    with run.signals(), identity.activity(shlex.join(command), system_user()):
+    with run.signals(), identity.activity(label or identity.command_label(command), system_user()):
         try:
             with lock.acquire() as permit:
                 run.start()

@@ -7,6 +7,7 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 
 from django_sqlsem import control
+from django_sqlsem.core import durations
 from django_sqlsem.core.durations import UNSET
 from django_sqlsem.management import arguments, output
 from django_sqlsem.management.console import Console
@@ -23,15 +24,29 @@ def add_arguments(parser: CommandParser) -> None:
     what.add_argument("--slots", metavar="N", type=_slots_or_default, default=UNSET, help=told)
     what.add_argument("--pause", action="store_true", help="grant nothing more; holders are not disturbed")
     what.add_argument("--resume", action="store_true", help="grant again")
+    arguments.add_pause(parser)
 
 
 def handle(
-    console: Console, *, name: str, slots: Any, pause: bool, resume: bool, database: str | None, **_: Any
+    console: Console,
+    *,
+    name: str,
+    slots: Any,
+    pause: bool,
+    resume: bool,
+    duration: float | None,
+    reason: str,
+    database: str | None,
+    **_: Any,
 ) -> None:
     """Change one semaphore."""
+    if (duration is not None or reason) and not pause:
+        raise CommandError("--for and --reason are of a pause: give --pause too.", returncode=2)
     try:
-        if pause or resume:
-            done = (control.pause if pause else control.resume)(name, by=console.by, using=database)
+        if pause:
+            done = control.pause(name, by=console.by, using=database, duration=duration, reason=reason)
+        elif resume:
+            done = control.resume(name, by=console.by, using=database)
         else:
             done = control.set_slots(name, slots, by=console.by, using=database)
     except ValueError as error:
@@ -43,4 +58,5 @@ def handle(
     if snapshot.held > snapshot.slots:
         console.say("No holder is interrupted; nothing is granted until fewer are held.")
     if pause:
-        console.say("Nothing more is granted until `--resume`; holders are not disturbed.")
+        until = "until `--resume`" if duration is None else f"for {durations.duration(duration)}, or until `--resume`"
+        console.say(f"Nothing more is granted {until}; holders are not disturbed.")

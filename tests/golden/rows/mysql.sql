@@ -241,9 +241,9 @@ FROM sqlsem_waiter
 WHERE id = %(waiter)s;
 
 -- handoff.LOOK
-SELECT m.operator_slots, m.declared_slots, m.paused, m.shrinking, {now}, w.id, w.ticket, w.take, w.slots,
-      w.lease_us, w.lock_mode, w.host, w.pid, w.thread, w.label, w.user_name, w.process_id, w.boot_id, w.channel,
-      w.beacon
+SELECT m.operator_slots, m.declared_slots, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) THEN 0 ELSE 1
+      END, m.shrinking, {now}, w.id, w.ticket, w.take, w.slots, w.lease_us, w.lock_mode, w.host, w.pid, w.thread,
+      w.label, w.user_name, w.process_id, w.boot_id, w.channel, w.beacon
 FROM sqlsem_semaphore m
 LEFT JOIN sqlsem_waiter w ON w.semaphore_key = m.name_key AND w.expires_us > {now} AND w.away = %(no)s AND
       (%(witness)s = %(no)s OR NOT (w.beacon AND (CASE WHEN CHAR_LENGTH(w.process_id) = 32 THEN
@@ -428,8 +428,8 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
 
 -- reading.SEMAPHORE
-SELECT name_key, name, kind, declared_slots, declared_us, other_slots, other_us, operator_slots, paused, shrinking,
-      tokens
+SELECT name_key, name, kind, declared_slots, declared_us, other_slots, other_us, operator_slots, paused, paused_us,
+      paused_until_us, paused_by, paused_reason, shrinking, tokens
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
@@ -484,7 +484,8 @@ SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN 
 WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s;
 
 -- statements.LOCK
-SELECT operator_slots, declared_slots, paused, shrinking, {now}
+SELECT operator_slots, declared_slots, CASE WHEN (paused = %(no)s OR paused_until_us <= {now}) THEN 0 ELSE 1 END,
+      shrinking, {now}
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s
 FOR UPDATE;
@@ -529,8 +530,8 @@ WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (ex
       {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot <= (SELECT COALESCE(m.operator_slots,
       %(slots)s, m.declared_slots)
   FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s) AND NOT EXISTS
-      (SELECT 1
+  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      m.shrinking = %(no)s) AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0)
 ORDER BY slot LIMIT 1;
@@ -545,7 +546,8 @@ WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (ex
       {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot <= (SELECT COALESCE(m.operator_slots,
       %(slots)s, m.declared_slots)
   FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s) AND NOT EXISTS (SELECT 1
+  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now})) AND NOT
+      EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0)
 ORDER BY slot LIMIT 1;
@@ -560,8 +562,8 @@ WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (ex
       {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot <= (SELECT COALESCE(m.operator_slots,
       %(slots)s, m.declared_slots)
   FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s) AND NOT EXISTS
-      (SELECT 1
+  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      m.shrinking = %(no)s) AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update')
 ORDER BY slot LIMIT 1;
@@ -576,7 +578,8 @@ WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (ex
       {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot <= (SELECT COALESCE(m.operator_slots,
       %(slots)s, m.declared_slots)
   FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s) AND NOT EXISTS (SELECT 1
+  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now})) AND NOT
+      EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update')
 ORDER BY slot LIMIT 1;
@@ -591,8 +594,8 @@ WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (ex
       {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot <= (SELECT COALESCE(m.operator_slots,
       %(slots)s, m.declared_slots)
   FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s) AND NOT EXISTS
-      (SELECT 1
+  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      m.shrinking = %(no)s) AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
       w.queued_us < COALESCE((SELECT a.queued_us
@@ -610,7 +613,8 @@ WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (ex
       {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot <= (SELECT COALESCE(m.operator_slots,
       %(slots)s, m.declared_slots)
   FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s) AND NOT EXISTS (SELECT 1
+  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now})) AND NOT
+      EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
       w.queued_us < COALESCE((SELECT a.queued_us
@@ -634,7 +638,7 @@ FROM sqlsem_waiter
 WHERE ticket = %(permit_id)s AND away = %(no)s;
 
 -- tokens.LOCK
-SELECT kind, tokens, paused
+SELECT kind, tokens, CASE WHEN (paused = %(no)s OR paused_until_us <= {now}) THEN 0 ELSE 1 END
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s
 FOR UPDATE;
@@ -644,7 +648,8 @@ SELECT (SELECT COUNT(*)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
       'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us = sqlsem_waiter.queued_us AND w.id <
-      sqlsem_waiter.id))), (SELECT CASE WHEN m.paused = %(no)s THEN m.tokens ELSE 0 END
+      sqlsem_waiter.id))), (SELECT CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) THEN m.tokens ELSE 0
+      END
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s), (SELECT MIN(CASE WHEN g.expires_us > {now} THEN g.expires_us - {now} ELSE 0 END)
   FROM sqlsem_waiter g

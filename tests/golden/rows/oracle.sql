@@ -210,9 +210,9 @@ FROM sqlsem_waiter
 WHERE id = %(waiter)s;
 
 -- handoff.LOOK
-SELECT m.operator_slots, m.declared_slots, m.paused, m.shrinking, {now}, w.id, w.ticket, w.take, w.slots,
-      w.lease_us, w.lock_mode, w.host, w.pid, w.thread, w.label, w.user_name, w.process_id, w.boot_id, w.channel,
-      w.beacon
+SELECT m.operator_slots, m.declared_slots, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) THEN 0 ELSE 1
+      END, m.shrinking, {now}, w.id, w.ticket, w.take, w.slots, w.lease_us, w.lock_mode, w.host, w.pid, w.thread,
+      w.label, w.user_name, w.process_id, w.boot_id, w.channel, w.beacon
 FROM sqlsem_semaphore m
 LEFT JOIN sqlsem_waiter w ON w.semaphore_key = m.name_key AND w.expires_us > {now} AND w.away = %(no)s
 WHERE m.name_key = %(key)s
@@ -363,8 +363,8 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
 
 -- reading.SEMAPHORE
-SELECT name_key, name, kind, declared_slots, declared_us, other_slots, other_us, operator_slots, paused, shrinking,
-      tokens
+SELECT name_key, name, kind, declared_slots, declared_us, other_slots, other_us, operator_slots, paused, paused_us,
+      paused_until_us, paused_by, paused_reason, shrinking, tokens
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
@@ -419,7 +419,8 @@ SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN 
 WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s;
 
 -- statements.LOCK
-SELECT operator_slots, declared_slots, paused, shrinking, {now}
+SELECT operator_slots, declared_slots, CASE WHEN (paused = %(no)s OR paused_until_us <= {now}) THEN 0 ELSE 1 END,
+      shrinking, {now}
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s
 FOR UPDATE;
@@ -457,8 +458,8 @@ WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_u
       AND lease_us <= {now} - %(since)s)) AND slot <= (SELECT COALESCE(m.operator_slots, %(slots)s,
       m.declared_slots)
   FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s) AND NOT EXISTS
-      (SELECT 1
+  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      m.shrinking = %(no)s) AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0);
 
@@ -472,7 +473,8 @@ WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_u
       AND lease_us <= {now} - %(since)s)) AND slot <= (SELECT COALESCE(m.operator_slots, %(slots)s,
       m.declared_slots)
   FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s) AND NOT EXISTS (SELECT 1
+  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now})) AND NOT
+      EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0);
 
@@ -486,8 +488,8 @@ WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_u
       AND lease_us <= {now} - %(since)s)) AND slot <= (SELECT COALESCE(m.operator_slots, %(slots)s,
       m.declared_slots)
   FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s) AND NOT EXISTS
-      (SELECT 1
+  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      m.shrinking = %(no)s) AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update');
 
@@ -501,7 +503,8 @@ WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_u
       AND lease_us <= {now} - %(since)s)) AND slot <= (SELECT COALESCE(m.operator_slots, %(slots)s,
       m.declared_slots)
   FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s) AND NOT EXISTS (SELECT 1
+  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now})) AND NOT
+      EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update');
 
@@ -515,8 +518,8 @@ WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_u
       AND lease_us <= {now} - %(since)s)) AND slot <= (SELECT COALESCE(m.operator_slots, %(slots)s,
       m.declared_slots)
   FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s) AND NOT EXISTS
-      (SELECT 1
+  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      m.shrinking = %(no)s) AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
       w.queued_us < COALESCE((SELECT a.queued_us
@@ -533,7 +536,8 @@ WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_u
       AND lease_us <= {now} - %(since)s)) AND slot <= (SELECT COALESCE(m.operator_slots, %(slots)s,
       m.declared_slots)
   FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s) AND NOT EXISTS (SELECT 1
+  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now})) AND NOT
+      EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
       w.queued_us < COALESCE((SELECT a.queued_us
@@ -556,7 +560,7 @@ FROM sqlsem_waiter
 WHERE ticket = %(permit_id)s AND away = %(no)s;
 
 -- tokens.LOCK
-SELECT kind, tokens, paused
+SELECT kind, tokens, CASE WHEN (paused = %(no)s OR paused_until_us <= {now}) THEN 0 ELSE 1 END
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s
 FOR UPDATE;
@@ -566,7 +570,8 @@ SELECT (SELECT COUNT(*)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
       'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us = sqlsem_waiter.queued_us AND w.id <
-      sqlsem_waiter.id))), (SELECT CASE WHEN m.paused = %(no)s THEN m.tokens ELSE 0 END
+      sqlsem_waiter.id))), (SELECT CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) THEN m.tokens ELSE 0
+      END
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s), (SELECT MIN(CASE WHEN g.expires_us > {now} THEN g.expires_us - {now} ELSE 0 END)
   FROM sqlsem_waiter g

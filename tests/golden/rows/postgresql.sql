@@ -210,30 +210,31 @@ WHERE id = %(waiter)s;
 SELECT pg_notify(%(channel)s, %(note)s);
 
 -- handoff.PASS_IN_ONE
-WITH m AS ( SELECT operator_slots, declared_slots, paused, shrinking FROM sqlsem_semaphore WHERE name_key = %(key)s
-      ), o AS MATERIALIZED ( SELECT w.id FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND w.expires_us >
-      {now} AND w.away = %(no)s AND (%(witness)s = %(no)s OR NOT (w.beacon AND (CASE WHEN length(w.process_id) <> 32
-      OR translate(w.process_id, '0123456789abcdef', '') <> '' THEN FALSE WHEN w.process_id =
-      current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN pg_try_advisory_lock_shared(1936813171, ('x' ||
-      substr(w.process_id, 1, 8))::bit(32)::int) THEN pg_advisory_unlock_shared(1936813171, ('x' ||
-      substr(w.process_id, 1, 8))::bit(32)::int) ELSE FALSE END))) ORDER BY w.queued_us, w.id LIMIT 1 ), h AS
-      MATERIALIZED ( SELECT w.id, w.take, w.slots FROM sqlsem_waiter w WHERE w.id = (SELECT id
+WITH m AS ( SELECT operator_slots, declared_slots, (paused = %(no)s OR paused_until_us <= {now}) AS unpaused,
+      shrinking FROM sqlsem_semaphore WHERE name_key = %(key)s ), o AS MATERIALIZED ( SELECT w.id FROM sqlsem_waiter
+      w WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND (%(witness)s = %(no)s OR
+      NOT (w.beacon AND (CASE WHEN length(w.process_id) <> 32 OR translate(w.process_id, '0123456789abcdef', '') <>
+      '' THEN FALSE WHEN w.process_id = current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN
+      pg_try_advisory_lock_shared(1936813171, ('x' || substr(w.process_id, 1, 8))::bit(32)::int) THEN
+      pg_advisory_unlock_shared(1936813171, ('x' || substr(w.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)))
+      ORDER BY w.queued_us, w.id LIMIT 1 ), h AS MATERIALIZED ( SELECT w.id, w.take, w.slots FROM sqlsem_waiter w
+      WHERE w.id = (SELECT id
   FROM o) FOR UPDATE SKIP LOCKED ), s AS MATERIALIZED ( SELECT id, slot, closed FROM sqlsem_slot WHERE id = %(row0)s
       AND permit_id = %(permit_id)s AND (EXISTS (SELECT 1
   FROM h) OR NOT EXISTS (SELECT 1
   FROM o)) FOR UPDATE ), w AS ( DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.id = h.id AND h.take = 1 AND
-      m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots,
-      h.slots, m.declared_slots) RETURNING w.*, w.ticket AS permit_id, w.process_id = %(process_id)s AS here, CASE
-      WHEN w.process_id = %(process_id)s THEN w.lease_us ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us ), u
-      AS ( UPDATE sqlsem_slot p SET held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN
-      {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END, token = CASE WHEN token + 1 >
-      {now} THEN token + 1 ELSE {now} END, permit_id = w.permit_id, acquired_us = {now}, expires_us = {now} +
-      w.lasts_us, lease_us = w.lease_us, suspect_us = NULL, lock_mode = '', host = w.host, pid = w.pid, thread =
-      w.thread, label = w.label, user_name = w.user_name, process_id = w.process_id, boot_id = w.boot_id, channel =
-      w.channel, beacon = w.beacon FROM s, w WHERE p.id = s.id RETURNING p.id, p.slot, p.token, w.ticket, w.channel,
-      w.here, w.lasts_us ), f AS ( UPDATE sqlsem_slot p SET expires_us = NULL, permit_id = NULL, suspect_us = NULL,
-      held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us +
-      ({now} - acquired_us - held_us) / 8 END FROM s WHERE p.id = s.id AND NOT EXISTS (SELECT 1
+      m.unpaused AND m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, h.slots,
+      m.declared_slots) RETURNING w.*, w.ticket AS permit_id, w.process_id = %(process_id)s AS here, CASE WHEN
+      w.process_id = %(process_id)s THEN w.lease_us ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us ), u AS (
+      UPDATE sqlsem_slot p SET held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} -
+      acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END, token = CASE WHEN token + 1 > {now} THEN
+      token + 1 ELSE {now} END, permit_id = w.permit_id, acquired_us = {now}, expires_us = {now} + w.lasts_us,
+      lease_us = w.lease_us, suspect_us = NULL, lock_mode = '', host = w.host, pid = w.pid, thread = w.thread, label
+      = w.label, user_name = w.user_name, process_id = w.process_id, boot_id = w.boot_id, channel = w.channel,
+      beacon = w.beacon FROM s, w WHERE p.id = s.id RETURNING p.id, p.slot, p.token, w.ticket, w.channel, w.here,
+      w.lasts_us ), f AS ( UPDATE sqlsem_slot p SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us
+      = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now}
+      - acquired_us - held_us) / 8 END FROM s WHERE p.id = s.id AND NOT EXISTS (SELECT 1
   FROM o) RETURNING p.id )
 SELECT CASE WHEN u.id IS NOT NULL OR f.id IS NOT NULL THEN 'done' WHEN o.id IS NOT NULL AND h.id IS NULL THEN
       'raced' WHEN s.id IS NULL THEN 'gone' ELSE 'open' END, u.ticket, u.id, u.slot, u.token, u.lasts_us, u.here,
@@ -423,8 +424,8 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
 
 -- reading.SEMAPHORE
-SELECT name_key, name, kind, declared_slots, declared_us, other_slots, other_us, operator_slots, paused, shrinking,
-      tokens
+SELECT name_key, name, kind, declared_slots, declared_us, other_slots, other_us, operator_slots, paused, paused_us,
+      paused_until_us, paused_by, paused_reason, shrinking, tokens
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
@@ -470,7 +471,8 @@ SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN 
 WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s;
 
 -- statements.LOCK
-SELECT operator_slots, declared_slots, paused, shrinking, {now}
+SELECT operator_slots, declared_slots, CASE WHEN (paused = %(no)s OR paused_until_us <= {now}) THEN 0 ELSE 1 END,
+      shrinking, {now}
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s
 FOR UPDATE;
@@ -510,9 +512,10 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed =
-      %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR
-      (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s,
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
+      AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0) ORDER BY s.slot LIMIT
       1 FOR UPDATE OF s SKIP LOCKED )
@@ -527,9 +530,9 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND s.closed = %(no)s AND s.slot <=
-      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
-      AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS
+      NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0) ORDER BY s.slot LIMIT
       1 FOR UPDATE OF s SKIP LOCKED )
@@ -544,9 +547,10 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed =
-      %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR
-      (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s,
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
+      AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') ORDER BY
       s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
@@ -561,9 +565,9 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND s.closed = %(no)s AND s.slot <=
-      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
-      AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS
+      NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') ORDER BY
       s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
@@ -578,9 +582,10 @@ WITH c AS (UPDATE sqlsem_slot
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
   WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed =
-      %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR
-      (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s,
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
+      AND NOT EXISTS (SELECT 1
     FROM sqlsem_waiter w
     WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') ORDER
       BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
@@ -611,9 +616,10 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed =
-      %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR
-      (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s,
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
+      AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
       w.queued_us < COALESCE((SELECT a.queued_us
@@ -630,9 +636,9 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND s.closed = %(no)s AND s.slot <=
-      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
-      AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS
+      NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
       w.queued_us < COALESCE((SELECT a.queued_us
@@ -658,7 +664,7 @@ FROM sqlsem_waiter
 WHERE ticket = %(permit_id)s AND away = %(no)s;
 
 -- tokens.LOCK
-SELECT kind, tokens, paused
+SELECT kind, tokens, CASE WHEN (paused = %(no)s OR paused_until_us <= {now}) THEN 0 ELSE 1 END
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s
 FOR UPDATE;
@@ -689,7 +695,8 @@ RETURNING (SELECT COUNT(*)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
       'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us = sqlsem_waiter.queued_us AND w.id <
-      sqlsem_waiter.id))), (SELECT CASE WHEN m.paused = %(no)s THEN m.tokens ELSE 0 END
+      sqlsem_waiter.id))), (SELECT CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) THEN m.tokens ELSE 0
+      END
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s), (SELECT MIN(CASE WHEN g.expires_us > {now} THEN g.expires_us - {now} ELSE 0 END)
   FROM sqlsem_waiter g

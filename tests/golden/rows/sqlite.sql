@@ -211,9 +211,9 @@ FROM sqlsem_waiter
 WHERE id = %(waiter)s;
 
 -- handoff.LOOK
-SELECT m.operator_slots, m.declared_slots, m.paused, m.shrinking, {now}, w.id, w.ticket, w.take, w.slots,
-      w.lease_us, w.lock_mode, w.host, w.pid, w.thread, w.label, w.user_name, w.process_id, w.boot_id, w.channel,
-      w.beacon
+SELECT m.operator_slots, m.declared_slots, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) THEN 0
+      ELSE 1 END, m.shrinking, {now}, w.id, w.ticket, w.take, w.slots, w.lease_us, w.lock_mode, w.host, w.pid,
+      w.thread, w.label, w.user_name, w.process_id, w.boot_id, w.channel, w.beacon
 FROM sqlsem_semaphore m
 LEFT JOIN sqlsem_waiter w ON w.semaphore_key = m.name_key AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND
       w.away = %(no)s
@@ -367,8 +367,8 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
 
 -- reading.SEMAPHORE
-SELECT name_key, name, kind, declared_slots, declared_us, other_slots, other_us, operator_slots, paused, shrinking,
-      tokens
+SELECT name_key, name, kind, declared_slots, declared_us, other_slots, other_us, operator_slots, paused, paused_us,
+      paused_until_us, paused_by, paused_reason, shrinking, tokens
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
@@ -414,7 +414,8 @@ SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN 
 WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s;
 
 -- statements.LOCK
-SELECT operator_slots, declared_slots, paused, shrinking, {now}
+SELECT operator_slots, declared_slots, CASE WHEN (paused = %(no)s OR paused_until_us <= %(wall)s) THEN 0 ELSE 1 END,
+      shrinking, {now}
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
@@ -449,9 +450,10 @@ SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, per
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed =
-      %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR
-      s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s,
+      m.declared_slots) AND (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT
+      EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       w.take = 0) ORDER BY s.slot LIMIT 1 )
@@ -466,9 +468,9 @@ SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, per
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND s.closed = %(no)s AND s.slot <=
-      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR s.expires_us <= {now} OR
-      s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
+      s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS
+      NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       w.take = 0) ORDER BY s.slot LIMIT 1 )
@@ -483,9 +485,10 @@ SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, per
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed =
-      %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR
-      s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s,
+      m.declared_slots) AND (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT
+      EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       w.lock_mode <> 'update') ORDER BY s.slot LIMIT 1 )
@@ -500,9 +503,9 @@ SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, per
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND s.closed = %(no)s AND s.slot <=
-      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR s.expires_us <= {now} OR
-      s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
+      s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS
+      NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       w.lock_mode <> 'update') ORDER BY s.slot LIMIT 1 )
@@ -517,9 +520,10 @@ SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, per
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND m.shrinking = %(no)s AND s.closed =
-      %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR
-      s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s,
+      m.declared_slots) AND (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT
+      EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       w.lock_mode <> 'update' AND w.queued_us < COALESCE((SELECT a.queued_us
@@ -536,9 +540,9 @@ SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, per
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND m.paused = %(no)s AND s.closed = %(no)s AND s.slot <=
-      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR s.expires_us <= {now} OR
-      s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
+      s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS
+      NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       w.lock_mode <> 'update' AND w.queued_us < COALESCE((SELECT a.queued_us
@@ -564,7 +568,7 @@ FROM sqlsem_waiter
 WHERE ticket = %(permit_id)s AND away = %(no)s;
 
 -- tokens.LOCK
-SELECT kind, tokens, paused
+SELECT kind, tokens, CASE WHEN (paused = %(no)s OR paused_until_us <= %(wall)s) THEN 0 ELSE 1 END
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
@@ -573,8 +577,8 @@ SELECT (SELECT COUNT(*)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       sqlsem_waiter.lock_mode <> 'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us =
-      sqlsem_waiter.queued_us AND w.id < sqlsem_waiter.id))), (SELECT CASE WHEN m.paused = %(no)s THEN m.tokens ELSE
-      0 END
+      sqlsem_waiter.queued_us AND w.id < sqlsem_waiter.id))), (SELECT CASE WHEN (m.paused = %(no)s OR
+      m.paused_until_us <= %(wall)s) THEN m.tokens ELSE 0 END
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s), (SELECT MIN(CASE WHEN (g.expires_us > {now} AND g.boot_id = %(boot_id)s) THEN
       g.expires_us - {now} ELSE 0 END)
