@@ -92,6 +92,11 @@ def wrong_kind(name: str, kind: str, wanted: str) -> ImproperlyConfigured:
     return ImproperlyConfigured(f"{name!r} is a {kind} already and can't be used as a {wanted}.")
 
 
+def not_installed() -> ImproperlyConfigured:
+    """Return the error for a project that uses locks and has not installed the app."""
+    return ImproperlyConfigured("Locks need tables: add 'django_sqlsem' to INSTALLED_APPS, and run manage.py migrate.")
+
+
 def kill_needed(holder: HolderSnapshot) -> KillNeededError:
     """Return the error for a slot that only the end of its holder's session frees."""
     where = f"Slot {holder.slot} of {holder.name!r} is held by"

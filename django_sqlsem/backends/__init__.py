@@ -13,7 +13,7 @@ from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.conf import config
 from django_sqlsem.core import forks, testmode
 from django_sqlsem.core.text import shown
-from django_sqlsem.exceptions import InvalidSemaphoreBackendError
+from django_sqlsem.exceptions import InvalidSemaphoreBackendError, not_installed
 
 ROWS = "django_sqlsem.backends.rows.RowsBackend"
 APPLOCK = "django_sqlsem.backends.applock.ApplockBackend"
@@ -33,7 +33,10 @@ def database_for(using: str | None = None) -> str:
         using = config().database
     if using is None:
         # By name: locks are defined in modules that Django imports before it knows the models.
-        row = apps.get_model("sqlsem", "SemaphoreRow")
+        try:
+            row = apps.get_model("sqlsem", "SemaphoreRow")
+        except LookupError:
+            raise not_installed() from None
         source, using = "The router's database for writing locks", router.db_for_write(row)
     if using not in connections.settings:
         aliases = ", ".join(sorted(connections.settings))

@@ -15,6 +15,7 @@ STATIC: Final = (
     sqlserver.check_sqlserver,
     celery.check_celery,
     views.check_views,
+    views.check_declared,
 )
 
 
@@ -23,4 +24,5 @@ def register() -> None:
     for check in STATIC:
         checks.register(check)
     checks.register(sqlserver.check_rights, checks.Tags.database)
+    checks.register(servers.check_tables, checks.Tags.database)
     checks.register(servers.check_servers, checks.Tags.database, deploy=True)

@@ -1,4 +1,4 @@
-"""System checks of the order of decorators in the URLconf: what stands on the wrong side of a semaphore."""
+"""System checks of decorators: their order in the URLconf, and whether what they declare fits together."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from django.apps import AppConfig
+from django.conf import settings
 from django.core.checks import CheckMessage
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
+from django.db.transaction import Atomic
 from django.middleware.cache import CacheMiddleware
 from django.middleware.csrf import CsrfViewMiddleware
 from django.urls import get_resolver
 
-from django_sqlsem.checks.messages import warning
+from django_sqlsem.backends import database_for
+from django_sqlsem.checks.messages import error, warning
 from django_sqlsem.core.templates import Template
+from django_sqlsem.core.text import shown
 from django_sqlsem.decorators import wrapper
 from django_sqlsem.decorators.views import operations, view_class
 from django_sqlsem.locks.semaphore import Semaphore
@@ -40,6 +47,8 @@ class Layer(NamedTuple):
     semaphore: Any = None
     words: str = ""
     rest: Any = None
+    #: Whether it is something of the project's, or of another package's: it may do anything.
+    unknown: bool = False
 
 
 def check_views(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Iterable[CheckMessage]:
@@ -77,6 +86,14 @@ def messages(view: Any) -> Iterable[CheckMessage]:
         if "cache_page" in below:
             text = f"{takes} also for a page that is in the cache."
             yield warning("W015", text, "Put cache_page above the semaphore.")
+        named = next((number for number in semaphores if _asks_for_user(layers[number].semaphore)), None)
+        if named is not None and _lets_anonymous_in(view, layers, named):
+            text = (
+                f"The name {layers[named].semaphore.name!r} of the view {name} asks for the user, and nothing keeps"
+                " visitors out who are not logged in: for them it is an error."
+            )
+            advice = "Put login_required above the semaphore, or use a field that every visitor has."
+            yield warning("W024", text, advice)
     if layers and layers[-1].rest and _authenticates(layers[-1].rest):
         asking = [layer.semaphore for layer in layers if layer.semaphore and _asks_for_user(layer.semaphore)]
         if asking:
@@ -110,7 +127,7 @@ def _layers(view: Any) -> Iterator[Layer]:
             rest = found if issubclass(found, api) else None
             inner = inspect.getattr_static(found, "dispatch", None)
         elif _qualname(view) == "_multi_decorate.<locals>._wrapper":  # of method_decorator()
-            cells = _closure(view)
+            cells = closure(view)
             inner, given = inner or cells["method"], cells["decorators"]
             # It keeps them in the order of their application.
             for decorator in reversed(given) if isinstance(given, (list, tuple)) else [given]:
@@ -127,16 +144,19 @@ def _layers(view: Any) -> Iterator[Layer]:
 def _layer(func: Any) -> Iterator[Layer]:
     """Yield what a function is, if it is known: a decorated view, or a decorator that is not applied yet."""
     if not isinstance(func, types.FunctionType):
+        yield Layer(unknown=True)
         return
-    cells = _closure(func)
+    cells, module = closure(func), str(func.__globals__["__name__"])
     if func.__code__.co_filename == wrapper.__file__ and func.__code__.co_name == "wrapper":
         yield Layer(cells["self"].semaphore)
-    elif words := _KNOWN.get((func.__globals__["__name__"], _qualname(func).partition(".")[0])):
+    elif words := _KNOWN.get((module, _qualname(func).partition(".")[0])):
         yield Layer(words=words)
-    elif func.__globals__["__name__"] == "django.utils.decorators":
-        made = cells.get("middleware_class") or type(_closure(cells.get("_pre_process_request")).get("middleware"))
+    elif module == "django.utils.decorators":
+        made = cells.get("middleware_class") or type(closure(cells.get("_pre_process_request")).get("middleware"))
         if words := _MIDDLEWARE.get(made):
             yield Layer(words=words)
+    elif module.partition(".")[0] not in ("django", "contextlib"):
+        yield Layer(unknown=True)
 
 
 def _qualname(func: Any) -> str:
@@ -144,11 +164,22 @@ def _qualname(func: Any) -> str:
     return func.__code__.co_qualname if isinstance(func, types.FunctionType) else ""
 
 
-def _closure(func: Any) -> dict[str, Any]:
+def closure(func: Any) -> dict[str, Any]:
+    """Return the variables of the scope in which a function was made, by name."""
     if not isinstance(func, types.FunctionType):
         return {}
     cells = zip(func.__code__.co_freevars, func.__closure__ or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
+
+
+def _lets_anonymous_in(view: Any, layers: list[Layer], semaphore: int) -> bool:
+    """Does nothing above a semaphore see to a login, as far as that can be seen? One below is told of by W014."""
+    if layers[-1].rest or any(layer.words == _LOGIN for layer in layers):
+        return False
+    if any(layer.unknown for layer in layers[:semaphore]):  # it may
+        return False
+    by_middleware = any(path.endswith("LoginRequiredMiddleware") for path in settings.MIDDLEWARE)
+    return not (by_middleware and getattr(view, "login_required", True))
 
 
 def _asks_for_user(semaphore: Any) -> bool:
@@ -177,3 +208,75 @@ def _above_the_route(func: Any) -> Any:
 def _shown(view: Any) -> str:
     found = view_class(view) or view
     return f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', repr(found))}"
+
+
+# What the code declares: all that is decorated, and the locks that modules keep in names of their own.
+
+
+def check_declared(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Iterable[CheckMessage]:
+    """Report locks that contradict each other or the settings, and transactions that outlast their permits."""
+    found = list(_declared())
+    yield from _unknown_aliases(found)
+    yield from _two_numbers(found)
+    for function, lock in list(wrapper.declared.items()):
+        if lock.release_policy == "on_exit" and any(isinstance(each, Atomic) for each in _above(function)):
+            text = (
+                f"transaction.atomic stands above the semaphore {lock.name!r} of {_named(function)}: its slot is given"
+                " back before the COMMIT, and the next one begins before that can be seen."
+            )
+            advice = 'Put transaction.atomic below the semaphore, or give the semaphore release="on_commit".'
+            yield warning("W025", text, advice)
+
+
+def _declared() -> Iterator[tuple[str, Semaphore]]:
+    """Yield each lock with where it is."""
+    for function, lock in list(wrapper.declared.items()):
+        yield _named(function), lock
+    for module, namespace in [(name, getattr(each, "__dict__", {})) for name, each in list(sys.modules.items())]:
+        for name, value in list(namespace.items()):
+            if issubclass(type(value), Semaphore):  # not isinstance(), which would evaluate lazy objects
+                yield f"{module}.{name}", value
+
+
+def _unknown_aliases(found: list[tuple[str, Semaphore]]) -> Iterator[CheckMessage]:
+    for where, lock in sorted(found, key=lambda pair: pair[0]):
+        if lock.using is not None and lock.using not in connections.settings:
+            aliases = ", ".join(sorted(connections.settings))
+            text = f"{where}: using is {shown(lock.using)}, which is not in DATABASES: {aliases}."
+            yield error("E009", text, "Every acquire would fail: name an alias that there is, or leave it out.")
+
+
+def _two_numbers(found: list[tuple[str, Semaphore]]) -> Iterator[CheckMessage]:
+    by_name: dict[tuple[str, str, bool], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for where, lock in found:
+        try:
+            alias = database_for(lock.using)
+        except ImproperlyConfigured:
+            continue  # another check says it
+        if lock.slots is not None:
+            by_name[alias, lock.name, lock.parts is not None][lock.slots].append(where)
+    for (_, name, _), numbers in sorted(by_name.items()):
+        if len(numbers) > 1:
+            told = ", ".join(f"{slots} in {min(places)}" for slots, places in sorted(numbers.items()))
+            text = f"The code declares several numbers of slots for {name!r}: {told}. The largest is the bound."
+            yield warning("W023", text, "Let one object be the lock, and import it where it is used.")
+
+
+def _above(function: Callable[..., Any]) -> Iterator[object]:
+    """Yield what decorates a function further out, as far as its module's name for it leads there."""
+    found: Any = sys.modules.get(function.__module__)
+    for part in function.__qualname__.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    found = getattr(found, "__func__", found)  # of a static or a class method
+    found = getattr(found, "_orig_run", None) or getattr(found, "run", None) or getattr(found, "func", None) or found
+    for _ in range(_DEEPEST):
+        if found is function or found is None:
+            return
+        if not hasattr(found, "__wrapped__"):
+            return
+        yield from closure(found).values()
+        found = found.__wrapped__
+
+
+def _named(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"

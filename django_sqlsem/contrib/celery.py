@@ -62,6 +62,12 @@ def running(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> CeleryTask | 
     return CeleryTask(task._get_current_object())
 
 
+def runs_at_once(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether it is the body of a task that was called by ``apply()``, or with ``task_always_eager``."""
+    task = _current()
+    return bool(task and is_body(task, wrapper) and task.request.is_eager and not task.request.called_directly)
+
+
 def label() -> str:
     """Return what operators are shown about the running task, if there is one, else an empty string."""
     task = _current()

@@ -93,11 +93,27 @@ def running(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> DjangoTask | 
 
     Where the backend can't defer, as those that run tasks at once, a call is like any other.
     """
+    result = _result_of(wrapper, args)
+    return None if result is None or not _can_defer(result) else DjangoTask(result, wrapper)
+
+
+def runs_at_once(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether it is the body of a task whose backend can't defer: such backends run tasks where they are enqueued."""
+    result = _result_of(wrapper, args)
+    return result is not None and not _can_defer(result)
+
+
+def _can_defer(result: Any) -> bool:
+    return bool(getattr(result.task.get_backend(), "supports_defer", False))
+
+
+def _result_of(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return the result of the running task whose body is ``wrapper``, unless that has called itself."""
     listen()  # who imports the library after all that is decorated is heard from the second task on
     result = (_given(args) or _current()) if _heard else None
     if result is None or not is_below(wrapper, result.task.func) or (str(result.id), wrapper) in _entered.get():
         return None
-    return DjangoTask(result, wrapper) if getattr(result.task.get_backend(), "supports_defer", False) else None
+    return result
 
 
 def label() -> str:

@@ -46,6 +46,20 @@ def validate_name(name: object) -> str:
     return _checked(str.__str__(name), "")
 
 
+#: A field such as decorators fill in: ``{pk}``, ``{request.user.pk}``.
+_FIELD: Final = re.compile(r"\{[^\W\d]\w*(?:\.[^\W\d]\w*)*\}")
+
+
+def refuse_fields(name: str) -> None:
+    """Raise ``ValueError`` if a name has a field, which nothing fills in outside a decorator."""
+    if (field := _FIELD.search(name)) is not None:
+        raise ValueError(
+            f"{name!r} has the field {field[0]}, which only a decorator fills in, from a call's arguments: outside of"
+            f" one, every caller would share this very name. Write an f-string: f{name!r}. (If the braces are meant,"
+            " give the name as a tuple of parts.)"
+        )
+
+
 def joined(parts: tuple[Any, ...]) -> str:
     """Return the one text that stands for a name made of several parts.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -61,9 +62,20 @@ class System(Protocol):
     def running(self, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> RunningTask | None:
         """Return the task whose body is ``wrapper``, if a worker is running it right now, else ``None``."""
 
+    def runs_at_once(self, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Whether ``wrapper`` is the body of a task that runs inside its caller instead of a worker, as in tests."""
+
 
 #: The systems that ``contrib`` has registered, by the module without which they run nothing.
 systems: dict[str, System] = {}
+
+
+def runs_at_once(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a call is the body of a task that runs inside its caller: it then runs under its caller's permit.
+
+    In a worker it would take one of its own, and wait for its caller to give that back. Here that would never end.
+    """
+    return any(module in sys.modules and system.runs_at_once(wrapper, args) for module, system in systems.items())
 
 
 #: Called at each decoration, for systems that only tell of tasks as they start.

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any, TypeVar, cast
 
@@ -19,7 +20,7 @@ from django_sqlsem.decorators import tasks, views
 from django_sqlsem.decorators.answers import answer_view, log_busy, log_busy_response, refuse_answer
 from django_sqlsem.decorators.calls import PLAIN, Call, classify, is_async_dispatch, refuse, refuse_skipped_view
 from django_sqlsem.decorators.clients import ClientGoneError, client_of, gone_response
-from django_sqlsem.exceptions import AcquireTimeoutError
+from django_sqlsem.exceptions import AcquireTimeoutError, AlreadyHeldError
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore
 
@@ -121,6 +122,8 @@ class CallPermit:
 
 
 F = TypeVar("F", bound="Callable[..., Any]")
+#: What decorated functions there are, each with its semaphore: for the system checks.
+declared: weakref.WeakKeyDictionary[Callable[..., Any], Semaphore] = weakref.WeakKeyDictionary()
 _NOTHING = contextlib.nullcontext()
 
 
@@ -148,6 +151,7 @@ def decorate(semaphore: Semaphore, func: F) -> F:
         wrapper = decorated.function()
         views.opt_out(wrapper, func)
     _describe(wrapper, func)
+    declared[wrapper] = semaphore
     return cast("F", wrapper)
 
 
@@ -263,7 +267,7 @@ class _Decorated:
         try:  # not by the block: a response that the exception keeps may have the permit
             with _NOTHING if call is PLAIN else call.activity():
                 try:
-                    if not taken.acquire(lock):
+                    if not self._goes(taken, lock, wrapper, args):
                         return self._answer(taken)
                     with views.atomic(aliases, call.request) if aliases else _NOTHING:
                         result = self.func(*args, **kwargs)
@@ -287,7 +291,7 @@ class _Decorated:
         lock, taken = await self._alock(args, kwargs), CallPermit(call)
         with taken, call.activity():
             try:
-                if not await taken.aacquire(lock):
+                if not await self._agoes(taken, lock, wrapper, args):
                     return await self._aanswer(taken)
                 result = self.func(*args, **kwargs)
                 if inspect.isawaitable(result):
@@ -296,6 +300,25 @@ class _Decorated:
                 return result
             finally:
                 await taken.afinish()
+
+    @staticmethod
+    def _goes(taken: CallPermit, lock: Semaphore, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Whether the call may go on: with a permit, or under its caller's."""
+        try:
+            return taken.acquire(lock)
+        except AlreadyHeldError:
+            if not tasks.runs_at_once(wrapper, args):
+                raise
+            return True
+
+    @staticmethod
+    async def _agoes(taken: CallPermit, lock: Semaphore, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        try:
+            return await taken.aacquire(lock)
+        except AlreadyHeldError:
+            if not tasks.runs_at_once(wrapper, args):
+                raise
+            return True
 
     def _transactions(self, wrapper: Callable[..., Any], call: Call) -> tuple[list[str], bool]:
         """Which transactions the call must open, and whether one is open that the permit must outlast."""

@@ -18,7 +18,14 @@ from django_sqlsem.core import hooks, identity
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.modes import EXCLUSIVE, SHARED, UPDATE, WHOLE
-from django_sqlsem.core.names import Name, part_texts, resource_for, validate_name, validate_slots
+from django_sqlsem.core.names import (
+    Name,
+    part_texts,
+    refuse_fields,
+    resource_for,
+    validate_name,
+    validate_slots,
+)
 from django_sqlsem.core.text import shown
 from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.locks import permit as blocks
@@ -77,8 +84,11 @@ class Semaphore:
         """Take a permit, waiting up to ``timeout`` seconds (``None``: for ever; 0: not at all).
 
         An omitted timeout is the semaphore's own, else ``SQLSEM["TIMEOUT"]``. Raises ``AcquireTimeoutError``, which
-        names the holders; ``AlreadyHeldError`` if this thread or task has it; ``BackendError``.
+        names the holders; ``AlreadyHeldError`` if this thread or task has it; ``BackendError``. ``ValueError`` and
+        ``TypeError``: its name has fields, or it has an ``on_busy`` or a ``key``, which are a decorator's.
         """
+        if self.on_busy is not None:
+            self._refuse_on_busy()
         return self._take(timeout)
 
     def try_acquire(self) -> Permit | None:
@@ -87,6 +97,8 @@ class Semaphore:
 
     async def aacquire(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
         """Take a permit from a coroutine: see ``acquire()``. Waiting holds no thread."""
+        if self.on_busy is not None:
+            self._refuse_on_busy()
         return await self._atake(timeout)
 
     async def atry_acquire(self) -> Permit | None:
@@ -163,7 +175,14 @@ class Semaphore:
         """Return the semaphore whose permits drain this one. ``slots``: how many, where no mode says *all*."""
         mode = SHARED if slots else WHOLE
         return dataclasses.replace(
-            self, take=slots or 1, mode=mode, fair=True, release_policy="on_exit", max_hold=None, on_lost=None
+            self,
+            take=slots or 1,
+            mode=mode,
+            fair=True,
+            release_policy="on_exit",
+            max_hold=None,
+            on_lost=None,
+            on_busy=None,
         )
 
     # Acquiring. A decorator gives the ``rank`` of a task that was refused before, and the ``client`` of a view.
@@ -229,7 +248,19 @@ class Semaphore:
             raise TypeError(
                 f"key= gets a decorated function's arguments, and here is none: put the key into {self.name!r}."
             )
+        if "{" in self.name and not self.template and self.parts is None:
+            refuse_fields(self.name)
         return keeper_at(self.using)
+
+    def _refuse_on_busy(self) -> NoReturn:
+        raise TypeError(
+            f"on_busy={self.on_busy!r} says what becomes of a decorated call of {self.name!r} that is busy, and here is"
+            " none: use try_acquire(), or catch AcquireTimeoutError, and give on_busy to the decorator."
+        )
+
+    def _literal(self) -> Semaphore:
+        """Return this semaphore, whose name is meant as it is, braces and all."""
+        return dataclasses.replace(self, parts=(self.name,))
 
     def _request(self, keeper: Keeper, rank: str) -> Request:
         mode, take, settings = self.mode, self.take, config(keeper.alias)
@@ -309,6 +340,8 @@ def semaphore(
 
     Nothing is looked up before the first acquire. Raises ``TypeError`` or ``ValueError`` for a bad argument.
     """
+    if callable(name):
+        raise TypeError("A semaphore's name must be given before it decorates a function: @semaphore(\"reports\").")
     found = Semaphore(
         validate_name(name),
         None if slots is None else validate_slots(slots),

@@ -17,7 +17,7 @@ from django_sqlsem.backends.base import LAPSE_US, TOKENS, Request
 from django_sqlsem.core import identity
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
-from django_sqlsem.core.names import Resource, resource_for, validate_name
+from django_sqlsem.core.names import Resource, refuse_fields, resource_for, validate_name
 from django_sqlsem.core.text import shown
 from django_sqlsem.database import transactions
 from django_sqlsem.database.sessions import CallerSession, OwnSession, Session
@@ -279,6 +279,8 @@ def tokens(
         timeout = to_seconds(timeout, what="timeout", allow_none=True)
     if using is not None and not isinstance(using, str):
         raise TypeError(f"using must be the alias of a database or None, not {shown(using)}.")
+    if isinstance(name, str):
+        refuse_fields(name)
     return Tokens(
         validate_name(name),
         validate_count(initial, what="initial", minimum=0),

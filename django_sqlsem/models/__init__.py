@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from typing import Final
 
+from django.apps import apps
 from django.db import models
 from django.utils.translation import gettext_lazy as _
 
+from django_sqlsem.exceptions import not_installed
 from django_sqlsem.models.fields import ExactCharField
+
+if apps.apps_ready and not apps.is_installed("django_sqlsem"):  # Django would speak of an app label
+    raise not_installed()
 
 __all__ = [
     "HOLDER_COLUMNS",

@@ -11,6 +11,7 @@ from typing import TypeVar
 from django.db import connections
 
 from django_sqlsem.core.names import Name, validate_name, validate_slots
+from django_sqlsem.exceptions import AcquireTimeoutError
 from django_sqlsem.locks.acquire import refused_by_tests
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore, semaphore
@@ -69,10 +70,15 @@ def held(target: Name | Semaphore, slots: int | None = None, *, total: int | Non
 
     def take() -> Permit:
         with callers.as_stranger():
-            permit = holder._as(found.kind, found.mode).acquire()
+            permit = holder._as(found.kind, found.mode)._literal().acquire()
             permit.detach()
             return permit
 
+    if not isinstance(target, Semaphore) and total is None and blocking(found.status).slots < wanted:
+        raise AcquireTimeoutError(
+            f"{found.name!r} has {blocking(found.status).slots} slots as far as is known, not {wanted}: say total=, or"
+            " give the semaphore itself."
+        )
     holder = semaphore(found.name, found.slots, timeout=0, lease=found.lease, fair=False, using=found.using)
     permits: list[Permit] = []
     try:

@@ -8,11 +8,13 @@ import uuid
 import pytest
 from celery import Celery, shared_task, signals
 from celery.contrib.testing.worker import start_worker
+from django.http import HttpResponse
 
 from django_sqlsem import (
     AcquireTimeoutError,
     AlreadyHeldError,
     mutex,
+    queries,
     semaphore,
 )
 from django_sqlsem.contrib.celery import MAX_COUNTDOWN
@@ -162,6 +164,37 @@ def test_a_task_that_is_always_eager(path):
         assert celery_app.bound.delay(path, word="x").get() == "x"
     finally:
         app.conf.task_always_eager = False
+
+
+@pytest.mark.django_db
+def test_an_eager_task_runs_under_its_callers_permit_of_the_same_name(path):
+    app.conf.task_always_eager = app.conf.task_eager_propagates = True
+    try:
+        with semaphore("tasks", 1) as permit:
+            assert celery_app.plain.delay(path).get() == "plain"
+            assert celery_app.plain.apply((path,), throw=True).get() == "plain"
+            assert queries.semaphore("tasks").held == 1
+            assert permit.lost is None
+            with pytest.raises(AlreadyHeldError):
+                celery_app.plain(path)  # a call like any other
+        assert queries.semaphore("tasks").held == 0
+        assert celery_app.plain.delay(path).get() == "plain"  # by itself it takes one of its own
+    finally:
+        app.conf.task_always_eager = app.conf.task_eager_propagates = False
+
+
+@pytest.mark.django_db
+def test_a_view_and_its_eager_task_share_a_name(path, rf):
+    @semaphore("tasks", 1)
+    def view(request):
+        return HttpResponse(celery_app.plain.delay(path).get())
+
+    app.conf.task_always_eager = app.conf.task_eager_propagates = True
+    try:
+        assert view(rf.get("/")).content == b"plain"
+    finally:
+        app.conf.task_always_eager = app.conf.task_eager_propagates = False
+    assert [line["label"] for line in notes(path)] == ["GET /"]  # whose permit it is
 
 
 @pytest.mark.django_db

@@ -206,6 +206,13 @@ def test_calls_without_a_worker_are_plain(client, path):
     client.ask("lifecycle.stop_all()")
 
 
+def test_a_task_that_runs_at_once_runs_under_its_callers_permit_of_the_same_name(client, path):
+    ran = f"plain.using(backend='immediate').enqueue({path!r}, 'within').return_value"
+    assert client.ask(f"[semaphore('plain').__enter__().slot, {ran}]") == [1, "within"]
+    assert len(notes(path)) == 1
+    client.ask("lifecycle.stop_all()")
+
+
 def test_the_documentations_task(client):
     assert client.ask("exec(recipe('django.tasks import task'), globals()) or send_report.call('a')") is None
     client.ask("exec(recipe('contrib.tasks import latest'), globals())")

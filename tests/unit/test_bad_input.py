@@ -171,6 +171,8 @@ OPTIONS = cases(
 @pytest.mark.parametrize(("name", "error", "message"), NAMES)
 @pytest.mark.parametrize("make", [semaphore, mutex])
 def test_names(make, name, error, message):
+    if callable(name):  # the decorator without its name
+        message = "A semaphore's name must be given before it decorates a function: @semaphore(\"reports\")."
     with pytest.raises(error, match=exactly(message)):
         make(name)
 

@@ -35,8 +35,13 @@ def an_alias(tmp_path: Any, **settings: Any) -> Iterator[None]:
         yield
 
 
+#: Of what other tests have declared in this process.
+OF_TESTS = ("sqlsem.E009", "sqlsem.W023", "sqlsem.W025")
+
+
 def found() -> list[str]:
-    return [each.id for each in checks.run_checks() if str(each.id).startswith("sqlsem.")]
+    ids = [str(each.id) for each in checks.run_checks()]
+    return [each for each in ids if each.startswith("sqlsem.") and each not in OF_TESTS]
 
 
 def test_a_good_project_hears_nothing(tmp_path: Any) -> None:

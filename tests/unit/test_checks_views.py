@@ -12,6 +12,7 @@ import pytest
 from django.contrib import admin
 from django.contrib.auth.decorators import login_required, permission_required, user_passes_test
 from django.contrib.auth.mixins import LoginRequiredMixin
+from django.db import transaction
 from django.http import HttpResponse
 from django.test import override_settings
 from django.urls import include, path
@@ -31,7 +32,8 @@ from rest_framework.viewsets import ViewSet
 from django_sqlsem import semaphore
 from django_sqlsem.checks.views import check_views, messages
 
-reports = semaphore("reports:{request.user.pk}")
+reports = semaphore("reports:{request.path}")
+of_user = semaphore("reports:{request.user.pk}")
 
 
 def view(request: Any) -> HttpResponse:
@@ -105,6 +107,58 @@ def test_what_stands_well(case: str) -> None:
     assert ids(GOOD[case]) == []
 
 
+# Names that ask for the user.
+
+
+def unknown(func: Any) -> Any:
+    @functools.wraps(func)
+    def wrapper(*args: Any) -> Any:
+        return func(*args)
+
+    return wrapper
+
+
+ANONYMOUS = {
+    "nothing above": of_user(view),
+    "harmless above": never_cache(require_POST(of_user(view))),
+    "asynchronous": of_user(view_async),
+    "class": class_of(of_user),
+    "parts": semaphore(("reports", "{request.user.pk}"))(view),
+    "the second": semaphore("a")(of_user(view)),
+    "a transaction above": transaction.atomic(of_user(view)),
+}
+KNOWN_USERS = {
+    "login above": login_required(of_user(view)),
+    "permission above": never_cache(permission_required("x.y")(of_user(view))),
+    "something unknown above": unknown(of_user(view)),
+    "class, login above": class_of([login_required, of_user]),
+    "class, handler below a mixin": class_of(of_user, name="get", bases=(LoginRequiredMixin, View)),
+    "a mixin above what is decorated": type(
+        "Above", (LoginRequiredMixin, method_decorator(of_user, name="dispatch")(type("Base", (View,), {}))), {}
+    ).as_view(),
+    "no user": reports(view),
+    "Django REST framework": api_view(["GET"])(of_user(lambda request: None)),
+}
+
+
+@pytest.mark.parametrize("case", ANONYMOUS)
+def test_a_name_that_asks_for_the_user_without_a_login(case: str) -> None:
+    assert ids(ANONYMOUS[case]) == ["sqlsem.W024"]
+
+
+@pytest.mark.parametrize("case", KNOWN_USERS)
+def test_a_name_that_asks_for_the_user_below_a_login(case: str) -> None:
+    assert ids(KNOWN_USERS[case]) == []
+
+
+def test_a_login_that_all_views_need(settings: Any) -> None:
+    settings.MIDDLEWARE = [*settings.MIDDLEWARE, "django.contrib.auth.middleware.LoginRequiredMiddleware"]
+    assert ids(of_user(view)) == []
+    public = of_user(view)
+    public.login_required = False  # what login_not_required() does
+    assert ids(public) == ["sqlsem.W024"]
+
+
 # API frameworks.
 
 
@@ -119,7 +173,7 @@ class RestOfSessions(Rest):
 
 
 class RestHandler(Rest):
-    @reports
+    @of_user
     def get(self, request: Any) -> Any: ...
 
 
@@ -132,17 +186,17 @@ class Actions(ViewSet):
 def test_a_name_that_asks_for_the_user_before_rest_framework_knows_it() -> None:
     above = authentication_classes([TokenAuthentication])
     for found in (
-        method_decorator(reports, name="dispatch")(type("A", (Rest,), {})).as_view(),
-        reports(Rest.as_view()),
-        reports(Actions.as_view({"get": "list"})),
-        reports(api_view(["GET"])(above(lambda request: None))),
+        method_decorator(of_user, name="dispatch")(type("A", (Rest,), {})).as_view(),
+        of_user(Rest.as_view()),
+        of_user(Actions.as_view({"get": "list"})),
+        of_user(api_view(["GET"])(above(lambda request: None))),
     ):
         assert ids(found) == ["sqlsem.W016"]
     for found in (
         RestHandler.as_view(),
-        reports(RestOfSessions.as_view()),
+        of_user(RestOfSessions.as_view()),
         semaphore("one")(Rest.as_view()),
-        api_view(["GET"])(above(reports(lambda request: None))),
+        api_view(["GET"])(above(of_user(lambda request: None))),
     ):
         assert ids(found) == []
 

@@ -21,7 +21,7 @@ from django.utils.asyncio import async_unsafe
 from django_sqlsem import conf
 from django_sqlsem.backends import database_for
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
-from django_sqlsem.core.names import MAX_NAME_LENGTH, Resource, key_of, resource_for, validate_name
+from django_sqlsem.core.names import MAX_NAME_LENGTH, Resource, key_of, refuse_fields, resource_for, validate_name
 from django_sqlsem.core.templates import is_coroutine_function
 from django_sqlsem.core.text import shown
 from django_sqlsem.database.errors import backend_error
@@ -209,6 +209,8 @@ def _check_options(shared: object, timeout: object, using: object) -> None:
 def _wanted(name: str, shared: bool, timeout: object, using: object) -> Wanted:
     wanted = Wanted(resource_for(validate_name(name), "transaction_lock"), shared)
     _check_options(shared, timeout, using)
+    if isinstance(name, str):
+        refuse_fields(name)
     return wanted
 
 

@@ -72,7 +72,7 @@ def handle(
         lock = mutex(name, timeout=timeout, using=database)._as(known.kind)
     else:
         lock = semaphore(name, slots, timeout=timeout, using=database)
-    run = _Run(command, stop_signal)
+    lock, run = lock._literal(), _Run(command, stop_signal)
     with run.signals(), identity.activity(label or identity.command_label(command), system_user()):
         try:
             with lock.acquire() as permit:
