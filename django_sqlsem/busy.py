@@ -70,12 +70,14 @@ class Busy:
     retry_after: int
     #: The request of a view; ``None`` for other calls.
     request: HttpRequest | None = field(default=None, compare=False, repr=False)
+    #: ``full``: all slots are taken; ``paused``: by an operator; ``queue full``: too many wait already.
+    reason: str = "full"
 
     @classmethod
     def from_error(cls, error: AcquireTimeoutError, request: HttpRequest | None = None) -> Busy:
         """Take over what the error knows. ``retry_after`` becomes a whole number of seconds, at least 1."""
         seconds = error.retry_after if math.isfinite(error.retry_after) else 1.0
-        return cls(error.name, error.holders, error.waiting, max(1, math.ceil(seconds)), request)
+        return cls(error.name, error.holders, error.waiting, max(1, math.ceil(seconds)), request, error.reason)
 
 
 OnBusy: TypeAlias = "int | str | Callable[[Busy], Any] | None"
@@ -111,7 +113,12 @@ def busy_response(busy: Busy, request: HttpRequest, status: int) -> HttpResponse
     elif _prefers_page(request):
         response = HttpResponse(render(busy, request, PAGE), status=status)
     else:
-        body = {"error": "busy", "detail": detail(busy), "retry_after": busy.retry_after}
+        body = {
+            "error": "busy",
+            "reason": busy.reason,
+            "detail": detail(busy),
+            "retry_after": busy.retry_after,
+        }
         response = JsonResponse(body, status=status)
     patch_vary_headers(response, ["Accept", "HX-Request"])
     return finish(response, busy)
@@ -126,6 +133,18 @@ def finish(response: HttpResponse, busy: Busy) -> HttpResponse:
 
 def detail(busy: Busy) -> str:
     """Return the answer in one sentence, in the visitor's language."""
+    if busy.reason == "paused":
+        return ngettext(
+            "This is paused at the moment. Please try again in %(seconds)d second.",
+            "This is paused at the moment. Please try again in %(seconds)d seconds.",
+            busy.retry_after,
+        ) % {"seconds": busy.retry_after}
+    if busy.reason == "queue full":
+        return ngettext(
+            "This is busy just now, and others are waiting already. Please try again in %(seconds)d second.",
+            "This is busy just now, and others are waiting already. Please try again in %(seconds)d seconds.",
+            busy.retry_after,
+        ) % {"seconds": busy.retry_after}
     return ngettext(
         "This is busy just now. Please try again in %(seconds)d second.",
         "This is busy just now. Please try again in %(seconds)d seconds.",

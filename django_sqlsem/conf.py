@@ -13,8 +13,11 @@ from django.db import connections
 from django.dispatch import receiver
 
 from django_sqlsem.core.durations import to_seconds
+from django_sqlsem.core.names import validate_max_waiting
 from django_sqlsem.core.text import shown
 
+#: As many waiting views as leave a site answering.
+AUTO: Final = "auto"
 #: The shortest lease: below it, a slow statement or a busy machine would cost a permit.
 MIN_LEASE: Final = 1.0
 
@@ -31,6 +34,9 @@ class Config:
     timeout: float | None = 30.0
     #: How long a decorated view waits.
     view_timeout: float | None = 5.0
+    #: How many may wait for a name already if a decorated view is to wait too; ``None``: any number. ``AUTO``: none in
+    #: a process's main thread, as that serves one request at a time, one in another thread, any number of coroutines.
+    view_max_waiting: int | str | None = "auto"
     #: How long a decorated Celery task waits before it is retried.
     task_timeout: float | None = 0.0
     #: How long a grant lasts unless it is renewed. It is renewed four times as often.
@@ -61,7 +67,7 @@ DEADLOCKS: Final = ("report", "break", "ignore")
 
 #: The type of each key's values, as ``Config`` writes it: a float is a number of seconds.
 _TYPES: Final = {field.name.upper(): field.type for field in fields(Config)}
-_NOT_PER_ALIAS = ("DATABASE", "VIEW_TIMEOUT", "TASK_TIMEOUT", "BUSY_STATUS", "DATABASES")
+_NOT_PER_ALIAS = ("DATABASE", "VIEW_TIMEOUT", "VIEW_MAX_WAITING", "TASK_TIMEOUT", "BUSY_STATUS", "DATABASES")
 KEYS: Final = (*sorted(_TYPES), "DATABASES")
 
 
@@ -82,6 +88,8 @@ def _value(key: str, value: object, name: str) -> object:
     if _TYPES[key] in ("float", "float | None"):
         minimum = MIN_LEASE if key == "LEASE" else 0.0
         return to_seconds(value, what=name, minimum=minimum, allow_none=_TYPES[key] == "float | None")
+    if key == "VIEW_MAX_WAITING":
+        return value if value == AUTO else validate_max_waiting(value, what=name)
     if key == "DEADLOCKS":
         if value not in DEADLOCKS:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, DEADLOCKS))}, not {shown(value)}.")
@@ -112,6 +120,8 @@ def config(alias: str | None = None) -> Config:
     if not isinstance(raw, dict):
         raise ImproperlyConfigured(f"SQLSEM must be a dict, not {shown(raw)}.")
     values = _read({key: value for key, value in raw.items() if key != "DATABASES"}, "SQLSEM", KEYS)
+    if "view_timeout" in values:  # who says how long views wait wants them to wait
+        values.setdefault("view_max_waiting", None)
     per_alias = raw.get("DATABASES", {})
     if not isinstance(per_alias, dict) or not all(isinstance(part, dict) for part in per_alias.values()):
         raise ImproperlyConfigured(f"SQLSEM['DATABASES'] must map aliases to dicts, not {shown(per_alias)}.")

@@ -34,8 +34,11 @@ class AcquireTimeoutError(SemaphoreError, TimeoutError):
         holders: Sequence[HolderSnapshot] = (),
         waiting: int = 0,
         retry_after: float = 1.0,
+        reason: str = "full",
     ) -> None:
         super().__init__(message)
+        #: ``full``: all slots were taken; ``paused``: by an operator; ``queue full``: too many wait already.
+        self.reason = reason
         self.name = name
         self.timeout = timeout
         self.holders = tuple(holders)

@@ -330,6 +330,8 @@ def survey_of(snapshots: Iterable[SemaphoreSnapshot]) -> Survey:
 #: The bounds of an estimate, in seconds.
 LEAST: Final = 1.0
 LONGEST_ESTIMATE: Final = 60.0
+#: Of a name that an operator has paused and will resume, nobody knows when, in seconds.
+PAUSED_ESTIMATE: Final = 30.0
 
 
 def retry_after(snapshot: SemaphoreSnapshot, before: int | None = None) -> float:
@@ -338,8 +340,11 @@ def retry_after(snapshot: SemaphoreSnapshot, before: int | None = None) -> float
     ``before``: how many are served earlier; omitted, all who wait and all tasks that will come back. Every slot is
     taken to be held for as long as slots of this name usually are (measured at each release, a moving average over
     some eight holds), and the holders of now to be through after what is left of that, or a tenth of it if they are
-    over time. Then the queue is played through: each of those before takes the slot that is free first.
+    over time. Then the queue is played through: each of those before takes the slot that is free first. While it is
+    paused: until that is over, or 30.
     """
+    if snapshot.paused:
+        return PAUSED_ESTIMATE if snapshot.resumes_in is None else max(LEAST, snapshot.resumes_in)
     holders = [holder for holder in snapshot.holders if not holder.expired for _ in holder.numbers]
     hold = snapshot.usual_hold
     if hold is None:

@@ -83,6 +83,15 @@ class Request:
     apart: bool = False
     #: How it shares the name with others: see ``core.modes``. ``take`` is 0 where that means all slots.
     mode: str = SHARED
+    #: How many may wait for the name already, over all processes, if it is to wait too; ``None``: any number.
+    max_waiting: int | None = None
+    #: Whether it is refused at once while the name is paused.
+    heeds_pause: bool = False
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it may be turned away instead of waiting."""
+        return self.heeds_pause or self.max_waiting is not None
 
     @property
     def got(self) -> str:
@@ -152,12 +161,44 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
+class Crowd:
+    """Why a request is turned away instead of waiting."""
+
+    #: Whether an operator has paused the name; else so many wait already.
+    paused: bool
+    waiting: int
+    #: Seconds until the pause ends by itself, if it does.
+    resumes_in: float | None = None
+    #: How many slots there are, and seconds for which they are usually held, if that is known.
+    slots: int = 1
+    usual_hold: float | None = None
+
+    @classmethod
+    def at(
+        cls,
+        request: Request,
+        *,
+        paused: bool,
+        waiting: int,
+        resumes_in: float | None = None,
+        slots: int = 1,
+        usual_hold: float | None = None,
+    ) -> Crowd | None:
+        """Return why this request is turned away where the name stands like that; ``None``: it may wait."""
+        full = request.max_waiting is not None and waiting >= request.max_waiting
+        if not (full or (paused and request.heeds_pause)):
+            return None
+        return cls(paused, waiting, resumes_in, slots, usual_hold)
+
+
+@dataclass(frozen=True, slots=True)
 class Waited:
     """The outcome of one step of waiting: grants to this process, or what is known of the queue."""
 
     granted: tuple[Granted, ...] = ()
     queue: Queue | None = None  #: ``None``: it has no place in the queue (any more).
     at_once: bool = False  #: Whether the request was granted before it had a place.
+    refused: Crowd | None = None  #: Why it got no place.
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +287,22 @@ class BaseSemaphoreBackend(abc.ABC):
     def enrol(self, session: Session, request: Request, place: Place, *, first: bool) -> Waited:
         """Take a place in the queue of the name, by ``place.arrived``; ``first``: only if a claim gets nothing.
 
-        Raises what ``claim`` does.
+        With ``first`` a request that is bounded may be refused. Raises what ``claim`` does.
         """
+
+    def crowd(self, session: Session, request: Request, here: int) -> Crowd | None:
+        """Return why a bounded request is turned away; ``here``: how many wait in this process."""
+        found = self.snapshot(session, request.resource)
+        if found is None:
+            return None
+        return Crowd.at(
+            request,
+            paused=found.paused,
+            waiting=max(here, found.waiting),
+            resumes_in=found.resumes_in,
+            slots=found.slots,
+            usual_hold=found.usual_hold,
+        )
 
     @abc.abstractmethod
     def wait(self, session: Session, request: Request, place: Place) -> Waited:

@@ -273,6 +273,8 @@ class LocalBackend(BaseSemaphoreBackend):
     def enrol(self, session: Session, request: Request, place: Place, *, first: bool) -> Waited:
         with self._lock:
             grant = self.claim(session, request)
+            if grant is None and first and (crowd := self.crowd(session, request, 0)) is not None:
+                return Waited(refused=crowd)
             if grant is None and request.mode in EXCLUSIVE:
                 self._world()[request.resource.name].keeping_out.add(request.permit_id)
         granted = (Granted(request.permit_id, grant, request.lease),) if grant else ()

@@ -133,6 +133,17 @@ def validate_slots(slots: object, *, what: str = "slots") -> int:
     return int(slots)
 
 
+def validate_max_waiting(value: object, *, what: str = "max_waiting") -> int | None:
+    """Return ``value`` if it is ``None`` or an ``int`` from 0; else raise ``TypeError`` or ``ValueError``."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be an int from 0 or None, not {shown(value)} of type {type(value).__name__}.")
+    if value < 0:
+        raise ValueError(f"{what} must be from 0 or None, not {shown(value)}.")
+    return int(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Resource:
     """What a database locks: a name, its kind of lock, and the key that stands for the name."""

@@ -103,21 +103,29 @@ def log_busy(busy: Busy, work: str, outcome: str, *, level: int = logging.WARNIN
     """
     logger.log(
         _level(busy.name, level),
-        "Busy: %s %s, because no slot of %r was free; %d held, %d waiting.",
+        "Busy: %s %s, because %s",
         work.encode("unicode_escape").decode("ascii"),  # as Django does: a path may hold line breaks
         outcome,
-        busy.name,
-        len(busy.holders),
-        busy.waiting,
+        _because(busy),
         extra={
             "semaphore": busy.name,
             "what": "busy",
+            "reason": busy.reason,
             "holders": len(busy.holders),
             "waiting": busy.waiting,
             "retry_after": busy.retry_after,
             **extra,
         },
     )
+
+
+def _because(busy: Busy) -> str:
+    """Say why. Who was turned away at once has not asked who holds."""
+    if busy.reason == "paused":
+        return f"{busy.name!r} is paused by an operator."
+    if busy.reason == "queue full":
+        return f"no slot of {busy.name!r} was free, and {busy.waiting} wait for one already."
+    return f"no slot of {busy.name!r} was free; {len(busy.holders)} held, {busy.waiting} waiting."
 
 
 def log_busy_response(busy: Busy, request: HttpRequest, response: HttpResponseBase) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from django_sqlsem.core import identity
 from django_sqlsem.core.durations import Unset
 from django_sqlsem.core.templates import django_request, resolved_user
 from django_sqlsem.decorators.tasks import RunningTask, rank_of, systems
+from django_sqlsem.locks.acquire import Bound
 from django_sqlsem.locks.semaphore import Semaphore
 
 
@@ -62,6 +64,19 @@ class Call:
             return None if default is None else max(given, default)
         return given
 
+    def bound(self, semaphore: Semaphore, timeout: Unset | float | None, *, waits_in_thread: bool = True) -> Bound:
+        """Return beyond what this call does not wait: as the semaphore says, or else, of a view, the settings.
+
+        Who says how long a view waits wants it to wait. ``waits_in_thread``: whether it would occupy a thread.
+        """
+        most = semaphore.max_waiting
+        if isinstance(most, Unset):
+            most = None
+            if self.request is not None and isinstance(semaphore.timeout, Unset):
+                setting = conf.config().view_max_waiting
+                most = _most_waiting(waits_in_thread) if isinstance(setting, str) else setting
+        return Bound(most, heeds_pause=timeout is not None)
+
     def policy(self, semaphore: Semaphore) -> Any:
         """Return what becomes of this call when it is busy: a status, ``"raise"``, ``"skip"``, ``"retry"``, a callable.
 
@@ -76,6 +91,14 @@ class Call:
     def rank(self, semaphore: Semaphore) -> str:
         """Return the rank by which a task asks that would be sent again when it is busy; empty for other calls."""
         return rank_of(self.task.id) if self.task is not None and self.policy(semaphore) == "retry" else ""
+
+
+def _most_waiting(waits_in_thread: bool) -> int | None:
+    """Return how many views may wait for a name, if nobody says: so few that a site goes on answering."""
+    if not waits_in_thread:
+        return None
+    # A process that serves one request at a time serves it in its main thread.
+    return 0 if threading.current_thread() is threading.main_thread() else 1
 
 
 #: A call that is neither a view's nor a task's.

@@ -59,7 +59,8 @@ class CallPermit:
         call, timeout = self.call, self.call.timeout(lock)
         client = client_of(call) if call.request is not None and timeout != 0 else None
         try:
-            self.permit = lock._take(timeout, call.rank(lock) if call.task is not None else "", client)
+            rank = call.rank(lock) if call.task is not None else ""
+            self.permit = lock._take(timeout, rank, client, None if call is PLAIN else call.bound(lock, timeout))
             if client is not None:
                 client.check(lock.name)  # granted at the very moment of leaving: it goes back
         except AcquireTimeoutError as error:
@@ -69,7 +70,9 @@ class CallPermit:
     async def aacquire(self, lock: Semaphore) -> bool:
         """Take a permit, or note why there is none. Return whether there is one."""
         try:
-            self.permit = await lock._atake(self.call.timeout(lock), self.call.rank(lock))
+            call, timeout = self.call, self.call.timeout(lock)
+            bound = None if call is PLAIN else call.bound(lock, timeout, waits_in_thread=False)
+            self.permit = await lock._atake(timeout, call.rank(lock), bound)
         except AcquireTimeoutError as error:
             self.refusal = error
         return self.refusal is None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from django_sqlsem.backends.base import Crowd
 from django_sqlsem.conf import config
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.modes import refused
 from django_sqlsem.core.names import Resource
 from django_sqlsem.exceptions import AcquireTimeoutError, never_met, wrong_kind
 from django_sqlsem.runtime.keeper import Keeper
-from django_sqlsem.snapshots import SemaphoreSnapshot, retry_after
+from django_sqlsem.snapshots import LEAST, LONGEST_ESTIMATE, PAUSED_ESTIMATE, SemaphoreSnapshot, retry_after
 
 #: The names of which a test wants every acquire to be refused: see ``testing.busy()``.
 refused_by_tests: list[str] = []
@@ -37,6 +40,34 @@ async def aread_status(keeper: Keeper, resource: Resource) -> SemaphoreSnapshot 
 
 def _nothing() -> None:
     return None
+
+
+class Bound(NamedTuple):
+    """Beyond what an acquire does not wait."""
+
+    #: How many may wait already; ``None``: any number.
+    max_waiting: int | None = None
+    #: Whether it does not wait for a name that is paused.
+    heeds_pause: bool = False
+
+
+def turned_away(name: str, timeout: float | None, crowd: Crowd) -> AcquireTimeoutError:
+    """Return the error for an acquire that was refused instead of waiting. It does not say who holds."""
+    if crowd.paused:
+        told, reason = f"{name!r} is paused by an operator", "paused"
+        seconds = PAUSED_ESTIMATE if crowd.resumes_in is None else max(LEAST, crowd.resumes_in)
+    else:
+        told, reason = f"No slot of {name!r} is free, and {crowd.waiting} wait already", "queue full"
+        turns = (crowd.waiting + 1) * (crowd.usual_hold or 0.0) / max(1, crowd.slots)
+        seconds = min(LONGEST_ESTIMATE, max(LEAST, turns))
+    return AcquireTimeoutError(
+        f"{told}: it was not waited for.",
+        name=name,
+        timeout=timeout,
+        waiting=crowd.waiting,
+        retry_after=seconds,
+        reason=reason,
+    )
 
 
 def refusal(
@@ -69,6 +100,7 @@ def refusal(
         holders=snapshot.holders,
         waiting=snapshot.waiting,
         retry_after=retry_after(snapshot),
+        reason="paused" if snapshot.paused else "full",
     )
     error._snapshot = snapshot
     return error

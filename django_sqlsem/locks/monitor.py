@@ -18,6 +18,7 @@ from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.names import Name, key_of
 from django_sqlsem.exceptions import AlreadyHeldError, BackendError, NotEnteredError, PermitLostError
 from django_sqlsem.locks import permit as blocks
+from django_sqlsem.locks.acquire import Bound
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore, one_slot
 from django_sqlsem.runtime import callers
@@ -267,13 +268,20 @@ class Monitor(Semaphore):
         return "monitor", database_for(self.using), self.name
 
     def _acquire(
-        self, keeper: Keeper, timeout: float | None, rank: str = "", client: Client | None = None
+        self,
+        keeper: Keeper,
+        timeout: float | None,
+        rank: str = "",
+        client: Client | None = None,
+        bound: Bound | None = None,
     ) -> Permit | None:
         callers.refuse_event_loop()
-        return self._enter_again() or super()._acquire(keeper, timeout, rank, client)
+        return self._enter_again() or super()._acquire(keeper, timeout, rank, client, bound)
 
-    async def _aacquire(self, keeper: Keeper, timeout: float | None, rank: str = "") -> Permit | None:
-        return self._enter_again() or await super()._aacquire(keeper, timeout, rank)
+    async def _aacquire(
+        self, keeper: Keeper, timeout: float | None, rank: str = "", bound: Bound | None = None
+    ) -> Permit | None:
+        return self._enter_again() or await super()._aacquire(keeper, timeout, rank, bound)
 
     def _enter_again(self) -> MonitorPermit | None:
         caller = callers.current_caller()

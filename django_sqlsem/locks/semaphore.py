@@ -23,16 +23,25 @@ from django_sqlsem.core.names import (
     part_texts,
     refuse_fields,
     resource_for,
+    validate_max_waiting,
     validate_name,
     validate_slots,
 )
 from django_sqlsem.core.text import shown
 from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.locks import permit as blocks
-from django_sqlsem.locks.acquire import aread_status, read_status, refusal, refused_by_tests, seconds_to_wait
+from django_sqlsem.locks.acquire import (
+    Bound,
+    aread_status,
+    read_status,
+    refusal,
+    refused_by_tests,
+    seconds_to_wait,
+    turned_away,
+)
 from django_sqlsem.locks.permit import Permit, UpgradablePermit
 from django_sqlsem.runtime import callers, events
-from django_sqlsem.runtime.acquisition import Acquisition, Client
+from django_sqlsem.runtime.acquisition import Acquisition, Client, TurnedAwayError
 from django_sqlsem.runtime.keeper import Keeper
 from django_sqlsem.runtime.keepers import keeper_at
 from django_sqlsem.snapshots import SemaphoreSnapshot
@@ -58,6 +67,7 @@ class Semaphore:
     #: How its permits share the name with others: see ``modes``.
     mode: str = SHARED
     timeout: float | Unset | None = UNSET
+    max_waiting: int | Unset | None = UNSET
     lease: float | None = None
     on_busy: OnBusy | None = None
     key: Callable[..., Any] | None = None
@@ -183,33 +193,55 @@ class Semaphore:
             max_hold=None,
             on_lost=None,
             on_busy=None,
+            max_waiting=UNSET,
         )
 
     # Acquiring. A decorator gives the ``rank`` of a task that was refused before, and the ``client`` of a view.
 
-    def _take(self, timeout: Seconds | Unset | None, rank: str = "", client: Client | None = None) -> Permit:
-        """Do what ``acquire()`` does. The wait ends when the client goes."""
+    def _take(
+        self,
+        timeout: Seconds | Unset | None,
+        rank: str = "",
+        client: Client | None = None,
+        bound: Bound | None = None,
+    ) -> Permit:
+        """Do what ``acquire()`` does. The wait ends when the client goes, and does not begin beyond ``bound``."""
         keeper, asked = self._keeper(to_acquire=True), boot_now()
         seconds = seconds_to_wait(timeout, self.timeout, keeper.alias)
-        # Returned by the statement that gets it: if an exception came between, this frame would keep the permit.
-        return self._acquire(keeper, seconds, rank, client) or self._refuse(boot_now() - asked, self.status(), seconds)
+        try:
+            # Returned by the statement that gets it: if an exception came between, this frame would keep the permit.
+            return self._acquire(keeper, seconds, rank, client, bound) or self._refuse(
+                boot_now() - asked, self.status(), seconds
+            )
+        except TurnedAwayError as away:
+            crowd = away.crowd
+        raise events.refused(self, turned_away(self.name, seconds, crowd), boot_now() - asked)
 
-    async def _atake(self, timeout: Seconds | Unset | None, rank: str = "") -> Permit:
+    async def _atake(self, timeout: Seconds | Unset | None, rank: str = "", bound: Bound | None = None) -> Permit:
         """Do what ``aacquire()`` does."""
         keeper, asked = self._keeper(to_acquire=True), boot_now()
         seconds = seconds_to_wait(timeout, self.timeout, keeper.alias)
-        return await self._aacquire(keeper, seconds, rank) or await self._arefuse(
-            boot_now() - asked, await self.astatus(), seconds
-        )
+        try:
+            return await self._aacquire(keeper, seconds, rank, bound) or await self._arefuse(
+                boot_now() - asked, await self.astatus(), seconds
+            )
+        except TurnedAwayError as away:
+            crowd = away.crowd
+        raise await events.arefused(self, turned_away(self.name, seconds, crowd), boot_now() - asked)
 
     def _acquire(
-        self, keeper: Keeper, timeout: float | None, rank: str = "", client: Client | None = None
+        self,
+        keeper: Keeper,
+        timeout: float | None,
+        rank: str = "",
+        client: Client | None = None,
+        bound: Bound | None = None,
     ) -> Permit | None:
         if callers.running_loop() is not None:
             callers.refuse_event_loop()
         if self.name in refused_by_tests:
             return None
-        acquisition = self._asks(keeper, rank)
+        acquisition = self._asks(keeper, rank, bound)
         acquisition.client = client
         with acquisition:
             if keeper.acquire(acquisition, timeout):
@@ -219,20 +251,22 @@ class Semaphore:
             client.check(self.name)
         return None
 
-    async def _aacquire(self, keeper: Keeper, timeout: float | None, rank: str = "") -> Permit | None:
+    async def _aacquire(
+        self, keeper: Keeper, timeout: float | None, rank: str = "", bound: Bound | None = None
+    ) -> Permit | None:
         callers.refuse_other_loops()
         if self.name in refused_by_tests:
             return None
-        acquisition = self._asks(keeper, rank)
+        acquisition = self._asks(keeper, rank, bound)
         with acquisition:
             if await keeper.aacquire(acquisition, timeout):
                 return await events.agranted(self._permit(acquisition))
             keeper.drop(acquisition)
         return None
 
-    def _asks(self, keeper: Keeper, rank: str) -> Acquisition:
+    def _asks(self, keeper: Keeper, rank: str, bound: Bound | None) -> Acquisition:
         """Return the record of an acquire that begins."""
-        acquisition = Acquisition(keeper, self._request(keeper, rank), max_hold=self.max_hold)
+        acquisition = Acquisition(keeper, self._request(keeper, rank, bound), max_hold=self.max_hold)
         callers.enter(keeper.alias, acquisition)
         return acquisition
 
@@ -262,7 +296,9 @@ class Semaphore:
         """Return this semaphore, whose name is meant as it is, braces and all."""
         return dataclasses.replace(self, parts=(self.name,))
 
-    def _request(self, keeper: Keeper, rank: str) -> Request:
+    def _request(self, keeper: Keeper, rank: str, bound: Bound | None = None) -> Request:
+        if bound is None:
+            bound = Bound(None if isinstance(self.max_waiting, Unset) else self.max_waiting)
         mode, take, settings = self.mode, self.take, config(keeper.alias)
         if mode:
             if mode in EXCLUSIVE:
@@ -283,6 +319,8 @@ class Semaphore:
             presence=keeper.reach.presence,
             rank=rank if keeper.backend.keeps_ranks else "",
             durable=settings.durable if self.durable is None else self.durable,
+            max_waiting=bound.max_waiting,
+            heeds_pause=bound.heeds_pause,
         )
 
     def _refuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
@@ -315,6 +353,7 @@ def semaphore(
     *,
     take: int = 1,
     timeout: Seconds | Unset | None = UNSET,
+    max_waiting: int | Unset | None = UNSET,
     lease: Seconds | None = None,
     on_busy: OnBusy | None = None,
     key: Callable[..., Any] | None = None,
@@ -330,23 +369,26 @@ def semaphore(
     ``name``: 1 to 200 characters, or a tuple of parts. ``slots``: how many may hold at once (1 to 10,000); omitted, as
     declared elsewhere, else 1. ``take``: how many slots one permit takes, all or nothing. ``timeout``: seconds or
     ``timedelta`` to wait, ``None`` for ever, 0 not at all; omitted, a view waits 5 s, a Celery task 0 s, anything else
-    30 s. ``lease``: seconds that a grant outlives its process. ``on_busy``: what a decorator does when no slot is free:
-    a status from 400 to 599, ``"raise"``, ``"skip"``, ``"retry"`` or a callable that gets a ``Busy``. ``key``: a
-    callable that gets the decorated function's arguments and returns what is appended to the name. ``release``:
-    ``"on_exit"`` or ``"on_commit"``. ``fair``: first come, first served; ``False`` barges. ``max_hold``: seconds after
-    which the permit is taken for forgotten. ``durable``: whether a grant must survive a crash of the database's server,
-    or is faster; omitted, as ``SQLSEM["DURABLE"]`` says. ``on_lost``: called with a permit that was lost. ``using``:
-    alias of the database that keeps the locks.
+    30 s. ``max_waiting``: how many may wait already, over all processes, if a caller is to wait too; else it is refused
+    at once. ``None``: any number; omitted, so too, but of a view whose timeout is omitted, as
+    ``SQLSEM["VIEW_MAX_WAITING"]`` says. ``lease``: seconds that a grant outlives its process. ``on_busy``: what a
+    decorator does when no slot is free: a status from 400 to 599, ``"raise"``, ``"skip"``, ``"retry"`` or a callable
+    that gets a ``Busy``. ``key``: a callable that gets the decorated function's arguments and returns what is appended
+    to the name. ``release``: ``"on_exit"`` or ``"on_commit"``. ``fair``: first come, first served; ``False`` barges.
+    ``max_hold``: seconds after which the permit is taken for forgotten. ``durable``: whether a grant must survive a
+    crash of the database's server, or is faster; omitted, as ``SQLSEM["DURABLE"]`` says. ``on_lost``: called with a
+    permit that was lost. ``using``: alias of the database that keeps the locks.
 
     Nothing is looked up before the first acquire. Raises ``TypeError`` or ``ValueError`` for a bad argument.
     """
     if callable(name):
-        raise TypeError("A semaphore's name must be given before it decorates a function: @semaphore(\"reports\").")
+        raise TypeError('A semaphore\'s name must be given before it decorates a function: @semaphore("reports").')
     found = Semaphore(
         validate_name(name),
         None if slots is None else validate_slots(slots),
         take=validate_slots(take, what="take"),
         timeout=timeout if isinstance(timeout, Unset) else to_seconds(timeout, what="timeout", allow_none=True),
+        max_waiting=max_waiting if isinstance(max_waiting, Unset) else validate_max_waiting(max_waiting),
         lease=None if lease is None else to_seconds(lease, what="lease", minimum=MIN_LEASE),
         on_busy=validate_on_busy(on_busy),
         key=key,

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
 
-from django_sqlsem.backends.base import Acquired, BaseSemaphoreBackend, Grant, Granted, Request
+from django_sqlsem.backends.base import Acquired, BaseSemaphoreBackend, Crowd, Grant, Granted, Request
 from django_sqlsem.core import forks
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.names import Resource
@@ -137,6 +137,14 @@ class Jumper(Protocol):
 
 
 jumper: Jumper | None = None
+
+
+class TurnedAwayError(Exception):
+    """A request was refused instead of waiting; nothing of it is left in the database."""
+
+    def __init__(self, crowd: Crowd) -> None:
+        super().__init__()
+        self.crowd = crowd
 
 
 class Client(Protocol):

@@ -17,11 +17,11 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from django.db import connections
 
-from django_sqlsem.backends.base import BaseSemaphoreBackend, Grant, Granted, Place, Queue, Released, Request
+from django_sqlsem.backends.base import BaseSemaphoreBackend, Crowd, Grant, Granted, Place, Released, Request, Waited
 from django_sqlsem.conf import config
 from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import boot_now
@@ -30,7 +30,7 @@ from django_sqlsem.database import transactions
 from django_sqlsem.database.sessions import CallerSession, OwnSession, Session
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError
 from django_sqlsem.runtime import callers, events
-from django_sqlsem.runtime.acquisition import Acquisition, State
+from django_sqlsem.runtime.acquisition import Acquisition, State, TurnedAwayError
 from django_sqlsem.runtime.chores import LOOK_AROUND, BeaconChore, Chore, Doubts, Housekeeping, Renewals, plugged_in
 from django_sqlsem.runtime.loop import NAP, InlineLoop, ThreadLoop
 from django_sqlsem.runtime.presence import Reach
@@ -175,7 +175,9 @@ class Keeper:
                 return True
         if timeout == 0:
             return False
-        if not mine:
+        if mine:
+            self._refuse_crowds(acquisition, session)
+        else:
             self._refused(acquisition)
             raise AcquireTimeoutError(
                 f"No slot of {acquisition.name!r} is free, and waiting inside atomic() on SQLite could never end: its "
@@ -217,7 +219,7 @@ class Keeper:
             if granted or timeout == 0:
                 acquisition.tell()
             else:
-                self._enqueue(acquisition)
+                self._refuse_crowds(acquisition, self.own)
         except Exception as error:  # noqa: BLE001 - it belongs to the waiting task, not to this thread
             acquisition.tell(error)
 
@@ -281,9 +283,28 @@ class Keeper:
                     )
                 else:
                     self.deliver(granted, sent, acquisition.request.resource)
-            if waited.queue is not None:
-                self._join(acquisition, waited.queue, sent, session)
+            self._join(acquisition, waited, sent, session)
             return acquisition.grant is not None
+
+    def _refuse_crowds(self, acquisition: Acquisition, session: Session) -> None:
+        """Let a request that has no place yet wait behind others of this process, or turn it away if it may not."""
+        request, crowd = acquisition.request, None
+        if request.bounded and acquisition.state is State.NEW:
+            crowd = self.backend.crowd(session, request, self._waiting_here(request))
+        if crowd is None:
+            crowd = self._enqueue(acquisition, at_first=True)
+        if crowd is not None:
+            self._turn_away(acquisition, crowd)
+
+    def _waiting_here(self, request: Request) -> int:
+        local = self.queues.get(request.line)
+        return 0 if local is None else len(local.waiting)
+
+    def _turn_away(self, acquisition: Acquisition, crowd: Crowd) -> NoReturn:
+        """End an acquire that may not wait: nothing is in doubt. Raises ``TurnedAwayError``."""
+        self.waiting.pop(acquisition.permit_id, None)
+        self.drop(acquisition)
+        raise TurnedAwayError(crowd)
 
     def _see_to_beacon(self, beacon: BeaconChore, session: Session) -> None:
         """Have the keeper's session open first: if this process is killed after its grant, others will see that."""
@@ -318,12 +339,19 @@ class Keeper:
 
     # Waiting in this process.
 
-    def _join(self, acquisition: Acquisition, queue: Queue, sent: float, session: Session) -> None:
+    def _join(self, acquisition: Acquisition, waited: Waited, sent: float, session: Session) -> None:
         """The database knows that it waits: let the process know too, unless it has been granted by now."""
+        crowd, queue = waited.refused, waited.queue
+        if crowd is not None:
+            self._turn_away(acquisition, crowd)
+        if queue is None:
+            return
         with self.queue_lock:
             if acquisition.was_served():
                 return
-            wanted = acquisition.state is State.NEW
+            if here := self._waiting_here(acquisition.request):  # two threads asked at the same time
+                crowd = Crowd.at(acquisition.request, paused=False, waiting=here)
+            wanted = acquisition.state is State.NEW and crowd is None
             if wanted:
                 if acquisition.request.rank and acquisition.request.line in self.queues:
                     acquisition.stand_apart()  # the place may be older than theirs
@@ -342,6 +370,8 @@ class Keeper:
                 self.backend.leave(session, acquisition.request)
             except BackendError:
                 self.doubt(acquisition.request)
+            if crowd is not None:
+                self._turn_away(acquisition, crowd)
             return
         self.tell("queued", acquisition)
         if first:
@@ -349,17 +379,21 @@ class Keeper:
         else:
             self.poke(local)
 
-    def _enqueue(self, acquisition: Acquisition) -> None:
-        """Put it at the end of its name's queue, unless it is there."""
+    def _enqueue(self, acquisition: Acquisition, *, at_first: bool = False) -> Crowd | None:
+        """Put it at the end of its name's queue, unless it is there; ``at_first``: or return why it may not wait."""
         with self.queue_lock:
             if acquisition.state is not State.NEW:
-                return
+                return None
+            here = self._waiting_here(acquisition.request)
+            if at_first and (crowd := Crowd.at(acquisition.request, paused=False, waiting=here)) is not None:
+                return crowd
             local = self._queue_of(acquisition)
             local.add(acquisition)
             known = local.known
         self.tell("queued", acquisition)
         if not known:
             self.poke(local)
+        return None
 
     def _queue_of(self, acquisition: Acquisition) -> LocalQueue:
         key = acquisition.request.line

@@ -7,6 +7,7 @@ from tests.places import views
 urlpatterns = [
     path("ping", views.ping),
     path("one", views.one),
+    path("resting", views.resting),
     path("patient", views.patient),
     path("raising", views.raising),
     path("for-ever", views.for_ever),

@@ -36,6 +36,12 @@ def one(request: HttpRequest) -> HttpResponse:
     return held(request)
 
 
+@semaphore("resting")
+def resting(request: HttpRequest) -> HttpResponse:
+    """Another one at a time; waits as long as the settings say."""
+    return held(request)
+
+
 @semaphore("one", timeout=60)
 def patient(request: HttpRequest) -> HttpResponse:
     """One at a time; waits for a minute."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from django_sqlsem.backends.base import Grant, Granted, Queue, Request, Waited
+from django_sqlsem.backends.base import Crowd, Grant, Granted, Queue, Request, Waited
 from django_sqlsem.backends.rows import exclusive, queue
 from django_sqlsem.backends.rows.beacons import suspects, take_from_suspects
 from django_sqlsem.backends.rows.statements import (
@@ -81,8 +81,15 @@ _LOOK: Final = (
     "SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking,"
     " (SELECT COUNT(*) FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key AND s.slot > 0),"
     f" {{suspects}}, CASE WHEN {{now}} - m.declared_us < {_YOUNG_US} AND EXISTS (SELECT 1 FROM sqlsem_slot f WHERE"
-    " f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND {f.free}) THEN 1 ELSE 0 END"
+    " f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND {f.free}) THEN 1 ELSE 0 END{crowd}"
     " FROM sqlsem_semaphore m WHERE m.name_key = %(key)s"
+)
+#: And what one that is bounded wants to know: see ``Crowd``.
+_CROWD: Final = (
+    ", CASE WHEN {m.unpaused} THEN 0 ELSE 1 END, m.paused_until_us - {token_now},"
+    " (SELECT SUM(w.waiting) FROM sqlsem_waiter w WHERE w.semaphore_key = m.name_key AND {w.waits}"
+    " AND w.process_id <> %(process_id)s),"
+    " (SELECT AVG(h.held_us) FROM sqlsem_slot h WHERE h.semaphore_key = m.name_key AND h.held_us > 0)"
 )
 _DECLARE: Final = (
     "UPDATE sqlsem_semaphore SET other_slots = declared_slots, other_us = {now}, declared_slots = %(slots)s,"
@@ -120,9 +127,9 @@ def take_or_stand(dialect: Dialect, *, durable: bool) -> str:
 
 
 @functools.cache
-def look_sql(dialect: Dialect) -> str:
+def look_sql(dialect: Dialect, *, bounded: bool = False) -> str:
     """``_LOOK``, with who is suspect."""
-    return _LOOK.replace("{suspects}", suspects(dialect))
+    return _LOOK.replace("{suspects}", suspects(dialect)).replace("{crowd}", _CROWD if bounded else "")
 
 
 #: What a transaction returns that has taken nothing, and is to be committed.
@@ -132,9 +139,11 @@ _NOTHING: Final = Grant((), (), ())
 class SlotRequest:
     """One request for slots, and the session that it runs on."""
 
-    __slots__ = ("dialect", "parameters", "request", "session")
+    __slots__ = ("crowd", "dialect", "parameters", "request", "session")
 
     def __init__(self, session: Session, request: Request, place: Place | None = None) -> None:
+        #: Why it may not wait, as far as it was seen.
+        self.crowd: Crowd | None = None
         self.session = session
         self.request = request
         self.dialect = dialect_for(session.connection)
@@ -177,12 +186,13 @@ class SlotRequest:
 
         ``unseen``: when it was tried, the name was not there, and by now may be, with slots that are free.
         """
-        while (found := row_of(self.session, look_sql(self.dialect), self.parameters)) is None:
+        look = look_sql(self.dialect, bounded=self.request.bounded)
+        while (found := row_of(self.session, look, self.parameters)) is None:
             unseen = True
             grant = self._create(self.request.slots or 1)
             if grant is not None:
                 return grant
-        kind, declared_slots, operator_slots, shrinking, rows, suspected, young = found
+        kind, declared_slots, operator_slots, shrinking, rows, suspected, young, *crowd = found
         name = self.request.resource.name
         if kind != self.request.resource.kind:
             raise wrong_kind(name, kind, self.request.resource.kind)
@@ -192,12 +202,34 @@ class SlotRequest:
         if rows < limit:
             self._create(limit)
         self._declare(declared_slots)
+        if crowd and self._is_crowded(crowd, limit):
+            return None
         more = rows < limit or young or take_from_suspects(self.session, self.dialect, self.request, suspected)
         if self.request.mode:
             return exclusive.claim(self.session, self.request, self.parameters)
         if self.request.take > 1 or shrinking:
             return self._take_locked()
         return self.take_one() if more or unseen else None
+
+    def _is_crowded(self, row: Sequence[Any], slots: int, here: int = 0) -> bool:
+        """Note why the request may not wait. Return whether nothing could be granted either."""
+        paused, left_us, waiting, usual_us = row
+        self.crowd = Crowd.at(
+            self.request,
+            paused=bool(paused),
+            waiting=int(waiting or 0) + here,
+            resumes_in=int(left_us) / 1e6 if paused and left_us is not None else None,
+            slots=slots,
+            usual_hold=float(usual_us) / 1e6 if usual_us else None,
+        )
+        return self.crowd is not None and (self.crowd.paused or self.crowd.waiting > 0)
+
+    def look_at_crowd(self, here: int) -> Crowd | None:
+        """Return why the request may not wait, though it has not been tried."""
+        found = row_of(self.session, look_sql(self.dialect, bounded=True), self.parameters)
+        if found is not None:
+            self._is_crowded(found[7:], bound(found[2], self.request.slots, found[1]), here)
+        return self.crowd
 
     def _take_locked(self) -> Grant | None:
         """Take several slots, or one of a semaphore that shrinks, under the lock of the semaphore's row."""
@@ -289,7 +321,11 @@ def enrol(session: Session, request: Request, place: Place, *, first: bool) -> W
     """Take slots if need be (``first``), or else a place in the queue; on PostgreSQL in one statement."""
     claim = SlotRequest(session, request, place)
     grant = None
-    if first and request.take == 1 and not request.rank and not request.mode:
+    if first and request.bounded:
+        grant = claim.take()
+        if grant is None and claim.crowd is not None:
+            return Waited(refused=claim.crowd)
+    elif first and request.take == 1 and not request.rank and not request.mode:
         # The place is only taken if the name is in order, so that no look is needed first.
         if claim.dialect.writing_ctes and request.fair:
             waited = claim.take_or_stand()
@@ -307,4 +343,9 @@ def enrol(session: Session, request: Request, place: Place, *, first: bool) -> W
         if grant is not None:
             return claim.granted(grant, at_once=first)
     # A slot may have been freed between the claim and this, by someone that saw nobody waiting.
-    return queue.look_around(session, request, claim.parameters, new=True)
+    waited = queue.look_around(session, request, claim.parameters, new=True)
+    most = request.max_waiting
+    if first and most is not None and not waited.granted and waited.queue is not None and waited.queue.ahead >= most:
+        queue.leave(session, request)  # others have taken their places at the same moment, before this one
+        return Waited(refused=Crowd(False, waited.queue.ahead))
+    return waited

@@ -9,6 +9,7 @@ from django_sqlsem.backends.base import (
     TOKENS,
     Acquired,
     BaseSemaphoreBackend,
+    Crowd,
     Grant,
     Granted,
     Place,
@@ -68,6 +69,9 @@ class RowsBackend(BaseSemaphoreBackend):
         if request.resource.kind == TOKENS:
             return tokens.enrol(session, request, place)
         return acquire.enrol(session, request, place, first=first)
+
+    def crowd(self, session: Session, request: Request, here: int) -> Crowd | None:
+        return acquire.SlotRequest(session, request).look_at_crowd(here)
 
     def wait(self, session: Session, request: Request, place: Place) -> Waited:
         if request.resource.kind == TOKENS:

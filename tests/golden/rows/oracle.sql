@@ -264,6 +264,23 @@ FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND (s.expires_us IS NULL OR (s.exp
   WHERE s.semaphore_key = %(key)s) v, sqlsem_waiter
 WHERE sqlsem_waiter.ticket = %(permit_id)s;
 
+-- look bounded
+SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
+  FROM sqlsem_slot s
+  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN {now} - m.declared_us < 2000000 AND EXISTS
+      (SELECT 1
+  FROM sqlsem_slot f
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
+      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 1 ELSE 0 END, CASE WHEN (m.paused = %(no)s OR
+      m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = m.name_key AND w.expires_us > {now} AND w.away = %(no)s AND w.process_id <>
+      %(process_id)s), (SELECT AVG(h.held_us)
+  FROM sqlsem_slot h
+  WHERE h.semaphore_key = m.name_key AND h.held_us > 0)
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s;
+
 -- new semaphore
 INSERT INTO sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking, tokens)
 VALUES (%(key)s, %(name)s, %(kind)s, %(declared)s, {now}, %(no)s, %(no)s, %(tokens)s);
