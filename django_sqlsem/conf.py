@@ -120,6 +120,8 @@ def config(alias: str | None = None) -> Config:
     if not isinstance(raw, dict):
         raise ImproperlyConfigured(f"SQLSEM must be a dict, not {shown(raw)}.")
     values = _read({key: value for key, value in raw.items() if key != "DATABASES"}, "SQLSEM", KEYS)
+    if "view_timeout" in values:  # who says how long views wait wants them to wait
+        values.setdefault("view_max_waiting", None)
     per_alias = raw.get("DATABASES", {})
     if not isinstance(per_alias, dict) or not all(isinstance(part, dict) for part in per_alias.values()):
         raise ImproperlyConfigured(f"SQLSEM['DATABASES'] must map aliases to dicts, not {shown(per_alias)}.")

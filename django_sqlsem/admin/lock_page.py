@@ -103,9 +103,8 @@ def _notices(reading: Reading, snapshot: SemaphoreSnapshot, acts: list[Event]) -
     ]
     if snapshot.stale:
         text = ngettext(
-            "%(count)d slot is stale: its holder seems gone. It comes back by itself when its lease has run out.",
-            "%(count)d slots are stale: their holders seem gone. They come back by themselves when their leases have"
-            " run out.",
+            "%(count)d slot is stale: its holder seems gone. It comes back by itself.",
+            "%(count)d slots are stale: their holders seem gone. They come back by themselves.",
             snapshot.stale,
         )
         notices.append(Said("stale", text % {"count": snapshot.stale}))

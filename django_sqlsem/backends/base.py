@@ -230,6 +230,20 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """A hold of a process that is gone, which housekeeping has ended."""
+
+    resource: Resource
+    permit_id: str
+    grant: Grant
+    holder: HolderIdentity
+    mode: str
+    #: How many seconds ago its process proved last that it lives, and for how long it had held by then.
+    ago: float
+    held: float
+
+
+@dataclass(frozen=True, slots=True)
 class Renewal:
     """What became of the grants to renew, by permit id. One in neither could not be reached: ask again soon."""
 
@@ -535,6 +549,16 @@ class BaseSemaphoreBackend(abc.ABC):
         # Unless it was paused anew meanwhile.
         self._tell_pause(name, paused=False, paused_us=None, paused_until_us=None, paused_by="", paused_reason="")
         return done
+
+    def end_dead(
+        self, session: Session, *, witness: bool, proofs: dict[tuple[int, int], int]
+    ) -> tuple[list[Ended], bool]:
+        """End the holds of processes that are gone. Return them, and whether to look again in a moment.
+
+        ``witness``: whether this process's own beacon is lit. ``proofs``: kept by the caller from look to look. There
+        is nothing to do where locks end with their sessions.
+        """
+        return [], False
 
     def end_pauses(self, session: Session) -> list[str]:
         """End the pauses whose time has passed, and return their names. Nobody is granted sooner by that on rows."""

@@ -27,6 +27,9 @@ class RowClock:
         self.boot_id = boot_id
         #: For one lease after this instant nothing has run out.
         self.since = since
+        #: Processes that are known to be dead, and whether all were asked about that hold something.
+        self.dead: frozenset[str] = frozenset()
+        self.asked_of_all = False
         self.wall = datetime.datetime.now(datetime.UTC)
         #: The clock that tokens and pauses follow: it goes on where the host's boot clock starts anew.
         self.unix = round(self.wall.timestamp() * 1e6) if boot_id else now
@@ -55,7 +58,18 @@ class RowClock:
         """Taken rows whose holder we judge gone: what ``holder()`` says of one row, for all of them."""
         late = LessThan(F("expires_us") * 2 - F("lease_us"), Value(2 * self.now, output_field=BigIntegerField()))
         overdue = Q(late, acquired_us__lt=self.now - round(CONFIRMED * 1e6))
-        return Q(expires_us__isnull=False) & (Q(suspect_us__isnull=False) | self.expired() | overdue)
+        gone = Q(suspect_us__isnull=False) | self.expired() | overdue
+        if self.dead:
+            gone |= Q(beacon=True, process_id__in=sorted(self.dead))
+        return Q(expires_us__isnull=False) & gone
+
+    def paused(self) -> Q:
+        """Semaphores that grant nothing by an operator's word, whose time has not passed."""
+        return Q(paused=True) & (Q(paused_until_us__isnull=True) | Q(paused_until_us__gt=self.unix))
+
+    def pauses(self, paused: bool, until_us: int | None) -> bool:
+        """Return what ``paused()`` says of one row."""
+        return bool(paused) and (until_us is None or until_us > self.unix)
 
     def paused(self) -> Q:
         """Semaphores that grant nothing by an operator's word, whose time has not passed."""
@@ -93,7 +107,8 @@ class RowClock:
         age = max(0.0, self.age(row.acquired_us, row.boot_id))
         # One that was just handed over is confirmed only after a moment.
         late = left * 2 < row.lease_us / 1e6 and age > CONFIRMED
-        gone = left <= 0 or late or row.suspect_us is not None
+        dead = row.beacon and row.process_id in self.dead
+        gone = left <= 0 or late or row.suspect_us is not None or dead
         return HolderSnapshot(
             name=name,
             slot=row.slot,

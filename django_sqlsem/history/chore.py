@@ -6,6 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from django_sqlsem.backends.base import Request
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.history.events import DEADLOCK, GRANTED, LOST, RELEASED, TIMED_OUT
 from django_sqlsem.history.recorder import Recorder
@@ -14,7 +15,7 @@ from django_sqlsem.runtime.chores import Chore
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
-    from django_sqlsem.backends.base import Request
+    from django_sqlsem.backends.base import Ended
     from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper
 
 
@@ -59,6 +60,21 @@ class HistoryChore(Chore):
         if loss.reason is not LossReason.FORKED and self._ends(acquisition):
             held = boot_now() - acquisition.granted_at
             self._note(LOST, acquisition, held=held, by=loss.by, detail=f"{loss.reason}: {loss.detail}")
+
+    def ended(self, hold: Ended) -> None:
+        """Note how long a hold lasted whose process is gone: until it proved last that it lives."""
+        request = Request(
+            resource=hold.resource,
+            permit_id=hold.permit_id,
+            slots=None,
+            take=len(hold.grant.slots),
+            lease=0.0,
+            fair=True,
+            holder=hold.holder,
+            mode=hold.mode,
+        )
+        detail = f"{LossReason.EXPIRED}: its process is gone"
+        self.recorder.note(LOST, request, hold.grant, at=boot_now() - hold.ago, held=hold.held, detail=detail)
 
     def deadlocked(self, request: Request, waited: float, detail: str) -> None:
         """Note a deadlock."""

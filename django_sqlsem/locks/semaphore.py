@@ -382,7 +382,7 @@ def semaphore(
     Nothing is looked up before the first acquire. Raises ``TypeError`` or ``ValueError`` for a bad argument.
     """
     if callable(name):
-        raise TypeError('It needs a name before it decorates a function: @semaphore("reports").')
+        raise TypeError('A semaphore\'s name must be given before it decorates a function: @semaphore("reports").')
     found = Semaphore(
         validate_name(name),
         None if slots is None else validate_slots(slots),

@@ -15,7 +15,7 @@ from typing import ClassVar, Final
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from django_sqlsem.backends.base import Request
+from django_sqlsem.backends.base import Ended, Request
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.names import Resource
 from django_sqlsem.database.sessions import OwnSession
@@ -36,6 +36,9 @@ DARK: Final = 1.0
 RELIGHT: Final = 0.2
 #: How often it is looked for what is over, in seconds.
 TIDY_EVERY: Final = 10.0
+#: Again so soon, if somebody seems to be dead; and at most one part in so many of its time.
+TIDY_SOON: Final = 1.6
+TIDY_SHARE: Final = 100
 #: And for the first time, so long after the first acquire.
 TIDY_FIRST: Final = 2.0
 
@@ -87,6 +90,9 @@ class Chore:
 
     def lost(self, acquisition: Acquisition, loss: Loss) -> None:
         """A permit was lost."""
+
+    def ended(self, hold: Ended) -> None:
+        """The hold of a process that is gone was ended."""
 
     def deadlocked(self, request: Request, waited: float, detail: str) -> None:
         """A wait is part of a deadlock, in a sentence."""
@@ -318,7 +324,7 @@ class BeaconChore(Chore):
 
 
 class Housekeeping(Chore):
-    """Ends what is over though nobody is there to end it: pauses whose time has passed."""
+    """Ends what is over though nobody is there to end it: pauses whose time has passed, and holds of the dead."""
 
     name = "housekeeping"
     wakes = False
@@ -328,6 +334,7 @@ class Housekeeping(Chore):
         self._shares = isinstance(keeper.own, OwnSession)
         self._session = keeper.own if isinstance(keeper.own, OwnSession) else OwnSession(keeper.alias)
         self._at = boot_now() + TIDY_FIRST
+        self._proofs: dict[tuple[int, int], int] = {}
 
     def next_at(self) -> float:
         return self._at if self._session.is_open or not self._shares else math.inf
@@ -335,14 +342,23 @@ class Housekeeping(Chore):
     def run(self, now: float) -> None:
         """Look for what is over; a failure costs nothing, as it is looked for again."""
         self._at = now + TIDY_EVERY * random.uniform(0.8, 1.2)  # noqa: S311 - no two processes in step
-        used = self._session.last_used
+        used, soon = self._session.last_used, False
         try:
+            ended, soon = self._keeper.backend.end_dead(
+                self._session, witness=self._keeper.reach.presence.beacon, proofs=self._proofs
+            )
+            for each in ended:
+                self._keeper.tell("ended", each)
+            if not soon:
+                self._proofs.clear()
             for name in self._keeper.backend.end_pauses(self._session):
                 logger.info("The pause of %r is over.", name, extra={"semaphore": name, "what": "pause_over"})
         except BackendError as error:
             logger.debug("Nothing could be tidied up at %r: %s", self._keeper.alias, error)
         finally:
             self._session.last_used = used  # no connection stays open longer for this
+            took = boot_now() - now  # where there are very many names, it looks less often
+            self._at = now + TIDY_SOON if soon else max(self._at, now + took * TIDY_SHARE)
 
     def finish(self, since: float | None) -> None:
         if not self._shares:

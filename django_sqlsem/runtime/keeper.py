@@ -85,7 +85,7 @@ class Keeper:
             self.chores = [self.beacon, self.renewals, self.doubts, *plugged_in(self), Housekeeping(self)]
             if isinstance(self.own, OwnSession):
                 self.own.opened = self.beacon.opened
-        events_heard = ("queued", "granted", "refused", "released", "lost", "deadlocked")
+        events_heard = ("queued", "granted", "refused", "released", "lost", "ended", "deadlocked")
         self._listeners = {event: _listeners(self.chores, event) for event in events_heard}
         backend.announce(self.deliver)
 

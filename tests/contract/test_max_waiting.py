@@ -251,11 +251,12 @@ def test_paused_full_and_queue_full_are_told_apart(database, taken, rf, caplog):
         (3, {}, 3, 3, 3),
         (3, {"timeout": 5}, None, None, None),
         (None, {}, None, None, None),
+        ("VIEW_TIMEOUT", {}, None, None, None),
     ],
 )
 def test_how_many_views_wait_unless_they_say(settings, rf, setting, options, main, thread, coroutine):
     """A synchronous view that waits occupies a worker, or a thread: few do. Who says how long it waits does wait."""
-    settings.SQLSEM = {"VIEW_MAX_WAITING": setting}
+    settings.SQLSEM = {"VIEW_TIMEOUT": 9} if setting == "VIEW_TIMEOUT" else {"VIEW_MAX_WAITING": setting}
     call, lock = Call(request=rf.get("/")), semaphore("a", **options)
     assert call.bound(lock, call.timeout(lock)).max_waiting == main
     assert run_in_threads(1, lambda _: call.bound(lock, call.timeout(lock)).max_waiting) == [thread]

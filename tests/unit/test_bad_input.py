@@ -172,7 +172,7 @@ OPTIONS = cases(
 @pytest.mark.parametrize("make", [semaphore, mutex])
 def test_names(make, name, error, message):
     if callable(name):  # the decorator without its name
-        message = 'It needs a name before it decorates a function: @semaphore("reports").'
+        message = 'A semaphore\'s name must be given before it decorates a function: @semaphore("reports").'
     with pytest.raises(error, match=exactly(message)):
         make(name)
 
@@ -334,6 +334,9 @@ SETTINGS = cases(
      "Use None to wait without a limit."),
     ("VIEW_TIMEOUT true", {"VIEW_TIMEOUT": True}, f"SQLSEM['VIEW_TIMEOUT'] {TIMEOUT[8:]}True of type bool."),
     ("VIEW_TIMEOUT -1", {"VIEW_TIMEOUT": -1}, "SQLSEM['VIEW_TIMEOUT'] must be from 0 to 1e+09 seconds, not -1."),
+    ("VIEW_MAX_WAITING text", {"VIEW_MAX_WAITING": "many"},
+     "SQLSEM['VIEW_MAX_WAITING'] must be an int from 0 or None, not 'many' of type str."),
+    ("VIEW_MAX_WAITING -1", {"VIEW_MAX_WAITING": -1}, "SQLSEM['VIEW_MAX_WAITING'] must be from 0 or None, not -1."),
     ("TASK_TIMEOUT text", {"TASK_TIMEOUT": ""}, f"SQLSEM['TASK_TIMEOUT'] {TIMEOUT[8:]}'' of type str."),
     ("TASK_TIMEOUT -1", {"TASK_TIMEOUT": -1}, "SQLSEM['TASK_TIMEOUT'] must be from 0 to 1e+09 seconds, not -1."),
     ("LEASE none", {"LEASE": None}, f"SQLSEM['LEASE'] {LEASE[6:]}None of type NoneType."),

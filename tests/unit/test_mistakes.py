@@ -103,7 +103,7 @@ def test_a_nested_acquire_names_the_ways_out() -> None:
 
 @pytest.mark.parametrize("make", [semaphore, mutex, monitor])
 def test_a_decorator_without_its_name_says_so(make: Any) -> None:
-    with pytest.raises(TypeError, match=r'needs a name before it decorates a function: @semaphore\("reports"\)'):
+    with pytest.raises(TypeError, match=r'must be given before it decorates a function: @semaphore\("reports"\)'):
 
         @make
         def view(request: Any) -> HttpResponse:

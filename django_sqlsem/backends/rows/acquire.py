@@ -80,13 +80,16 @@ _GRANTED: Final = (
     f"SELECT id, slot, token, ({_DECLARED}) FROM sqlsem_slot"
     " WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s ORDER BY slot"
 )
-#: What a refused claim wants to know, but for who is suspect. Last: whether the name is so young that it may have been
-#: made since the claim, and has a free slot.
+#: What a refused claim wants to know, but for who is suspect. Last: whether there is a free slot, and
+#: somebody stands before it (1), or the name is so young that it may have been made since the claim (2).
 _LOOK: Final = (
     "SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking,"
     " (SELECT COUNT(*) FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key AND s.slot > 0),"
-    f" {{suspects}}, CASE WHEN {{now}} - m.declared_us < {_YOUNG_US} AND EXISTS (SELECT 1 FROM sqlsem_slot f WHERE"
-    " f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND {f.free}) THEN 1 ELSE 0 END{crowd}"
+    f" {{suspects}}, CASE WHEN NOT EXISTS (SELECT 1 FROM sqlsem_slot f WHERE f.semaphore_key = m.name_key"
+    " AND f.closed = %(no)s AND f.slot > 0 AND {f.free}) THEN 0"
+    f" WHEN {{now}} - m.declared_us < {_YOUNG_US} THEN 2"
+    " WHEN EXISTS (SELECT 1 FROM sqlsem_waiter d WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1"
+    " ELSE 0 END{crowd}"
     " FROM sqlsem_semaphore m WHERE m.name_key = %(key)s"
 )
 #: And what one that is bounded wants to know: see ``Crowd``.
@@ -197,7 +200,7 @@ class SlotRequest:
             grant = self._create(self.request.slots or 1)
             if grant is not None:
                 return grant
-        kind, declared_slots, operator_slots, shrinking, rows, suspected, young, *crowd = found
+        kind, declared_slots, operator_slots, shrinking, rows, suspected, free, *crowd = found
         name = self.request.resource.name
         if kind != self.request.resource.kind:
             raise wrong_kind(name, kind, self.request.resource.kind)
@@ -209,7 +212,9 @@ class SlotRequest:
         self._declare(declared_slots)
         if crowd and self._is_crowded(crowd, limit):
             return None
-        more = rows < limit or young or take_from_suspects(self.session, self.dialect, self.request, suspected)
+        more = rows < limit or free == 2 or take_from_suspects(self.session, self.dialect, self.request, suspected)
+        if free and queue.sweep_dead(self.session, self.dialect, self.parameters):
+            more = True  # only the dead stood before it
         if self.request.mode:
             return exclusive.claim(self.session, self.request, self.parameters)
         if self.request.take > 1 or shrinking:
@@ -325,13 +330,12 @@ _declared: dict[tuple[str, str], float] = {}
 def enrol(session: Session, request: Request, place: Place, *, first: bool) -> Waited:
     """Take slots if need be (``first``), or else a place in the queue; on PostgreSQL in one statement."""
     claim = SlotRequest(session, request, place)
-    plain = request.take == 1 and not request.rank and not request.mode
-    grant, unless = None, ""
+    grant = None
     if first and request.bounded:
         grant = claim.take()
         if grant is None and claim.crowd is not None:
             return Waited(refused=claim.crowd)
-    elif plain and request.fair and claim.dialect.writing_ctes:
+    elif first and request.take == 1 and not request.rank and not request.mode:
         # The place is only taken if the name is in order, so that no look is needed first.
         waited = claim.take_or_stand()
         if waited is not None:  # who asks for the first time looks around a little later

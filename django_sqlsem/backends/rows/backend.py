@@ -40,6 +40,7 @@ class RowsBackend(BaseSemaphoreBackend):
     What it does is in the modules beside this one. A request for tokens is another's matter than one for slots.
     """
 
+    end_dead = staticmethod(beacons.end_dead)
     keeps_ranks = True
     keeps_tokens = True
     modes = frozenset({WHOLE, UPDATE, UPGRADE})

@@ -1,17 +1,25 @@
-"""Taking slots from the dead: a holder whose beacon stays out loses its slot long before its lease runs out."""
+"""Taking slots from the dead: a holder whose beacon stays out loses its slot long before its lease runs out.
+
+And telling readers who is dead, though nobody wants the slots; and housekeeping, which frees them.
+"""
 
 from __future__ import annotations
 
 import functools
+import time
 from typing import TYPE_CHECKING, Any, Final
 
+from django_sqlsem.backends.base import Ended, Grant
 from django_sqlsem.backends.rows.fences import reap
-from django_sqlsem.backends.rows.statements import Statements
-from django_sqlsem.core.identity import process_id
+from django_sqlsem.backends.rows.statements import Row, Statements, change, row_of
+from django_sqlsem.core.identity import HolderIdentity, process_id
+from django_sqlsem.core.names import resource_for
 from django_sqlsem.database import beacons
 from django_sqlsem.database.dialects import dialect_for
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from django_sqlsem.backends.base import Request
     from django_sqlsem.core.names import Resource
     from django_sqlsem.database.cursors import AnyCursor
@@ -123,3 +131,136 @@ def is_dead(cursor: AnyCursor, process_id: str) -> bool:
         return False
     database = beacons.path_of(cursor)  # type: ignore[arg-type]
     return bool(database) and beacons.is_free(database + beacons.SUFFIX, process_id)
+
+
+# What readers are told of the dead: nobody has to want their slots for that.
+
+#: When each process was asked about last, by ``time.monotonic()``, and whether it was dead, by alias and process.
+_asked: dict[tuple[str, str], tuple[float, bool]] = {}
+#: A process is asked about at most so often, in seconds; and so many are remembered.
+_ASK_EVERY: Final = 1.0
+_MOST_ASKED: Final = 10_000
+#: A statement asks about so many.
+_AT_ONCE: Final = 50
+
+
+def dead_among(cursor: AnyCursor, processes: Collection[str]) -> frozenset[str]:
+    """Return which of these processes' beacons are out, as of a second ago at the most."""
+    alias, now, own = cursor.db.alias, time.monotonic(), process_id()
+    if len(_asked) > _MOST_ASKED:
+        _asked.clear()
+    fresh = {
+        each: known[1]
+        for each in processes
+        if (known := _asked.get((alias, each))) is not None and now - known[0] < _ASK_EVERY
+    }
+    unknown = sorted({each for each in processes if each} - fresh.keys() - {own})
+    for start in range(0, len(unknown), _AT_ONCE):
+        some = unknown[start : start + _AT_ONCE]
+        for each, dead in zip(some, _ask(cursor, some), strict=True):
+            fresh[each] = dead
+            _asked[alias, each] = (now, dead)
+    return frozenset(each for each, dead in fresh.items() if dead)
+
+
+def _ask(cursor: AnyCursor, processes: Sequence[str]) -> list[bool]:
+    dialect = dialect_for(cursor.db)
+    if dialect.dead is None:
+        return [is_dead(cursor, each) for each in processes]
+    # One text for any number: the rest is padded with nobody.
+    names = [f"p{nth}" for nth in range(1 if len(processes) == 1 else _AT_ONCE)]
+    padded = [*processes, *[""] * (len(names) - len(processes))]
+    row = Statements(cursor, dict(zip(names, padded, strict=True))).row(ask_sql(dialect, len(names)))
+    return [bool(each) for each in row[: len(processes)]]
+
+
+@functools.cache
+def ask_sql(dialect: Dialect, count: int) -> str:
+    """Ask about so many processes."""
+    assert dialect.dead is not None  # noqa: S101
+    cast = "::text" if dialect.notifies else ""
+    each = [
+        f"CASE WHEN {dialect.dead.replace('{process_id}', f'%(p{nth})s{cast}')} THEN 1 ELSE 0 END"
+        for nth in range(count)
+    ]
+    return f"SELECT {', '.join(each)}{dialect.dual}"
+
+
+# Housekeeping: what belongs to the dead is freed though nobody wants it.
+
+#: The names of which slots are taken, by whom, and whether they have run out: one pass over the slots.
+_TAKEN: Final = (
+    "SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN {s.free} THEN 1 ELSE 0 END FROM sqlsem_slot s"
+    " WHERE s.expires_us IS NOT NULL"
+)
+_NAME: Final = "SELECT name, kind FROM sqlsem_semaphore WHERE name_key = %(key)s"
+_GONE_OF: Final = (
+    "SELECT id, slot, token, permit_id, acquired_us, expires_us, lease_us, {now}, host, pid, thread, label, user_name,"
+    " process_id, lock_mode, boot_id, suspect_us, CASE WHEN {free} THEN 1 ELSE 0 END"
+    " FROM sqlsem_slot WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL ORDER BY slot"
+)
+_BURY: Final = (
+    "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL, suspect_us = NULL"
+    " WHERE id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND {free}"
+)
+
+
+def end_dead(session: Session, *, witness: bool, proofs: dict[tuple[int, int], int]) -> tuple[list[Ended], bool]:
+    """Free what has run out, and what belongs to dead processes. Return those holds, and whether to look again soon.
+
+    ``witness``: whether this process's own beacon is lit, without which nobody is taken for dead before the end of a
+    lease. ``proofs``: what was seen before, kept by the caller: by row and token, when a suspect proved last that it
+    lives, as its row does not say that any more once it is let run out.
+    """
+    dialect = dialect_for(session.connection)
+    taken = session.run(lambda cursor: Statements(cursor, {}).rows(_TAKEN))
+    lit = {process for _, process, beacon, over in taken if beacon and not over}
+    dead = session.run(lambda cursor: dead_among(cursor, lit)) if witness and lit else frozenset()
+    keys = {key for key, process, beacon, over in taken if over or (beacon and process in dead)}
+    ended: list[Ended] = []
+    soon = False
+    for key in sorted(keys):
+        found, left = _end_of(session, dialect, key, dead, proofs)
+        ended += found
+        soon = soon or left
+    return ended, soon
+
+
+def _end_of(
+    session: Session, dialect: Dialect, key: str, dead: Collection[str], proofs: dict[tuple[int, int], int]
+) -> tuple[list[Ended], bool]:
+    named = row_of(session, _NAME, {"key": key})
+    if named is None:
+        return [], False
+    for row in session.run(lambda cursor: Statements(cursor, {"key": key}).rows(_GONE_OF)):
+        proofs.setdefault((row[0], row[2]), row[5] - row[6])
+    if dead:
+        take_from_the_dead(session, dialect, {"key": key, "process_id": process_id()})
+    if dialect.fence == "sibling":
+        reap(session, key)
+    freed: dict[str, list[Row]] = {}
+    left = False
+    for row in session.run(lambda cursor: Statements(cursor, {"key": key}).rows(_GONE_OF)):
+        if row[17] and change(session, _BURY, {"id": row[0], "token": row[2]}) > 0:
+            freed.setdefault(row[3] or str(row[0]), []).append(row)
+        else:
+            left = left or row[16] is not None  # a suspect: it is for sure in a moment
+    ended = []
+    for rows in freed.values():
+        first = rows[0]
+        proof = min(max(proofs.pop((row[0], row[2]), row[5] - row[6]) for row in rows), first[7])
+        here = not dialect.boot_id or first[15] == dialect.boot_id  # else nobody knows when that was
+        ended.append(
+            Ended(
+                resource=resource_for(*named),
+                permit_id=first[3] or "",
+                grant=Grant(
+                    tuple(row[1] for row in rows), tuple(row[2] for row in rows), tuple(row[0] for row in rows)
+                ),
+                holder=HolderIdentity(*first[8:14]),
+                mode=first[14],
+                ago=max(0.0, (first[7] - proof) / 1e6) if here else 0.0,
+                held=max(0.0, (proof - first[4]) / 1e6) if here and first[4] is not None else 0.0,
+            )
+        )
+    return ended, left

@@ -114,12 +114,28 @@ def view_sql(dialect: Dialect, *, stay: bool) -> tuple[str, ...]:
     return tuple(text.replace("{suspects}", suspects(dialect)) for text in texts)
 
 
-def stand(session: Session, request: Request, parameters: dict[str, Any], unless: str = "") -> bool:
-    """Take a place. Return whether there is one: not if the name has fewer slots than it should.
+@functools.cache
+def sweep_sql(dialect: Dialect) -> str:
+    """Delete those that stand in the way and are dead: their beacons are out, or their time lies where none can.
 
-    ``unless``: what else must be, as the end of the statement's condition.
+    A clock that was set back leaves such a time; one that lives says anew within a heartbeat that it does.
     """
-    text = place_sql(dialect_for(session.connection), ranked=bool(request.rank)) + unless
+    dead = dialect.dead_sql("")
+    by_beacon = f" OR (%(witness)s <> %(no)s AND {dead})" if dead else ""
+    return (
+        "DELETE FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND away = %(no)s"
+        f" AND (expires_us > {{now}} + %(patience_us)s * 2{by_beacon})"
+    )
+
+
+def sweep_dead(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> bool:
+    """Delete dead waiters. Return whether there were any."""
+    return change(session, sweep_sql(dialect), {"patience_us": statements.PATIENCE_US} | parameters) > 0
+
+
+def stand(session: Session, request: Request, parameters: dict[str, Any]) -> bool:
+    """Take a place. Return whether there is one: not if the name has fewer slots than it should."""
+    text = place_sql(dialect_for(session.connection), ranked=bool(request.rank))
     if change(session, text, parameters, again=False) <= 0:
         return False
     if request.rank:  # on its own: what is repeated because the database was locked must not take the place twice

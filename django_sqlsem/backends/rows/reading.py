@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
+from django.db import connections
 from django.db.models import (
     Avg,
     BigIntegerField,
@@ -27,6 +28,7 @@ from django.db.models import (
 )
 
 from django_sqlsem.backends.clock import RowClock
+from django_sqlsem.backends.rows.beacons import dead_among
 from django_sqlsem.backends.rows.statements import Statements
 from django_sqlsem.core.modes import UPDATE, WRITER
 from django_sqlsem.core.names import key_of
@@ -86,7 +88,9 @@ def _read(alias: str, clock: RowClock, wanted: Q, related: Q) -> list[SemaphoreS
     )
     names = {row.pk: row.name for row in semaphores}
     holders: dict[str, list[HolderSnapshot]] = defaultdict(list)
-    for slot in slots.filter(related, expires_us__isnull=False).order_by("slot"):
+    taken = list(slots.filter(related, expires_us__isnull=False).order_by("slot"))
+    _ask(alias, clock, {slot.process_id for slot in taken if slot.beacon})
+    for slot in taken:
         if slot.semaphore_id in names:
             holders[slot.semaphore_id].append(clock.holder(names[slot.semaphore_id], slot))
     waiting: dict[str, list[WaiterSnapshot]] = defaultdict(list)
@@ -114,10 +118,26 @@ def _read(alias: str, clock: RowClock, wanted: Q, related: Q) -> list[SemaphoreS
     ]
 
 
+def _ask(alias: str, clock: RowClock, processes: Collection[str]) -> None:
+    """Ask who of these processes is dead."""
+    if processes:
+        with connections[alias].cursor() as cursor:
+            clock.dead |= dead_among(cursor, processes)
+
+
+def _ask_of_all(alias: str, clock: RowClock) -> None:
+    """Ask who is dead of all that hold something: one more pass over the slots."""
+    if not clock.asked_of_all:
+        clock.asked_of_all = True
+        lit = SlotRow.objects.using(alias).filter(clock.live(), beacon=True)
+        _ask(alias, clock, set(lit.order_by().values_list("process_id", flat=True).distinct()))
+
+
 def survey(alias: str, *, at: RowClock | None = None) -> Survey:
-    """Return how all names stand, in five reads; in six if more names are taken than are listed."""
+    """Return how all names stand, in six reads and a question about who is dead; one more read for very many."""
     with database_errors(alias):
         clock = at or RowClock.of(alias)
+        _ask_of_all(alias, clock)
         # A writer or an upgradable reader has its place, slot 0, besides slots that count.
         live = clock.live() & (~Q(slot=WRITER) | Q(mode=UPDATE))
         counts = {"held": Count("pk", filter=live), "stale": Count("pk", filter=clock.stale())}
@@ -167,6 +187,9 @@ def in_state(alias: str, state: SurveyState, *, at: RowClock | None = None) -> Q
         return clock.paused()
     if state == "waiting":
         return Q(pk__in=_waiters(alias, clock).values("semaphore"))
+    if state == "stale":
+        with database_errors(alias):
+            _ask_of_all(alias, clock)
     of_state = clock.stale() if state == "stale" else clock.live()
     taken = SlotRow.objects.using(alias).filter(of_state, expires_us__isnull=False)
     found = Q(pk__in=taken.order_by().values("semaphore"))
@@ -180,6 +203,8 @@ def slots_in_state(alias: str, state: SurveyState, *, at: RowClock | None = None
     if state == "held":
         return clock.live()
     if state == "stale":
+        with database_errors(alias):
+            _ask_of_all(alias, clock)
         return clock.stale()
     names = SemaphoreRow.objects.using(alias).filter(in_state(alias, state, at=clock))
     return Q(semaphore__in=names.order_by().values("pk"))
@@ -206,6 +231,8 @@ def read_snapshot(session: Session, resource: Resource) -> SemaphoreSnapshot | N
             return None
         usual, away, overdue = statements.row(_USUAL)
         slots = [SlotRow(*row) for row in statements.rows(_HOLDERS)]
+        if lit := {row.process_id for row in slots if row.beacon}:
+            clock.dead = dead_among(cursor, lit)
         waiters = [WaiterRow(*row) for row in statements.rows(_WAITERS)]
         return clock.semaphore(
             SemaphoreRow(*found),

@@ -27,16 +27,41 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
 
+-- beacons.BURY
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
+WHERE id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND (expires_us IS NULL OR (expires_us <= {now}
+      AND lease_us <= {now} - %(since)s AND (fenced IS NULL OR fenced <> token)));
+
 -- beacons.FREE_DEAD
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL AND (expires_us IS NULL OR (expires_us <= {now} AND
       lease_us <= {now} - %(since)s AND (fenced IS NULL OR fenced <> token)));
 
+-- beacons.GONE_OF
+SELECT id, slot, token, permit_id, acquired_us, expires_us, lease_us, {now}, host, pid, thread, label, user_name,
+      process_id, lock_mode, boot_id, suspect_us, CASE WHEN (expires_us IS NULL OR (expires_us <= {now} AND lease_us
+      <= {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) THEN 1 ELSE 0 END
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
+ORDER BY slot;
+
+-- beacons.NAME
+SELECT name, kind
+FROM sqlsem_semaphore
+WHERE name_key = %(key)s;
+
 -- beacons.STANDING
 SELECT slot, token
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
+
+-- beacons.TAKEN
+SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR (s.expires_us <= {now}
+      AND s.lease_us <= {now} - %(since)s AND (s.fenced IS NULL OR s.fenced <> s.token))) THEN 1 ELSE 0 END
+FROM sqlsem_slot s
+WHERE s.expires_us IS NOT NULL;
 
 -- exclusive.FREE update
 SELECT s.id, s.slot, s.token
@@ -287,12 +312,13 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   WHERE d.beacon AND (CASE WHEN CHAR_LENGTH(d.process_id) = 32 THEN IS_FREE_LOCK(CONCAT('sqlsem:', d.process_id))
       <=> 1 ELSE FALSE END)) + (SELECT COUNT(*)
   FROM sqlsem_slot x
-  WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token), CASE WHEN {now} - m.declared_us
-      < 2000000 AND EXISTS (SELECT 1
+  WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token), CASE WHEN NOT EXISTS (SELECT 1
   FROM sqlsem_slot f
   WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
-      <= {now} AND f.lease_us <= {now} - %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN 1 ELSE 0
-      END
+      <= {now} AND f.lease_us <= {now} - %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN 0 WHEN
+      {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS (SELECT 1
+  FROM sqlsem_waiter d
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
@@ -331,13 +357,14 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   WHERE d.beacon AND (CASE WHEN CHAR_LENGTH(d.process_id) = 32 THEN IS_FREE_LOCK(CONCAT('sqlsem:', d.process_id))
       <=> 1 ELSE FALSE END)) + (SELECT COUNT(*)
   FROM sqlsem_slot x
-  WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token), CASE WHEN {now} - m.declared_us
-      < 2000000 AND EXISTS (SELECT 1
+  WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token), CASE WHEN NOT EXISTS (SELECT 1
   FROM sqlsem_slot f
   WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
-      <= {now} AND f.lease_us <= {now} - %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN 1 ELSE 0
-      END, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now},
-      (SELECT SUM(w.waiting)
+      <= {now} AND f.lease_us <= {now} - %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN 0 WHEN
+      {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS (SELECT 1
+  FROM sqlsem_waiter d
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END, CASE WHEN (m.paused = %(no)s OR
+      m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = m.name_key AND w.expires_us > {now} AND w.away = %(no)s AND w.process_id <>
       %(process_id)s), (SELECT AVG(h.held_us)
@@ -564,6 +591,13 @@ FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND (s.expires_us IS NULL OR (s.exp
   FROM sqlsem_slot s
   WHERE s.semaphore_key = %(key)s) v, sqlsem_waiter
 WHERE sqlsem_waiter.ticket = %(permit_id)s;
+
+-- sweep dead
+DELETE
+FROM sqlsem_waiter
+WHERE semaphore_key = %(key)s AND away = %(no)s AND (expires_us > {now} + %(patience_us)s * 2 OR (%(witness)s <>
+      %(no)s AND beacon AND (CASE WHEN CHAR_LENGTH(process_id) = 32 THEN IS_FREE_LOCK(CONCAT('sqlsem:', process_id))
+      <=> 1 ELSE FALSE END)));
 
 -- take barge
 UPDATE sqlsem_slot

@@ -34,6 +34,12 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
 
+-- beacons.BURY
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
+WHERE id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND (expires_us IS NULL OR (expires_us <= {now}
+      AND lease_us <= {now} - %(since)s));
+
 -- beacons.FREE_DEAD
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
@@ -45,15 +51,34 @@ UPDATE sqlsem_slot
 SET expires_us = {now}
 WHERE semaphore_key = %(key)s AND process_id = %(dead)s AND expires_us > {now};
 
+-- beacons.GONE_OF
+SELECT id, slot, token, permit_id, acquired_us, expires_us, lease_us, {now}, host, pid, thread, label, user_name,
+      process_id, lock_mode, boot_id, suspect_us, CASE WHEN (expires_us IS NULL OR (expires_us <= {now} AND lease_us
+      <= {now} - %(since)s)) THEN 1 ELSE 0 END
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
+ORDER BY slot;
+
 -- beacons.HOLDERS
 SELECT DISTINCT process_id
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND beacon = %(yes)s AND process_id <> %(process_id)s AND expires_us > {now};
 
+-- beacons.NAME
+SELECT name, kind
+FROM sqlsem_semaphore
+WHERE name_key = %(key)s;
+
 -- beacons.STANDING
 SELECT slot, token
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
+
+-- beacons.TAKEN
+SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR (s.expires_us <= {now}
+      AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END
+FROM sqlsem_slot s
+WHERE s.expires_us IS NOT NULL;
 
 -- exclusive.FREE update
 SELECT s.id, s.slot, s.token
@@ -238,11 +263,13 @@ WHERE id = %(id)s AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <
 -- look
 SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN {now} - m.declared_us < 2000000 AND EXISTS
-      (SELECT 1
+  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN NOT EXISTS (SELECT 1
   FROM sqlsem_slot f
   WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
-      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 1 ELSE 0 END
+      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 0 WHEN {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS
+      (SELECT 1
+  FROM sqlsem_waiter d
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
@@ -267,11 +294,13 @@ WHERE sqlsem_waiter.ticket = %(permit_id)s;
 -- look bounded
 SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN {now} - m.declared_us < 2000000 AND EXISTS
-      (SELECT 1
+  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN NOT EXISTS (SELECT 1
   FROM sqlsem_slot f
   WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
-      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 1 ELSE 0 END, CASE WHEN (m.paused = %(no)s OR
+      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 0 WHEN {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS
+      (SELECT 1
+  FROM sqlsem_waiter d
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END, CASE WHEN (m.paused = %(no)s OR
       m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = m.name_key AND w.expires_us > {now} AND w.away = %(no)s AND w.process_id <>
@@ -483,6 +512,11 @@ FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND (s.expires_us IS NULL OR (s.exp
   FROM sqlsem_slot s
   WHERE s.semaphore_key = %(key)s) v, sqlsem_waiter
 WHERE sqlsem_waiter.ticket = %(permit_id)s;
+
+-- sweep dead
+DELETE
+FROM sqlsem_waiter
+WHERE semaphore_key = %(key)s AND away = %(no)s AND (expires_us > {now} + %(patience_us)s * 2);
 
 -- take barge
 UPDATE sqlsem_slot

@@ -27,6 +27,12 @@ SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, per
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
 
+-- beacons.BURY
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
+WHERE id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND (expires_us IS NULL OR expires_us <= {now} OR
+      boot_id <> %(boot_id)s);
+
 -- beacons.FREE_DEAD
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
@@ -38,16 +44,35 @@ UPDATE sqlsem_slot
 SET expires_us = {now}
 WHERE semaphore_key = %(key)s AND process_id = %(dead)s AND (expires_us > {now} AND boot_id = %(boot_id)s);
 
+-- beacons.GONE_OF
+SELECT id, slot, token, permit_id, acquired_us, expires_us, lease_us, {now}, host, pid, thread, label, user_name,
+      process_id, lock_mode, boot_id, suspect_us, CASE WHEN (expires_us IS NULL OR expires_us <= {now} OR boot_id <>
+      %(boot_id)s) THEN 1 ELSE 0 END
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
+ORDER BY slot;
+
 -- beacons.HOLDERS
 SELECT DISTINCT process_id
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND beacon = %(yes)s AND process_id <> %(process_id)s AND (expires_us > {now} AND
       boot_id = %(boot_id)s);
 
+-- beacons.NAME
+SELECT name, kind
+FROM sqlsem_semaphore
+WHERE name_key = %(key)s;
+
 -- beacons.STANDING
 SELECT slot, token
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
+
+-- beacons.TAKEN
+SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR s.expires_us <= {now} OR
+      s.boot_id <> %(boot_id)s) THEN 1 ELSE 0 END
+FROM sqlsem_slot s
+WHERE s.expires_us IS NOT NULL;
 
 -- exclusive.FREE update
 SELECT s.id, s.slot, s.token
@@ -240,11 +265,13 @@ WHERE id = %(id)s AND (expires_us IS NULL OR expires_us <= {now} OR boot_id <> %
 -- look
 SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN {now} - m.declared_us < 2000000 AND EXISTS
-      (SELECT 1
+  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN NOT EXISTS (SELECT 1
   FROM sqlsem_slot f
   WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR f.expires_us
-      <= {now} OR f.boot_id <> %(boot_id)s)) THEN 1 ELSE 0 END
+      <= {now} OR f.boot_id <> %(boot_id)s)) THEN 0 WHEN {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS (SELECT
+      1
+  FROM sqlsem_waiter d
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
@@ -270,12 +297,14 @@ WHERE sqlsem_waiter.ticket = %(permit_id)s;
 -- look bounded
 SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN {now} - m.declared_us < 2000000 AND EXISTS
-      (SELECT 1
+  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN NOT EXISTS (SELECT 1
   FROM sqlsem_slot f
   WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR f.expires_us
-      <= {now} OR f.boot_id <> %(boot_id)s)) THEN 1 ELSE 0 END, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <=
-      %(wall)s) THEN 0 ELSE 1 END, m.paused_until_us - %(wall)s, (SELECT SUM(w.waiting)
+      <= {now} OR f.boot_id <> %(boot_id)s)) THEN 0 WHEN {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS (SELECT
+      1
+  FROM sqlsem_waiter d
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END, CASE WHEN (m.paused = %(no)s OR
+      m.paused_until_us <= %(wall)s) THEN 0 ELSE 1 END, m.paused_until_us - %(wall)s, (SELECT SUM(w.waiting)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = m.name_key AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       w.process_id <> %(process_id)s), (SELECT AVG(h.held_us)
@@ -478,6 +507,11 @@ FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND (s.expires_us IS NULL OR s.expi
   FROM sqlsem_slot s
   WHERE s.semaphore_key = %(key)s) v, sqlsem_waiter
 WHERE sqlsem_waiter.ticket = %(permit_id)s;
+
+-- sweep dead
+DELETE
+FROM sqlsem_waiter
+WHERE semaphore_key = %(key)s AND away = %(no)s AND (expires_us > {now} + %(patience_us)s * 2);
 
 -- take barge
 UPDATE sqlsem_slot
