@@ -441,7 +441,7 @@ def running(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def eventually(check: Any, seconds: float = 15.0) -> Any:
+def eventually(check: Any, seconds: float = 60.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := check()):
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -375,17 +375,18 @@ def test_the_drivers_name_is_the_same_each_time():
 def test_what_a_killed_child_keeps_locked_is_deleted_all_the_same(database, monkeypatch):
     """One statement after the other, if all at once end in a deadlock."""
     Probe.objects.using(database).create(name="left")
-    real, tried = databases._delete, []
+    real, tried = databases._execute, []
 
-    def delete(alias, tables):
-        real(alias, tables)
-        tried.append(alias)
-        if connections[alias].in_atomic_block:
+    def execute(alias, *statements):
+        at_once = connections[alias].in_atomic_block or len(statements) == 1
+        tried.append(at_once)
+        if at_once:
             raise OperationalError(1213, "Deadlock found when trying to get lock")
+        real(alias, *statements)
 
-    monkeypatch.setattr(databases, "_delete", delete)
+    monkeypatch.setattr(databases, "_execute", execute)
     databases.delete_rows(database)
-    assert tried == [database] * (2 if connections[database].vendor == "mysql" else 1)
+    assert tried == ([True, False] if connections[database].vendor in ("mysql", "postgresql") else [False])
     assert not Probe.objects.using(database).exists()
 
 
