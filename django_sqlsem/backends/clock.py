@@ -71,14 +71,6 @@ class RowClock:
         """Return what ``paused()`` says of one row."""
         return bool(paused) and (until_us is None or until_us > self.unix)
 
-    def paused(self) -> Q:
-        """Semaphores that grant nothing by an operator's word, whose time has not passed."""
-        return Q(paused=True) & (Q(paused_until_us__isnull=True) | Q(paused_until_us__gt=self.unix))
-
-    def pauses(self, paused: bool, until_us: int | None) -> bool:
-        """Return what ``paused()`` says of one row."""
-        return bool(paused) and (until_us is None or until_us > self.unix)
-
     def grant_instant(self) -> Case:
         """When a slot was granted last: at the latest by the boot, if that was before it."""
         here = (

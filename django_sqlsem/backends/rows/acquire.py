@@ -330,12 +330,13 @@ _declared: dict[tuple[str, str], float] = {}
 def enrol(session: Session, request: Request, place: Place, *, first: bool) -> Waited:
     """Take slots if need be (``first``), or else a place in the queue; on PostgreSQL in one statement."""
     claim = SlotRequest(session, request, place)
-    grant = None
+    plain = request.take == 1 and not request.rank and not request.mode
+    grant, unless = None, ""
     if first and request.bounded:
         grant = claim.take()
         if grant is None and claim.crowd is not None:
             return Waited(refused=claim.crowd)
-    elif first and request.take == 1 and not request.rank and not request.mode:
+    elif plain and request.fair and claim.dialect.writing_ctes:
         # The place is only taken if the name is in order, so that no look is needed first.
         waited = claim.take_or_stand()
         if waited is not None:  # who asks for the first time looks around a little later

@@ -133,9 +133,12 @@ def sweep_dead(session: Session, dialect: Dialect, parameters: dict[str, Any]) -
     return change(session, sweep_sql(dialect), {"patience_us": statements.PATIENCE_US} | parameters) > 0
 
 
-def stand(session: Session, request: Request, parameters: dict[str, Any]) -> bool:
-    """Take a place. Return whether there is one: not if the name has fewer slots than it should."""
-    text = place_sql(dialect_for(session.connection), ranked=bool(request.rank))
+def stand(session: Session, request: Request, parameters: dict[str, Any], unless: str = "") -> bool:
+    """Take a place. Return whether there is one: not if the name has fewer slots than it should.
+
+    ``unless``: what else must be, as the end of the statement's condition.
+    """
+    text = place_sql(dialect_for(session.connection), ranked=bool(request.rank)) + unless
     if change(session, text, parameters, again=False) <= 0:
         return False
     if request.rank:  # on its own: what is repeated because the database was locked must not take the place twice
