@@ -274,7 +274,7 @@ def _procedures(alias: str, where: str, login: str, row: Row) -> Iterator[CheckM
     if found != version():
         which = "those of another version" if found else "none"
         text = f"{where} should have the stored procedures of this version of django-sqlsem, and has {which}."
-        yield warning("W023", text, f"Run manage.py migrate, or 'manage.py locks sql --apply --database {alias}'.")
+        yield warning("W027", text, f"Run manage.py migrate, or 'manage.py locks sql --apply --database {alias}'.")
 
 
 def _workers(where: str, row: Row) -> Iterator[CheckMessage]:
@@ -287,7 +287,7 @@ def _workers(where: str, row: Row) -> Iterator[CheckMessage]:
                 f"{where} has {WORKERS[tier]} workers (tier {tier}). Each process that waits takes one for each name,"
                 f" and there are {names} names: when all are taken, nobody can give a lock back."
             )
-            yield warning("W024", text, "Choose a larger tier, or wait less: timeout=0, max_waiting, Celery's retry.")
+            yield warning("W028", text, "Choose a larger tier, or wait less: timeout=0, max_waiting, Celery's retry.")
 
 
 def _lacking(alias: str, refuses: str, row: Row) -> Iterator[CheckMessage]:
