@@ -335,6 +335,7 @@ class Housekeeping(Chore):
         self._session = keeper.own if isinstance(keeper.own, OwnSession) else OwnSession(keeper.alias)
         self._at = boot_now() + TIDY_FIRST
         self._proofs: dict[tuple[int, int], int] = {}
+        self._turn = False
 
     def next_at(self) -> float:
         return self._at if self._session.is_open or not self._shares else math.inf
@@ -344,21 +345,31 @@ class Housekeeping(Chore):
         self._at = now + TIDY_EVERY * random.uniform(0.8, 1.2)  # noqa: S311 - no two processes in step
         used, soon = self._session.last_used, False
         try:
-            ended, soon = self._keeper.backend.end_dead(
-                self._session, witness=self._keeper.reach.presence.beacon, proofs=self._proofs
-            )
-            for each in ended:
-                self._keeper.tell("ended", each)
-            if not soon:
-                self._proofs.clear()
-            for name in self._keeper.backend.end_pauses(self._session):
-                logger.info("The pause of %r is over.", name, extra={"semaphore": name, "what": "pause_over"})
+            # One of the two in a turn: who only waits sends few statements. Where locks end by themselves, both.
+            self._turn = not self._turn
+            if self._turn:
+                soon = self._end_dead()
+            if not (self._turn and self._keeper.backend.supports_renewal):
+                for name in self._keeper.backend.end_pauses(self._session):
+                    logger.info("The pause of %r is over.", name, extra={"semaphore": name, "what": "pause_over"})
         except BackendError as error:
             logger.debug("Nothing could be tidied up at %r: %s", self._keeper.alias, error)
         finally:
             self._session.last_used = used  # no connection stays open longer for this
             took = boot_now() - now  # where there are very many names, it looks less often
             self._at = now + TIDY_SOON if soon else max(self._at, now + took * TIDY_SHARE)
+
+    def _end_dead(self) -> bool:
+        """End the holds of the dead. Return whether somebody seems to be dead, so that this turn is to come again."""
+        witness = self._keeper.reach.presence.beacon
+        ended, soon = self._keeper.backend.end_dead(self._session, witness=witness, proofs=self._proofs)
+        for each in ended:
+            self._keeper.tell("ended", each)
+        if soon:
+            self._turn = False
+        else:
+            self._proofs.clear()
+        return soon
 
     def finish(self, since: float | None) -> None:
         if not self._shares:

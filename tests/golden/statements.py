@@ -61,6 +61,7 @@ def of_dialect(dialect: Dialect) -> dict[str, str]:
         },
         "look": acquire.look_sql(dialect),
         "sweep dead": queue.sweep_sql(dialect),
+        "taken": beacons.taken_sql(dialect),
         "look bounded": acquire.look_sql(dialect, bounded=True),
         "new semaphore": f"{begin} {statements.NEW_SEMAPHORE}{end}",
         "new slot": f"{begin} {statements.NEW_SLOT}{end}",

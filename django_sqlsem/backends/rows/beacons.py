@@ -190,8 +190,8 @@ def ask_sql(dialect: Dialect, count: int) -> str:
 
 #: The names of which slots are taken, by whom, and whether they have run out: one pass over the slots.
 _TAKEN: Final = (
-    "SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN {s.free} THEN 1 ELSE 0 END FROM sqlsem_slot s"
-    " WHERE s.expires_us IS NOT NULL"
+    "SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN {s.free} THEN 1 ELSE 0 END AS ran_out"
+    " FROM sqlsem_slot s WHERE s.expires_us IS NOT NULL"
 )
 _NAME: Final = "SELECT name, kind FROM sqlsem_semaphore WHERE name_key = %(key)s"
 _GONE_OF: Final = (
@@ -205,6 +205,14 @@ _BURY: Final = (
 )
 
 
+@functools.cache
+def taken_sql(dialect: Dialect) -> str:
+    """``_TAKEN``, with who is dead, where SQL can tell."""
+    dead = dialect.dead_sql("d.")
+    told = f"CASE WHEN {dead} THEN 1 ELSE 0 END" if dead else "0"
+    return f"SELECT d.semaphore_key, d.process_id, d.beacon, d.ran_out, {told} FROM ({_TAKEN}) d"
+
+
 def end_dead(session: Session, *, witness: bool, proofs: dict[tuple[int, int], int]) -> tuple[list[Ended], bool]:
     """Free what has run out, and what belongs to dead processes. Return those holds, and whether to look again soon.
 
@@ -213,10 +221,13 @@ def end_dead(session: Session, *, witness: bool, proofs: dict[tuple[int, int], i
     lives, as its row does not say that any more once it is let run out.
     """
     dialect = dialect_for(session.connection)
-    taken = session.run(lambda cursor: Statements(cursor, {}).rows(_TAKEN))
-    lit = {process for _, process, beacon, over in taken if beacon and not over}
-    dead = session.run(lambda cursor: dead_among(cursor, lit)) if witness and lit else frozenset()
-    keys = {key for key, process, beacon, over in taken if over or (beacon and process in dead)}
+    taken = session.run(lambda cursor: Statements(cursor, {}).rows(taken_sql(dialect)))
+    lit = {row[1] for row in taken if row[2] and not row[3]} - {process_id()} if witness else set()
+    if dialect.dead is None:
+        dead = session.run(lambda cursor: dead_among(cursor, lit)) if lit else frozenset()
+    else:
+        dead = frozenset(row[1] for row in taken if row[4]) & lit
+    keys = {row[0] for row in taken if row[3] or row[1] in dead}
     ended: list[Ended] = []
     soon = False
     for key in sorted(keys):

@@ -59,7 +59,8 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
 
 -- beacons.TAKEN
 SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR (s.expires_us <= {now}
-      AND s.lease_us <= {now} - %(since)s AND (s.fenced IS NULL OR s.fenced <> s.token))) THEN 1 ELSE 0 END
+      AND s.lease_us <= {now} - %(since)s AND (s.fenced IS NULL OR s.fenced <> s.token))) THEN 1 ELSE 0 END AS
+      ran_out
 FROM sqlsem_slot s
 WHERE s.expires_us IS NOT NULL;
 
@@ -700,6 +701,16 @@ WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (ex
     FROM sqlsem_waiter a
     WHERE a.ticket = %(rank)s), {now}))
 ORDER BY slot LIMIT 1;
+
+-- taken
+SELECT d.semaphore_key, d.process_id, d.beacon, d.ran_out, CASE WHEN d.beacon AND (CASE WHEN
+      CHAR_LENGTH(d.process_id) = 32 THEN IS_FREE_LOCK(CONCAT('sqlsem:', d.process_id)) <=> 1 ELSE FALSE END) THEN 1
+      ELSE 0 END
+FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR (s.expires_us <=
+      {now} AND s.lease_us <= {now} - %(since)s AND (s.fenced IS NULL OR s.fenced <> s.token))) THEN 1 ELSE 0 END AS
+      ran_out
+  FROM sqlsem_slot s
+  WHERE s.expires_us IS NOT NULL) d;
 
 -- tokens.FIND
 SELECT id, take, away, expires_us - {now}

@@ -76,7 +76,7 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
 
 -- beacons.TAKEN
 SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR (s.expires_us <= {now}
-      AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END
+      AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END AS ran_out
 FROM sqlsem_slot s
 WHERE s.expires_us IS NOT NULL;
 
@@ -613,6 +613,13 @@ WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_u
       w.queued_us < COALESCE((SELECT a.queued_us
     FROM sqlsem_waiter a
     WHERE a.ticket = %(rank)s), {now}));
+
+-- taken
+SELECT d.semaphore_key, d.process_id, d.beacon, d.ran_out, 0
+FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR (s.expires_us <=
+      {now} AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END AS ran_out
+  FROM sqlsem_slot s
+  WHERE s.expires_us IS NOT NULL) d;
 
 -- tokens.FIND
 SELECT id, take, away, expires_us - {now}

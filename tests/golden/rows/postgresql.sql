@@ -59,7 +59,7 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
 
 -- beacons.TAKEN
 SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR (s.expires_us <= {now}
-      AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END
+      AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END AS ran_out
 FROM sqlsem_slot s
 WHERE s.expires_us IS NOT NULL;
 
@@ -721,6 +721,17 @@ WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_ke
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
+
+-- taken
+SELECT d.semaphore_key, d.process_id, d.beacon, d.ran_out, CASE WHEN d.beacon AND (CASE WHEN length(d.process_id) <>
+      32 OR translate(d.process_id, '0123456789abcdef', '') <> '' THEN FALSE WHEN d.process_id =
+      current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN pg_try_advisory_lock_shared(1936813171, ('x' ||
+      substr(d.process_id, 1, 8))::bit(32)::int) THEN pg_advisory_unlock_shared(1936813171, ('x' ||
+      substr(d.process_id, 1, 8))::bit(32)::int) ELSE FALSE END) THEN 1 ELSE 0 END
+FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR (s.expires_us <=
+      {now} AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END AS ran_out
+  FROM sqlsem_slot s
+  WHERE s.expires_us IS NOT NULL) d;
 
 -- tokens.FIND
 SELECT id, take, away, expires_us - {now}

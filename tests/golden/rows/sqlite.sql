@@ -70,7 +70,7 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
 
 -- beacons.TAKEN
 SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR s.expires_us <= {now} OR
-      s.boot_id <> %(boot_id)s) THEN 1 ELSE 0 END
+      s.boot_id <> %(boot_id)s) THEN 1 ELSE 0 END AS ran_out
 FROM sqlsem_slot s
 WHERE s.expires_us IS NOT NULL;
 
@@ -621,6 +621,13 @@ WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_ke
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s);
+
+-- taken
+SELECT d.semaphore_key, d.process_id, d.beacon, d.ran_out, 0
+FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR s.expires_us <=
+      {now} OR s.boot_id <> %(boot_id)s) THEN 1 ELSE 0 END AS ran_out
+  FROM sqlsem_slot s
+  WHERE s.expires_us IS NOT NULL) d;
 
 -- tokens.FIND
 SELECT id, take, away, expires_us - {now}
