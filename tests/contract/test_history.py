@@ -110,7 +110,10 @@ def test_a_killed_process_leaves_what_it_had_written(database: str) -> None:
         child.kill()
     with semaphore("reports", slots=3, using=database):
         pass
-    assert wait_until(lambda: whats(database) == ["granted", "granted", "released"])
+    # Whoever notices the death first writes that the slot was lost.
+    assert wait_until(
+        lambda: [what for what in whats(database) if what != "lost"] == ["granted", "granted", "released"]
+    )
     assert len(queries.spans("reports", using=database)) == 1
 
 
