@@ -212,9 +212,10 @@ class LockSession:
 
     def _drop(self, key: tuple[str, bool]) -> None:
         """Let go of a cursor, and of results that were not read: they would be in the way of the next statement."""
-        with contextlib.suppress(Exception):
-            self._cursors[key].close()
-        self._cursors.pop(key, None)
+        cursor = self._cursors.pop(key, None)
+        if cursor is not None:
+            with contextlib.suppress(self._wrapper.Database.Error):  # what interrupts this thread is no such error
+                cursor.close()
 
     def _mend(self) -> None:
         """Let go of what a struck thread has left."""

@@ -48,7 +48,7 @@ DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)),
     @place int = CASE WHEN @lock_mode = N'' THEN NULL WHEN @kind = N'rwlock' THEN 0 ELSE 1 END,
     @record bit = CASE WHEN @permit IS NULL THEN 0 ELSE 1 END, @write bit, @began datetime2(3) = SYSUTCDATETIME(),
     @ms bigint = 0, @spent bigint = 0, @led bigint = 0, @left int = COALESCE(@timeout, 2147483647),
-    @seen nvarchar(16), @operator int, @paused bit = 0, @top int = 0, @newest bigint, @turn int = 0, @waited bit = 0,
+    @seen nvarchar(16), @operator int, @paused bit = 0, @top int = 0, @newest bigint, @turn int = 0, @looked bigint = 0, @chosen bigint = 0, @waited bit = 0,
     @may bit, @past bit = 0, @placed bit = 0, @named bit = 0, @full bit = 0, @most int, @some bit, @swept bigint = 0,
     @start int, @count int = 0, @least int = 2147483647, @greatest int = -1, @busy int = 0, @i int, @try int = 0,
     @wait int, @step int = 0, @rc int, @done int, @bad int = 0, @strikes int = 0, @now bigint;
@@ -56,14 +56,26 @@ SELECT @result = NULL, @taken = N',', @token = NULL, @declared = NULLIF(@slots, 
     @bound = CASE WHEN @slots > 0 THEN @slots ELSE 1 END;
 -- In a caller's transaction rows would stay locked.
 SET @write = CASE WHEN @@TRANCOUNT = 0 THEN @record ELSE 0 END;
--- The first sweep of a few slots begins with the first, so that their numbers stay low.
-SET @start = CASE WHEN @bound > 16 THEN CAST(RAND() * @bound AS int) ELSE 0 END;
+-- The slot that is tried last, counted from 0. A few slots are tried from the first on: so their numbers stay low.
+SET @start = CASE WHEN @bound > 16 THEN CAST(RAND() * @bound AS int) ELSE -1 END;
 
 BEGIN TRY
     WHILE @result IS NULL
     BEGIN
-        -- 1. The rows, before any lock: a table that is missing ends a procedure without its CATCH.
-        IF @record = 1
+        -- 1. The time that is left, by a clock that may be set: what was waited out counts in any case.
+        IF @turn > 0
+        BEGIN
+            SET @ms = DATEDIFF_BIG(MILLISECOND, @began, SYSUTCDATETIME());
+            IF @ms < @spent SET @ms = @spent;
+            IF @timeout IS NOT NULL SET @left = CASE WHEN @ms >= @timeout THEN 0 ELSE @timeout - @ms END;
+            IF @bad IN (-2, -999) OR @strikes >= 3 OR (@bad = -3 AND (@bound = 1 OR @place IS NOT NULL))
+                SET @result = @bad;
+            ELSE IF @left = 0 AND @past = 0 AND @count < @take SET @result = -1;
+            IF @result IS NOT NULL BREAK;
+        END;
+
+        -- 2. The rows, before any lock: a table that is missing ends a procedure without its CATCH. Then every 50 ms.
+        IF @record = 1 AND (@turn = 0 OR @ms - @looked >= 50)
         BEGIN
             SELECT @seen = kind, @declared = declared_slots, @operator = operator_slots,
                 -- A pause with an end is over when that has passed.
@@ -71,7 +83,8 @@ BEGIN TRY
                     > DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME())) THEN 1 ELSE 0 END,
                 @top = (SELECT MAX(slot) FROM dbo.sqlsem_slot WITH (FORCESEEK) WHERE semaphore_key = @key)
             FROM dbo.sqlsem_semaphore WITH (FORCESEEK) WHERE name_key = @key OPTION (KEEPFIXED PLAN);
-            SELECT @bound = COALESCE(@operator, CASE WHEN @slots > 0 THEN @slots ELSE COALESCE(@declared, 1) END);
+            SELECT @bound = COALESCE(@operator, CASE WHEN @slots > 0 THEN @slots ELSE COALESCE(@declared, 1) END),
+                @looked = @ms;
             SET @result = CASE
                 WHEN @seen IS NULL OR @top IS NULL THEN CASE WHEN @write = 1 THEN -10 END
                 WHEN @seen <> @kind THEN -11
@@ -81,20 +94,10 @@ BEGIN TRY
                 WHEN @paused = 1 THEN -4
                 WHEN @take > @bound THEN -5 END;
         END
-        ELSE IF @take > @bound SET @result = -12;
+        ELSE IF @record = 0 AND @take > @bound SET @result = -12;
+        -- What a long wait has brought is ours only now: an operator may have said something meanwhile.
+        IF @result IS NULL AND @count >= @take SET @result = 1;
         IF @result IS NOT NULL BREAK;
-
-        -- 2. The time that is left, by a clock that may be set: what was waited out counts in any case.
-        IF @turn > 0
-        BEGIN
-            SET @ms = DATEDIFF_BIG(MILLISECOND, @began, SYSUTCDATETIME());
-            IF @ms < @spent SET @ms = @spent;
-            IF @timeout IS NOT NULL SET @left = CASE WHEN @ms >= @timeout THEN 0 ELSE @timeout - @ms END;
-            IF @bad IN (-2, -999) OR @strikes >= 3 OR (@bad = -3 AND (@bound = 1 OR @place IS NOT NULL))
-                SET @result = @bad;
-            ELSE IF @left = 0 AND @past = 0 SET @result = -1;
-            IF @result IS NOT NULL BREAK;
-        END;
 
         -- 3. After an operator's shrink nothing is granted until fewer are held. The first in line counts.
         IF @operator < @top AND @place IS NULL
@@ -175,6 +178,7 @@ BEGIN TRY
         -- 7. The slots. The first in line waits a moment for one of them; the others are only tried.
         IF @may = 1 AND @placed = 1
         BEGIN
+            SET @rc = 0;
             IF APPLOCK_TEST(N'public', @fence, N'Exclusive', N'Session') = 0
                 EXEC sqlsem.internal_behind_1 @fence, 0, @mode, @left, @rc OUTPUT;
             IF @rc >= 0 SET @count = @take;
@@ -186,10 +190,14 @@ BEGIN TRY
             -- Of many slots those first whose row is free; all of them every two seconds.
             SET @some = CASE WHEN @turn > 0 AND @bound > 16 AND @write = 1 AND @ms - @swept < 2000 THEN 1 ELSE 0 END;
             IF @some = 0 SET @swept = @ms;
-            SELECT @i = 0, @wait = @step, @most = CASE WHEN @full = 1 OR @place IS NOT NULL THEN 1 ELSE @bound END;
+            SELECT @i = 0, @most = CASE WHEN @full = 1 OR @place IS NOT NULL THEN 1 ELSE @bound END;
             WHILE @count < @take AND @i < @most
             BEGIN
-                IF @full = 0 SET @try = CASE WHEN @place IS NOT NULL THEN @place ELSE (@start + @i) % @bound + 1 END;
+                -- The first in line tries all, and then waits for the one that it has chosen; of many, the other way.
+                IF @full = 0
+                    SET @try = CASE WHEN @place IS NOT NULL THEN @place WHEN @some = 1 THEN (@start + @bound) % @bound + 1
+                        ELSE (@start + 1 + @i) % @bound + 1 END;
+                SET @wait = CASE WHEN @some = 1 AND @i = 0 OR @some = 0 AND @i = @most - 1 THEN @step ELSE 0 END;
                 IF @some = 1 AND @i > 0
                 BEGIN
                     SET @try = NULL;
@@ -219,7 +227,6 @@ BEGIN TRY
                     IF @wait > 0 SET @waited = 1;
                     IF @rc = -1 SET @spent = @spent + @wait;
                     IF @rc < -1 SELECT @bad = @rc, @strikes = @strikes + 1;
-                    SET @wait = 0;
                 END;
                 SET @i = @i + 1;
             END;
@@ -227,6 +234,9 @@ BEGIN TRY
 
         IF @count >= @take
         BEGIN
+            SET @turn = @turn + 1;
+            IF @record = 1 AND @waited = 1 AND DATEDIFF_BIG(MILLISECOND, @began, SYSUTCDATETIME()) - @looked >= 50
+                CONTINUE;
             SET @result = @waited;
             BREAK;
         END;
@@ -240,20 +250,23 @@ BEGIN TRY
         END;
         IF @fair = 2 SET @left = 0;
         IF @past = 1 AND @may = 1 SET @past = 0;
-        IF @led < 0 SELECT @led = DATEDIFF_BIG(MILLISECOND, @began, SYSUTCDATETIME()), @step = 0;
-        ELSE IF @head = 1
+        IF @head = 1
         BEGIN
+            IF @led < 0 SELECT @led = DATEDIFF_BIG(MILLISECOND, @began, SYSUTCDATETIME()), @chosen = -100;
             -- The longer it has waited, the longer it waits for one slot: at most an eighth more, and 64 ms.
             SET @step = CASE WHEN @full = 1 THEN 100 WHEN @bound = 1 THEN 1000 WHEN @ms - @led < 16 THEN 2
                 WHEN @ms - @led < 512 THEN (@ms - @led) / 8 ELSE 64 END;
             IF @step > @left SET @step = @left;
-            -- Who has held longest is likely to be the next to leave.
-            SET @start = @start + 1;
-            IF @write = 1
+            -- Who has held longest is likely to be the next to leave. That changes when somebody passes the line.
+            IF @write = 0 SET @start = @start + 1;
+            ELSE IF @ms - @chosen >= 16
+            BEGIN
+                SET @chosen = @ms;
                 SELECT TOP (1) @start = slot - 1 FROM dbo.sqlsem_slot WITH (FORCESEEK)
                 WHERE semaphore_key = @key AND slot BETWEEN 1 AND @bound AND expires_us IS NOT NULL
                     AND CHARINDEX(CONCAT(N',', slot, N','), @taken) = 0
                 ORDER BY acquired_us OPTION (KEEPFIXED PLAN);
+            END;
         END;
         SELECT @turn = @turn + 1, @spent = @spent + 1;
         IF @timeout = 0 OR @fair = 2
@@ -270,6 +283,7 @@ BEGIN TRY
         SET @head = 0;
     END;
     IF @result < 0 AND (@named = 1 OR @placed = 1) EXEC sqlsem.internal_give_1 @base, @taken;
+    IF @result < 0 SET @taken = N',';
     IF @result >= 0 AND @write = 1
     BEGIN
         -- Each slot's lock is ours, so nobody else writes its row. Tokens grow: the last one and 1, or the clock.
