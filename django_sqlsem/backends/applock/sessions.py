@@ -101,7 +101,9 @@ class LockSession:
         #: Whether nothing has worked on it yet: then another session will do no better.
         self.fresh = True
         self.stamp = f"sqlsem:{process_id()}:{secrets.token_hex(8)}"
-        self._raw, self._wrapper, self._descriptors = connect(alias, in_turn)
+        wrapper: Any
+        self._raw, wrapper, self._descriptors = connect(alias, in_turn)
+        self._wrapper = wrapper
         database_sockets.limit_reads(self._raw, self.limit)
         database_sockets.watch.add(self)
         #: By their statements, and whether those may take as long as they like.

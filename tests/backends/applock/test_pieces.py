@@ -562,7 +562,9 @@ def opened(monkeypatch: pytest.MonkeyPatch, **said: Any) -> LockSession:
 
     closed = []
     raw: Any = SimpleNamespace(cursor=Cursor, timeout=0, close=lambda: closed.append(True))
-    wrapper: Any = SimpleNamespace(wrap_database_errors=contextlib.nullcontext())
+    wrapper: Any = SimpleNamespace(
+        wrap_database_errors=contextlib.nullcontext(), Database=SimpleNamespace(Error=OSError)
+    )
     monkeypatch.setattr(applock_sessions, "connect", lambda alias, in_turn: (raw, wrapper, []))
     try:
         return LockSession("default")
