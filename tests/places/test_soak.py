@@ -134,7 +134,8 @@ class Places:
     @contextlib.contextmanager
     def running(self, idle: float) -> Iterator[None]:
         """Servers and workers run inside the block. Unused connections stay open for ``idle`` seconds."""
-        self._settings.SQLSEM = {"DATABASE": "postgres", "LEASE": LEASE, "IDLE": idle}
+        # Views wait with everybody else.
+        self._settings.SQLSEM = {"DATABASE": "postgres", "LEASE": LEASE, "IDLE": idle, "VIEW_MAX_WAITING": None}
         for name, value in {"DSN": self._dsn, "BROKER": self._broker, "QUEUE": self._queue}.items():
             self._monkeypatch.setenv(f"SQLSEM_SOAK_{name}", value)
         self._environment = child_environment(DJANGO_SETTINGS_MODULE="tests.places.soak_settings")
