@@ -114,7 +114,8 @@ def test_a_killed_process_leaves_what_it_had_written(database: str) -> None:
     assert wait_until(
         lambda: [what for what in whats(database) if what != "lost"] == ["granted", "granted", "released"]
     )
-    assert len(queries.spans("reports", using=database)) == 1
+    # Its own hold has an end if somebody has noticed the death by then.
+    assert len(queries.spans("reports", using=database)) in (1, 2)
 
 
 @pytest.mark.usefixtures("sooner")

@@ -51,7 +51,7 @@ def test_the_clocks_are_wrong(committed, wrong_clock):
 
 def test_a_live_holder_keeps_its_slot_and_tokens_grow(database, wrong_clock):
     tokens = []
-    with ahead_behind_right(database, "live", wrong_clock, lease=3) as actors:
+    with ahead_behind_right(database, "live", wrong_clock, lease=6) as actors:
         for holder in actors:
             _, (token,) = holder.acquire()
             tokens.append(token)
@@ -59,13 +59,13 @@ def test_a_live_holder_keeps_its_slot_and_tokens_grow(database, wrong_clock):
                 assert abs(token - now_us(database)) < 60e6
             others = [actor for actor in actors if actor is not holder]
             for other in others:
-                other.ask_for(5)
+                other.ask_for(7)
             wait_until(lambda: queries.semaphore("live", using=database).waiting == 2)
             assert all(0 <= waiter.age < LONG for waiter in queries.semaphore("live", using=database).waiters)
             for other in others:
-                assert 5 <= float(other.expect("busy")) < LONG
+                assert 7 <= float(other.expect("busy")) < LONG
                 ((age, left, state),) = other.ask("status")
-                assert 5 < age < LONG
+                assert 7 < age < LONG
                 # The clock is read before the row, which is renewed in between.
                 assert left is None if applocks.are_at(database) else 0 < left < LONG
                 assert state == "held"
