@@ -540,14 +540,16 @@ class BaseSemaphoreBackend(abc.ABC):
         """Grant nothing more for so many seconds; ``None``: until it is resumed. ``False``: there is no such name."""
         until = None if seconds is None else NOW_UNIX + round(seconds * 1e6)
         # What is told of it first: without that, it would have no end.
-        self._tell_pause(name, paused_us=NOW_UNIX, paused_until_us=until, paused_by=by, paused_reason=reason)
+        told = {"paused_us": NOW_UNIX, "paused_until_us": until, "paused_by": by, "paused_reason": reason}
+        _tell_pause(self.alias, name, None, told)
         return self.set_paused(name, True)
 
     def resume(self, name: str) -> bool:
         """Grant again. Return ``False`` if there is no such name."""
         done = self.set_paused(name, False)
         # Unless it was paused anew meanwhile.
-        self._tell_pause(name, paused=False, paused_us=None, paused_until_us=None, paused_by="", paused_reason="")
+        told = {"paused_us": None, "paused_until_us": None, "paused_by": "", "paused_reason": ""}
+        _tell_pause(self.alias, name, False, told)
         return done
 
     def end_dead(
@@ -569,9 +571,6 @@ class BaseSemaphoreBackend(abc.ABC):
             if session.run(lambda cursor, key=key: _change(cursor, _END_PAUSE, parameters | {"key": key})):  # type: ignore[misc]
                 ended.append(name)
         return ended
-
-    def _tell_pause(self, name: str, *, paused: bool | None = None, **fields: Any) -> None:
-        _tell_pause(self.alias, name, paused, fields)
 
     def procedures(self, *, drop: bool = False) -> tuple[str, ...]:
         """Return the batches that install, or remove, stored procedures for other programs; empty: it has none."""

@@ -28,7 +28,7 @@ PATIENCE: Final = 10.0
 CROWDED_FOR: Final = 1.0
 #: How many names are remembered.
 MOST_REMEMBERED: Final = 10_000
-#: The short call is for semaphores of so many slots at the most: it tries one after the other.
+#: The largest number of slots for which the short call is used, as that tries one slot after the other.
 FEW: Final = 16
 MONITOR: Final = "monitor"
 #: By whether a claim is of the usual kind, and whether rows are kept.

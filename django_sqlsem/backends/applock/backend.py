@@ -97,20 +97,15 @@ class ApplockBackend(BaseSemaphoreBackend):
                 return Waited((granted,), at_once=True)
         if first and request.bounded and (crowd := self.crowd(session, request, 0)) is not None:
             return Waited(refused=crowd)
+        ended = self._line_ended
         with self._lines_lock:
             line = self._lines.get(request.line)
             if line is None:
-                line = self._lines[request.line] = self._new_line(request)
+                line = UpgradeLine(self, ended) if request.mode == UPGRADE else Line(self, ended)
+                self._lines[request.line] = line
             line.enrol(request, place, first=first)
             line.start()
         return Waited((), Queue(ahead=0, told=True))
-
-    def _new_line(self, request: Request) -> Line:
-        if request.mode != UPGRADE:
-            return Line(self, self._line_ended)
-        line = UpgradeLine(self, self._line_ended)
-        line.upgrades = self.upgrades
-        return line
 
     def _line_ended(self, line: Line) -> bool:
         with self._lines_lock:

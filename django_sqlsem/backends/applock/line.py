@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from django_sqlsem.backends.applock import calls
-from django_sqlsem.backends.applock.acquire import holder_values, same_wish
+from django_sqlsem.backends.applock.acquire import PASSES_THE_STUCK, holder_values, same_wish
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.modes import WHOLE
 from django_sqlsem.database.sqlserver import broke_off
@@ -35,13 +35,13 @@ LONGEST_UNCUT: Final = 5.0
 #: How often in a row its session may end before its waiters hear of it; one that stood so many seconds begins anew.
 ENDS: Final = 8
 STEADY: Final = 5.0
-#: It asks again after so many seconds, then more and more slowly, while an operator lets nobody in.
+#: While an operator lets nobody in, the thread asks again after a pause, which doubles each time. In seconds.
 PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 1.0
-#: For so many seconds it has waited when others are shown that it does; its row is renewed after so many.
+#: A wait gets a row when it has lasted this long, and the row is renewed this often, in seconds.
 SHOWN_AFTER: Final = 0.25
 SHOWN_EVERY: Final = 2.0
-#: After so many seconds, and then after twice as many each time, somebody looks past a gate behind which nothing moves.
+#: How long nothing may move behind a gate before the keeper looks past it, in seconds. It doubles with each look.
 FIRST_LOOK: Final = 5.0
 LAST_LOOK: Final = 60.0
 
@@ -80,6 +80,8 @@ class Line:
         #: Whether the last session that it waited on has ended.
         self._session_ended = False
         self._ending = False
+        #: Whether an operator lets nobody in, or has left fewer slots than are wanted.
+        self._holds_off = False
         # What others see of it, by the boot clock; and what was seen behind the gate.
         self._show_at = self._look_at = 0.0
         self._look_after = FIRST_LOOK
@@ -95,8 +97,9 @@ class Line:
             self._claims[request.permit_id] = (request, place)
             self.error = None
             self._changed.notify()
-        self._show_at = boot_now() + SHOWN_AFTER
-        self._look_at, self._look_after, self._mark = boot_now() + FIRST_LOOK, FIRST_LOOK, None
+        now = boot_now()
+        self._show_at = now + SHOWN_AFTER
+        self._look_at, self._look_after, self._mark = now + FIRST_LOOK, FIRST_LOOK, None
 
     def enrol_again(self, request: Request, place: Place) -> None:
         """Note how things are with a claim that it waits for already."""
@@ -148,7 +151,7 @@ class Line:
             return None
         self._look_after = min(2 * self._look_after, LAST_LOOK)
         self._look_at = now + self._look_after
-        answer = self.server.claims.try_claim(request, fair=2, mark=self._mark)
+        answer = self.server.claims.try_claim(request, fair=PASSES_THE_STUCK, mark=self._mark)
         self._mark = answer.mark
         return answer.granted
 
@@ -173,7 +176,7 @@ class Line:
                 self._blocked.cut()
 
     def end(self, timeout: float) -> None:
-        """Wait for the thread to leave the line, for so many seconds at the most, unless it is wanted."""
+        """Wait for the thread to leave the line, unless somebody waits. ``timeout`` is in seconds."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and not self._claims:
             self._ending = True
@@ -236,9 +239,6 @@ class Line:
                 session.end("it was left at the head of the line")
             self._session_ended, self.is_head = bool(session.ended), False
             self.server.pool.give_back(session)
-
-    #: Whether an operator lets nobody in, or has left fewer slots than are wanted.
-    _holds_off = False
 
     def _fail(self, error: Exception, *, again: bool) -> None:
         """Leave an error for the keeper to find, unless it is our own doing, or a new session may do better."""

@@ -7,12 +7,13 @@ that it stands, and can't be cut off without losing the permit.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from django_sqlsem.backends.applock import calls
 from django_sqlsem.backends.applock.acquire import Answer
 from django_sqlsem.backends.applock.held import Holding
-from django_sqlsem.backends.applock.line import Line
+from django_sqlsem.backends.applock.line import Line, LineParts
 from django_sqlsem.backends.base import Granted
 from django_sqlsem.core.modes import UPGRADE, WRITER, line_of
 from django_sqlsem.database.sqlserver import failure
@@ -42,7 +43,7 @@ class Upgrades:
         self.possession = possession
 
     def ask(self, request: Request, timeout: int = 0, *, close: bool = False) -> Answer:
-        """Ask once for the upgrade, for so many milliseconds.
+        """Ask once for the upgrade, and wait ``timeout`` milliseconds for the readers to leave.
 
         ``close``: newcomers are kept out until there is a grant, or ``stop`` is called. Raises ``PermitLostError`` if
         there is no upgradable reader.
@@ -101,11 +102,18 @@ class Upgrades:
                     self.possession.downgrade(found[0], key, keep=True)
 
 
+class UpgradeParts(LineParts, Protocol):
+    """What such a line needs of the backend."""
+
+    upgrades: Upgrades
+
+
 class UpgradeLine(Line):
     """The thread that waits for an upgrade, on the session of the upgradable reader."""
 
-    #: How it asks; set by whoever makes it.
-    upgrades: Upgrades
+    def __init__(self, server: UpgradeParts, ended: Callable[[Line], bool]) -> None:
+        super().__init__(server, ended)
+        self.upgrades = server.upgrades
 
     def stand(self) -> None:
         """Ask again and again, until there is a grant or nobody wants one."""

@@ -248,7 +248,6 @@ BEGIN TRY
             EXEC sqlsem.internal_give_1 @base, @taken;
             SELECT @taken = N',', @named = 0, @placed = 0, @count = 0, @least = 2147483647, @greatest = -1;
         END;
-        IF @fair = 2 SET @left = 0;
         IF @past = 1 AND @may = 1 SET @past = 0;
         IF @head = 1
         BEGIN
