@@ -690,7 +690,8 @@ def test_the_command_installs_and_removes_again_and_again(capsys, monkeypatch, p
     for _ in range(2):
         out = printed(capsys, "--apply", "--noinput", "--database", ALIAS)
         assert out.splitlines() == [
-            "To be installed in the database: sqlsem.acquire, sqlsem.release, sqlsem.status.",
+            "To be installed in the database: sqlsem.acquire, sqlsem.prove, sqlsem.release, sqlsem.status,"
+            " sqlsem.version.",
             "Installed.",
         ]
         assert {"acquire", "release", "status"} < set(names_of_procedures())
