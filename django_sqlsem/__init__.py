@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         PermitLostError,
         SemaphoreError,
     )
-    from django_sqlsem.locks.permit import Permit
+    from django_sqlsem.locks.permit import Permit, current_permit
     from django_sqlsem.locks.semaphore import Semaphore, mutex, semaphore
 
 __all__ = [
@@ -38,13 +38,18 @@ __all__ = [
     "PermitLostError",
     "Semaphore",
     "SemaphoreError",
+    "__version__",
+    "current_permit",
     "mutex",
     "semaphore",
 ]
 
+__version__ = "0.1.0"
+
 _ELSEWHERE = {
     "Permit": "locks.permit",
     "Semaphore": "locks.semaphore",
+    "current_permit": "locks.permit",
     "mutex": "locks.semaphore",
     "semaphore": "locks.semaphore",
 }

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, cast
 
 from django.apps import apps
 from django.http import HttpRequest, HttpResponse, JsonResponse
@@ -80,7 +80,7 @@ class Busy:
         return cls(error.name, error.holders, error.waiting, max(1, math.ceil(seconds)), request, error.reason)
 
 
-OnBusy: TypeAlias = "int | str | Callable[[Busy], Any] | None"
+OnBusy: TypeAlias = 'int | Literal["raise", "skip", "retry"] | Callable[[Busy], Any] | None'
 
 
 def validate_on_busy(value: object) -> OnBusy:
@@ -99,7 +99,7 @@ def validate_on_busy(value: object) -> OnBusy:
         raise ValueError(f"on_busy must be {allowed}, not {shown(value)}.")
     if isinstance(value, str) and value not in POLICIES:
         raise ValueError(f"on_busy must be {allowed}, not {shown(value)}.")
-    return value
+    return cast("OnBusy", value)
 
 
 def busy_response(busy: Busy, request: HttpRequest, status: int) -> HttpResponse:

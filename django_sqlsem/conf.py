@@ -45,7 +45,7 @@ class Config:
     durable: bool = True
     #: Whether a dead process's slots come back at once, and a process that is cut off loses its own as soon.
     beacons: bool = True
-    #: Whether a row is kept beside each application lock; without it no holder is named, and there are no tokens.
+    #: Whether a row is kept beside each application lock; without it no holder is named and no permit has a token.
     record: bool = True
     #: How long an unused connection stays open.
     idle: float = 60.0
@@ -64,9 +64,11 @@ class Config:
 
 
 DEADLOCKS: Final = ("report", "break", "ignore")
+#: What ``HISTORY`` may hold: how long each is kept.
+HISTORY: Final = ("GRANTS", "ACTS", "MINUTES")
 
 #: The type of each key's values, as ``Config`` writes it: a float is a number of seconds.
-_TYPES: Final = {field.name.upper(): field.type for field in fields(Config)}
+_TYPES: Final = {field.name.upper(): field.type for field in fields(Config) if not field.name.startswith("history_")}
 _NOT_PER_ALIAS = ("DATABASE", "VIEW_TIMEOUT", "VIEW_MAX_WAITING", "TASK_TIMEOUT", "BUSY_STATUS", "DATABASES")
 KEYS: Final = (*sorted(_TYPES), "DATABASES")
 
@@ -78,9 +80,22 @@ def _read(raw: dict[str, Any], where: str, allowed: tuple[str, ...]) -> dict[str
             raise ImproperlyConfigured(f"{where} has an unknown key {shown(key)}; allowed are {', '.join(allowed)}.")
         name = f"{where}[{key!r}]"
         try:
-            values[str(key).lower()] = _value(key, value, name)
+            if key == "HISTORY" and isinstance(value, dict):
+                values |= _history(value, name)
+            else:
+                values[str(key).lower()] = _value(key, value, name)
         except (TypeError, ValueError) as error:
             raise ImproperlyConfigured(str(error)) from error
+    return values
+
+
+def _history(kept: dict[Any, Any], name: str) -> dict[str, Any]:
+    """Return a history that is recorded, and how long what is kept."""
+    values: dict[str, Any] = {"history": True}
+    for key, value in kept.items():
+        if key not in HISTORY:
+            raise ValueError(f"{name} has an unknown key {shown(key)}; allowed are {', '.join(HISTORY)}.")
+        values[f"history_{key.lower()}"] = to_seconds(value, what=f"{name}[{key!r}]")
     return values
 
 
@@ -96,7 +111,8 @@ def _value(key: str, value: object, name: str) -> object:
         return value
     if _TYPES[key] == "bool":
         if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, not {shown(value)}.")
+            also = f", or a dict of {', '.join(HISTORY)} in seconds" if key == "HISTORY" else ""
+            raise TypeError(f"{name} must be True or False{also}, not {shown(value)}.")
         return value
     if key == "BUSY_STATUS":
         if isinstance(value, bool) or not isinstance(value, int) or not 400 <= value <= 599:

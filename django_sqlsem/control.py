@@ -105,7 +105,7 @@ def drain(name: Name, *, by: str, using: str | None = None, duration: Seconds | 
     ``duration`` and ``reason``: as of ``pause()``.
 
     It is done when nobody holds any more: nobody is waited for here, and nothing is taken from anybody. This is not
-    ``Semaphore.drain()``, by which a program has the semaphore for itself.
+    ``Semaphore.exclusive()``, by which a program has the semaphore for itself.
     """
     name = validate_name(name)
     backend = get_backend(database_for(using))
@@ -175,8 +175,8 @@ def _gone_for(holder: HolderSnapshot) -> float:
 
 def _is_idle(snapshot: SemaphoreSnapshot, seconds: float) -> bool:
     touched = snapshot.paused or snapshot.operator_slots is not None
-    # A count that began with tokens would begin with them anew.
-    counts = snapshot.tokens is not None and (snapshot.tokens or snapshot.declared_slots)
+    # A counter that began above 0 would begin there anew.
+    counts = snapshot.units is not None and (snapshot.units or snapshot.declared_slots)
     used = snapshot.held or snapshot.waiters or counts
     return not touched and not used and (snapshot.idle is None or snapshot.idle >= seconds)
 
@@ -204,7 +204,7 @@ def set_slots(name: Name, slots: int | None, *, by: str, using: str | None = Non
     """Set the number of slots, whatever the code says; ``None`` leaves it to the code again.
 
     No holder is interrupted: after a shrink nothing is granted until fewer are held. Returns ``False`` if there is
-    no such name. Raises ``ValueError`` for a number out of range, or for a mutex or a monitor and any number but 1.
+    no such name. Raises ``ValueError`` for a number out of range, or for a mutex or an rlock and any number but 1.
     """
     name = validate_name(name)
     if slots is not None:

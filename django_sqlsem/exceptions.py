@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from django.core.exceptions import ImproperlyConfigured
 
+from django_sqlsem.core.text import a_kind
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -59,7 +61,7 @@ class AlreadyHeldError(SemaphoreError):
 
 
 class NotEnteredError(SemaphoreError, RuntimeError):
-    """You are not inside this monitor: only the thread or task that entered it may leave it."""
+    """You are not inside this lock: only the thread or task that entered it may leave it."""
 
 
 class DeadlockError(SemaphoreError):
@@ -92,7 +94,7 @@ class InvalidSemaphoreBackendError(ImproperlyConfigured):
 
 def wrong_kind(name: str, kind: str, wanted: str) -> ImproperlyConfigured:
     """Return the error for a name that is another kind of lock already."""
-    return ImproperlyConfigured(f"{name!r} is a {kind} already and can't be used as a {wanted}.")
+    return ImproperlyConfigured(f"{name!r} is {a_kind(kind)} already and can't be used as {a_kind(wanted)}.")
 
 
 def not_installed() -> ImproperlyConfigured:

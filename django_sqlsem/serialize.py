@@ -48,7 +48,7 @@ def lately(snapshot: SemaphoreSnapshot, totals: Totals | None, *, recorded: bool
         ages.append(totals.longest_hold)
         waits.append(totals.longest_wait)
     used = None
-    if snapshot.tokens is None and snapshot.slots:
+    if snapshot.units is None and snapshot.slots:
         # A hold that ended counts as a whole, even if it had begun before the hour.
         held = totals.held if totals else 0.0
         held += sum(min(holder.age, WINDOW) * (len(holder.slots) or 1) for holder in snapshot.holders)

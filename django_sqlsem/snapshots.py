@@ -189,8 +189,8 @@ class SemaphoreSnapshot:
     usual_hold: float | None = field(default=None)
     #: How many Celery tasks were refused and will come back.
     away: int = 0
-    #: How many tokens there are to take, if it is a count of tokens: that has no slots.
-    tokens: int | None = None
+    #: How many units there are to take, if it is a counter: that has no slots.
+    units: int | None = None
     #: Of a pause: by whom, why, since when and until when, and seconds until then; ``None``: until it is resumed.
     paused_by: str = ""
     paused_reason: str = ""
@@ -205,11 +205,11 @@ class SemaphoreSnapshot:
 
     @property
     def free(self) -> int:
-        """How many slots, or tokens, could be granted now."""
+        """How many slots, or units, could be granted now."""
         if self.paused or self.exclusive:
             return 0
         beside = self.upgradable is not None
-        return max(0, self.slots - self.held + beside) if self.tokens is None else self.tokens
+        return max(0, self.slots - self.held + beside) if self.units is None else self.units
 
     @property
     def draining(self) -> bool:

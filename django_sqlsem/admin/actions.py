@@ -358,7 +358,7 @@ class Buttons:
         unasked = [each for each in snapshot.holders if not each.expired and _can_be_asked(each)]
         texts = {
             "stop": (_("Ask all to stop"), len(unasked) > 1),
-            "set_slots": (_("Set slots"), snapshot.tokens is None and snapshot.kind not in ONE_SLOT),
+            "set_slots": (_("Set slots"), snapshot.units is None and snapshot.kind not in ONE_SLOT),
             "pause": (_("Pause"), not snapshot.paused),
             "resume": (_("Resume"), snapshot.paused),
             "drain": (_("Drain"), not snapshot.paused or bool(unasked)),

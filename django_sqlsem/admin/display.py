@@ -47,9 +47,9 @@ _DISORDERLY: Final = frozenset(
 KIND_WORDS: Final[dict[str, _StrPromise]] = {
     "semaphore": gettext_lazy("semaphore"),
     "mutex": gettext_lazy("mutex"),
-    "monitor": gettext_lazy("monitor"),
+    "rlock": gettext_lazy("rlock"),
     "rwlock": gettext_lazy("readers and writer"),
-    "tokens": gettext_lazy("tokens"),
+    "counter": gettext_lazy("counter"),
     "claim": gettext_lazy("claims of rows"),
     "refresh": gettext_lazy("refreshed value"),
 }
@@ -151,11 +151,11 @@ class Cell:
 
 
 def cells(snapshot: SemaphoreSnapshot) -> list[Cell]:
-    """Return the cells of a lock, by slot; none for a count of tokens, which has no slots.
+    """Return the cells of a lock, by slot; none for a counter, which has no slots.
 
     Slots beyond the number that counts are there while they are held.
     """
-    if snapshot.tokens is not None:
+    if snapshot.units is not None:
         return []
     holders = {slot: holder for holder in snapshot.holders for slot in holder.numbers}
     # The writer's place is shown while somebody has it and nothing else: an upgradable reader.

@@ -103,7 +103,7 @@ def _charts(minutes: Sequence[Minute], scale: TimeScale) -> list[dict[str, Any]]
 
 def _lanes(snapshot: SemaphoreSnapshot, spans: Sequence[Span]) -> list[Lane]:
     """Return the lanes in the order of slots: all of them, or of many those that matter most."""
-    if snapshot.tokens is not None:
+    if snapshot.units is not None:
         return []
     now: dict[int, HolderSnapshot] = {slot: each for each in snapshot.holders for slot in each.numbers}
     past: dict[int, int] = {}

@@ -153,8 +153,8 @@ def _facts(snapshot: SemaphoreSnapshot, acts: list[Event]) -> list[Said]:
         note = ngettext("%(count)d task will come back", "%(count)d tasks will come back", snapshot.away)
         note %= {"count": snapshot.away}
     waiting = Said("waiting", snapshot.waiting, _("waiting"), note, loud=bool(snapshot.waiting))
-    if snapshot.tokens is not None:
-        return [Said("tokens", snapshot.tokens, _("tokens")), waiting]
+    if snapshot.units is not None:
+        return [Said("units", snapshot.units, _("units")), waiting]
     found = [
         Said("slots", snapshot.slots, _("slots"), _who_set(snapshot, _last(acts, events.RESIZED))),
         Said("held", snapshot.held, _("held")),

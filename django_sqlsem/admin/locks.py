@@ -112,8 +112,8 @@ def _cells(row: Any) -> SafeString | str:
     """Return the slots as cells, with what an operator must know of all of them in a word."""
     snapshot = row.known
     shown: SafeString | str = drawn(snapshot)
-    if snapshot.tokens is not None:
-        shown = _("%(tokens)d tokens") % {"tokens": snapshot.tokens}
+    if snapshot.units is not None:
+        shown = _("%(units)d units") % {"units": snapshot.units}
     badges = []
     if row.deadlocked:
         badges.append(("bad", _("deadlock")))
@@ -127,7 +127,7 @@ def _cells(row: Any) -> SafeString | str:
 
 
 def _held(snapshot: SemaphoreSnapshot) -> SafeString | str:
-    if snapshot.tokens is not None:
+    if snapshot.units is not None:
         return NONE
     return _("%(held)d of %(slots)d") % {"held": snapshot.held, "slots": snapshot.slots}
 

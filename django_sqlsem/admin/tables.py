@@ -265,8 +265,8 @@ def _wanted(snapshot: SemaphoreSnapshot, waiter: WaiterSnapshot) -> str:
         return role
     if not waiter.take:
         return _("all slots")
-    if snapshot.tokens is not None:
-        return ngettext("%(count)d token", "%(count)d tokens", waiter.take) % {"count": waiter.take}
+    if snapshot.units is not None:
+        return ngettext("%(count)d unit", "%(count)d units", waiter.take) % {"count": waiter.take}
     return ngettext("%(count)d slot", "%(count)d slots", waiter.take) % {"count": waiter.take}
 
 

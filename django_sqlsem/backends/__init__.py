@@ -61,9 +61,9 @@ def get_backend(alias: str) -> BaseSemaphoreBackend:
 
 
 def get_counting_backend(alias: str) -> BaseSemaphoreBackend:
-    """Return the backend that keeps the alias's counts of tokens: its own if it can, else rows."""
+    """Return the backend that keeps the alias's counters: its own if it can, else rows."""
     backend = get_backend(alias)
-    if backend.keeps_tokens:
+    if backend.keeps_counters:
         return backend
     return _backends.get((ROWS, alias)) or _backends.setdefault((ROWS, alias), _make(ROWS, alias))
 

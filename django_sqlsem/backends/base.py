@@ -15,6 +15,7 @@ from django.db.models import Q
 
 from django_sqlsem.core.modes import SHARED, UPGRADE, WHOLE, line_of
 from django_sqlsem.core.names import ONE_SLOT, key_of
+from django_sqlsem.core.text import a_kind
 from django_sqlsem.database.bells import MAX_NOTE
 from django_sqlsem.database.dialects import DatabaseNow, dialect_for
 from django_sqlsem.database.errors import database_errors, repeated
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 
 #: A slot that was handed to another process lapses after this long unless it is confirmed, in microseconds.
 LAPSE_US: Final = 2_000_000
-#: The kind of lock that is a count: see ``tokens()``. A request of this kind waits like any other. Its ``slots`` are
-#: the tokens that a new name begins with; its grant lasts only a moment, until ``take()`` or ``release()``.
-TOKENS: Final = "tokens"
+#: The kind of lock that is a count: see ``counter()``. A request of this kind waits like any other. Its ``slots`` are
+#: the units that a new name begins with; its grant lasts only a moment, until ``take()`` or ``release()``.
+COUNTER: Final = "counter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +265,8 @@ class BaseSemaphoreBackend(abc.ABC):
     process_local: ClassVar[bool] = False
     #: Does a task that is sent again keep its place meanwhile?
     keeps_ranks: ClassVar[bool] = False
-    #: Does it keep counts of tokens?
-    keeps_tokens: ClassVar[bool] = False
+    #: Does it keep counters?
+    keeps_counters: ClassVar[bool] = False
     #: Does a grant last only as long as the database session that made it?
     released_on_disconnect: ClassVar[bool] = False
     #: Must a grant be renewed to be kept?
@@ -384,7 +385,7 @@ class BaseSemaphoreBackend(abc.ABC):
         holders = found.holders if found is not None else ()
         return {(holder.slot, holder.token) for holder in holders if holder.state is not SlotState.STALE}
 
-    # Counts of tokens, of a backend that ``keeps_tokens``.
+    # Counters, of a backend that ``keeps_counters``.
 
     def add(
         self,
@@ -396,7 +397,7 @@ class BaseSemaphoreBackend(abc.ABC):
         presence: Presence,
         hand_on: bool = True,
     ) -> tuple[Granted, ...]:
-        """Add tokens, and hand them to waiters; returns those of this very process.
+        """Add units, and hand them to waiters; returns those of this very process.
 
         ``initial``: what a new name begins with. ``hand_on``: false inside a transaction that is not ours. After a
         ``BackendError`` of a connection that broke at the commit, it is not known whether they were added.
@@ -607,10 +608,10 @@ def _tell_pause(alias: str, name: str, paused: bool | None, fields: dict[str, An
 
 def check_slots(name: str, kind: str, slots: int | None) -> None:
     """Raise ``ValueError`` if this kind of lock cannot have so many slots."""
-    if kind == TOKENS:
-        raise ValueError(f"{name!r} is a count of tokens: it has no slots.")
+    if kind == COUNTER:
+        raise ValueError(f"{name!r} is a counter: it has no slots.")
     if kind in ONE_SLOT and slots not in (None, 1):
-        raise ValueError(f"{name!r} is a {kind}: it has one slot, not {slots}.")
+        raise ValueError(f"{name!r} is {a_kind(kind)}: it has one slot, not {slots}.")
 
 
 def _no_fences(caller: BaseDatabaseWrapper) -> SemaphoreError:

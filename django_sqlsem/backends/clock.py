@@ -146,9 +146,9 @@ class RowClock:
         away: int = 0,
         overdue: int = 0,
     ) -> SemaphoreSnapshot:
-        """Return the snapshot of a name. ``overdue``: tokens that were handed out, and go back into the count."""
+        """Return the snapshot of a name. ``overdue``: units that were handed out, and go back into the count."""
         last_grant: int | None = getattr(row, "last_grant_us", None)
-        counted = row.tokens is not None
+        counted = row.units is not None
         if counted:  # its last change; one from before the host's boot may seem to lie ahead
             last_grant = row.declared_us
         paused = self.pauses(row.paused, row.paused_until_us)
@@ -173,7 +173,7 @@ class RowClock:
             idle=None if last_grant is None else max(0.0, (self.now - last_grant) / 1e6),
             usual_hold=usual_hold,
             away=0 if counted else away,
-            tokens=None if row.tokens is None else row.tokens + overdue,
+            units=None if row.units is None else row.units + overdue,
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from django_sqlsem.backends.base import (
-    TOKENS,
+    COUNTER,
     Acquired,
     BaseSemaphoreBackend,
     Grant,
@@ -85,7 +85,7 @@ class LocalName:
     pause: LocalPause | None = None
     #: The taken slots, by number.
     held: dict[int, LocalSlot] = field(default_factory=dict)
-    #: Tokens of those whose leases ran out.
+    #: Counter of those whose leases ran out.
     expired: set[int] = field(default_factory=set)
     #: By whom permits were revoked, by token.
     revoked: dict[int, str] = field(default_factory=dict)
@@ -93,8 +93,8 @@ class LocalName:
     asked: dict[int, str] = field(default_factory=dict)
     #: The permit ids of waiters that want all slots: they keep newcomers out.
     keeping_out: set[str] = field(default_factory=set)
-    tokens: int = 0
-    #: Tokens that were granted and not taken yet, by permit id.
+    units: int = 0
+    #: Counter that were granted and not taken yet, by permit id.
     handed: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -149,11 +149,11 @@ class LocalName:
         return free if len(free) == request.take and len(taken) + request.take <= self.slots else []
 
     def grant(self, request: Request) -> Grant | None:
-        """Take the lowest free slots, or hand out tokens."""
-        if self.kind == TOKENS:
-            if self.paused or request.take > self.tokens:
+        """Take the lowest free slots, or hand out units."""
+        if self.kind == COUNTER:
+            if self.paused or request.take > self.units:
                 return None
-            self.tokens -= request.take
+            self.units -= request.take
             self.handed[request.permit_id] = request.take
             return Grant((request.take,), (0,), (0,))
         free = self.wanted(request)
@@ -169,7 +169,7 @@ class LocalName:
         """Free whatever a permit has. Return whether it had anything."""
         self.keeping_out.discard(permit_id)
         handed = self.handed.pop(permit_id, 0)
-        self.tokens += handed
+        self.units += handed
         mine = [number for number, slot in self.held.items() if slot.belongs_to(permit_id)]
         for number in mine:
             del self.held[number]
@@ -179,9 +179,9 @@ class LocalName:
         """Return what it is like now."""
         self.expire()
         holders = grouped(self.holder(number) for number in sorted(self.held))
-        tokens = self.tokens if self.kind == TOKENS else None
+        units = self.units if self.kind == COUNTER else None
         found = SemaphoreSnapshot(
-            self.name, self.kind, self.slots, self.declared, self.operator_slots, self.paused, holders, tokens=tokens
+            self.name, self.kind, self.slots, self.declared, self.operator_slots, self.paused, holders, units=units
         )
         if not found.paused or self.pause is None:
             return found
@@ -228,7 +228,7 @@ class LocalBackend(BaseSemaphoreBackend):
     """
 
     process_local = True
-    keeps_tokens = True
+    keeps_counters = True
     released_on_disconnect = True
     supports_renewal = False
     reports_waiters = False
@@ -249,9 +249,9 @@ class LocalBackend(BaseSemaphoreBackend):
             self._worlds.append((block, {name: known.copy() for name, known in self._worlds[-1][1].items()}))
         return self._worlds[-1][1]
 
-    def _made(self, resource: Resource, declared: int, tokens: int = 0) -> LocalName:
+    def _made(self, resource: Resource, declared: int, units: int = 0) -> LocalName:
         name, kind = resource.name, resource.kind
-        known = self._world().setdefault(name, LocalName(name, kind, declared, tokens=tokens))
+        known = self._world().setdefault(name, LocalName(name, kind, declared, units=units))
         if known.kind != kind:
             raise wrong_kind(name, known.kind, kind)
         known.expire()
@@ -261,7 +261,7 @@ class LocalBackend(BaseSemaphoreBackend):
 
     def claim(self, session: Session, request: Request) -> Grant | None:
         with self._lock:
-            if request.resource.kind == TOKENS:
+            if request.resource.kind == COUNTER:
                 return self._made(request.resource, request.slots or 0, request.slots or 0).grant(request)
             known = self._made(request.resource, request.slots or 1)
             if request.slots is not None:
@@ -335,7 +335,7 @@ class LocalBackend(BaseSemaphoreBackend):
         hand_on: bool = True,
     ) -> tuple[Granted, ...]:
         with self._lock:
-            self._made(resource, initial, initial).tokens += count
+            self._made(resource, initial, initial).units += count
         return ()
 
     def take(self, session: Session, permit_id: str) -> bool:
@@ -429,9 +429,9 @@ class LocalBackend(BaseSemaphoreBackend):
     def purge_idle(self, name: str) -> bool:
         with self._lock:
             known = self._world().get(name)
-            if known is None or known.held or known.tokens or known.handed:
+            if known is None or known.held or known.units or known.handed:
                 return False
-            if known.kind == TOKENS and known.declared:  # a new name would begin with new tokens
+            if known.kind == COUNTER and known.declared:  # a new name would begin with new units
                 return False
             del self._world()[name]
             return True

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MAX_NAME_LENGTH: Final = 200
 MAX_SLOTS: Final = 10_000
 #: Kinds of locks that have one slot, whatever an operator says.
-ONE_SLOT: Final = frozenset({"mutex", "monitor", "refresh"})
+ONE_SLOT: Final = frozenset({"mutex", "rlock", "refresh"})
 
 #: What a name may be made of, and a name: its text, or its parts.
 Part = str | int | uuid.UUID | datetime.date

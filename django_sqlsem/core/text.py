@@ -25,3 +25,8 @@ def numbers(slots: Sequence[int]) -> str:
     if len(slots) > MANY_NUMBERS and slots[-1] - slots[0] == len(slots) - 1:
         return f"{slots[0]}-{slots[-1]}"
     return ", ".join(map(str, slots))
+
+
+def a_kind(kind: str) -> str:
+    """Return a kind of lock with its article: ``a mutex``, ``an rlock``."""
+    return f"an {kind}" if kind in ("rlock", "rwlock") else f"a {kind}"

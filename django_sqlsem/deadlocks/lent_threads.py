@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from asgiref.sync import SyncToAsync
 
-from django_sqlsem.backends.base import TOKENS
+from django_sqlsem.backends.base import COUNTER
 from django_sqlsem.exceptions import BackendError, DeadlockError
 from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State
 from django_sqlsem.runtime.chores import LOOK_AROUND, Chore
@@ -85,7 +85,7 @@ def _knots(acquisitions: Iterable[Acquisition]) -> list[ThreadKnot]:
     waiting: list[tuple[Acquisition, threading.Thread]] = []
     held: list[tuple[Acquisition, asyncio.Task[object]]] = []
     for acquisition in acquisitions:
-        if acquisition.state is State.QUEUED and acquisition.request.resource.kind != TOKENS:  # anybody may add tokens
+        if acquisition.state is State.QUEUED and acquisition.request.resource.kind != COUNTER:  # anybody may add units
             thread = acquisition.caller.thread() if acquisition.caller and acquisition.caller.thread else None
             if thread is not None:
                 waiting.append((acquisition, thread))

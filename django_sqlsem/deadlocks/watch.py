@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
 
-from django_sqlsem.backends.base import TOKENS
+from django_sqlsem.backends.base import COUNTER
 from django_sqlsem.conf import config
 from django_sqlsem.core.clocks import boot_now, boot_now_us
 from django_sqlsem.core.identity import HolderIdentity
@@ -180,8 +180,8 @@ class DeadlockWatch(Chore):
         """Watch a wait from now on, if its caller holds something: any other keeps nobody waiting."""
         if acquisition.caller is None or not acquisition.caller.beside:
             return
-        if acquisition.request.resource.kind == TOKENS or config(self._alias).deadlocks == "ignore":
-            return  # anybody may add tokens
+        if acquisition.request.resource.kind == COUNTER or config(self._alias).deadlocks == "ignore":
+            return  # anybody may add units
         if has_rows(self._keeper.backend):
             self._waits[id(acquisition)] = (acquisition, acquisition.arrived + LATE)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from django_sqlsem.locks.counter import Counter, Taken, counter
 from django_sqlsem.locks.fences import fenced
-from django_sqlsem.locks.monitor import Monitor, MonitorPermit, monitor
 from django_sqlsem.locks.permit import current_permit
+from django_sqlsem.locks.rlock import Monitor, RLock, RLockPermit, monitor, rlock
 from django_sqlsem.locks.rwlock import RwLock, rwlock
 from django_sqlsem.locks.several import PendingPermits, Permits, aacquire_all, acquire_all
-from django_sqlsem.locks.tokens import TakenTokens, Tokens, tokens
 from django_sqlsem.locks.transaction.locks import (
     TransactionPermit,
     locked_atomic,
@@ -17,23 +17,25 @@ from django_sqlsem.locks.transaction.locks import (
 )
 
 __all__ = [
+    "Counter",
     "Monitor",
-    "MonitorPermit",
     "PendingPermits",
     "Permits",
+    "RLock",
+    "RLockPermit",
     "RwLock",
-    "TakenTokens",
-    "Tokens",
+    "Taken",
     "TransactionPermit",
     "aacquire_all",
     "acquire_all",
+    "counter",
     "current_permit",
     "fenced",
     "locked_atomic",
     "monitor",
     "purge_transaction_locks",
+    "rlock",
     "rwlock",
     "table_lock",
-    "tokens",
     "transaction_lock",
 ]

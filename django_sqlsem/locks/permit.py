@@ -254,15 +254,20 @@ class Permit:
             keeper.note(lambda: keeper.abandon(acquisition))
 
 
-def current_permit(name: Name, *, using: str | None = None) -> Permit | None:
-    """Return the permit by which the calling thread or task holds ``name``; ``None`` if it does not.
+def current_permit(name: Name | None = None, *, using: str | None = None) -> Permit | None:
+    """Return the permit that the calling thread or task took last; with a ``name``, that of this name, or ``None``.
 
-    It is for the body of a decorated function, which is not handed its permit: under which name it was called is up to
-    the caller to know. One that was detached does not count. No database access. Raises ``TypeError`` or ``ValueError``
-    for a bad name.
+    It is for the body of a decorated function, which is not handed its permit. A permit that was detached does not
+    count. No database access. Raises ``TypeError`` or ``ValueError`` for a bad name.
     """
-    key = key_of(validate_name(name))
-    for acquisition in callers.taken_by(callers.current_caller(), database_for(using), key):
+    if name is None and using is not None:
+        raise TypeError("using= says where a name is kept, and no name was given.")
+    caller = callers.current_caller()
+    if name is None:
+        taken = [each for each in callers.taken_here() if each.caller is not None and each.caller.itself is caller]
+    else:
+        taken = callers.taken_by(caller, database_for(using), key_of(validate_name(name)))
+    for acquisition in reversed(taken):
         permit: Permit | None = acquisition.permit()
         if permit is not None and acquisition.grant is not None and not permit.released:
             return permit

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Unpack, cast
 
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.modes import RWLOCK, SHARED, UPDATE, WHOLE
-from django_sqlsem.core.names import validate_slots
+from django_sqlsem.core.names import Name, validate_slots
 from django_sqlsem.core.text import shown
-from django_sqlsem.locks.permit import Permit
-from django_sqlsem.locks.semaphore import Semaphore, semaphore
+from django_sqlsem.locks.semaphore import Options, Semaphore, semaphore
 from django_sqlsem.snapshots import SemaphoreSnapshot
 
 if TYPE_CHECKING:
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 
         async def __aenter__(self) -> UpgradablePermit: ...
 
-    from django_sqlsem.busy import OnBusy
     from django_sqlsem.locks.permit import UpgradablePermit
 
 
@@ -82,45 +79,15 @@ class RwLock:
         return dataclasses.replace(found, timeout=to_seconds(timeout, what="timeout", allow_none=True))
 
 
-def rwlock(
-    name: str,
-    readers: int = 100,
-    *,
-    timeout: Seconds | Unset | None = UNSET,
-    max_waiting: int | Unset | None = UNSET,
-    lease: Seconds | None = None,
-    on_busy: OnBusy | None = None,
-    key: Callable[..., Any] | None = None,
-    release: str = "on_exit",
-    max_hold: Seconds | None = None,
-    durable: bool | None = None,
-    on_lost: Callable[[Permit], object] | None = None,
-    using: str | None = None,
-    **options: Any,
-) -> RwLock:
+def rwlock(name: Name, readers: int = 100, **options: Unpack[Options]) -> RwLock:
     """Return the lock of readers and writers ``name``.
 
     ``readers``: how many may read at once (1 to 10,000); a writer takes as many rows. The other arguments are those of
     ``semaphore()``; ``slots``, ``take`` and ``fair`` are not for it. Nothing is looked up before the first acquire.
     Raises ``TypeError`` or ``ValueError`` for a bad argument.
     """
-    for option, value in options.items():
-        why = _NOT_FOR_IT.get(option)
-        if why is None:
-            raise TypeError(f"rwlock() got an unexpected keyword argument {option!r}.")
-        raise TypeError(f"{option}={shown(value)} is not for a lock of readers and writers: {why}.")
-    shared = semaphore(
-        name,
-        validate_slots(readers, what="readers"),
-        timeout=timeout,
-        max_waiting=max_waiting,
-        lease=lease,
-        on_busy=on_busy,
-        key=key,
-        release=release,
-        max_hold=max_hold,
-        durable=durable,
-        on_lost=on_lost,
-        using=using,
-    )._as(RWLOCK)
+    for option, why in _NOT_FOR_IT.items():
+        if option in options:
+            raise TypeError(f"{option}={shown({**options}[option])} is not for a lock of readers and writers: {why}.")
+    shared = semaphore(name, validate_slots(readers, what="readers"), **options)._as(RWLOCK)
     return RwLock(shared.name, readers, shared)

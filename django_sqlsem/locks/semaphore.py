@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Hashable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from django_sqlsem.backends.base import Request
 from django_sqlsem.busy import OnBusy, validate_on_busy
@@ -27,7 +27,7 @@ from django_sqlsem.core.names import (
     validate_name,
     validate_slots,
 )
-from django_sqlsem.core.text import shown
+from django_sqlsem.core.text import a_kind, shown
 from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.locks import permit as blocks
 from django_sqlsem.locks.acquire import (
@@ -47,6 +47,9 @@ from django_sqlsem.runtime.keepers import keeper_at
 from django_sqlsem.snapshots import SemaphoreSnapshot
 
 F = TypeVar("F", bound=Callable[..., Any])
+G = TypeVar("G", bound="Callable[..., Generator[Any, Any, Any] | AsyncGenerator[Any, Any]]")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 RELEASE_POLICIES = ("on_exit", "on_commit")
 
@@ -115,7 +118,7 @@ class Semaphore:
         """Take a permit if one is free; else return ``None``."""
         return await self._aacquire(self._keeper(), 0.0)
 
-    def drain(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
+    def exclusive(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
         """Keep newcomers out, wait for the holders to leave, and return the permit of the drained semaphore.
 
         From the moment that it waits, no later caller is let in, not even one that barges. The semaphore stays empty
@@ -124,7 +127,7 @@ class Semaphore:
         """
         return self._whole(None if self._has_whole_mode else self.status().slots).acquire(timeout)
 
-    async def adrain(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
+    async def aexclusive(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
         """Do what ``drain()`` does, from a coroutine."""
         return await self._whole(None if self._has_whole_mode else (await self.astatus()).slots).aacquire(timeout)
 
@@ -347,6 +350,52 @@ class Semaphore:
         keeper.backend.hand_rank_on(keeper.session_here(), self._request(keeper, rank), next_rank)
 
 
+class SharedOptions(TypedDict, total=False):
+    """The options of ``semaphore()`` that every lock made of one takes."""
+
+    timeout: Seconds | Unset | None
+    max_waiting: int | Unset | None
+    lease: Seconds | None
+    key: Callable[..., Any] | None
+    release: Literal["on_exit", "on_commit"]
+    fair: bool
+    max_hold: Seconds | None
+    durable: bool | None
+    on_lost: Callable[[Permit], object] | None
+    using: str | None
+
+
+class Options(SharedOptions, total=False):
+    """Those, and what a decorator does when no slot is free."""
+
+    on_busy: OnBusy | None
+
+
+if TYPE_CHECKING:
+
+    class SkippingSemaphore(Semaphore):
+        """To type checkers, a semaphore with ``on_busy="skip"``: a decorated call may return ``None``."""
+
+        @overload
+        def __call__(self, func: G) -> G: ...
+        @overload
+        def __call__(self, func: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T | None]]: ...
+        @overload
+        def __call__(self, func: Callable[P, T]) -> Callable[P, T | None]: ...
+        def __call__(self, func: Any) -> Any: ...
+
+
+@overload
+def semaphore(
+    name: Name,
+    slots: int | None = None,
+    *,
+    on_busy: Literal["skip"],
+    take: int = 1,
+    **options: Unpack[SharedOptions],
+) -> SkippingSemaphore: ...
+@overload
+def semaphore(name: Name, slots: int | None = None, *, take: int = 1, **options: Unpack[Options]) -> Semaphore: ...
 def semaphore(
     name: Name,
     slots: int | None = None,
@@ -357,7 +406,7 @@ def semaphore(
     lease: Seconds | None = None,
     on_busy: OnBusy | None = None,
     key: Callable[..., Any] | None = None,
-    release: str = "on_exit",
+    release: Literal["on_exit", "on_commit"] = "on_exit",
     fair: bool = True,
     max_hold: Seconds | None = None,
     durable: bool | None = None,
@@ -422,6 +471,10 @@ def _refuse_bad(given: Semaphore) -> None:
         raise TypeError(f"using must be the alias of a database or None, not {shown(given.using)}.")
 
 
+@overload
+def mutex(name: Name, *, on_busy: Literal["skip"], **options: Unpack[SharedOptions]) -> SkippingSemaphore: ...
+@overload
+def mutex(name: Name, **options: Unpack[Options]) -> Semaphore: ...
 def mutex(name: Name, **options: Any) -> Semaphore:
     """Return the mutex ``name``: a semaphore with one slot, and a kind of its own.
 
@@ -434,5 +487,8 @@ def one_slot(kind: str, name: Name, options: dict[str, Any]) -> Semaphore:
     """Return a semaphore with one slot, of its own kind. Raises ``TypeError`` for options that would say otherwise."""
     for option in ("slots", "take"):
         if option in options:
-            raise TypeError(f"A {kind} has one slot: {option}={shown(options[option])} is not for it; use semaphore().")
-    return semaphore(name, 1, **options)._as(kind)
+            raise TypeError(
+                f"{option}={shown(options[option])} is not for {a_kind(kind)}, which has one slot: use semaphore()."
+            )
+    found: Semaphore = semaphore(name, 1, **options)
+    return found._as(kind)

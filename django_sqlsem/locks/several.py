@@ -17,7 +17,7 @@ from django_sqlsem.core.durations import UNSET, Seconds, Unset
 from django_sqlsem.core.text import shown
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.locks.acquire import seconds_to_wait
-from django_sqlsem.locks.tokens import TakenTokens
+from django_sqlsem.locks.counter import Taken
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -35,7 +35,7 @@ class Permits(Sequence[Any]):
     """What ``acquire_all()`` took: one permit for each lock, in the caller's order.
 
     It is a context manager, and an asynchronous one, that gives everything back at its end, what was taken last first.
-    Tokens are used up: of those nothing is given back.
+    Units of a counter are used up: of those nothing is given back.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Permits(Sequence[Any]):
     def check(self) -> None:
         """Raise ``PermitLostError`` if any of the permits is no longer ours. No database access."""
         for permit in self:
-            if not isinstance(permit, TakenTokens):
+            if not isinstance(permit, Taken):
                 permit.check()
 
     @property
@@ -88,7 +88,7 @@ class Permits(Sequence[Any]):
                 stack.push_async_callback(permit.arelease)
 
     def _held(self) -> list[Any]:
-        return [permit for _, permit in self._taken if not isinstance(permit, TakenTokens)]
+        return [permit for _, permit in self._taken if not isinstance(permit, Taken)]
 
     def __enter__(self) -> Permits:
         return self
@@ -115,14 +115,14 @@ class Permits(Sequence[Any]):
         with contextlib.ExitStack() as stack:
             for _, permit in self._taken:
                 stack.enter_context(_failures_logged(permit.name))
-                stack.callback(permit.put_back if isinstance(permit, TakenTokens) else permit.release)
+                stack.callback(permit.put_back if isinstance(permit, Taken) else permit.release)
             self._taken = []
 
     async def _aundo(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
             for _, permit in self._taken:
                 stack.enter_context(_failures_logged(permit.name))
-                stack.push_async_callback(permit.aput_back if isinstance(permit, TakenTokens) else permit.arelease)
+                stack.push_async_callback(permit.aput_back if isinstance(permit, Taken) else permit.arelease)
             self._taken = []
 
 
@@ -156,7 +156,7 @@ class PendingPermits:
 def acquire_all(locks: Iterable[Any], *, timeout: Seconds | Unset | None = UNSET) -> Permits:
     """Take several locks, all or none, and return their permits in the order of ``locks``.
 
-    ``locks``: semaphores, mutexes, tokens, and whatever else has ``acquire``; no name twice. ``timeout``: seconds or
+    ``locks``: semaphores, mutexes, counters, and whatever else has ``acquire``; no name twice. ``timeout``: seconds or
     ``timedelta`` for all of them together, ``None`` for ever, 0 not at all; omitted, ``SQLSEM["TIMEOUT"]``. The
     locks' own timeouts do not count. They are taken in the order of their databases and names. If one cannot be had
     in time, or anything else is raised, those that were taken are given back first.

@@ -86,8 +86,8 @@ def sentence(holder: HolderSnapshot) -> str:
 def summary(snapshot: SemaphoreSnapshot) -> str:
     """Return one line about one semaphore."""
     parts = [f"{snapshot.held} of {count(snapshot.slots, 'slot')} held"]
-    if snapshot.tokens is not None:
-        parts = [count(snapshot.tokens, "token")]
+    if snapshot.units is not None:
+        parts = [count(snapshot.units, "unit")]
     if snapshot.stale:
         parts.append(f"{snapshot.stale} stale")
     parts.append(f"{snapshot.waiting} waiting")
@@ -119,8 +119,8 @@ def idle_rows(snapshots: Iterable[SemaphoreSnapshot]) -> list[tuple[str, ...]]:
     return cleaned(
         (
             each.name,
-            f"0/{each.slots}" if each.tokens is None else "",
-            "paused" if each.paused else "idle" if each.tokens is None else count(each.tokens, "token"),
+            f"0/{each.slots}" if each.units is None else "",
+            "paused" if each.paused else "idle" if each.units is None else count(each.units, "unit"),
             "",
             last_granted(each),
             "",
@@ -137,9 +137,9 @@ def details(snapshot: SemaphoreSnapshot) -> list[str]:
     declared = count(snapshot.declared_slots, "slot")
     lines = [f"A {snapshot.kind}; the code declares {declared}. It was {last_granted(snapshot)}."]
     wanted = "slot"
-    if snapshot.tokens is not None:
-        wanted, began = "token", count(snapshot.declared_slots, "token")
-        lines = [f"A count of tokens, which began with {began}. It was {last_granted(snapshot)}."]
+    if snapshot.units is not None:
+        wanted, began = "unit", count(snapshot.declared_slots, "unit")
+        lines = [f"A counter, which began at {began}. It was {last_granted(snapshot)}."]
     for holder in snapshot.holders:
         lines.append(f"  {sentence(holder)}")
         if holder.recorded:
@@ -153,7 +153,7 @@ def details(snapshot: SemaphoreSnapshot) -> list[str]:
             f" wants {count(waiter.take, wanted) if waiter.take else 'all slots'}"
         )
     if not snapshot.holders and not snapshot.waiters:
-        lines.append("  Nobody holds it and nobody waits." if snapshot.tokens is None else "  Nobody waits.")
+        lines.append("  Nobody holds it and nobody waits." if snapshot.units is None else "  Nobody waits.")
     return lines
 
 
@@ -182,7 +182,7 @@ def only_stale(snapshot: SemaphoreSnapshot) -> SemaphoreSnapshot:
 
 def last_granted(snapshot: SemaphoreSnapshot) -> str:
     """Return how long ago a slot was granted, or a count changed."""
-    if snapshot.tokens is not None:
+    if snapshot.units is not None:
         return f"changed {duration(snapshot.idle or 0.0)} ago"
     return "never granted" if snapshot.idle is None else f"last granted {duration(snapshot.idle)} ago"
 

@@ -201,7 +201,7 @@ class Migration(migrations.Migration):
                 ('operator_slots', models.PositiveIntegerField(null=True, verbose_name="operator's slots")),
                 ('paused', models.BooleanField(default=False, verbose_name='paused')),
                 ('shrinking', models.BooleanField(default=False, verbose_name='shrinking')),
-                ('tokens', models.BigIntegerField(null=True, verbose_name='tokens')),
+                ('units', models.BigIntegerField(null=True, verbose_name='units')),
             ],
             options={
                 'verbose_name': 'semaphore',

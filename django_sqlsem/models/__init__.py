@@ -54,8 +54,8 @@ class SemaphoreRow(models.Model):
     paused_by = ExactCharField(_("paused by"), max_length=150, default="", db_default="", blank=True)
     paused_reason = ExactCharField(_("reason of the pause"), max_length=200, default="", db_default="", blank=True)
     shrinking = models.BooleanField(_("shrinking"), default=False)
-    # Of the kind "tokens" only. What was handed to waiters that have not taken it yet is in their rows.
-    tokens = models.BigIntegerField(_("tokens"), null=True)
+    # Of counters only. What was handed to waiters that have not taken it yet is in their rows.
+    units = models.BigIntegerField(_("units"), null=True)
 
     class Meta:
         db_table = "sqlsem_semaphore"
@@ -149,8 +149,8 @@ class WaiterRow(HolderFields):
     """One process that waits for a semaphore, at the place of its oldest waiting thread or task.
 
     ``ticket`` is the permit id under which it will be granted. A Celery task that will come back is ``away``: it keeps
-    its place under its own id, and is never granted. On a name of tokens, one that is ``away`` has been handed the
-    tokens that it wants, and has not taken them yet. ``take`` is 0 if it wants all slots.
+    its place under its own id, and is never granted. On a counter, one that is ``away`` has been handed the
+    units that it wants, and has not taken them yet. ``take`` is 0 if it wants all slots.
     """
 
     id = models.BigAutoField(primary_key=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
 
 from asgiref.sync import sync_to_async
 
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 __all__ = ["BuildFailedError", "Refresh", "refresh_every"]
 
 Build: TypeAlias = Callable[..., Any]
+T = TypeVar("T")
 #: The shortest period, in seconds.
 SHORTEST: Final = 0.001
 
 
-class Refresh:
+class Refresh(Generic[T]):
     """A value that is rebuilt once a period. Made by ``refresh_every()``; calling it returns the value.
 
     It holds no state, and may be shared by threads, tasks and processes. With an asynchronous build a call returns a
@@ -54,11 +55,11 @@ class Refresh:
                 setattr(self, attribute, found)
         self.__wrapped__ = build
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Return the value; with an asynchronous build, a coroutine that does."""
-        return self.aget(*args, **kwargs) if self.is_async else self.get(*args, **kwargs)
+        return cast("T", self.aget(*args, **kwargs)) if self.is_async else self.get(*args, **kwargs)
 
-    def get(self, *args: Any, **kwargs: Any) -> Any:
+    def get(self, *args: Any, **kwargs: Any) -> T:
         """Return the value: the old one while somebody rebuilds it, else what this call has built.
 
         Without an old one, waits for the build. Raises what the build raises; ``AcquireTimeoutError``, which names
@@ -68,26 +69,26 @@ class Refresh:
         job = self._job(self._name.name(args, kwargs))
         found = job.look()
         if found.fresh:
-            return found.value
+            return cast("T", found.value)
         permit = self._take(job, found)
         if permit is None:
-            return found.value
+            return cast("T", found.value)
         with permit:
             return self._rebuild(job, permit, args, kwargs)
 
-    async def aget(self, *args: Any, **kwargs: Any) -> Any:
+    async def aget(self, *args: Any, **kwargs: Any) -> T:
         """Return what ``get()`` does, without blocking the event loop."""
         job = self._job(await self._name.aname(args, kwargs))
         found = await job.alook()
         if found.fresh:
-            return found.value
+            return cast("T", found.value)
         permit = await self._atake(job, found)
         if permit is None:
-            return found.value
+            return cast("T", found.value)
         async with permit:
             return await self._arebuild(job, permit, args, kwargs)
 
-    def now(self, *args: Any, **kwargs: Any) -> Any:
+    def now(self, *args: Any, **kwargs: Any) -> T:
         """Build the value now, unless somebody else began to after this call, and return it. Waits for its turn."""
         self._refuse_async()
         job = self._job(self._name.name(args, kwargs))
@@ -95,7 +96,7 @@ class Refresh:
         with job.lock.acquire() as permit:
             return self._rebuild(job, permit, args, kwargs, forced=True)
 
-    async def anow(self, *args: Any, **kwargs: Any) -> Any:
+    async def anow(self, *args: Any, **kwargs: Any) -> T:
         """Do as ``now()`` does, from a coroutine."""
         job = self._job(await self._name.aname(args, kwargs))
         await job.here(job.invalidate)
@@ -138,10 +139,10 @@ class Refresh:
                 raise
             return None
 
-    def _rebuild(self, job: Job, permit: Permit, args: Any, kwargs: Any, *, forced: bool = False) -> Any:
+    def _rebuild(self, job: Job, permit: Permit, args: Any, kwargs: Any, *, forced: bool = False) -> T:
         found = job.look(again=True)  # the previous holder of the lock may have built it
         if found.settles(job, forced):
-            return found.value
+            return cast("T", found.value)
         job.refuse_without_token(permit)
         began = boot_now()
         try:
@@ -151,13 +152,13 @@ class Refresh:
                 job.note_failure(permit)
             raise
         if job.store(permit, found, value, boot_now() - began):
-            return value
-        return job.look(again=True).value_or(value)
+            return cast("T", value)
+        return cast("T", job.look(again=True).value_or(value))
 
-    async def _arebuild(self, job: Job, permit: Permit, args: Any, kwargs: Any, *, forced: bool = False) -> Any:
+    async def _arebuild(self, job: Job, permit: Permit, args: Any, kwargs: Any, *, forced: bool = False) -> T:
         found: Found = await job.here(job.look, again=True)
         if found.settles(job, forced):
-            return found.value
+            return cast("T", found.value)
         job.refuse_without_token(permit)
         began = boot_now()
         try:
@@ -170,9 +171,9 @@ class Refresh:
                 await job.here(job.note_failure, permit)
             raise
         if await job.here(job.store, permit, found, value, boot_now() - began):
-            return value
+            return cast("T", value)
         later: Found = await job.here(job.look, again=True)
-        return later.value_or(value)
+        return cast("T", later.value_or(value))
 
     def _refuse_async(self) -> None:
         if self.is_async:
@@ -185,6 +186,49 @@ class Refresh:
         return f"<Refresh of {self._name.template.source!r} every {self.period:g} s>"
 
 
+class RefreshOptions(TypedDict, total=False):
+    """The options of ``refresh_every()``, for type checkers."""
+
+    key: Callable[..., Any] | None
+    cache: str | None
+    field: tuple[Any, str] | None
+    using: str | None
+    timeout: Seconds | Unset | None
+    lease: Seconds | None
+    retry_after: Seconds | None
+
+
+if TYPE_CHECKING:
+
+    class AsyncRefresh(Refresh[T]):
+        """To type checkers, a value with an asynchronous build: a call returns a coroutine."""
+
+        async def __call__(self, *args: Any, **kwargs: Any) -> T: ...  # type: ignore[override]
+
+    class RefreshDecorator(Protocol):
+        """To type checkers, what makes a function such a value."""
+
+        @overload
+        def __call__(self, func: Callable[..., Coroutine[Any, Any, T]]) -> AsyncRefresh[T]: ...
+        @overload
+        def __call__(self, func: Callable[..., T]) -> Refresh[T]: ...
+
+
+@overload
+def refresh_every(
+    name: str,
+    period: Seconds,
+    build: Callable[..., Coroutine[Any, Any, T]],
+    **options: Unpack[RefreshOptions],
+) -> AsyncRefresh[T]: ...
+@overload
+def refresh_every(
+    name: str, period: Seconds, build: Callable[..., T], **options: Unpack[RefreshOptions]
+) -> Refresh[T]: ...
+@overload
+def refresh_every(
+    name: str | Seconds, period: Seconds | None = None, **options: Unpack[RefreshOptions]
+) -> RefreshDecorator: ...
 def refresh_every(
     name: str | Seconds,
     period: Seconds | None = None,
@@ -235,7 +279,7 @@ def refresh_every(
     )._as("refresh")
     rest = None if retry_after is None else to_seconds(retry_after, what="retry_after")
 
-    def decorate(func: Build) -> Refresh:
+    def decorate(func: Build) -> Refresh[Any]:
         if not callable(func):
             raise TypeError(f"build must be a function, not {shown(func)}.")
         call_name = CallName(given or _name_of(func), key, func)

@@ -51,7 +51,7 @@ class State(enum.Enum):
     RETRYING = "retrying"
     #: Its slots are back, or were lost before.
     RELEASED = "released"
-    #: Its tokens were taken for good: nothing is held.
+    #: Its units were taken for good: nothing is held.
     USED = "used"
     #: It ended without a grant.
     OVER = "over"
@@ -541,12 +541,12 @@ class Acquisition:
         self._happens(Transition.RELEASED)
 
     def used(self) -> None:
-        """Its tokens were taken for good."""
+        """Its units were taken for good."""
         if self.grant is not None or not self.abandoned:  # it was abandoned before it was granted anything
             self._happens(Transition.USE)
 
     def put_back(self) -> bool:
-        """Tokens that were taken go back. Return whether this call has to see to that."""
+        """Units that were taken go back. Return whether this call has to see to that."""
         return self._happens(Transition.PUT_BACK)
 
     def abandon(self) -> None:

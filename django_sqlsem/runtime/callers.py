@@ -71,7 +71,7 @@ def enter(alias: str, acquisition: Acquisition) -> None:
             raise AlreadyHeldError(
                 f"You have acquired {acquisition.name!r} already, in this very "
                 f"{'task' if isinstance(caller, asyncio.Task) else 'thread'} (slot {numbers(slots)})."
-                " Give it back first; or take several slots at once by take=; or let monitor() be the lock, which its"
+                " Give it back first; or take several slots at once by take=; or let rlock() be the lock, which its"
                 " holder may enter again."
             )
     found = acquisition.caller = Caller()

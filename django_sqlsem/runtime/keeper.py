@@ -640,7 +640,7 @@ class Keeper:
         self.give_back(acquisition, self.own)
 
     def used(self, acquisition: Acquisition) -> None:
-        """The tokens that it was granted were taken for good: nothing is held from here on."""
+        """The units that it was granted were taken for good: nothing is held from here on."""
         acquisition.used()
         self.acquisitions.pop(id(acquisition), None)
         self.tell("granted", acquisition)

@@ -38,25 +38,25 @@ def keeper_for(backend: BaseSemaphoreBackend) -> Keeper:
     return keeper
 
 
-#: By ``using``, and whether for tokens: the keepers that outside of tests stay those of their database.
+#: By ``using``, and whether for counters: the keepers that outside of tests stay those of their database.
 _lasting: dict[tuple[str | None, bool], Keeper] = {}
 
 
-def keeper_at(using: str | None, *, tokens: bool = False) -> Keeper:
-    """Return this process's keeper of the locks, or of the tokens, of ``using``: see ``backends.database_for()``.
+def keeper_at(using: str | None, *, counter: bool = False) -> Keeper:
+    """Return this process's keeper of the locks, or of the counters, of ``using``: see ``backends.database_for()``.
 
     Raises what Django does if the running test may not use that database.
     """
     testing = testmode.active()
-    if not testing and (found := _lasting.get((using, tokens))) is not None:
+    if not testing and (found := _lasting.get((using, counter))) is not None:
         return found
     alias = database_for(using)
-    backend = get_counting_backend(alias) if tokens else get_backend(alias)
+    backend = get_counting_backend(alias) if counter else get_backend(alias)
     if not backend.process_local:
         testmode.refuse_forbidden(connections[alias])
     keeper = keeper_for(backend)
     if not testing and (using is not None or config().database is not None or not router.routers):
-        _lasting[using, tokens] = keeper
+        _lasting[using, counter] = keeper
     return keeper
 
 

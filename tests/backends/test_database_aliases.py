@@ -25,9 +25,9 @@ from django_sqlsem import (
 )
 from django_sqlsem.claims import claim
 from django_sqlsem.locks import (
+    counter,
     fenced,
     rwlock,
-    tokens,
     transaction_lock,
 )
 from tests.support.databases import OutsideCounter, covered, held_rows, query, raw_connection
@@ -94,8 +94,8 @@ def test_nothing_about_locks_is_read_from_a_replica(split: str) -> None:
         assert operator.get(reverse("admin:sqlsem_semaphorerow_change", args=[key("routed")])).status_code == 200
     with rwlock("readers").read():
         pass
-    tokens("tokens").release(2)
-    tokens("tokens").acquire()
+    counter("counter").release(2)
+    counter("counter").acquire()
     Job.objects.create()
     with claim(Job.objects.all(), Stage.WAITING, Stage.RUNNING, Stage.DONE, "stage") as rows:
         assert len(rows) == 1

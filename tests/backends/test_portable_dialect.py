@@ -20,7 +20,7 @@ from django_sqlsem import (
 )
 from django_sqlsem.database import dialects
 from django_sqlsem.database.dialects import Dialect, dialect_for
-from django_sqlsem.locks import tokens
+from django_sqlsem.locks import counter
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import LossReason
 from tests.support.databases import held_rows, query
@@ -359,7 +359,7 @@ def test_a_slot_revoked_before_it_is_read_back_is_no_grant(plain):
 
 
 def test_tokens(plain):
-    jobs = tokens("jobs", 1, using=plain)
+    jobs = counter("jobs", 1, using=plain)
 
     def wait_or_give(index):
         return jobs.acquire(2, timeout=30) if index else jobs.release(4)

@@ -19,7 +19,7 @@ from django_sqlsem import (
     semaphore,
     testing,
 )
-from django_sqlsem.locks import aacquire_all, acquire_all, tokens
+from django_sqlsem.locks import aacquire_all, acquire_all, counter
 from tests.programs.queue_clients import Queuer
 from tests.programs.several_clients import SLOTS
 from tests.support import databases, tds
@@ -41,8 +41,8 @@ def world(request):
         return
     request.getfixturevalue("committed")
     if tds.is_stand_in(request.param):
-        # There a statement that a session sees for the first time may outlast what tokens are handed over for.
-        warm = tokens("warm", 2, using=request.param)
+        # There a statement that a session sees for the first time may outlast what units are handed over for.
+        warm = counter("warm", 2, using=request.param)
         warm.acquire(timeout=PATIENT)
         asyncio.run(warm.aacquire(timeout=PATIENT))
     yield request.param
@@ -55,7 +55,7 @@ def held(*locks):
 
 
 def test_in_the_callers_order_and_given_back_in_reverse(world, monkeypatch):
-    a, b, c = mutex("a", using=world), semaphore("b", 3, take=2, using=world), tokens("c", 5, take=2, using=world)
+    a, b, c = mutex("a", using=world), semaphore("b", 3, take=2, using=world), counter("c", 5, take=2, using=world)
     for named in ([c, b, a], [a, c, b]):
         with acquire_all(named, timeout=PATIENT) as permits:
             assert [permit.name for permit in permits] == [lock.name for lock in named]
@@ -64,7 +64,7 @@ def test_in_the_callers_order_and_given_back_in_reverse(world, monkeypatch):
             assert held(a, b) == [1, 2]
             permits.check()
         assert held(a, b) == [0, 0]
-    assert c.count() == 1  # they are used up
+    assert c.value() == 1  # they are used up
     permits = acquire_all((a, b))
     with testing.lost(permits[1]), pytest.raises(PermitLostError, match="'b'"):
         permits.check()
@@ -93,7 +93,7 @@ def test_in_the_callers_order_and_given_back_in_reverse(world, monkeypatch):
 
 
 def test_all_or_none(world):
-    a, b, c = mutex("a", using=world), tokens("b", 3, using=world), semaphore("c", 2, using=world)
+    a, b, c = mutex("a", using=world), counter("b", 3, using=world), semaphore("c", 2, using=world)
     wrong = semaphore("b", using=world)
     with testing.held(c, 2):
         with pytest.raises(AcquireTimeoutError, match=r"'c' .* \(2 of 2 held"):
@@ -104,7 +104,7 @@ def test_all_or_none(world):
         async def cancelled():
             task = asyncio.create_task(_enter(aacquire_all([c, b, a], timeout=None)))
             for _ in range(3000):
-                if [(await a.astatus()).held, await b.acount()] == [1, 2]:
+                if [(await a.astatus()).held, await b.avalue()] == [1, 2]:
                     break
                 await asyncio.sleep(0.01)
             else:
@@ -112,14 +112,14 @@ def test_all_or_none(world):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            return [(await a.astatus()).held, await b.acount()]
+            return [(await a.astatus()).held, await b.avalue()]
 
         assert asyncio.run(cancelled()) == [0, 3]
     with pytest.raises(ImproperlyConfigured):
         acquire_all([a, wrong])
     # What was handed to the one that had just been cancelled is given back by its keeper.
     wait_until(lambda: held(a, c) == [0, 0], timeout=30)
-    assert b.count() == 3
+    assert b.value() == 3
     with pytest.raises(ZeroDivisionError), acquire_all([a, c]):
         raise ZeroDivisionError
     assert held(a, c) == [0, 0]
@@ -146,7 +146,7 @@ def test_bad_input(world):
 
 def test_crossing_lists_never_deadlock(database):
     """Two processes, each with threads and tasks, name the same locks in opposite orders."""
-    fuel = tokens("fuel", using=database)
+    fuel = counter("fuel", using=database)
     with contextlib.ExitStack() as stack:
         counters = {name: stack.enter_context(OutsideCounter(database, name)) for name in SLOTS}
         target = "tests.programs.several_clients:collect"
@@ -162,10 +162,10 @@ def test_crossing_lists_never_deadlock(database):
             assert "Traceback" not in child.stderr, child.stderr
         assert [errors for _, errors in told] == [[], []]
         assert sum(done for done, _ in told) == 4 * ROUNDS
-        assert fuel.count() == 0
-        for name, counter in counters.items():
-            assert counter.current == 0
-            assert 1 <= counter.peak <= SLOTS[name]
+        assert fuel.value() == 0
+        for name, inside in counters.items():
+            assert inside.current == 0
+            assert 1 <= inside.peak <= SLOTS[name]
 
 
 def test_what_was_taken_comes_back_when_its_process_is_killed(database):

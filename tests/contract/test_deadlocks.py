@@ -18,7 +18,7 @@ from django_sqlsem import (
 )
 from django_sqlsem.core import identity
 from django_sqlsem.deadlocks import watch
-from django_sqlsem.locks import rwlock, tokens
+from django_sqlsem.locks import counter, rwlock
 from django_sqlsem.models import WaiterRow, WaitRow
 from tests.programs.deadlock_clients import Waiter
 from tests.support.databases import raw_connection
@@ -222,11 +222,11 @@ def test_a_reader_behind_a_writer_that_waits_for_a_reader(database):
         end(reader, other)
 
 
-@pytest.mark.parametrize("kind", ["write", "monitor", "drain"])
+@pytest.mark.parametrize("kind", ["write", "rlock", "drain"])
 def test_other_kinds(database, kind):
     has, wants = {
         "write": (["write", "x"], ["read", "x"]),
-        "monitor": (["monitor", "x"], ["monitor", "x"]),
+        "rlock": (["rlock", "x"], ["rlock", "x"]),
         "drain": (["semaphore", "x", 3], ["drain", "x", 3]),
     }[kind]
     with Waiter(database, has, A) as first, Waiter(database, A, wants, env=BREAK) as second:
@@ -276,7 +276,7 @@ def test_what_was_handed_on_is_not_held_meanwhile_and_tokens_belong_to_nobody(da
 
     with mutex("a", using=database).acquire(20):
         lock = mutex("a", using=database)
-        waits = (("b", lock, True), ("c", tokens("d", using=database), False), ("e", lock, False))
+        waits = (("b", lock, True), ("c", counter("d", using=database), False), ("e", lock, False))
         threads = [threading.Thread(target=take_and_wait, args=each) for each in waits]
         for each in threads:
             each.start()

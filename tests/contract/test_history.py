@@ -418,7 +418,7 @@ def test_all_slots_of_a_permit_are_told(database: str) -> None:
 
 
 def test_tokens_are_granted_and_never_come_back(database: str) -> None:
-    jobs = locks.tokens("jobs", 2, using=database)
+    jobs = locks.counter("jobs", 2, using=database)
     jobs.acquire(timeout=PATIENT)
     assert jobs.try_acquire(5) is None
     lifecycle.stop_all()

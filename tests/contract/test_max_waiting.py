@@ -12,7 +12,7 @@ from django.http import HttpResponse
 from django_sqlsem import AcquireTimeoutError, control, queries, semaphore
 from django_sqlsem.database.dialects import Dialect
 from django_sqlsem.decorators.calls import Call
-from django_sqlsem.locks import monitor, rwlock
+from django_sqlsem.locks import rlock, rwlock
 from tests.programs.queue_clients import Queuer
 from tests.support.threads import run_in_threads, wait_until
 
@@ -103,13 +103,13 @@ def test_with_a_bound_of_nothing_nobody_waits_and_who_finds_a_slot_has_it(databa
     asyncio.run(_take(lock))
 
 
-@pytest.mark.parametrize("kind", ["reader", "writer", "monitor", "several"])
+@pytest.mark.parametrize("kind", ["reader", "writer", "rlock", "several"])
 def test_every_lock_has_the_bound(database, kind):
     options = {"using": database, "timeout": FAR, "max_waiting": 0}
     held, lock = {
         "reader": lambda: (rwlock("b", 2, **options).write(), rwlock("b", 2, **options).read()),
         "writer": lambda: (rwlock("b", 2, **options).read(), rwlock("b", 2, **options).write()),
-        "monitor": lambda: (monitor("b", **options), monitor("b", **options)),
+        "rlock": lambda: (rlock("b", **options), rlock("b", **options)),
         "several": lambda: (semaphore("b", 3, **options), semaphore("b", 3, take=3, **options)),
     }[kind]()
     permit = held.acquire()

@@ -11,7 +11,7 @@ import pytest
 from django_sqlsem import control, queries, semaphore
 from django_sqlsem.backends import get_backend
 from django_sqlsem.database.sessions import OwnSession
-from django_sqlsem.locks import rwlock, tokens
+from django_sqlsem.locks import counter, rwlock
 from django_sqlsem.models import SemaphoreRow
 from tests.support.threads import wait_until
 
@@ -51,11 +51,11 @@ def test_who_paused_and_why_and_until_when_is_told(lock, database):
 
 
 @pytest.mark.rows_only("row grants")
-@pytest.mark.parametrize("kind", ["slots", "several", "writer", "tokens"])
+@pytest.mark.parametrize("kind", ["slots", "several", "writer", "counter"])
 def test_a_pause_ends_by_itself_and_who_waits_is_served(database, kind):
     """Nobody resumes it: the database's clock does."""
-    if kind == "tokens":
-        lock = tokens("ends", 2, using=database, timeout=60)
+    if kind == "counter":
+        lock = counter("ends", 2, using=database, timeout=60)
         acquire, give_back = lock.acquire, lambda got: None
         acquire()
     else:

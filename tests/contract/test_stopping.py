@@ -24,7 +24,7 @@ from django_sqlsem.database import bells
 from django_sqlsem.locks import (
     acquire_all,
     current_permit,
-    monitor,
+    rlock,
     rwlock,
 )
 from django_sqlsem.models import SlotRow
@@ -168,7 +168,7 @@ def test_one_slot_of_several_is_the_whole_holder(database):
 
 
 def test_whoever_has_all_slots_is_asked_as_one(database):
-    with semaphore("emptied", slots=3, using=database).drain() as permit:
+    with semaphore("emptied", slots=3, using=database).exclusive() as permit:
         (found,) = control.request_stop("emptied", by="ann", using=database)
         assert found.stop_by == "ann"
         wait_until(lambda: permit.stop_requested, timeout=SOON)
@@ -199,7 +199,7 @@ def test_a_writer_and_a_reader_that_became_one(database):
 
 
 def test_monitors_mutexes_and_several_at_once(database):
-    with monitor("outer", using=database) as outer, monitor("outer", using=database) as inner:
+    with rlock("outer", using=database) as outer, rlock("outer", using=database) as inner:
         control.request_stop("outer", by="ann", using=database)
         wait_until(lambda: inner.stop_requested, timeout=SOON)
         assert (outer.stop_requested, outer.stop_requested_by) == (True, "ann")
@@ -407,11 +407,19 @@ def test_the_permit_of_a_decorated_call_is_found(database):
         wait_until(lambda: permit.stop_requested, timeout=SOON)
         elsewhere = run_in_threads(1, lambda _: current_permit("decorated", using=database))
         assert elsewhere == [None]
+        assert current_permit() is permit
+        with mutex("inner", using=database) as inner:
+            assert current_permit() is inner
+            assert current_permit("decorated", using=database) is permit
+        assert current_permit() is permit
         return permit
 
     permit = work()
     assert permit.released
     assert current_permit("decorated", using=database) is None
+    assert current_permit() is None
+    with pytest.raises(TypeError, match="no name was given"):
+        current_permit(using=database)
 
     @lock
     async def works():

@@ -19,7 +19,7 @@ from django_sqlsem import (
     semaphore,
 )
 from django_sqlsem.core.names import joined, part_texts, validate_name
-from django_sqlsem.locks import monitor
+from django_sqlsem.locks import rlock
 from django_sqlsem.testing import busy
 from tests.support import applocks
 from tests.support.databases import ROOT
@@ -79,7 +79,7 @@ def test_other_parts_are_written_in_one_way(parts):
 def test_the_examples_of_the_page(source, text):
     parts = eval(source, {"UUID": uuid.UUID, "date": datetime.date})  # noqa: S307 - a page of ours
     assert joined(parts) == text
-    for make in (semaphore, mutex, monitor):
+    for make in (semaphore, mutex, rlock):
         assert make(parts).name == text
 
 
@@ -133,9 +133,9 @@ def test_decorators_fill_in_and_escape_each_part(database):
     def sync(table, user):
         seen.append(queries.holders(using=database)[0].name)
 
-    @monitor(("sync", 7, "{table}"), key=lambda table, user: user.pk, timeout=0, using=database)
+    @rlock(("sync", 7, "{table}"), key=lambda table, user: user.pk, timeout=0, using=database)
     async def async_sync(table, user):
-        seen.extend(name for name in [r"sync:7:a\\:8\:9", "sync:7:a"] if monitor(name, using=database).depth())
+        seen.extend(name for name in [r"sync:7:a\\:8\:9", "sync:7:a"] if rlock(name, using=database).depth())
 
     @mutex("plain:{table}", key=lambda table, user: (table, user.pk), timeout=0, using=database)
     def keyed(table, user):

@@ -13,6 +13,7 @@ from types import ModuleType
 from django_sqlsem.backends.rows import (
     acquire,
     beacons,
+    counters,
     exclusive,
     fences,
     handoff,
@@ -20,14 +21,13 @@ from django_sqlsem.backends.rows import (
     reading,
     renewal,
     statements,
-    tokens,
 )
 from django_sqlsem.database.dialects import Dialect, _dialect
 
 FOLDER = Path(__file__).parent / "rows"
 #: MariaDB gets what MySQL does.
 VENDORS = ("postgresql", "mysql", "sqlite", "oracle")
-MODULES = (statements, acquire, beacons, exclusive, fences, handoff, queue, reading, renewal, tokens)
+MODULES = (statements, acquire, beacons, exclusive, fences, handoff, queue, reading, renewal, counters)
 
 _STATEMENT = re.compile(r"\s*(?:SELECT|INSERT|UPDATE|DELETE|WITH)\b")
 #: What is filled in before a statement is run: such a constant is the pattern of what a function returns.

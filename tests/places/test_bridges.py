@@ -22,7 +22,7 @@ from django_sqlsem import (
     mutex,
     semaphore,
 )
-from django_sqlsem.locks import monitor
+from django_sqlsem.locks import rlock
 from django_sqlsem.locks.permit import current_permit
 from tests.support.databases import held_rows
 from tests.support.threads import wait_until
@@ -164,7 +164,7 @@ def test_whoever_asks_again_is_told_at_once_through_every_bridge(alias: str) -> 
 
 
 def test_a_monitor_is_entered_again_through_every_bridge(alias: str) -> None:
-    lock = monitor("again", timeout=PATIENCE, using=alias)
+    lock = rlock("again", timeout=PATIENCE, using=alias)
 
     async def aenter() -> int:
         async with lock:

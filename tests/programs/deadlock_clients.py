@@ -16,7 +16,7 @@ from django_sqlsem import (
     mutex,
     semaphore,
 )
-from django_sqlsem.locks import monitor, rwlock
+from django_sqlsem.locks import rlock, rwlock
 from tests.support.children import listen, say
 from tests.support.processes import Child
 
@@ -28,7 +28,7 @@ def lock(alias: str, kind: str, name: str, *args: Any) -> Any:
     """Return a lock of any kind."""
     if kind in ("read", "write", "upgradable"):
         return getattr(rwlock(name, using=alias), kind)()
-    makers: dict[str, Any] = {"mutex": mutex, "semaphore": semaphore, "monitor": monitor}
+    makers: dict[str, Any] = {"mutex": mutex, "semaphore": semaphore, "rlock": rlock}
     return makers[kind](name, *args, using=alias)
 
 
@@ -45,7 +45,7 @@ class Worker:
         if kind == "upgrade":
             return permit.upgrade(self.timeout)
         if kind == "drain":
-            return lock(self.alias, "semaphore", *rest).drain(self.timeout)
+            return lock(self.alias, "semaphore", *rest).exclusive(self.timeout)
         return lock(self.alias, kind, *rest).acquire(self.timeout)
 
     def run(self) -> None:

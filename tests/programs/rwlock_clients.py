@@ -73,7 +73,7 @@ class Sharer:
         alone = verb in ("write", "drain")
         try:
             wanted = target(self.alias, self.name, verb, self.options | options)
-            permit = (wanted.drain if verb == "drain" else wanted.acquire)(timeout=timeout)
+            permit = (wanted.exclusive if verb == "drain" else wanted.acquire)(timeout=timeout)
             self.counters.enter(alone)
         except BaseException as error:
             return say(f"{who} {type(error).__name__} {json.dumps(str(error))}")

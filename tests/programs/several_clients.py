@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 from django_sqlsem import AcquireTimeoutError, mutex, semaphore
-from django_sqlsem.locks import aacquire_all, acquire_all, tokens
+from django_sqlsem.locks import aacquire_all, acquire_all, counter
 from tests.programs.contenders import SharedCounter
 from tests.support.children import listen, say
 from tests.support.databases import OutsideCounter
@@ -39,7 +39,7 @@ def locks(alias: str) -> dict[str, Any]:
 def collect(alias: str, rounds: int, backwards: bool) -> None:
     """Take all three, named in crossing orders, in threads and tasks; count who is inside of each."""
     found = locks(alias)
-    fuel = tokens("fuel", using=alias)
+    fuel = counter("fuel", using=alias)
     errors: list[str] = []
     done = [0]
     say("ready")
@@ -96,8 +96,8 @@ def collect(alias: str, rounds: int, backwards: bool) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    for counter in counters.values():
-        counter.close()
+    for each in counters.values():
+        each.close()
     say(f"tally {json.dumps([done[0], errors])}")
 
 

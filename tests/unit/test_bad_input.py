@@ -206,7 +206,7 @@ def test_options(options, error, message):
 @pytest.mark.parametrize(("options", "error", "message"), OPTIONS)
 def test_options_of_a_mutex(options, error, message):
     if {"slots", "take"} & options.keys():
-        message = r"^A mutex has one slot: (slots|take)=.{1,110} is not for it; use semaphore\(\)\.$"
+        message = r"^(slots|take)=.{1,110} is not for a mutex, which has one slot: use semaphore\(\)\.$"
         error = TypeError
     else:
         message = exactly(message)
@@ -312,7 +312,7 @@ def test_templates_are_refused_by_the_call_that_fills_them_in(value, error, mess
 
 
 KEYS_OF_AN_ALIAS = (
-    "BACKEND", "BEACONS", "DEADLOCKS", "DURABLE", "HISTORY", "HISTORY_ACTS", "HISTORY_GRANTS", "HISTORY_MINUTES",
+    "BACKEND", "BEACONS", "DEADLOCKS", "DURABLE", "HISTORY",
     "IDLE", "LEASE", "RECORD", "TIMEOUT",
 )  # fmt: skip
 SETTINGS = cases(
@@ -374,11 +374,16 @@ SETTINGS = cases(
     ("override DEADLOCKS", {"DATABASES": {"default": {"DEADLOCKS": ""}}},
      "SQLSEM['DATABASES']['default']['DEADLOCKS'] must be one of 'report', 'break', 'ignore', not ''."),
     ("BEACONS", {"BEACONS": 1}, "SQLSEM['BEACONS'] must be True or False, not 1."),
-    ("HISTORY", {"HISTORY": 1}, "SQLSEM['HISTORY'] must be True or False, not 1."),
-    ("HISTORY_GRANTS none", {"HISTORY_GRANTS": None}, f"SQLSEM['HISTORY_GRANTS'] {LEASE[6:]}None of type NoneType."),
-    ("HISTORY_ACTS -1", {"HISTORY_ACTS": -1}, "SQLSEM['HISTORY_ACTS'] must be from 0 to 1e+09 seconds, not -1."),
-    ("HISTORY_MINUTES text", {"HISTORY_MINUTES": "7 days"},
-     f"SQLSEM['HISTORY_MINUTES'] {LEASE[6:]}'7 days' of type str."),
+    ("HISTORY", {"HISTORY": 1},
+     "SQLSEM['HISTORY'] must be True or False, or a dict of GRANTS, ACTS, MINUTES in seconds, not 1."),
+    ("HISTORY GRANTS none", {"HISTORY": {"GRANTS": None}},
+     f"SQLSEM['HISTORY']['GRANTS'] {LEASE[6:]}None of type NoneType."),
+    ("HISTORY unknown", {"HISTORY": {"HOURS": 1}},
+     "SQLSEM['HISTORY'] has an unknown key 'HOURS'; allowed are GRANTS, ACTS, MINUTES."),
+    ("HISTORY ACTS -1", {"HISTORY": {"ACTS": -1}},
+     "SQLSEM['HISTORY']['ACTS'] must be from 0 to 1e+09 seconds, not -1."),
+    ("HISTORY MINUTES text", {"HISTORY": {"MINUTES": "7 days"}},
+     f"SQLSEM['HISTORY']['MINUTES'] {LEASE[6:]}'7 days' of type str."),
     ("RECORD", {"RECORD": "yes"}, "SQLSEM['RECORD'] must be True or False, not 'yes'."),
     ("override DURABLE", {"DATABASES": {"default": {"DURABLE": "no"}}},
      "SQLSEM['DATABASES']['default']['DURABLE'] must be True or False, not 'no'."),

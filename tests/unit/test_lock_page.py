@@ -141,7 +141,7 @@ def test_disagreements_are_shown(operator: Client, alias: str) -> None:
     assert "Processes disagree: some declare 3 slots, others 9." in text(operator.get(address()))
 
 
-@pytest.mark.parametrize(("kind", "word"), [("mutex", "mutex"), ("monitor", "monitor"), ("rwlock", "readers")])
+@pytest.mark.parametrize(("kind", "word"), [("mutex", "mutex"), ("rlock", "rlock"), ("rwlock", "readers")])
 def test_each_kind_has_its_word(operator: Client, alias: str, kind: str, word: str) -> None:
     make_semaphore(alias, slots=1, kind=kind)
     hold(alias, slot=1)
@@ -151,11 +151,11 @@ def test_each_kind_has_its_word(operator: Client, alias: str, kind: str, word: s
 
 
 def test_a_count_of_tokens_has_neither_slots_nor_a_timeline(operator: Client, alias: str) -> None:
-    make_semaphore(alias, slots=0, kind="tokens", tokens=5)
+    make_semaphore(alias, slots=0, kind="counter", units=5)
     wait(alias)
     html = operator.get(address()).content.decode()
-    assert re.search(r"<dt>tokens</dt><dd>5", html)
-    assert "1 token" in part(html, "sqlsem-waiters")
+    assert re.search(r"<dt>units</dt><dd>5", html)
+    assert "1 unit" in part(html, "sqlsem-waiters")
     assert part(html, "sqlsem-timeline") == ""
 
 

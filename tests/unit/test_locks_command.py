@@ -501,7 +501,7 @@ def test_run_under_a_mutex(database: str) -> None:
     make_semaphore(database, "only", slots=1, kind="mutex")
     arguments = ("run", "only", "--database", database, "--", "true")
     assert run_locks(*arguments).returncode == 0
-    make_semaphore(database, "inside", slots=1, kind="monitor")
+    make_semaphore(database, "inside", slots=1, kind="rlock")
     assert run_locks("run", "inside", "--database", database, "--", "true").returncode == 0
     make_semaphore(database, "other", slots=1, kind="another kind")
     done = run_locks("run", "other", "--database", database, "--", "true")

@@ -21,7 +21,7 @@ from django_sqlsem import (
     signals,
 )
 from django_sqlsem.exceptions import AcquireTimeoutError
-from django_sqlsem.locks import tokens
+from django_sqlsem.locks import counter
 from django_sqlsem.snapshots import LossReason
 from tests.support.databases import ROOT
 from tests.support.threads import wait_until
@@ -105,14 +105,14 @@ def test_the_fields_of_a_permits_life(database: str, caplog: Any) -> None:
             control.revoke("life", permit.slot, permit.token or 0, by="ann", using=database, kill=True)
             wait_until(lambda: permit.lost)
             wait_until(lambda: fields(caplog, "lost"))
-        tokens("some", 3, using=database).acquire(2)
+        counter("some", 3, using=database).acquire(2)
     (granted,), (lost,), (acted,) = fields(caplog, "granted"), fields(caplog, "lost"), fields(caplog, "acted")
     assert (granted["semaphore"], granted["slots"], granted["waited"]) == ("life", permit.slots, 0)
     assert granted["token"] == permit.token
     assert (lost["semaphore"], lost["reason"], lost["levelname"]) == ("life", LossReason.REVOKED, "ERROR")
     assert lost["held"] > 0
     assert (acted["semaphore"], acted["action"], acted["by"]) == ("life", "revoke", "ann")
-    (taken,) = fields(caplog, "tokens_taken")
+    (taken,) = fields(caplog, "counter_taken")
     assert (taken["semaphore"], taken["count"]) == ("some", 2)
 
 

@@ -12,7 +12,7 @@ import pytest
 from django.http import HttpResponse
 
 from django_sqlsem import AcquireTimeoutError, AlreadyHeldError, mutex, semaphore
-from django_sqlsem.locks import acquire_all, monitor, rwlock, tokens, transaction_lock
+from django_sqlsem.locks import acquire_all, counter, rlock, rwlock, transaction_lock
 from django_sqlsem.testing import busy, held
 from tests.support.databases import ROOT
 
@@ -24,7 +24,7 @@ USES = {
     "try_acquire": lambda lock: lock.try_acquire(),
     "aacquire": lambda lock: asyncio.run(lock.aacquire()),
     "atry_acquire": lambda lock: asyncio.run(lock.atry_acquire()),
-    "drain": lambda lock: lock.drain(),
+    "drain": lambda lock: lock.exclusive(),
     "status": lambda lock: lock.status(),
 }
 
@@ -32,7 +32,7 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("name", ["import:{pk}", "sync:{request.user.pk}", "{pk}", "{größe}"])
 def test_a_field_outside_a_decorator_is_an_error_that_shows_the_f_string(name: str, use: str) -> None:
-    for make in (semaphore, mutex, monitor):
+    for make in (semaphore, mutex, rlock):
         with pytest.raises(ValueError, match="only a decorator fills in") as caught:
             USES[use](make(name))
         assert f"Write an f-string: f{name!r}" in str(caught.value)
@@ -41,7 +41,7 @@ def test_a_field_outside_a_decorator_is_an_error_that_shows_the_f_string(name: s
 def test_a_field_is_an_error_in_other_locks_too() -> None:
     for use in (
         lambda: rwlock("a:{pk}").read().acquire(),
-        lambda: tokens("a:{pk}"),
+        lambda: counter("a:{pk}"),
         lambda: transaction_lock("a:{pk}"),
         lambda: acquire_all([semaphore("a:{pk}")]),
         lambda: held("a:{pk}").__enter__(),
@@ -73,7 +73,7 @@ def test_on_busy_outside_a_decorator_is_a_type_error(on_busy: Any) -> None:
     permit = lock.try_acquire()  # says itself what it does when it is busy
     assert permit is not None
     permit.release()
-    with lock.drain():
+    with lock.exclusive():
         pass
     with held(lock):
         assert lock.status().held == 1
@@ -97,11 +97,11 @@ def test_key_outside_a_decorator_is_a_type_error() -> None:
 
 
 def test_a_nested_acquire_names_the_ways_out() -> None:
-    with semaphore("a", 3), pytest.raises(AlreadyHeldError, match=r"Give it back first; .* take=; .* monitor\(\)"):
+    with semaphore("a", 3), pytest.raises(AlreadyHeldError, match=r"Give it back first; .* take=; .* rlock\(\)"):
         semaphore("a", 3).acquire()
 
 
-@pytest.mark.parametrize("make", [semaphore, mutex, monitor])
+@pytest.mark.parametrize("make", [semaphore, mutex, rlock])
 def test_a_decorator_without_its_name_says_so(make: Any) -> None:
     with pytest.raises(TypeError, match=r'must be given before it decorates a function: @semaphore\("reports"\)'):
 

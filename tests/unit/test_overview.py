@@ -256,9 +256,9 @@ def test_without_a_history(operator: Client, locks_alias: str, settings: Any) ->
 
 def test_all_kinds_have_a_word(operator: Client, locks_alias: str) -> None:
     for kind, word in KIND_WORDS.items():
-        make_semaphore(locks_alias, f"a {kind}", slots=1, kind=kind, tokens=7 if kind == "tokens" else None)
+        make_semaphore(locks_alias, f"a {kind}", slots=1, kind=kind, units=7 if kind == "counter" else None)
         assert str(word) in text(operator.get(reverse(SEMAPHORES), {"kind": kind, "q": f"a {kind}"}))
-    assert "7 tokens" in text(operator.get(reverse(SEMAPHORES), {"kind": "tokens"}))
+    assert "7 units" in text(operator.get(reverse(SEMAPHORES), {"kind": "counter"}))
 
 
 def test_cells(locks_alias: str) -> None:

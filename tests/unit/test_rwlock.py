@@ -173,7 +173,7 @@ def test_decorators_coroutines_and_testing(world):
             await permit.aupgrade(timeout=20)
         assert (await lock.astatus()).holders == ()
         work = semaphore("work", 3, using=world)
-        async with await work.adrain(timeout=20):
+        async with await work.aexclusive(timeout=20):
             assert (await work.astatus()).exclusive
         with testing.held(lock.write()):
             assert await lock.read().atry_acquire() is None
@@ -188,7 +188,7 @@ def test_draining_in_one_process(world):
 
     def act(number):
         if number == 0:
-            with work.drain(timeout=30) as permit:
+            with work.exclusive(timeout=30) as permit:
                 seen.append(permit.slots)
                 assert elsewhere(barging.try_acquire) is None
         else:
@@ -200,7 +200,7 @@ def test_draining_in_one_process(world):
     assert seen == [(1, 2)]
     elsewhere(lambda: barging.acquire().release())
     one = mutex("one", using=world, timeout=0)
-    with one.drain():
+    with one.exclusive():
         assert elsewhere(one.try_acquire) is None
     elsewhere(lambda: one.acquire().release())
 

@@ -30,7 +30,7 @@ CROWDED_FOR: Final = 1.0
 MOST_REMEMBERED: Final = 10_000
 #: The largest number of slots for which the short call is used, as that tries one slot after the other.
 FEW: Final = 16
-MONITOR: Final = "monitor"
+RLOCK: Final = "rlock"
 #: By whether a claim is of the usual kind, and whether rows are kept.
 _CALLS: Final = {
     (True, True): calls.TRY,
@@ -107,7 +107,7 @@ class Claims:
         values = self._values(session, request) | {"timeout": timeout, "fair": fair, "mark": mark}
         record = config(self.alias).record
         usual = timeout == 0 and fair == FAIR and request.mode == SHARED and request.take == 1
-        usual = usual and 0 < (request.slots or 0) <= FEW and request.resource.kind not in (MONITOR, RWLOCK)
+        usual = usual and 0 < (request.slots or 0) <= FEW and request.resource.kind not in (RLOCK, RWLOCK)
         give_up = time.monotonic() + PATIENCE
         while True:
             try:

@@ -11,7 +11,7 @@ from django.db.models import F, Q
 from django.db.utils import Error
 
 from django_sqlsem.backends.applock import reading
-from django_sqlsem.backends.base import TOKENS, check_slots
+from django_sqlsem.backends.base import COUNTER, check_slots
 from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.conf import config
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
@@ -220,8 +220,8 @@ class Operator:
         key, names = key_of(name), lock_names(name)
         with database_errors(self.alias), transaction.atomic(using=self.alias):
             semaphore = SemaphoreRow.objects.using(self.alias).filter(key=key, operator_slots=None, paused=False)
-            # A count would be lost; and a new name would begin with new tokens.
-            semaphore = semaphore.filter(Q(tokens=None) | Q(tokens=0, declared_slots=0))
+            # A count would be lost; and a new name would begin anew.
+            semaphore = semaphore.filter(Q(units=None) | Q(units=0, declared_slots=0))
             slots = SlotRow.objects.using(self.alias).filter(semaphore=key)
             # Counts have no locks: whoever changes one, or queues for it, waits for its row.
             if not semaphore.update(shrinking=F("shrinking")) or self._counted_for(key):
@@ -233,8 +233,8 @@ class Operator:
             return bool(semaphore._raw_delete(self.alias))
 
     def _counted_for(self, key: str) -> bool:
-        """Whether a name is a count of tokens that somebody waits for, or has been handed and not taken."""
-        waiters = WaiterRow.objects.using(self.alias).filter(semaphore=key, semaphore__kind=TOKENS)
+        """Whether a name is a counter that somebody waits for, or has been handed and not taken."""
+        waiters = WaiterRow.objects.using(self.alias).filter(semaphore=key, semaphore__kind=COUNTER)
         return waiters.filter(RowClock.of(self.alias).live() | Q(away=True)).exists()
 
     def _take_all(self, names: LockNames, slots: Collection[int]) -> bool:

@@ -293,7 +293,7 @@ class SlotRequest:
 
         def create(cursor: AnyCursor) -> Grant:
             statements = Statements(cursor, self.parameters)
-            new = statements.insert(NEW_SEMAPHORE, name=request.resource.name, declared=slots, tokens=None)
+            new = statements.insert(NEW_SEMAPHORE, name=request.resource.name, declared=slots, units=None)
             # Locked: while somebody has all slots, no more of them may be open.
             found = statements.row(LOCK)
             there = {row[0] for row in statements.rows(_SLOTS)}

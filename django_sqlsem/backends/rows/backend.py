@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from django_sqlsem.backends.base import (
-    TOKENS,
+    COUNTER,
     Acquired,
     BaseSemaphoreBackend,
     Crowd,
@@ -17,7 +17,7 @@ from django_sqlsem.backends.base import (
     Request,
     Waited,
 )
-from django_sqlsem.backends.rows import acquire, beacons, fences, handoff, operator, queue, reading, renewal, tokens
+from django_sqlsem.backends.rows import acquire, beacons, counters, fences, handoff, operator, queue, reading, renewal
 from django_sqlsem.core.identity import process_id
 from django_sqlsem.core.modes import UPDATE, UPGRADE, WHOLE
 from django_sqlsem.database.dialects import dialect_for
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 class RowsBackend(BaseSemaphoreBackend):
     """The portable backend. The database's row locks keep the invariant; no counter can leak or over-admit.
 
-    What it does is in the modules beside this one. A request for tokens is another's matter than one for slots.
+    What it does is in the modules beside this one. A request for a counter is another's matter than one for slots.
     """
 
     end_dead = staticmethod(beacons.end_dead)
     keeps_ranks = True
-    keeps_tokens = True
+    keeps_counters = True
     modes = frozenset({WHOLE, UPDATE, UPGRADE})
 
     # What needs nothing of the backend's own.
@@ -54,7 +54,7 @@ class RowsBackend(BaseSemaphoreBackend):
     fate = staticmethod(renewal.fate)
     standing = staticmethod(beacons.standing)
     snapshot = staticmethod(reading.read_snapshot)
-    take = staticmethod(tokens.take)
+    take = staticmethod(counters.take)
     fence = staticmethod(fences.fence)
     extend = staticmethod(fences.extend)
     fenced_sql = staticmethod(fences.fenced_sql)
@@ -62,47 +62,47 @@ class RowsBackend(BaseSemaphoreBackend):
     # The holder's side.
 
     def claim(self, session: Session, request: Request) -> Grant | None:
-        if request.resource.kind == TOKENS:
-            return tokens.claim(session, request)
+        if request.resource.kind == COUNTER:
+            return counters.claim(session, request)
         return acquire.SlotRequest(session, request).take()
 
     def enrol(self, session: Session, request: Request, place: Place, *, first: bool) -> Waited:
-        if request.resource.kind == TOKENS:
-            return tokens.enrol(session, request, place)
+        if request.resource.kind == COUNTER:
+            return counters.enrol(session, request, place)
         return acquire.enrol(session, request, place, first=first)
 
     def crowd(self, session: Session, request: Request, here: int) -> Crowd | None:
         return acquire.SlotRequest(session, request).look_at_crowd(here)
 
     def wait(self, session: Session, request: Request, place: Place) -> Waited:
-        if request.resource.kind == TOKENS:
-            return tokens.wait(session, request, place)
+        if request.resource.kind == COUNTER:
+            return counters.wait(session, request, place)
         return queue.wait(session, request, place)
 
     def granted(self, session: Session, request: Request) -> Granted | None:
-        if request.resource.kind == TOKENS:
-            return tokens.granted(session, request)
+        if request.resource.kind == COUNTER:
+            return counters.granted(session, request)
         return queue.granted(session, request)
 
     def leave(self, session: Session, request: Request) -> None:
-        if request.resource.kind == TOKENS:
-            tokens.discard(session, request.resource, request.permit_id)
+        if request.resource.kind == COUNTER:
+            counters.discard(session, request.resource, request.permit_id)
         else:
             queue.leave(session, request)
 
     def release(self, session: Session, held: Acquired, *, wanted: bool = False, hand_on: bool = True) -> Released:
-        if held.resource.kind == TOKENS:  # they were handed over, and nobody took them
-            return Released(tokens.discard(session, held.resource, held.permit_id))
+        if held.resource.kind == COUNTER:  # they were handed over, and nobody took them
+            return Released(counters.discard(session, held.resource, held.permit_id))
         return handoff.release(session, held, wanted=wanted, hand_on=hand_on)
 
     def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
-        if resource.kind == TOKENS:
-            return tokens.discard(session, resource, permit_id)
+        if resource.kind == COUNTER:
+            return counters.discard(session, resource, permit_id)
         return queue.discard(session, resource, permit_id)
 
     def hand_out(self, session: Session, resource: Resource) -> None:
-        if resource.kind == TOKENS:
-            tokens.hand_out(session, resource)
+        if resource.kind == COUNTER:
+            counters.hand_out(session, resource)
         else:
             handoff.hand_out(session, resource.key)
 
@@ -117,7 +117,7 @@ class RowsBackend(BaseSemaphoreBackend):
         hand_on: bool = True,
     ) -> tuple[Granted, ...]:
         here, witness = process_id(), presence.beacon
-        return tokens.add(session, resource, count, initial=initial, witness=witness, here=here, hand_on=hand_on)
+        return counters.add(session, resource, count, initial=initial, witness=witness, here=here, hand_on=hand_on)
 
     def free_dead(self, session: Session, resource: Resource, *, witness: bool) -> None:
         if beacons.free_dead(session, resource, witness=witness):

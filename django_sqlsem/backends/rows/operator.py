@@ -21,9 +21,9 @@ from django.db import Error as DatabaseError
 from django.db import connections, transaction
 from django.db.models import F, Q, QuerySet
 
-from django_sqlsem.backends.base import TOKENS, check_slots
+from django_sqlsem.backends.base import COUNTER, check_slots
 from django_sqlsem.backends.clock import RowClock
-from django_sqlsem.backends.rows import handoff, tokens
+from django_sqlsem.backends.rows import counters, handoff
 from django_sqlsem.backends.rows.fences import unfenced
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.core.modes import WHOLE, WRITER
@@ -163,9 +163,9 @@ def purge_idle(alias: str, name: str) -> bool:
                 _delete(FenceRow.objects.using(alias).filter(pk__in=chunk))
             if slots.exists() or waiters.filter(clock.live()).exists():
                 raise _KeepError
-            counted = semaphores.filter(kind=TOKENS)
-            # What has been handed out and not taken counts; and a new name would begin with new tokens.
-            if counted.exclude(tokens=0, declared_slots=0).exists() or (
+            counted = semaphores.filter(kind=COUNTER)
+            # What has been handed out and not taken counts; and a new name would begin anew.
+            if counted.exclude(units=0, declared_slots=0).exists() or (
                 counted.exists() and waiters.filter(away=True).exists()
             ):
                 raise _KeepError
@@ -240,8 +240,8 @@ def _hand_out(alias: str, key: str) -> None:
 @repeated
 def _serve(alias: str, key: str) -> None:
     connection = connections[alias]
-    counted = SemaphoreRow.objects.using(alias).filter(key=key, kind=TOKENS).first()
+    counted = SemaphoreRow.objects.using(alias).filter(key=key, kind=COUNTER).first()
     if counted is not None:
-        tokens.hand_out(CallerSession(connection), resource_for(counted.name, TOKENS))
+        counters.hand_out(CallerSession(connection), resource_for(counted.name, COUNTER))
     else:
         handoff.hand_out(CallerSession(connection), key, since=server_since(connection))

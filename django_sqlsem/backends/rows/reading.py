@@ -101,7 +101,7 @@ def _read(alias: str, clock: RowClock, wanted: Q, related: Q) -> list[SemaphoreS
         elif waiter.semaphore_id in names:
             waiting[waiter.semaphore_id].append(clock.waiter(names[waiter.semaphore_id], waiter))
     overdue: Counter[str] = Counter()
-    if any(row.tokens is not None for row in semaphores):
+    if any(row.units is not None for row in semaphores):
         handed = waiters.filter(related, ~clock.live(), away=True)
         for key, take in handed.values_list("semaphore_id", "take"):
             overdue[key] += take

@@ -151,10 +151,10 @@ def standing(**other: str) -> str:
 
 # What is missing is created with these: see ``Statements.insert``.
 
-#: ``tokens``: NULL for any other kind of lock.
+#: ``units``: NULL for any other kind of lock.
 NEW_SEMAPHORE: Final = (
-    "sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking, tokens)"
-    " VALUES (%(key)s, %(name)s, %(kind)s, %(declared)s, {now}, %(no)s, %(no)s, %(tokens)s)"
+    "sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking, units)"
+    " VALUES (%(key)s, %(name)s, %(kind)s, %(declared)s, {now}, %(no)s, %(no)s, %(units)s)"
 )
 _BLANK: Final = {str: "''", bool: "%(no)s", int: "0"}
 _OF_SLOT: Final = {"semaphore_key": "%(key)s", "slot": "%(slot)s", "closed": "%(closed)s"}

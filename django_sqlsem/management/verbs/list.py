@@ -107,4 +107,4 @@ def _print_table(
 
 
 def _is_busy(snapshot: SemaphoreSnapshot) -> bool:
-    return bool(snapshot.holders or snapshot.waiters or snapshot.paused or snapshot.tokens)
+    return bool(snapshot.holders or snapshot.waiters or snapshot.paused or snapshot.units)

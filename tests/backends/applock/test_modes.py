@@ -1,4 +1,4 @@
-"""Kinds of locks beside what T-SQL programs take themselves: the article's monitor, its semaphore, and plain modes."""
+"""Kinds of locks beside what T-SQL programs take themselves: the article's rlock, its semaphore, and plain modes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from django_sqlsem import (
     queries,
     semaphore,
 )
-from django_sqlsem.locks import monitor, rwlock
+from django_sqlsem.locks import rlock, rwlock
 from django_sqlsem.models import WaiterRow
 from tests.backends.applock import counting_semaphore
 from tests.backends.applock.plain import ALIAS, LONG, Request, Session, skip_unless_covered, works
@@ -89,7 +89,7 @@ def in_a_thread(work):
 
 
 def test_the_articles_monitor_and_ours_exclude_one_another(window, two):
-    lock = monitor("Code 1", timeout=0, using=ALIAS)
+    lock = rlock("Code 1", timeout=0, using=ALIAS)
     window.do("exec MonitorEnter 'Code 1'")
     with pytest.raises(AcquireTimeoutError):
         lock.acquire()
@@ -123,8 +123,8 @@ def test_who_drains_keeps_out_the_articles_semaphore(one):
     slot = caller.acquire("Code 2", 2)
     shared.acquire().release()
     with pytest.raises(AcquireTimeoutError):
-        shared.drain(timeout=0)
-    thread, found = in_a_thread(lambda: shared.drain(timeout=PATIENT))
+        shared.exclusive(timeout=0)
+    thread, found = in_a_thread(lambda: shared.exclusive(timeout=PATIENT))
     wait_until(lambda: shared.status().waiting == 1, timeout=PATIENT)
     caller.release("Code 2", slot)
     thread.join(PATIENT)

@@ -302,8 +302,8 @@ def test_locks_of_other_kinds(program):
     assert program.caught("EXEC sqlsem.acquire N'nightly', @slots = 2;") == 59302
     assert program.acquire(NAME)[:2] == (0, 1)
     program.give(NAME)
-    SemaphoreRow.objects.using(ALIAS).update(kind="monitor")
-    assert "another kind, monitor" in message(program.acquire, NAME, 1)
+    SemaphoreRow.objects.using(ALIAS).update(kind="rlock")
+    assert "another kind, rlock" in message(program.acquire, NAME, 1)
     assert program.mode(lock_names(NAME).base) == "NoLock"
 
 

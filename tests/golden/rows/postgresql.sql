@@ -63,6 +63,65 @@ SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us
 FROM sqlsem_slot s
 WHERE s.expires_us IS NOT NULL;
 
+-- counters.FIND
+SELECT id, take, away, expires_us - {now}
+FROM sqlsem_waiter
+WHERE ticket = %(permit_id)s;
+
+-- counters.HAND
+UPDATE sqlsem_waiter
+SET away = %(yes)s, expires_us = {now} + %(lasts_us)s
+WHERE id = %(waiter)s AND away = %(no)s;
+
+-- counters.LEAVE
+DELETE
+FROM sqlsem_waiter
+WHERE ticket = %(permit_id)s AND away = %(no)s;
+
+-- counters.LOCK
+SELECT kind, units, CASE WHEN (paused = %(no)s OR paused_until_us <= {now}) THEN 0 ELSE 1 END
+FROM sqlsem_semaphore
+WHERE name_key = %(key)s
+FOR UPDATE;
+
+-- counters.OVERDUE
+SELECT id, take, away
+FROM sqlsem_waiter
+WHERE semaphore_key = %(key)s AND NOT (expires_us > {now}) AND (away = %(yes)s OR expires_us < {now} -
+      %(patience_us)s * 4);
+
+-- counters.SAVE
+UPDATE sqlsem_semaphore
+SET units = %(units)s, declared_us = {now}
+WHERE name_key = %(key)s;
+
+-- counters.STAND
+INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
+      semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
+VALUES (%(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s,
+      %(beacon)s, %(permit_id)s, %(key)s, {now} - %(age_us)s, {now} + %(lasts_us)s, %(take)s, NULL, %(lease_us)s,
+      %(away)s, '', %(waiting)s);
+
+-- counters.STAY_AND_LOOK
+UPDATE sqlsem_waiter
+SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE ticket = %(permit_id)s AND away = %(no)s
+RETURNING (SELECT COUNT(*)
+  FROM sqlsem_waiter w
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
+      'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us = sqlsem_waiter.queued_us AND w.id <
+      sqlsem_waiter.id))), (SELECT CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) THEN m.units ELSE 0
+      END
+  FROM sqlsem_semaphore m
+  WHERE m.name_key = %(key)s), (SELECT MIN(CASE WHEN g.expires_us > {now} THEN g.expires_us - {now} ELSE 0 END)
+  FROM sqlsem_waiter g
+  WHERE g.semaphore_key = %(key)s AND g.away = %(yes)s), set_config('synchronous_commit', 'off', true);
+
+-- counters.TAKE
+DELETE
+FROM sqlsem_waiter
+WHERE ticket = %(permit_id)s AND away = %(yes)s;
+
 -- exclusive.FREE update
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
@@ -379,8 +438,8 @@ FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
 -- new semaphore
-INSERT INTO sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking, tokens)
-VALUES (%(key)s, %(name)s, %(kind)s, %(declared)s, {now}, %(no)s, %(no)s, %(tokens)s) ON CONFLICT DO NOTHING;
+INSERT INTO sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking, units)
+VALUES (%(key)s, %(name)s, %(kind)s, %(declared)s, {now}, %(no)s, %(no)s, %(units)s) ON CONFLICT DO NOTHING;
 
 -- new slot
 INSERT INTO sqlsem_slot (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, semaphore_key,
@@ -490,7 +549,7 @@ ORDER BY slot;
 
 -- reading.SEMAPHORE
 SELECT name_key, name, kind, declared_slots, declared_us, other_slots, other_us, operator_slots, paused, paused_us,
-      paused_until_us, paused_by, paused_reason, shrinking, tokens
+      paused_until_us, paused_by, paused_reason, shrinking, units
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
@@ -732,62 +791,3 @@ FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expi
       {now} AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END AS ran_out
   FROM sqlsem_slot s
   WHERE s.expires_us IS NOT NULL) d;
-
--- tokens.FIND
-SELECT id, take, away, expires_us - {now}
-FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s;
-
--- tokens.HAND
-UPDATE sqlsem_waiter
-SET away = %(yes)s, expires_us = {now} + %(lasts_us)s
-WHERE id = %(waiter)s AND away = %(no)s;
-
--- tokens.LEAVE
-DELETE
-FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s AND away = %(no)s;
-
--- tokens.LOCK
-SELECT kind, tokens, CASE WHEN (paused = %(no)s OR paused_until_us <= {now}) THEN 0 ELSE 1 END
-FROM sqlsem_semaphore
-WHERE name_key = %(key)s
-FOR UPDATE;
-
--- tokens.OVERDUE
-SELECT id, take, away
-FROM sqlsem_waiter
-WHERE semaphore_key = %(key)s AND NOT (expires_us > {now}) AND (away = %(yes)s OR expires_us < {now} -
-      %(patience_us)s * 4);
-
--- tokens.SAVE
-UPDATE sqlsem_semaphore
-SET tokens = %(tokens)s, declared_us = {now}
-WHERE name_key = %(key)s;
-
--- tokens.STAND
-INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
-      semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
-VALUES (%(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s,
-      %(beacon)s, %(permit_id)s, %(key)s, {now} - %(age_us)s, {now} + %(lasts_us)s, %(take)s, NULL, %(lease_us)s,
-      %(away)s, '', %(waiting)s);
-
--- tokens.STAY_AND_LOOK
-UPDATE sqlsem_waiter
-SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE ticket = %(permit_id)s AND away = %(no)s
-RETURNING (SELECT COUNT(*)
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
-      'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us = sqlsem_waiter.queued_us AND w.id <
-      sqlsem_waiter.id))), (SELECT CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) THEN m.tokens ELSE 0
-      END
-  FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s), (SELECT MIN(CASE WHEN g.expires_us > {now} THEN g.expires_us - {now} ELSE 0 END)
-  FROM sqlsem_waiter g
-  WHERE g.semaphore_key = %(key)s AND g.away = %(yes)s), set_config('synchronous_commit', 'off', true);
-
--- tokens.TAKE
-DELETE
-FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s AND away = %(yes)s;

@@ -42,7 +42,7 @@ AS
 SET NOCOUNT ON;
 DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)),
     @fence nvarchar(60) = CONCAT(N'sqlsem:f:', LEFT(@key, 20)), @resource nvarchar(255) = N'',
-    @mode varchar(32) = CASE WHEN @lock_mode = N'whole' OR @kind = N'monitor' THEN 'Exclusive'
+    @mode varchar(32) = CASE WHEN @lock_mode = N'whole' OR @kind = N'rlock' THEN 'Exclusive'
         WHEN @lock_mode = N'update' THEN 'Update' WHEN @kind = N'rwlock' THEN 'Shared' ELSE 'IntentExclusive' END,
     -- The very slot that is taken; NULL: any.
     @place int = CASE WHEN @lock_mode = N'' THEN NULL WHEN @kind = N'rwlock' THEN 0 ELSE 1 END,

@@ -1,4 +1,4 @@
-"""Tokens: added by anybody, taken for good, never lost and never taken twice."""
+"""Units: added by anybody, taken for good, never lost and never taken twice."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from django.test import RequestFactory
 from django_sqlsem import (
     AcquireTimeoutError,
     control,
+    locks,
     mutex,
     queries,
     semaphore,
@@ -25,9 +26,9 @@ from django_sqlsem import (
 )
 from django_sqlsem.admin import SemaphoreAdmin
 from django_sqlsem.backends import get_counting_backend
-from django_sqlsem.locks import TakenTokens, tokens
+from django_sqlsem.locks import Taken, counter
 from django_sqlsem.models import SemaphoreRow, WaiterRow
-from tests.programs.token_clients import TokenUser
+from tests.programs.counter_clients import CounterUser
 from tests.support import databases
 from tests.support.databases import kill_sessions
 from tests.support.processes import Child
@@ -56,21 +57,21 @@ def world(request):
 
 @contextlib.contextmanager
 def users(database, count, **options):
-    """Some processes that use the tokens ``jobs``."""
+    """Some processes that use the units ``jobs``."""
     with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(TokenUser(database, "jobs", **options)) for _ in range(count)]
+        found = [stack.enter_context(CounterUser(database, "jobs", **options)) for _ in range(count)]
         yield [user.ready() for user in found]
 
 
 def waiters(database):
-    """The rows of those who wait, in order; not of those that have been handed their tokens."""
+    """The rows of those who wait, in order; not of those that have been handed their units."""
     return list(
         WaiterRow.objects.using(database).filter(semaphore__name="jobs", away=False).order_by("queued_us", "pk")
     )
 
 
 def handed(database):
-    """How many have been handed tokens that they have not taken yet."""
+    """How many have been handed units that they have not taken yet."""
     return WaiterRow.objects.using(database).filter(semaphore__name="jobs", away=True).count()
 
 
@@ -83,23 +84,23 @@ def wait_for_waiters(database, count, threads=None):
 
 
 def test_what_one_process_sees(world):
-    jobs = tokens("jobs", 2, using=world)
-    assert jobs.status().tokens == 2  # before it was ever used
+    jobs = counter("jobs", 2, using=world)
+    assert jobs.status().units == 2  # before it was ever used
     assert jobs.try_acquire(3) is None
-    assert jobs.acquire(2, timeout=0) == TakenTokens(jobs, 2, 0.0)  # it did not wait
-    assert jobs.count() == 0
+    assert jobs.acquire(2, timeout=0) == Taken(jobs, 2, 0.0)  # it did not wait
+    assert jobs.value() == 0
     assert jobs.try_acquire() is None
-    with pytest.raises(AcquireTimeoutError, match=r"^No 2 tokens of 'jobs' at once \(there are 0, 0 waiting\)\.$"):
+    with pytest.raises(AcquireTimeoutError, match=r"^No 2 units of 'jobs' at once \(there are 0, 0 waiting\)\.$"):
         jobs.acquire(2, timeout=0)
-    with pytest.raises(AcquireTimeoutError, match=r"^No token of 'jobs' within 0.05 s"):
+    with pytest.raises(AcquireTimeoutError, match=r"^No unit of 'jobs' within 0.05 s"):
         jobs.acquire(timeout=0.05)
     jobs.release(3)  # by whoever likes, also the very one that will wait
     jobs.release()
     taken = jobs.acquire(3)
     assert (taken.name, taken.count) == ("jobs", 3)
     taken.put_back()
-    assert jobs.count() == 4
-    assert tokens("jobs", 99, using=world).count() == 4  # it began before
+    assert jobs.value() == 4
+    assert counter("jobs", 99, using=world).value() == 4  # it began before
 
     async def main():
         with pytest.raises(SynchronousOnlyOperation, match="aacquire"):
@@ -112,7 +113,7 @@ def test_what_one_process_sees(world):
         await asyncio.sleep(0)
         await jobs.arelease(3)
         assert [(await each).count for each in waiting] == [2, 1]
-        return await jobs.acount()
+        return await jobs.avalue()
 
     assert asyncio.run(main()) == 0
     with testing.busy("jobs"):
@@ -124,35 +125,35 @@ def test_what_one_process_sees(world):
         return jobs.acquire(2, timeout=PATIENT) if index else jobs.release(5)
 
     assert sum(taken.count for taken in run_in_threads(3, wait_or_give) if taken) == 4
-    assert jobs.count() == 1
+    assert jobs.value() == 1
 
 
 def test_bad_input():
     for wrong in (0, -1, 10**9 + 1):
         with pytest.raises(ValueError, match="n must be from 1 to 1000000000, not"):
-            tokens("jobs").release(wrong)
+            counter("jobs").release(wrong)
         with pytest.raises(ValueError, match="take must be from 1 to"):
-            tokens("jobs", take=wrong)
+            counter("jobs", take=wrong)
     for wrong in (True, 1.0, "1"):
         with pytest.raises(TypeError, match="n must be an int from 1 to 1000000000, not"):
-            tokens("jobs").acquire(wrong)
+            counter("jobs").acquire(wrong)
     with pytest.raises(ValueError, match="initial must be from 0"):
-        tokens("jobs", -1)
+        counter("jobs", -1)
     with pytest.raises(ValueError, match="timeout must be"):
-        tokens("jobs", timeout=-1)
+        counter("jobs", timeout=-1)
     with pytest.raises(TypeError, match="using must be the alias"):
-        tokens("jobs", using=1)
-    with pytest.raises(TypeError, match="nothing is given back at the end of a block"), tokens("jobs"):
+        counter("jobs", using=1)
+    with pytest.raises(TypeError, match="nothing is given back at the end of a block"), counter("jobs"):
         pass
 
 
 def test_kinds_are_kept_apart(world):
-    tokens("counted", 1, using=world).acquire()
+    counter("counted", 1, using=world).acquire()
     for lock in (semaphore("counted", 2, using=world), mutex("counted", using=world)):
-        with pytest.raises(ImproperlyConfigured, match="'counted' is a tokens already"):
+        with pytest.raises(ImproperlyConfigured, match="'counted' is a counter already"):
             lock.acquire(timeout=0)
     semaphore("slotted", 2, using=world).acquire().release()
-    for use in (tokens("slotted", using=world).release, tokens("slotted", using=world).acquire):
+    for use in (counter("slotted", using=world).release, counter("slotted", using=world).acquire):
         with pytest.raises(ImproperlyConfigured, match="'slotted' is a semaphore already"):
             use()
 
@@ -160,9 +161,9 @@ def test_kinds_are_kept_apart(world):
 def test_producers_and_consumers_in_many_processes(database, counter):
     """Each token is taken once, whatever gives up or is cancelled on the way."""
     total = 80
-    jobs = tokens("jobs", using=database)
+    jobs = locks.counter("jobs", using=database)
     with contextlib.ExitStack() as stack:
-        module = "tests.programs.token_clients"
+        module = "tests.programs.counter_clients"
         makers = [stack.enter_context(Child(f"{module}:produce", database, "jobs", total // 2)) for _ in range(2)]
         takers = [stack.enter_context(Child(f"{module}:consume", database, "jobs")) for _ in range(2)]
         for child in (*makers, *takers):
@@ -182,7 +183,7 @@ def test_producers_and_consumers_in_many_processes(database, counter):
     assert sum(gave_up for _, gave_up, _ in told) > 0
     assert sum(taken for taken, _, _ in told) == counter.entered
     wait_until(lambda: handed(database) == 0, timeout=PATIENT)
-    assert counter.entered + jobs.count() == total
+    assert counter.entered + jobs.value() == total
 
 
 def test_one_release_of_ten_wakes_ten_in_two_processes(database):
@@ -194,17 +195,17 @@ def test_one_release_of_ten_wakes_ten_in_two_processes(database):
         wait_for_waiters(database, 2, threads=None)
         giver.gives(10)
         assert [user.took(f"w{index}") for user in (one, other) for index in range(5)] == [1] * 10
-        assert tokens("jobs", using=database).status().waiting == 0
+        assert counter("jobs", using=database).status().waiting == 0
         # One that sits in the very process that releases is woken as well.
         giver.asks()
         wait_for_waiters(database, 1)
         giver.gives()
         assert giver.took() == 1
-    assert tokens("jobs", using=database).count() == 0
+    assert counter("jobs", using=database).value() == 0
 
 
 def test_who_wants_most_is_not_overtaken(database):
-    jobs = tokens("jobs", using=database)
+    jobs = counter("jobs", using=database)
     with users(database, 3, patient=True) as (big, small, late):
         big.asks(n=5)
         wait_for_waiters(database, 1)
@@ -214,23 +215,23 @@ def test_who_wants_most_is_not_overtaken(database):
         wait_for_waiters(database, 3)
         for given in range(1, 5):
             late.gives()
-            # There are tokens, and they gather for the head: nobody else gets one, whether it waits or tries.
+            # There are units, and they gather for the head: nobody else gets one, whether it waits or tries.
             assert late.tries() is None
             assert jobs.try_acquire() is None
             status = jobs.status()
-            assert (status.tokens, [waiter.take for waiter in status.waiters]) == (given, [5, 1, 2])
+            assert (status.units, [waiter.take for waiter in status.waiters]) == (given, [5, 1, 2])
         late.gives()
         assert big.took() == 5
         jobs.release(2)
         assert small.took() == 1
-        assert jobs.count() == 1
+        assert jobs.value() == 1
         jobs.release()
         assert late.took("pair") == 2
-    assert jobs.count() == 0
+    assert jobs.value() == 0
 
 
 def test_who_is_killed_while_it_waits_loses_nothing(database):
-    jobs = tokens("jobs", using=database)
+    jobs = counter("jobs", using=database)
     with users(database, 3) as (first, second, third):
         for user in (first, second, third):
             user.asks(n=2)
@@ -238,19 +239,19 @@ def test_who_is_killed_while_it_waits_loses_nothing(database):
         first.kill()
         jobs.release(2)
         assert second.took() == 2
-        # One that has been handed its tokens, and is killed before it can take them.
+        # One that has been handed its units, and is killed before it can take them.
         third.stop()
         jobs.release(2)
         assert handed(database) == 1
         third.kill()
         second.asks("b", n=2)
         assert second.took("b") == 2
-    assert jobs.count() == 0
+    assert jobs.value() == 0
     assert handed(database) == 0
 
 
 def test_who_comes_too_late_for_its_tokens_waits_on(database):
-    jobs = tokens("jobs", using=database)
+    jobs = counter("jobs", using=database)
     with users(database, 2) as (slow, other):
         slow.asks()
         wait_for_waiters(database, 1)
@@ -261,55 +262,55 @@ def test_who_comes_too_late_for_its_tokens_waits_on(database):
         assert other.took() == 1  # once the grant had lapsed
         slow.cont()
         wait_for_waiters(database, 1)
-        assert jobs.count() == 0
+        assert jobs.value() == 0
         jobs.release()
         assert slow.took() == 1
-    assert jobs.count() == 0
+    assert jobs.value() == 0
 
 
 def test_what_lapsed_counts_though_nobody_has_looked(database):
-    jobs = tokens("jobs", using=database)
+    jobs = counter("jobs", using=database)
     with users(database, 1) as (gone,):
         gone.asks(n=3)
         wait_for_waiters(database, 1)
         gone.stop()
         jobs.release(4)
         assert handed(database) == 1  # whoever asks sees one token, and all of them once the grant has lapsed
-        assert jobs.status().tokens in (1, 4)
+        assert jobs.status().units in (1, 4)
         gone.kill()
-        wait_until(lambda: jobs.count() == 4, timeout=PATIENT)
-        assert queries.semaphore("jobs", using=database).tokens == 4
+        wait_until(lambda: jobs.value() == 4, timeout=PATIENT)
+        assert queries.semaphore("jobs", using=database).units == 4
         assert handed(database) == 1
         assert jobs.acquire(4, timeout=0).count == 4
-    assert (jobs.count(), handed(database)) == (0, 0)
+    assert (jobs.value(), handed(database)) == (0, 0)
 
 
 def test_who_gives_up_frees_the_way(database):
-    jobs = tokens("jobs", 1, using=database)
-    assert jobs.count() == 1
+    jobs = counter("jobs", 1, using=database)
+    assert jobs.value() == 1
     jobs.release()
     with users(database, 2) as (many, one):
         many.asks(n=9, timeout=6)
         wait_for_waiters(database, 1)
         one.asks()
-        assert "No 9 tokens of 'jobs' within 6 s (there are" in many.word("a", "busy", PATIENT)
+        assert "No 9 units of 'jobs' within 6 s (there are" in many.word("a", "busy", PATIENT)
         assert one.took() == 1
-    assert jobs.count() == 1
+    assert jobs.value() == 1
 
 
 def test_a_rollback_does_not_take_tokens_back(database):
     """But on SQLite, where there is one writer, the caller's transaction is the one in which they are added."""
-    jobs = tokens("jobs", using=database)
+    jobs = counter("jobs", using=database)
     jobs.release()
     with contextlib.suppress(ZeroDivisionError), transaction.atomic(using=database):
         jobs.release(2)
         assert jobs.acquire(timeout=0).count == 1
         raise ZeroDivisionError
     if connections[database].vendor == "sqlite":
-        assert jobs.count() == 1
+        assert jobs.value() == 1
     else:
-        assert jobs.count() == 2
-    before = jobs.count()
+        assert jobs.value() == 2
+    before = jobs.value()
     with users(database, 1) as (waiter,):
         waiter.asks(n=before + 3)
         wait_for_waiters(database, 1)
@@ -317,13 +318,13 @@ def test_a_rollback_does_not_take_tokens_back(database):
             transaction.on_commit(lambda: jobs.release(1), using=database)
             jobs.release(2)
         assert waiter.took() == before + 3
-    assert jobs.count() == 0
+    assert jobs.value() == 0
 
 
 def test_connections_that_died_unnoticed(database):
     if connections[database].vendor == "sqlite":
         pytest.skip("SQLite has no sessions")
-    jobs = tokens("jobs", 1, using=database)
+    jobs = counter("jobs", 1, using=database)
     for _ in range(3):
         assert jobs.acquire(timeout=PATIENT).count == 1
         kill_sessions(database)
@@ -331,13 +332,13 @@ def test_connections_that_died_unnoticed(database):
         jobs.release()
         kill_sessions(database)
         connections[database].close()
-    assert jobs.count() == 1
+    assert jobs.value() == 1
 
 
 def test_waiting_costs_next_to_nothing(database):
     tasks = 100
-    jobs = tokens("jobs", using=database)
-    with Child("tests.programs.token_clients:crowd", database, "jobs", tasks) as child:
+    jobs = counter("jobs", using=database)
+    with Child("tests.programs.counter_clients:crowd", database, "jobs", tasks) as child:
         child.expect("ready", timeout=60)
         wait_until(lambda: [row.waiting for row in waiters(database)] == [tasks], timeout=PATIENT)
 
@@ -359,21 +360,21 @@ def test_waiting_costs_next_to_nothing(database):
         assert sorted(json.loads(child.expect("took", timeout=60))) == list(range(tasks))
         child.send("end")
         child.finish()
-    assert jobs.count() == 0
+    assert jobs.value() == 0
 
 
 def test_what_operators_see_and_do(database, capsys, settings):
-    jobs = tokens("jobs", using=database)
+    jobs = counter("jobs", using=database)
     jobs.release(5)
     call_command("locks", "list", database=database)
-    assert "jobs: 5 tokens, 0 waiting\n" in capsys.readouterr().out
+    assert "jobs: 5 units, 0 waiting\n" in capsys.readouterr().out
     row = SemaphoreRow.objects.using(database).get(name="jobs")
     settings.SQLSEM = {"DATABASE": database}
     pages = SemaphoreAdmin(SemaphoreRow, admin.site)
     [shown] = pages.known(RequestFactory().get("/"), [row])
     shown.deadlocked = False  # told by the list, which looks for all its rows at once
-    assert pages.cells(shown).startswith("5 tokens")
-    with pytest.raises(ValueError, match="'jobs' is a count of tokens: it has no slots"):
+    assert pages.cells(shown).startswith("5 units")
+    with pytest.raises(ValueError, match="'jobs' is a counter: it has no slots"):
         control.set_slots("jobs", 3, by="test", using=database)
 
     def purged():
@@ -388,28 +389,28 @@ def test_what_operators_see_and_do(database, capsys, settings):
         wait_for_waiters(database, 1)
         call_command("locks", "show", "jobs", database=database)
         shown = capsys.readouterr().out
-        assert "jobs: 5 tokens, 1 waiting" in shown
-        assert "wants 7 tokens" in shown
+        assert "jobs: 5 units, 1 waiting" in shown
+        assert "wants 7 units" in shown
         assert control.pause("jobs", by="test", using=database)
         jobs.release(2)
         assert jobs.try_acquire() is None
-        assert jobs.count() == 7
+        assert jobs.value() == 7
         assert jobs.status().free == 0
         assert control.resume("jobs", by="test", using=database)
         assert waiter.took() == 7
     assert purged() == (True, ("jobs",))
     assert not SemaphoreRow.objects.using(database).filter(name="jobs").exists()
-    began = tokens("jobs", 1, using=database)
+    began = counter("jobs", 1, using=database)
     began.acquire(timeout=0)
-    assert purged() == (False, ())  # a new name would begin with another token
+    assert purged() == (False, ())  # a new name would begin with another unit
     assert began.try_acquire() is None
 
 
 def test_a_thread_that_is_struck_loses_no_tokens(world, monkeypatch):
-    """Whatever strikes between the grant and the caller, the tokens go back."""
-    locks_tokens = sys.modules["django_sqlsem.locks.tokens"]  # the package has a function of this name
+    """Whatever strikes between the grant and the caller, the units go back."""
+    locks_tokens = sys.modules["django_sqlsem.locks.counter"]  # the package has a function of this name
 
-    jobs = tokens("jobs", 1, using=world)
+    jobs = counter("jobs", 1, using=world)
     real = locks_tokens._take_here
 
     def struck_before(hold):
@@ -426,4 +427,4 @@ def test_a_thread_that_is_struck_loses_no_tokens(world, monkeypatch):
         monkeypatch.setattr(locks_tokens, "_take_here", real)
         assert jobs.acquire(timeout=PATIENT).count == 1
         jobs.release()
-    assert jobs.count() == 1
+    assert jobs.value() == 1

@@ -96,25 +96,25 @@ def test_whoever_drains_and_dies_is_no_longer_in_the_way(database):
 
 def test_a_drain_that_gives_up_leaves_nothing(database):
     shared = semaphore(NAME, 2, using=database, timeout=0)
-    assert shared.drain(timeout=0).release() is None
+    assert shared.exclusive(timeout=0).release() is None
     with shared as permit:
         with pytest.raises(AlreadyHeldError):
-            shared.drain()
+            shared.exclusive()
 
         def drain(_):
             with pytest.raises(AcquireTimeoutError, match=r"could not be drained within 0\.3 s"):
-                shared.drain(timeout=0.3)
+                shared.exclusive(timeout=0.3)
 
         run_in_threads(1, drain)
         wait_until(lambda: not WaiterRow.objects.using(database).exists(), timeout=30)
         run_in_threads(1, lambda _: shared.acquire().release())
         permit.check()
-    with shared.drain() as permit:
+    with shared.exclusive() as permit:
         assert permit.slots == (1, 2)
         assert run_in_threads(1, lambda _: shared.try_acquire()) == [None]
     control.pause(NAME, by="test", using=database)
     with pytest.raises(AcquireTimeoutError, match="paused"):
-        shared.drain(timeout=0)
+        shared.exclusive(timeout=0)
     control.resume(NAME, by="test", using=database)
-    shared.drain(timeout=0).release()
+    shared.exclusive(timeout=0).release()
     assert run_in_threads(2, lambda _: shared.acquire(timeout=30).release()) == [None, None]

@@ -1,7 +1,7 @@
-"""Counts of tokens: the kind of lock whose name's row has a number in place of slots.
+"""Counters: the kind of lock whose name's row has a number in place of slots.
 
 Whatever changes the count keeps the name's row locked until it commits, so that a release and a new waiter never miss
-one another. Tokens are handed to a waiter by moving them out of the count into the waiter's row, which is ``away`` from
+one another. Units are handed to a waiter by moving them out of the count into the waiter's row, which is ``away`` from
 then on. Whoever deletes that row has them: the waiter, which takes them for good; or, if it gave up or has not come for
 them in time, the next one that looks at the name, which puts them back into the count.
 """
@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from django_sqlsem.backends.base import LAPSE_US, TOKENS, Grant, Granted, Place, Queue, Waited
+from django_sqlsem.backends.base import COUNTER, LAPSE_US, Grant, Granted, Place, Queue, Waited
 from django_sqlsem.backends.rows import statements
 from django_sqlsem.backends.rows.beacons import is_dead
 from django_sqlsem.backends.rows.handoff import HERE, LEFT, Served, notify, waiters, woken
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_TOUCH: Final = "UPDATE sqlsem_semaphore SET tokens = tokens WHERE name_key = %(key)s"
+_TOUCH: Final = "UPDATE sqlsem_semaphore SET units = units WHERE name_key = %(key)s"
 _LOCK: Final = (
-    "SELECT kind, tokens, CASE WHEN {unpaused} THEN 0 ELSE 1 END FROM sqlsem_semaphore{lock_hint}"
+    "SELECT kind, units, CASE WHEN {unpaused} THEN 0 ELSE 1 END FROM sqlsem_semaphore{lock_hint}"
     " WHERE name_key = %(key)s{lock}"
 )
-_SAVE: Final = "UPDATE sqlsem_semaphore SET tokens = %(tokens)s, declared_us = {now} WHERE name_key = %(key)s"
-#: Rows of those that have not come for their tokens, or were waiting and are dead since long.
+_SAVE: Final = "UPDATE sqlsem_semaphore SET units = %(units)s, declared_us = {now} WHERE name_key = %(key)s"
+#: Rows of those that have not come for their units, or were waiting and are dead since long.
 _OVERDUE: Final = (
     "SELECT id, take, away FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND NOT ({live})"
     " AND (away = %(yes)s OR expires_us < {now} - %(patience_us)s * 4{rebooted})"
@@ -56,9 +56,9 @@ _HAND: Final = (
 _FIND: Final = "SELECT id, take, away, expires_us - {now} FROM sqlsem_waiter WHERE ticket = %(permit_id)s"
 _LEAVE: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(permit_id)s AND away = %(no)s"
 _TAKE: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(permit_id)s AND away = %(yes)s"
-#: What a waiter looks at: how many are ahead, the count, and when tokens that were handed out come back.
+#: What a waiter looks at: how many are ahead, the count, and when units that were handed out come back.
 _SEEN: Final = (
-    f"{AHEAD}, (SELECT CASE WHEN {{m.unpaused}} THEN m.tokens ELSE 0 END FROM sqlsem_semaphore m"
+    f"{AHEAD}, (SELECT CASE WHEN {{m.unpaused}} THEN m.units ELSE 0 END FROM sqlsem_semaphore m"
     " WHERE m.name_key = %(key)s), (SELECT MIN(CASE WHEN {g.live} THEN g.expires_us - {now} ELSE 0 END)"
     " FROM sqlsem_waiter g WHERE g.semaphore_key = %(key)s AND g.away = %(yes)s)"
 )
@@ -69,7 +69,7 @@ _STAY_AND_LOOK: Final = f"{STAYING} {_MINE} RETURNING {_SEEN}{{unflushed}}"
 
 
 def granted_as(ticket: str, row_id: int, take: int, left_us: int) -> Granted:
-    """Return tokens in a waiter's row as a grant: their number stands for the slot, and there is no fencing token."""
+    """Return units in a waiter's row as a grant: their number stands for the slot, and there is no fencing token."""
     return Granted(ticket, Grant((take,), (0,), (row_id,)), left_us / 1e6)
 
 
@@ -81,10 +81,10 @@ class Ledger:
         self.on = Statements(cursor, usual | parameters)
         #: The process whose waiters are not told by the database.
         self.here = here
-        self.tokens = 0
+        self.units = 0
         self.paused = False
         self.changed = False
-        #: Those that got tokens.
+        #: Those that got units.
         self.served: list[Served] = []
 
     def lock(self) -> str | None:
@@ -94,33 +94,33 @@ class Ledger:
         found = self.on.row(_LOCK)
         if found is None:
             return None
-        kind, tokens, paused = found
-        if kind == TOKENS:
-            self.tokens, self.paused = int(tokens), bool(paused)
+        kind, units, paused = found
+        if kind == COUNTER:
+            self.units, self.paused = int(units), bool(paused)
             for waiter, take, away in self.on.rows(_OVERDUE):
-                # It may be taken at this very moment, without this lock: who deletes the row has the tokens.
+                # It may be taken at this very moment, without this lock: who deletes the row has the units.
                 if self.on.change(LEFT, waiter=waiter) > 0 and away:
                     self.add(int(take))
         return str(kind)
 
     def add(self, count: int) -> None:
         """Change the count."""
-        self.tokens += count
+        self.units += count
         self.changed = True
 
     def save(self) -> None:
         """Write the count, if it has changed."""
         if self.changed:
-            self.on.change(_SAVE, tokens=self.tokens)
+            self.on.change(_SAVE, units=self.units)
 
     def serve(self) -> list[str]:
-        """Hand tokens to the oldest waiters, as far as they go: none is passed over. Return who waits on, in order."""
+        """Hand units to the oldest waiters, as far as they go: none is passed over. Return who waits on, in order."""
         left = waiters(self.on)
         while left and not self.paused:
             head = left[0]
             if head["beacon"] and is_dead(self.on.cursor, head["process_id"]):
                 self.on.change(LEFT, waiter=head["id"])
-            elif head["take"] > self.tokens:
+            elif head["take"] > self.units:
                 break
             elif self.on.change(_HAND, waiter=head["id"]) > 0:  # else it has given up at this very moment
                 self.add(-head["take"])
@@ -137,7 +137,7 @@ class Ledger:
         Return the grant, or how many are ahead.
         """
         ticket, take = self.on.parameters["permit_id"], self.on.parameters["take"]
-        if not self.paused and take <= self.tokens and not waiters(self.on):
+        if not self.paused and take <= self.units and not waiters(self.on):
             self.on.change(_STAND, away=True)
             self.add(-take)
             return granted_as(ticket, 0, take, LAPSE_US), 0
@@ -174,7 +174,7 @@ def transact(
 ) -> tuple[T | None, tuple[Granted, ...]]:
     """Run ``work`` with the name's row locked, and wake who was served.
 
-    ``initial``: create a new name with so many tokens; ``None``: then there is nothing to do. ``here``: the process
+    ``initial``: create a new name with so many units; ``None``: then there is nothing to do. ``here``: the process
     whose waiters are not woken but returned. Raises ``BackendError``, and ``ImproperlyConfigured`` for another kind.
     """
     named = {"key": resource.key} | parameters
@@ -188,7 +188,7 @@ def transact(
         complete = False
         ledger = Ledger(cursor, named, here)
         kind = ledger.lock()
-        if kind != TOKENS:
+        if kind != COUNTER:
             return None
         result = work(ledger)
         ledger.save()
@@ -196,7 +196,7 @@ def transact(
         return True
 
     def create(cursor: AnyCursor) -> bool:
-        more = {"name": resource.name, "kind": TOKENS, "declared": initial, "tokens": initial}
+        more = {"name": resource.name, "kind": COUNTER, "declared": initial, "units": initial}
         Statements(cursor, named).insert(NEW_SEMAPHORE, **more)
         return True
 
@@ -212,13 +212,13 @@ def transact(
             if initial is None:
                 return None, ()
             session.transaction(create)
-    if kind != TOKENS:
-        raise wrong_kind(resource.name, kind, TOKENS)
+    if kind != COUNTER:
+        raise wrong_kind(resource.name, kind, COUNTER)
     return result, woken(served)
 
 
 def claim(session: Session, request: Request) -> Grant | None:
-    """Have tokens handed out if they are there and nobody comes first."""
+    """Have units handed out if they are there and nobody comes first."""
     mine, _, _ = _stand(session, request, request_parameters(request, Place(boot_now(), 1)), stay=False)
     return mine.grant if mine else None
 
@@ -282,7 +282,7 @@ def take(session: Session, permit_id: str) -> bool:
 
 
 def discard(session: Session, resource: Resource, permit_id: str) -> bool:
-    """Give up a claim: its place in the queue, or the tokens that it was handed. Return whether it had any."""
+    """Give up a claim: its place in the queue, or the units that it was handed. Return whether it had any."""
     if row_of(session, _FIND, {"permit_id": permit_id}) is None:
         return False
     return bool(transact(session, resource, {"permit_id": permit_id}, Ledger.put_back)[0])
@@ -296,7 +296,7 @@ def hand_out(session: Session, resource: Resource, *, here: str = "") -> tuple[G
 def add(
     session: Session, resource: Resource, count: int, *, initial: int, witness: bool, here: str, hand_on: bool
 ) -> tuple[Granted, ...]:
-    """Add tokens, and hand them on. Returns who in the process ``here`` got some."""
+    """Add units, and hand them on. Returns who in the process ``here`` got some."""
 
     def work(ledger: Ledger) -> None:
         ledger.add(count)

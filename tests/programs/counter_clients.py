@@ -1,4 +1,4 @@
-"""Processes that add and take tokens as they are told, or as fast as it goes."""
+"""Processes that add and take units as they are told, or as fast as it goes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from django_sqlsem import AcquireTimeoutError, semaphore
 from django_sqlsem.backends import get_counting_backend
 from django_sqlsem.backends.rows import statements
 from django_sqlsem.database import cursors
-from django_sqlsem.locks import tokens
+from django_sqlsem.locks import counter
 from django_sqlsem.runtime import queue
 from django_sqlsem.runtime.keepers import keeper_for
 from tests.programs.contenders import SharedCounter
@@ -32,12 +32,12 @@ def obey(alias: str, name: str, unhurried: bool, patient: bool) -> None:
     if unhurried or patient:  # nobody takes it for dead on a busy machine
         # Four times that is a number of 32 bits.
         statements.PATIENCE_US = 500_000_000  # type: ignore[misc]
-    shared = tokens(name, using=alias)
+    shared = counter(name, using=alias)
     keeper: Any = keeper_for(get_counting_backend(alias))
     lock = semaphore(f"warm-{os.getpid()}", using=alias)
     with lock:  # a process that has been running for a while: it can be reached
         pass
-    tokens(f"warm-tokens-{os.getpid()}", 1, using=alias).acquire()
+    counter(f"warm-counter-{os.getpid()}", 1, using=alias).acquire()
     wait_until(lambda: keeper.own.is_open)
 
     def acquire(who: str, n: int, timeout: float | None) -> None:
@@ -64,15 +64,15 @@ def obey(alias: str, name: str, unhurried: bool, patient: bool) -> None:
             return
 
 
-class TokenUser(Queuer):
+class CounterUser(Queuer):
     """The parent's side of ``obey``. Who asks is known by a word."""
 
     def __init__(self, alias: str, name: str, *, unhurried: bool = False, patient: bool = False) -> None:
-        Child.__init__(self, "tests.programs.token_clients:obey", alias, name, unhurried, patient)
+        Child.__init__(self, "tests.programs.counter_clients:obey", alias, name, unhurried, patient)
         self._said = collections.defaultdict(collections.deque)
         self.alias = alias
 
-    def ready(self, *first: str) -> TokenUser:
+    def ready(self, *first: str) -> CounterUser:
         """Wait until it listens."""
         self.word("parent", "ready", timeout=60)
         return self
@@ -82,11 +82,11 @@ class TokenUser(Queuer):
         self.tell("acquire", who, n, timeout)
 
     def took(self, who: str = "a", timeout: float = 30.0) -> int:
-        """Wait until it has got its tokens; return how many."""
+        """Wait until it has got its units; return how many."""
         return int(self.word(who, "took", timeout)[0])
 
     def gives(self, n: int = 1) -> None:
-        """Have it add tokens."""
+        """Have it add units."""
         self.tell("release", n)
         self.word("parent", "answer", timeout=30)
 
@@ -98,8 +98,8 @@ class TokenUser(Queuer):
 
 
 def produce(alias: str, name: str, total: int) -> None:
-    """Add so many tokens, a few at a time, from threads and tasks."""
-    jobs = tokens(name, using=alias)
+    """Add so many units, a few at a time, from threads and tasks."""
+    jobs = counter(name, using=alias)
     say("ready")
     listen()
     halves = [total // 2, total - total // 2]
@@ -127,17 +127,17 @@ def produce(alias: str, name: str, total: int) -> None:
 
 def consume(alias: str, name: str) -> None:
     """Take one to three at a time in threads and tasks, with short timeouts and cancellations, until told to stop."""
-    jobs = tokens(name, using=alias)
+    jobs = counter(name, using=alias)
     stop = threading.Event()
     lock = threading.Lock()
     taken, gave_up, errors = [0], [0], []
     say("ready")
     listen()
-    with SharedCounter(alias) as counter:
+    with SharedCounter(alias) as inside:
 
         def got(count: int) -> None:
             for _ in range(count):
-                counter.enter()
+                inside.enter()
             with lock:
                 taken[0] += count
 
@@ -188,7 +188,7 @@ def crowd(alias: str, name: str, tasks: int) -> None:
     for kind in (cursors.Cursor, *cursors.Cursor.__subclasses__()):
         if "execute" in vars(kind):
             _note(kind, statements)
-    jobs = tokens(name, timeout=None, using=alias)
+    jobs = counter(name, timeout=None, using=alias)
     took: list[int] = []
 
     async def main() -> None:

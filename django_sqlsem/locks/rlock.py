@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from django_sqlsem.backends import database_for
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
@@ -20,28 +20,28 @@ from django_sqlsem.exceptions import AlreadyHeldError, BackendError, NotEnteredE
 from django_sqlsem.locks import permit as blocks
 from django_sqlsem.locks.acquire import Bound
 from django_sqlsem.locks.permit import Permit
-from django_sqlsem.locks.semaphore import Semaphore, one_slot
+from django_sqlsem.locks.semaphore import Options, Semaphore, one_slot
 from django_sqlsem.runtime import callers
 from django_sqlsem.runtime.acquisition import Acquisition, Client, State
 from django_sqlsem.runtime.keeper import Keeper
 
 logger = logging.getLogger("django_sqlsem")
 
-#: By which permits this flow of control is inside of monitors: those of a task, and of what it calls in threads.
-_flow: contextvars.ContextVar[tuple[weakref.ref[MonitorPermit], ...]] = contextvars.ContextVar(
+#: The permits by which this flow of control is inside: those of a task, and of what it calls in threads.
+_flow: contextvars.ContextVar[tuple[weakref.ref[RLockPermit], ...]] = contextvars.ContextVar(
     "sqlsem_inside", default=()
 )
 
 
 class Stay:
-    """One grant of a monitor, and all the permits by which its thread or task is inside. It lives in the permits."""
+    """One grant of an rlock, and all the permits by which its thread or task is inside. It lives in the permits."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._inside: dict[int, weakref.ref[MonitorPermit]] = {}
+        self._inside: dict[int, weakref.ref[RLockPermit]] = {}
 
-    def inside(self) -> list[MonitorPermit]:
+    def inside(self) -> list[RLockPermit]:
         """Return the permits that have not been given back, the outermost first."""
         return [permit for ref in list(self._inside.values()) if (permit := ref()) is not None]
 
@@ -49,7 +49,7 @@ class Stay:
         """Return the permit by which everyone else is inside, or ``None`` if all have left."""
         return next(iter(self.inside()), None)
 
-    def admit(self, permit: MonitorPermit) -> None:
+    def admit(self, permit: RLockPermit) -> None:
         """Count one in."""
         number = next(self._numbers)
         permit._number, permit._depth = number, len(self._inside) + 1
@@ -57,7 +57,7 @@ class Stay:
         before = [ref for ref in _flow.get() if (other := ref()) is not None and not other.released]
         _flow.set((*before, self._inside[number]))
 
-    def leave(self, permit: MonitorPermit) -> bool:
+    def leave(self, permit: RLockPermit) -> bool:
         """Count one out. Return whether it was the last one."""
         with self.lock:
             self._inside.pop(permit._number, None)
@@ -71,7 +71,7 @@ class Stay:
         if all(permit._detached for permit in self.inside()):
             callers.leave(acquisition)
 
-    def enter(self, monitor: Monitor, acquisition: Acquisition, caller: object) -> MonitorPermit | None:
+    def enter(self, lock: RLock, acquisition: Acquisition, caller: object) -> RLockPermit | None:
         """Enter once more; ``None`` if all have left meanwhile."""
         with self.lock:
             inside = self.inside()
@@ -79,17 +79,17 @@ class Stay:
                 return None
             if (loss := acquisition.current_loss()) is not None:
                 raise PermitLostError(
-                    f"The permit of {monitor.name!r} was lost: {loss}. Leave it before entering again.", loss=loss
+                    f"The permit of {lock.name!r} was lost: {loss}. Leave it before entering again.", loss=loss
                 )
             mine = {id(ref()) for ref in _flow.get()}
             if isinstance(caller, asyncio.Task) and not all(id(permit) in mine for permit in inside):
                 raise AlreadyHeldError(
-                    f"{monitor.name!r} was entered by something else that works for this task side by side with this."
+                    f"{lock.name!r} was entered by something else that works for this task side by side with this."
                 )
-            permit = MonitorPermit(monitor, acquisition, self)
+            permit = RLockPermit(lock, acquisition, self)
             try:
-                if monitor.on_lost is not None and monitor.on_lost not in acquisition.losing.callbacks:
-                    permit.on_lost(monitor.on_lost)
+                if lock.on_lost is not None and lock.on_lost not in acquisition.losing.callbacks:
+                    permit.on_lost(lock.on_lost)
                 self.admit(permit)
                 return permit
             except BaseException:
@@ -97,7 +97,7 @@ class Stay:
                 raise
 
     def forget(self, acquisition: Acquisition) -> None:
-        """A permit was garbage-collected: give the monitor back if it was the last one."""
+        """A permit was garbage-collected: give the lock back if it was the last one."""
         for number, ref in list(self._inside.items()):
             if ref() is None:
                 self._inside.pop(number, None)
@@ -109,19 +109,19 @@ class Stay:
             logger.error("An inner permit of %r was forgotten; use a with block.", name, extra=extra)
 
 
-class MonitorPermit(Permit):
-    """One entry into a monitor. All entries of one stay share a slot and a token; the last to leave gives it back."""
+class RLockPermit(Permit):
+    """One entry into a lock. All entries of one stay share a slot and a token; the last to leave gives it back."""
 
-    semaphore: Monitor
+    semaphore: RLock
 
-    def __init__(self, monitor: Monitor, acquisition: Acquisition, stay: Stay) -> None:
+    def __init__(self, lock: RLock, acquisition: Acquisition, stay: Stay) -> None:
         # Without Permit's, which would make this one the hold's only permit.
         self._number = 0
         self._depth = 0
         self._left = False
         self._detached = False
         self._stay = stay
-        self.semaphore = monitor
+        self.semaphore = lock
         self._acquisition = acquisition
 
     @property
@@ -136,11 +136,11 @@ class MonitorPermit(Permit):
 
     @property
     def released(self) -> bool:
-        """Whether this entry was left, or the monitor given back."""
+        """Whether this entry was left, or the lock given back."""
         return self._left or self._acquisition.given_back
 
     def release(self) -> None:
-        """Leave. The last to leave gives the monitor back: see ``Permit.release``. Idempotent.
+        """Leave. The last to leave gives the lock back: see ``Permit.release``. Idempotent.
 
         Raises ``NotEnteredError`` in another thread or task than entered, as long as that one lives.
         """
@@ -163,11 +163,11 @@ class MonitorPermit(Permit):
         self._detached = True
         self._stay.untie(self._acquisition)
 
-    def __enter__(self) -> MonitorPermit:
+    def __enter__(self) -> RLockPermit:
         self._refuse_strangers()
         return self
 
-    async def __aenter__(self) -> MonitorPermit:
+    async def __aenter__(self) -> RLockPermit:
         self._refuse_strangers()
         return self
 
@@ -211,27 +211,27 @@ class MonitorPermit(Permit):
 
 
 @dataclass(frozen=True)
-class Monitor(Semaphore):
-    """A named re-entrant lock. Make it with ``monitor()``.
+class RLock(Semaphore):
+    """A named re-entrant lock. Make it with ``rlock()``.
 
     The async task or thread that is inside may enter again at once; each entry has a permit of its own,
-    and the last to be given back frees the monitor. The object itself holds no state.
+    and the last to be given back frees the lock. The object itself holds no state.
     """
 
-    kind: str = "monitor"
+    kind: str = "rlock"
 
     _left_by_its_own: ClassVar[bool] = True
 
     if TYPE_CHECKING:
 
-        def acquire(self, timeout: Seconds | Unset | None = UNSET) -> MonitorPermit: ...
-        def try_acquire(self) -> MonitorPermit | None: ...
-        async def aacquire(self, timeout: Seconds | Unset | None = UNSET) -> MonitorPermit: ...
-        async def atry_acquire(self) -> MonitorPermit | None: ...
-        def __enter__(self) -> MonitorPermit: ...
-        async def __aenter__(self) -> MonitorPermit: ...
+        def acquire(self, timeout: Seconds | Unset | None = UNSET) -> RLockPermit: ...
+        def try_acquire(self) -> RLockPermit | None: ...
+        async def aacquire(self, timeout: Seconds | Unset | None = UNSET) -> RLockPermit: ...
+        async def atry_acquire(self) -> RLockPermit | None: ...
+        def __enter__(self) -> RLockPermit: ...
+        async def __aenter__(self) -> RLockPermit: ...
 
-    def enter(self, timeout: Seconds | Unset | None = UNSET) -> MonitorPermit:
+    def enter(self, timeout: Seconds | Unset | None = UNSET) -> RLockPermit:
         """Enter, as ``acquire()`` does, until ``exit()``: for code that no ``with`` block fits."""
         return self._waiting(timeout).__enter__()
 
@@ -243,7 +243,7 @@ class Monitor(Semaphore):
         blocks.innermost(self, own=True)
         self.__exit__(None, None, None)
 
-    async def aenter(self, timeout: Seconds | Unset | None = UNSET) -> MonitorPermit:
+    async def aenter(self, timeout: Seconds | Unset | None = UNSET) -> RLockPermit:
         """Enter from a coroutine, until ``aexit()``."""
         return await self._waiting(timeout).__aenter__()
 
@@ -252,7 +252,7 @@ class Monitor(Semaphore):
         blocks.innermost(self, own=True)
         await self.__aexit__(None, None, None)
 
-    def _waiting(self, timeout: Seconds | Unset | None) -> Monitor:
+    def _waiting(self, timeout: Seconds | Unset | None) -> RLock:
         if isinstance(timeout, Unset):
             return self
         return dataclasses.replace(self, timeout=to_seconds(timeout, what="timeout", allow_none=True))
@@ -265,7 +265,7 @@ class Monitor(Semaphore):
     @property
     def _blocks(self) -> Hashable:
         """Any object of this name may leave what another one entered."""
-        return "monitor", database_for(self.using), self.name
+        return "rlock", database_for(self.using), self.name
 
     def _acquire(
         self,
@@ -283,23 +283,23 @@ class Monitor(Semaphore):
     ) -> Permit | None:
         return self._enter_again() or await super()._aacquire(keeper, timeout, rank, bound)
 
-    def _enter_again(self) -> MonitorPermit | None:
+    def _enter_again(self) -> RLockPermit | None:
         caller = callers.current_caller()
         outermost = None if self.key is not None else self._inside(caller)
         return None if outermost is None else outermost._stay.enter(self, outermost._acquisition, caller)
 
-    def _inside(self, caller: object) -> MonitorPermit | None:
+    def _inside(self, caller: object) -> RLockPermit | None:
         """Return the permit by which ``caller`` is inside, the outermost one; a lost one too."""
         key = key_of(self.name)
         for acquisition in callers.taken_by(caller, database_for(self.using), key):
             permit = acquisition.permit()
-            if isinstance(permit, MonitorPermit) and acquisition.has_slots and not acquisition.foreign:
+            if isinstance(permit, RLockPermit) and acquisition.has_slots and not acquisition.foreign:
                 return permit
         return None
 
     def _permit(self, acquisition: Acquisition) -> Permit:
         stay = Stay()
-        permit = MonitorPermit(self, acquisition, stay)
+        permit = RLockPermit(self, acquisition, stay)
         stay.admit(permit)
         acquisition.permit = stay.outermost
         if self.on_lost is not None:
@@ -307,12 +307,17 @@ class Monitor(Semaphore):
         return permit
 
 
-def monitor(name: Name, **options: Any) -> Monitor:
-    """Return the monitor ``name``: one slot, which its holder may enter again and again.
+def rlock(name: Name, **options: Unpack[Options]) -> RLock:
+    """Return the re-entrant lock ``name``: one slot, which its holder may enter again and again.
 
     Takes the options of ``semaphore()`` but ``slots`` and ``take``. Those of the outermost entry count for all;
     ``release`` and ``on_lost`` count for each.
     """
-    lock = one_slot("monitor", name, options)
+    lock = one_slot("rlock", name, {**options})
     values: dict[str, Any] = {field.name: getattr(lock, field.name) for field in dataclasses.fields(lock)}
-    return Monitor(**values)
+    return RLock(**values)
+
+
+#: The word of C# and of the T-SQL procedures ``MonitorEnter`` and ``MonitorExit`` for a re-entrant lock.
+Monitor = RLock
+monitor = rlock

@@ -1,7 +1,7 @@
-"""``tokens()``: a counting semaphore without a maximum. Anybody adds tokens; who acquires them has used them up.
+"""``counter()``: a counting semaphore without a maximum. Anybody adds units; who acquires them has used them up.
 
-Workers produce and consume: one process releases a token for each piece of work that is ready, others acquire them.
-A grant is not kept: its tokens are taken for good at once, on the keeper's side, where no exception interrupts.
+Workers produce and consume: one process releases a unit for each piece of work that is ready, others acquire them.
+A grant is not kept: its units are taken for good at once, on the keeper's side, where no exception interrupts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from django_sqlsem.backends.base import LAPSE_US, TOKENS, Request
+from django_sqlsem.backends.base import COUNTER, LAPSE_US, Request
 from django_sqlsem.core import identity
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
@@ -34,7 +34,7 @@ logger = logging.getLogger("django_sqlsem")
 #: A login that takes longer is not waited for before the claim, in seconds.
 LONGEST_LOGIN: Final = 20.0
 #: The most that one call adds or takes.
-MAX_TOKENS: Final = 1_000_000_000
+MOST_AT_ONCE: Final = 1_000_000_000
 LAPSE: Final = LAPSE_US / 1e6  #: A grant that is not taken by then goes back into the count, in seconds.
 
 
@@ -42,37 +42,37 @@ def validate_count(count: object, *, what: str, minimum: int = 1) -> int:
     """Return ``count`` if it is an ``int`` from ``minimum`` to a billion. Raises ``TypeError`` or ``ValueError``."""
     if isinstance(count, bool) or not isinstance(count, int):
         kind = type(count).__name__
-        raise TypeError(f"{what} must be an int from {minimum} to {MAX_TOKENS}, not {shown(count)} of type {kind}.")
-    if not minimum <= count <= MAX_TOKENS:
-        raise ValueError(f"{what} must be from {minimum} to {MAX_TOKENS}, not {shown(count)}.")
+        raise TypeError(f"{what} must be an int from {minimum} to {MOST_AT_ONCE}, not {shown(count)} of type {kind}.")
+    if not minimum <= count <= MOST_AT_ONCE:
+        raise ValueError(f"{what} must be from {minimum} to {MOST_AT_ONCE}, not {shown(count)}.")
     return int(count)
 
 
 @dataclass(frozen=True)
-class TakenTokens:
-    """Tokens that were taken: how many, and for how many seconds that waited. They are used up, unless put back."""
+class Taken:
+    """Units that were taken: how many, and for how many seconds that waited. They are used up, unless put back."""
 
-    tokens: Tokens
+    counter: Counter
     count: int
     waited: float
 
     @property
     def name(self) -> str:
         """The name that they were taken from."""
-        return self.tokens.name
+        return self.counter.name
 
     def put_back(self) -> None:
-        """Add as many tokens again, as after work that failed. Every call does."""
-        self.tokens.release(self.count)
+        """Add as many units again, as after work that failed. Every call does."""
+        self.counter.release(self.count)
 
     async def aput_back(self) -> None:
-        """Add as many tokens again, from a coroutine."""
-        await self.tokens.arelease(self.count)
+        """Add as many units again, from a coroutine."""
+        await self.counter.arelease(self.count)
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """A named count of tokens. Make it with ``tokens()``.
+class Counter:
+    """A named count of units that anybody may add to. Make it with ``counter()``.
 
     It holds no state and touches nothing before its first use: one object at module level may be used by any number
     of threads and tasks at once.
@@ -86,7 +86,7 @@ class Tokens:
     using: str | None = None
 
     def release(self, n: int = 1) -> None:
-        """Add ``n`` tokens, and wake the waiters that they suffice for. Any program may, also one that acquires none.
+        """Add ``n`` units, and wake the waiters that they suffice for. Any program may, also one that acquires none.
 
         They are there at once, whatever becomes of the caller's transaction; on SQLite inside ``atomic()``, with its
         commit. Raises ``BackendError``.
@@ -104,53 +104,53 @@ class Tokens:
         keeper.post(lambda: None)  # its thread closes the connection that was opened for this, once it is idle
 
     async def arelease(self, n: int = 1) -> None:
-        """Add ``n`` tokens from a coroutine; see ``release()``."""
+        """Add ``n`` units from a coroutine; see ``release()``."""
         count = validate_count(n, what="n")
         keeper = self._keeper()
         await keeper.call(lambda: self._add(keeper, keeper.own, count))
 
-    def acquire(self, n: int | None = None, *, timeout: Seconds | Unset | None = UNSET) -> TakenTokens:
-        """Take ``n`` tokens for good, all or none, waiting up to ``timeout`` seconds (``None``: for ever).
+    def acquire(self, n: int | None = None, *, timeout: Seconds | Unset | None = UNSET) -> Taken:
+        """Take ``n`` units for good, all or none, waiting up to ``timeout`` seconds (``None``: for ever).
 
-        An omitted ``n`` is the ``take`` that the tokens were made with, an omitted timeout is theirs too, else
+        An omitted ``n`` is the counter's ``take``, an omitted timeout is its own, else
         ``SQLSEM["TIMEOUT"]``. First come, first served: who wants many is not overtaken. Raises
         ``AcquireTimeoutError``; ``BackendError``.
         """
         take, seconds = self._wanted(n), seconds_to_wait(timeout, self.timeout, self._keeper().alias)
         return self._acquire(take, seconds) or self._refuse(self.status(), take, seconds)
 
-    def try_acquire(self, n: int | None = None) -> TakenTokens | None:
-        """Take ``n`` tokens if they are there and no other caller waits, without waiting; else return ``None``."""
+    def try_acquire(self, n: int | None = None) -> Taken | None:
+        """Take ``n`` units if they are there and no other caller waits, without waiting; else return ``None``."""
         return self._acquire(self._wanted(n), 0.0)
 
-    async def aacquire(self, n: int | None = None, *, timeout: Seconds | Unset | None = UNSET) -> TakenTokens:
-        """Take ``n`` tokens from a coroutine: see ``acquire()``. Waiting holds no thread."""
+    async def aacquire(self, n: int | None = None, *, timeout: Seconds | Unset | None = UNSET) -> Taken:
+        """Take ``n`` units from a coroutine: see ``acquire()``. Waiting holds no thread."""
         take, seconds = self._wanted(n), seconds_to_wait(timeout, self.timeout, self._keeper().alias)
         return await self._aacquire(take, seconds) or self._refuse(await self.astatus(), take, seconds)
 
-    async def atry_acquire(self, n: int | None = None) -> TakenTokens | None:
-        """Take ``n`` tokens if they are there and no other caller waits for them; else return ``None``."""
+    async def atry_acquire(self, n: int | None = None) -> Taken | None:
+        """Take ``n`` units if they are there and no other caller waits for them; else return ``None``."""
         return await self._aacquire(self._wanted(n), 0.0)
 
     def status(self) -> SemaphoreSnapshot:
-        """Return a frozen snapshot: ``tokens``, ``waiting``, ``waiters``. A name never used has its initial tokens."""
+        """Return a frozen snapshot: ``units``, ``waiting``, ``waiters``. A name never used has its initial units."""
         return self._snapshot(read_status(self._keeper(), self._resource()))
 
     async def astatus(self) -> SemaphoreSnapshot:
         """Return what ``status()`` does, without blocking the event loop."""
         return self._snapshot(await aread_status(self._keeper(), self._resource()))
 
-    def count(self) -> int:
-        """Return how many tokens there are to take: as of now, and no promise that they are there when you ask."""
-        return self.status().tokens or 0
+    def value(self) -> int:
+        """Return how many units there are to take: as of now, and no promise that they are there when you ask."""
+        return self.status().units or 0
 
-    async def acount(self) -> int:
-        """Return how many tokens there are to take."""
-        return (await self.astatus()).tokens or 0
+    async def avalue(self) -> int:
+        """Return how many units there are to take."""
+        return (await self.astatus()).units or 0
 
     def __enter__(self) -> NoReturn:
         raise TypeError(
-            f"Tokens are used up, and nothing is given back at the end of a block: use {self.name!r} by acquire(), "
+            f"Units are used up, and nothing is given back at the end of a block: use {self.name!r} by acquire(), "
             "or a semaphore()."
         )
 
@@ -163,22 +163,22 @@ class Tokens:
         """Never gets here."""
 
     def _resource(self) -> Resource:
-        return resource_for(self.name, TOKENS)
+        return resource_for(self.name, COUNTER)
 
     def _keeper(self) -> Keeper:
-        return keeper_at(self.using, tokens=True)
+        return keeper_at(self.using, counter=True)
 
     def _snapshot(self, found: SemaphoreSnapshot | None) -> SemaphoreSnapshot:
         if found is None:
-            return SemaphoreSnapshot(self.name, TOKENS, self.initial, self.initial, None, False, tokens=self.initial)
-        if found.kind != TOKENS:
-            raise wrong_kind(self.name, found.kind, TOKENS)
+            return SemaphoreSnapshot(self.name, COUNTER, self.initial, self.initial, None, False, units=self.initial)
+        if found.kind != COUNTER:
+            raise wrong_kind(self.name, found.kind, COUNTER)
         return found
 
     def _wanted(self, n: int | None) -> int:
         return self.take if n is None else validate_count(n, what="n")
 
-    def _acquire(self, take: int, timeout: float | None) -> TakenTokens | None:
+    def _acquire(self, take: int, timeout: float | None) -> Taken | None:
         _refuse_event_loop("aacquire")
         if self.name in refused_by_tests:
             return None
@@ -193,7 +193,7 @@ class Tokens:
             keeper.drop(acquisition)
         return None
 
-    async def _aacquire(self, take: int, timeout: float | None) -> TakenTokens | None:
+    async def _aacquire(self, take: int, timeout: float | None) -> Taken | None:
         if self.name in refused_by_tests:
             return None
         keeper = self._keeper()
@@ -220,30 +220,30 @@ class Tokens:
         )
         return Acquisition(keeper, request, max_hold=None, undo=self._put_back)
 
-    def _taken(self, acquisition: Acquisition) -> TakenTokens:
+    def _taken(self, acquisition: Acquisition) -> Taken:
         told = {
             "semaphore": self.name,
-            "what": "tokens_taken",
+            "what": "counter_taken",
             "count": acquisition.request.take,
             "waited": acquisition.waited,
         }
-        logger.debug("Took %(count)d of the tokens %(semaphore)r, after %(waited).3f s.", told, extra=told)
-        return TakenTokens(self, acquisition.request.take, acquisition.waited)
+        logger.debug("Took %(count)d of %(semaphore)r, after %(waited).3f s.", told, extra=told)
+        return Taken(self, acquisition.request.take, acquisition.waited)
 
     def _put_back(self, acquisition: Acquisition) -> None:
-        """On the keeper's side: add the tokens again that were taken for a caller whom an exception interrupted."""
+        """On the keeper's side: add the units again that were taken for a caller whom an exception interrupted."""
         if not acquisition.put_back():
             return  # they were not taken, or have gone back already
         keeper, count = acquisition.keeper, acquisition.request.take
         try:
             self._add(keeper, keeper.own, count)
         except BackendError:
-            message = "%d of the tokens %r were taken for a caller that was interrupted, and could not be put back."
-            extra = {"semaphore": self.name, "what": "tokens_lost", "count": count}
+            message = "%d units of %r were taken for a caller that was interrupted, and could not be put back."
+            extra = {"semaphore": self.name, "what": "units_lost", "count": count}
             logger.exception(message, count, self.name, extra=extra)
 
     def _add(self, keeper: AcquisitionKeeper, session: Session, count: int, *, hand_on: bool = True) -> None:
-        """Add tokens, and give them to those of this process who wait for them. Raises ``BackendError``."""
+        """Add units, and give them to those of this process who wait for them. Raises ``BackendError``."""
         backend, resource, sent = keeper.backend, self._resource(), boot_now()
         options: dict[str, Any] = {"initial": self.initial, "presence": keeper.reach.presence, "hand_on": hand_on}
         for granted in backend.add(session, resource, count, **options):
@@ -252,22 +252,22 @@ class Tokens:
             keeper.look_at_all()
 
     def _refuse(self, snapshot: SemaphoreSnapshot, take: int, timeout: float | None) -> NoReturn:
-        wanted = "No token" if take == 1 else f"No {take} tokens"
+        wanted = "No unit" if take == 1 else f"No {take} units"
         when = "at once" if timeout == 0 else f"within {timeout:g} s" if timeout is not None else "ever"
-        message = f"{wanted} of {snapshot.name!r} {when} (there are {snapshot.tokens}, {snapshot.waiting} waiting)"
+        message = f"{wanted} of {snapshot.name!r} {when} (there are {snapshot.units}, {snapshot.waiting} waiting)"
         message += "; it is paused by an operator." if snapshot.paused else "."
         raise AcquireTimeoutError(message, name=self.name, timeout=timeout, waiting=snapshot.waiting)
 
 
-def tokens(
+def counter(
     name: str,
     initial: int = 0,
     *,
     take: int = 1,
     timeout: Seconds | Unset | None = UNSET,
     using: str | None = None,
-) -> Tokens:
-    """Return the tokens ``name``: a count in the database without a maximum, with ``release`` and ``acquire``.
+) -> Counter:
+    """Return the counter ``name``: a semaphore without a maximum, whose units are used up as they are acquired.
 
     ``initial``: how many there are when the name is used for the first time; say the same everywhere. ``take``: how
     many an acquire takes unless it says otherwise, all or none. ``timeout``: seconds or ``timedelta`` to wait,
@@ -281,7 +281,7 @@ def tokens(
         raise TypeError(f"using must be the alias of a database or None, not {shown(using)}.")
     if isinstance(name, str):
         refuse_fields(name)
-    return Tokens(
+    return Counter(
         validate_name(name),
         validate_count(initial, what="initial", minimum=0),
         take=validate_count(take, what="take"),
@@ -329,4 +329,4 @@ def _take(acquisition: Acquisition, session: Session) -> bool:
 
 
 def _refuse_event_loop(verb: str) -> None:
-    callers.refuse_event_loop(f"An event loop must not be blocked: use `await tokens.{verb}()`.")
+    callers.refuse_event_loop(f"An event loop must not be blocked: use `await counter.{verb}()`.")

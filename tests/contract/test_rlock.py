@@ -22,7 +22,7 @@ from django_sqlsem import (
     control,
     mutex,
 )
-from django_sqlsem.locks import Monitor, monitor
+from django_sqlsem.locks import RLock, rlock
 from tests.support import applocks
 from tests.support.databases import OutsideCounter
 from tests.support.interruptions import SoftLimit, Striking, StrikingAwait, without_tracer
@@ -36,8 +36,8 @@ PATIENT = 30.0
 
 #: Another process: tries, enters and leaves when it is told to.
 OTHER = """
-from django_sqlsem.locks import monitor
-lock, held = monitor(args[1], timeout=60, using=args[0]), []
+from django_sqlsem.locks import rlock
+lock, held = rlock(args[1], timeout=60, using=args[0]), []
 say("ready")
 while (order := listen()) != "end":
     if order == "try":
@@ -72,7 +72,7 @@ def test_the_articles_two_windows(database):
         assert ask(first, "enter") == "in 1"
         assert ask(first, "enter") == "in 2"
         second.send("enter")
-        status = monitor("Code 1", using=database).status
+        status = rlock("Code 1", using=database).status
         wait_until(lambda: status().waiting == 1, timeout=PATIENT)
         assert ask(first, "exit") == "out 1"
         assert (status().held, status().waiting) == (1, 1)  # one exit for two entries is not enough
@@ -86,13 +86,13 @@ def test_the_articles_two_windows(database):
 @pytest.mark.process_side("postgres")
 def test_all_entries_share_one_grant_and_the_last_one_out_gives_it_back(database):
     """In any order of leaving, by any mixture of forms, and without a statement for the inner ones."""
-    lock = monitor("m", using=database)
+    lock = rlock("m", using=database)
     with other(database, "m") as stranger:
         stranger.expect("ready", timeout=PATIENT)
         outer = lock.acquire()
         work = outer._acquisition.keeper.work
         before = work.attempts
-        inner = monitor("m", using=database).try_acquire()  # any object of this name
+        inner = rlock("m", using=database).try_acquire()  # any object of this name
         with lock as third:
             lock.enter(timeout=0)
             assert lock.depth() == 4
@@ -118,12 +118,12 @@ def test_all_entries_share_one_grant_and_the_last_one_out_gives_it_back(database
 
 CROWD = """
 import threading
-from django_sqlsem.locks import monitor
+from django_sqlsem.locks import rlock
 from tests.support.databases import OutsideCounter
 from tests.support.threads import run_in_threads
 
 alias, rounds = args
-lock = monitor("crowd", timeout=120, using=alias)
+lock = rlock("crowd", timeout=120, using=alias)
 
 @lock
 def dig(depth, work):
@@ -169,7 +169,7 @@ def test_a_killed_process_leaves_however_deep_it_was(database):
         for depth in (1, 2, 3):
             assert ask(victim, "enter") == f"in {depth}"
         heir.send("enter")
-        status = monitor("deep", using=database).status
+        status = rlock("deep", using=database).status
         wait_until(lambda: status().waiting == 1, timeout=PATIENT)
         victim.kill()
         heir.expect("in 1", timeout=PATIENT)
@@ -177,7 +177,7 @@ def test_a_killed_process_leaves_however_deep_it_was(database):
 
 
 def test_a_task_is_inside_where_its_threads_are_and_its_child_tasks_are_not(database):
-    lock = monitor("m", timeout=0, using=database)
+    lock = rlock("m", timeout=0, using=database)
 
     def in_a_thread(depth: int) -> int:
         with lock as permit:
@@ -231,7 +231,7 @@ def test_a_task_is_inside_where_its_threads_are_and_its_child_tasks_are_not(data
 
 def test_whoever_is_not_inside_cannot_leave(database):
     """The article's MonitorExit swallows every error, so that a missing enter, or a second exit, goes unnoticed."""
-    lock = monitor("m", timeout=0, using=database)
+    lock = rlock("m", timeout=0, using=database)
     with pytest.raises(NotEnteredError, match="No open block of 'm' to leave"):
         lock.exit()
     permit = lock.enter()
@@ -268,7 +268,7 @@ def test_losing_it_in_the_middle(database):
     lost: list[Any] = []
     # A slow server may tell that the session has ended before it tells by whom.
     why = "revoked by ann|session has ended" if applocks.are_at(database) else "revoked by ann"
-    lock = monitor("m", timeout=0, on_lost=lost.append, using=database)
+    lock = rlock("m", timeout=0, on_lost=lost.append, using=database)
     with lock as outer, lock as inner:
         control.revoke("m", by="ann", kill=applocks.are_at(database), using=database)
         outer._acquisition.keeper.renew_now(outer._acquisition)
@@ -291,7 +291,7 @@ def test_losing_it_in_the_middle(database):
 
 def test_struck_at_every_statement_of_an_inner_entry(database):
     """The outer entry stays whatever strikes the inner one, of which nothing stays; kept exceptions change nothing."""
-    lock = monitor("m", timeout=0, using=database)
+    lock = rlock("m", timeout=0, using=database)
     kept = []
 
     def block() -> None:
@@ -333,7 +333,7 @@ def test_struck_at_every_statement_of_an_inner_entry(database):
 
 
 def test_cancelled_at_every_await(database):
-    lock = monitor("m", timeout=0, using=database)
+    lock = rlock("m", timeout=0, using=database)
 
     async def twice() -> None:
         async with lock, lock as inner:
@@ -365,11 +365,11 @@ def test_cancelled_at_every_await(database):
 
 
 def test_decorated_functions_of_every_kind_may_call_themselves(database):
-    lock = monitor("m{which}", timeout=0, using=database)
+    lock = rlock("m{which}", timeout=0, using=database)
     seen: list[int] = []
 
     def inside(name: str) -> int:
-        return monitor(name, using=database).depth()
+        return rlock(name, using=database).depth()
 
     @lock
     def factorial(n: int, which: str = "1") -> int:
@@ -404,38 +404,38 @@ def test_decorated_functions_of_every_kind_may_call_themselves(database):
     assert list(countdown(3)) == [1, 2, 3]
     unfinished = countdown(3)
     assert (next(unfinished), next(unfinished)) == (1, 2)
-    with monitor("m1", timeout=0, using=database):
+    with rlock("m1", timeout=0, using=database):
         unfinished.close()
         assert inside("m1") == 1
     assert inside("m1") == 0
-    assert monitor("m1", using=database).status().held == 0
+    assert rlock("m1", using=database).status().held == 0
 
 
 def test_kinds_and_the_operators_side(database, capsys):
-    lock = monitor(("m", 1), timeout=0, using=database)
+    lock = rlock(("m", 1), timeout=0, using=database)
     for wrong in ({"slots": 2}, {"take": 1}):
-        with pytest.raises(TypeError, match="A monitor has one slot"):
-            monitor("m", **wrong)
+        with pytest.raises(TypeError, match="is not for an rlock, which has one slot"):
+            rlock("m", **wrong)
     with lock, lock:
-        with pytest.raises(ImproperlyConfigured, match=r"'m:1' is a monitor already and can't be used as a mutex"):
+        with pytest.raises(ImproperlyConfigured, match=r"'m:1' is an rlock already and can't be used as a mutex"):
             run_in_threads(1, lambda _n: mutex("m:1", timeout=0, using=database).acquire(), timeout=PATIENT)
         with pytest.raises(AlreadyHeldError):
             mutex("m:1", timeout=0, using=database).acquire()
-        with pytest.raises(ValueError, match="'m:1' is a monitor: it has one slot, not 2"):
+        with pytest.raises(ValueError, match="'m:1' is an rlock: it has one slot, not 2"):
             control.set_slots(("m", 1), 2, by="ann", using=database)
         call_command("locks", "list", "--format", "json", "--database", database)
         [shown] = json.loads(capsys.readouterr().out)
-        assert (shown["name"], shown["kind"], shown["slots"]) == ("m:1", "monitor", 1)
+        assert (shown["name"], shown["kind"], shown["slots"]) == ("m:1", "rlock", 1)
         assert len(shown["holders"]) == 1
     call_command("locks", "run", "m:1", "--database", database, "--", "true")
-    assert isinstance(lock, Monitor)
-    assert lock.status().kind == "monitor"
+    assert isinstance(lock, RLock)
+    assert lock.status().kind == "rlock"
 
 
 @pytest.mark.process_side("postgres")
 def test_an_inner_entry_that_stays_until_the_commit_or_is_forgotten(database, caplog):
-    lock = monitor("m", timeout=0, using=database)
-    late = monitor("m", timeout=0, release="on_commit", using=database)
+    lock = rlock("m", timeout=0, using=database)
+    late = rlock("m", timeout=0, release="on_commit", using=database)
     if connections[database].vendor != "sqlite":  # there the caller's transaction is the only writer
         with transaction.atomic(using=database):
             with lock, late:
@@ -459,7 +459,7 @@ def test_an_inner_entry_that_stays_until_the_commit_or_is_forgotten(database, ca
 
 @pytest.mark.django_db
 def test_inside_a_testcase():
-    lock = monitor("m", timeout=0)
+    lock = rlock("m", timeout=0)
     with lock as outer, lock as inner:
         assert (outer.depth, inner.depth, outer.token) == (1, 2, inner.token)
         run_in_threads(1, lambda _number: lock.depth() == 0 or pytest.fail("inherited"), timeout=PATIENT)
