@@ -16,7 +16,7 @@ from django.template import Context, Engine, TemplateDoesNotExist
 from django.template.loader import get_template
 from django.templatetags.static import static
 from django.utils.cache import patch_vary_headers
-from django.utils.translation import ngettext
+from django.utils.translation import get_language_info, gettext, gettext_noop, ngettext, pgettext
 
 from django_sqlsem.core.text import shown
 from django_sqlsem.exceptions import AcquireTimeoutError
@@ -25,14 +25,33 @@ from django_sqlsem.snapshots import HolderSnapshot
 PAGE: Final = "sqlsem/busy.html"
 #: What the page says, without a page around it.
 MESSAGE: Final = "sqlsem/busy_message.html"
+#: By ``Busy.reason``.
+TITLES: Final = {
+    "full": gettext_noop("Busy right now"),
+    "queue full": gettext_noop("Busy right now"),
+    "paused": gettext_noop("Paused"),
+}
+EXPLANATIONS: Final = {
+    "full": gettext_noop("This is busy right now. Nothing was saved."),
+    "queue full": gettext_noop("This is busy right now, and others are waiting already. Nothing was saved."),
+    "paused": gettext_noop("This is paused for the moment. Nothing was saved."),
+}
 
 
 def render(busy: Busy, request: HttpRequest, template: str) -> str:
     """Render a template of the project's, in whatever language its engine speaks, or else the library's own."""
+    # The language that the texts are in, which is English where there is no catalogue for the visitor's.
+    language = pgettext("the code of the language that you translate to", "en")
     context = {
         "busy": busy,
         "retry_after": busy.retry_after,
         "can_reload": request.method in ("GET", "HEAD"),
+        "title": gettext(TITLES.get(busy.reason, TITLES["full"])),
+        "explanation": gettext(EXPLANATIONS.get(busy.reason, EXPLANATIONS["full"])),
+        "advice": _advice(busy),
+        "again": gettext("Try again"),
+        "language": language,
+        "direction": "rtl" if get_language_info(language)["bidi"] else "ltr",
         "stylesheet": _stylesheet(),
     }
     try:
@@ -44,7 +63,7 @@ def render(busy: Busy, request: HttpRequest, template: str) -> str:
 
 @functools.cache
 def _engine() -> Engine:
-    return Engine(dirs=[str(Path(__file__).parent / "templates")], libraries={"i18n": "django.templatetags.i18n"})
+    return Engine(dirs=[str(Path(__file__).parent / "templates")])
 
 
 def _stylesheet() -> str:
@@ -132,23 +151,13 @@ def finish(response: HttpResponse, busy: Busy) -> HttpResponse:
 
 
 def detail(busy: Busy) -> str:
-    """Return the answer in one sentence, in the visitor's language."""
-    if busy.reason == "paused":
-        return ngettext(
-            "This is paused at the moment. Please try again in %(seconds)d second.",
-            "This is paused at the moment. Please try again in %(seconds)d seconds.",
-            busy.retry_after,
-        ) % {"seconds": busy.retry_after}
-    if busy.reason == "queue full":
-        return ngettext(
-            "This is busy just now, and others are waiting already. Please try again in %(seconds)d second.",
-            "This is busy just now, and others are waiting already. Please try again in %(seconds)d seconds.",
-            busy.retry_after,
-        ) % {"seconds": busy.retry_after}
+    """Return the answer in two sentences, in the visitor's language."""
+    return f"{gettext(EXPLANATIONS.get(busy.reason, EXPLANATIONS['full']))} {_advice(busy)}"
+
+
+def _advice(busy: Busy) -> str:
     return ngettext(
-        "This is busy just now. Please try again in %(seconds)d second.",
-        "This is busy just now. Please try again in %(seconds)d seconds.",
-        busy.retry_after,
+        "Please try again in %(seconds)d second.", "Please try again in %(seconds)d seconds.", busy.retry_after
     ) % {"seconds": busy.retry_after}
 
 

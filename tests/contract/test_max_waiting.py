@@ -227,11 +227,11 @@ def test_paused_full_and_queue_full_are_told_apart(database, taken, rf, caplog):
 
     reason, page, message = told(timeout=0)
     assert reason == "full"
-    assert "As many people as possible" in page
+    assert "This is busy right now" in page
     assert "because no slot of 'bounded' was free; 1 held, 0 waiting." in message
     reason, page, message = told(max_waiting=0)
     assert reason == "queue full"
-    assert "others are waiting for it already" in page
+    assert "others are waiting already" in page
     assert "because no slot of 'bounded' was free, and 0 wait for one already." in message
     control.pause("bounded", by="ann", using=database)
     for options in ({}, {"timeout": 0}, {"max_waiting": 0}):
