@@ -688,13 +688,20 @@ def dialect_for(connection: BaseDatabaseWrapper | type[BaseDatabaseWrapper]) -> 
 
 
 class DatabaseNow(Func):
-    """The database's clock in whole microseconds, for the ORM; ``unix=True``: the one that tokens follow."""
+    """The database's clock in whole microseconds, for the ORM; ``unix=True``: the one that tokens follow.
+
+    ``was_us``: what it said when this host's boot clock said so many microseconds.
+    """
 
     output_field = BigIntegerField()
 
     def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, *args: Any, **context: Any) -> Any:
         """Return what the dialect has for it."""
-        return dialect_for(connection).clock(unix=self.extra.get("unix", False))
+        now, parameters = dialect_for(connection).clock(unix=self.extra.get("unix", False))
+        if "was_us" not in self.extra:
+            return now, parameters
+        # How long ago that was is read as late as possible: whoever stops this process in between makes it wrong.
+        return f"{now} - %s", [*parameters, max(0, clocks.boot_now_us() - self.extra["was_us"])]
 
 
 def limit_logins(options: dict[str, Any]) -> None:

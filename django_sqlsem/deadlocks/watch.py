@@ -18,7 +18,7 @@ from django.db import connections
 
 from django_sqlsem.backends.base import COUNTER
 from django_sqlsem.conf import config
-from django_sqlsem.core.clocks import boot_now, boot_now_us
+from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.identity import HolderIdentity
 from django_sqlsem.core.names import resource_for
 from django_sqlsem.database.dialects import DatabaseNow, dialect_for
@@ -78,7 +78,6 @@ def insert(alias: str, acquisitions: Iterable[tuple[Acquisition, str]], boot_id:
 
 def _row(acquisition: Acquisition, permits: str, boot_id: str, patience_us: int) -> WaitRow:
     request, holder = acquisition.request, acquisition.request.holder
-    age_us = max(0, boot_now_us() - round(acquisition.arrived * 1e6))
     return WaitRow(
         wait_id=request.permit_id,
         key=request.resource.key,
@@ -88,7 +87,7 @@ def _row(acquisition: Acquisition, permits: str, boot_id: str, patience_us: int)
         mode=request.mode,
         fair=request.fair,
         permits=permits,
-        since_us=DatabaseNow() - age_us,
+        since_us=DatabaseNow(was_us=round(acquisition.arrived * 1e6)),
         expires_us=DatabaseNow() + patience_us,
         host=holder.host,
         pid=holder.pid,
