@@ -43,19 +43,19 @@ def locks() -> dict[str, Any]:
     return {
         "slot": shared.acquire,
         "both": semaphore(LOCK, 2, take=2, using=ALIAS).acquire,
-        "drain": shared.drain,
+        "drain": shared.exclusive,
         "read": rw.read().acquire,
         "write": rw.write().acquire,
         "upgradable": rw.upgradable().acquire,
     }
 
 
-def kill_session_of(permit: Any, plain: Session) -> None:
-    """End the session that has its locks, and wait until they are free."""
+def kill_session_of(permit: Any, plain: Session, *, wanted: bool = False) -> None:
+    """End the session that has its locks, and wait until they are free, unless they are ``wanted`` by others."""
     session, holding = permit._acquisition.keeper.backend.pool.holder(permit._acquisition.permit_id)
     plain.do(f"KILL {session.session_id}")
     wait_until(lambda: not is_there(session.session_id, plain), timeout=PATIENT)
-    resources = [holding.names.slot(slot) for slot in holding.slots]
+    resources = [] if wanted else [holding.names.slot(slot) for slot in holding.slots]
     wait_until(lambda: not any(tds.locked(ALIAS, resources)), timeout=PATIENT)
 
 
@@ -114,7 +114,7 @@ def test_nobody_comes_in_before_the_commit_of_whose_session_was_killed(first, ne
             taker = Taker(taken[next_one])
             waiting = semaphore(LOCK, 2, using=ALIAS)
             wait_until(lambda: waiting.status().waiting == 1, timeout=PATIENT)
-            kill_session_of(permit, plain)
+            kill_session_of(permit, plain, wanted=True)  # who waits may have the writer's lock, and wait for the fence
             assert wait_until(lambda: permit.lost, timeout=PATIENT).reason.value == "session ended"
             # Neither who stands in line nor a newcomer.
             assert not taker.got.wait(1.5)
