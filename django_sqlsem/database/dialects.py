@@ -122,6 +122,7 @@ _WORDS: Final = {
     "lock": "for_update",
     "lock_hint": "lock_hint",
     "skip_locked": "lock_skipping",
+    "limit": "limit",
     "pick": "skip_locked",
     "unflushed": "unflushed",
     "rebooted": "rebooted",
@@ -162,6 +163,8 @@ class Dialect:
     arrays: ClassVar[bool] = False
     #: Does the server wake sessions that listen?
     notifies: ClassVar[bool] = False
+    #: Ends a select of slots that has no use for more than are wanted, where that may stand beside a lock.
+    limit: ClassVar[str] = ""
     #: Can an ``UPDATE`` pick its row by ``ORDER BY ... LIMIT 1`` itself?
     update_limit: ClassVar[bool] = False
     #: Begins and ends an insert of rows that may be there already; ``None``: a conflict is an IntegrityError.
@@ -360,6 +363,7 @@ class PostgreSQL(Dialect):
     fence = "key share"
     moment_sql = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint"
     lock_skipping = " FOR UPDATE SKIP LOCKED"
+    limit = " LIMIT %(take)s"
     limits_locks = True
     writing_ctes = True
     unflushed = ", set_config('synchronous_commit', 'off', true)"
@@ -442,6 +446,7 @@ class SQLite(Dialect):
     begin = "BEGIN IMMEDIATE"  # it takes the only write lock
     cursor = cursors.SQLiteCursor
     in_a_file = True
+    limit = " LIMIT %(take)s"
     returning = True
     one_writer = True
     insert_ignore = ("INSERT INTO", " ON CONFLICT DO NOTHING")
@@ -509,6 +514,7 @@ class MySQL(Dialect):
     now_sql = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
     begin = "BEGIN"
     cursor = cursors.Cursor
+    limit = " LIMIT %(take)s"
     update_limit = True
     dead = (
         "(CASE WHEN CHAR_LENGTH({process_id}) = 32 THEN IS_FREE_LOCK(CONCAT('sqlsem:', {process_id})) <=> 1"
