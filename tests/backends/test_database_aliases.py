@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from django.test import override_settings
 from django.urls import reverse
 
 from django_sqlsem import (
-    AcquireTimeoutError,
+    AlreadyHeldError,
     BackendError,
     PermitLostError,
     control,
@@ -24,12 +25,15 @@ from django_sqlsem import (
     semaphore,
 )
 from django_sqlsem.claims import claim
+from django_sqlsem.core.names import key_of
 from django_sqlsem.locks import (
     fenced,
+    monitor,
     rwlock,
     tokens,
     transaction_lock,
 )
+from django_sqlsem.runtime import callers
 from tests.support.databases import OutsideCounter, covered, held_rows, query, raw_connection
 from tests.support.pgbouncer import pgbouncer
 from tests.support.private_servers import ALIAS, free_port, known, private_server
@@ -134,8 +138,16 @@ def test_two_aliases_of_one_database_have_one_semaphore(database: str) -> None:
 
         run_in_threads(4, work, timeout=120)
         assert (counter.entered, counter.peak) == (20, 1)
-        with semaphore("one", using=database), pytest.raises(AcquireTimeoutError, match="slot 1"):
+        with semaphore("one", using=database), pytest.raises(AlreadyHeldError, match="in this very thread"):
             semaphore("one", using="other").acquire(timeout=0.1)
+        with monitor("two", using=database), monitor("two", using="other"):
+            assert len(held_rows(database)) == 1
+    # Its tables may be others by then.
+    with (
+        known("other", settings | {"OPTIONS": {**settings["OPTIONS"], "options": "-c search_path=mine"}}),
+        semaphore("one", using=database),
+    ):
+        assert not callers.taken_by(threading.current_thread(), "other", key_of("one"))
 
 
 @pytest.mark.parametrize("mode", ["transaction", "session"])
