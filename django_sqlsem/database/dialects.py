@@ -174,6 +174,8 @@ class Dialect:
     #: Two ways to lock the row that a query reads: after it, or after its table's name.
     for_update: ClassVar[str] = " FOR UPDATE"
     lock_hint: ClassVar[str] = ""
+    #: Does a plain read lock what it reads, in a transaction whose isolation level is SERIALIZABLE?
+    reads_may_lock: ClassVar[bool] = False
     #: Is a row to be written before it is read, so that it is surely locked?
     locks_by_writing: ClassVar[bool] = False
     # For one lease after the server's start nothing has run out.
@@ -512,10 +514,11 @@ class MySQL(Dialect):
 
     # UNIX_TIMESTAMP() would go through the session's time zone, where an autumn hour happens twice.
     now_sql = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
-    begin = "BEGIN"
+    begin = "START TRANSACTION"  # in MariaDB's sql_mode ORACLE, BEGIN is a block
     cursor = cursors.Cursor
     limit = " LIMIT %(take)s"
     update_limit = True
+    reads_may_lock = True
     dead = (
         "(CASE WHEN CHAR_LENGTH({process_id}) = 32 THEN IS_FREE_LOCK(CONCAT('sqlsem:', {process_id})) <=> 1"
         " ELSE FALSE END)"
@@ -612,6 +615,7 @@ class SQLServer(Dialect):
     for_update = ""
     lock_hint = " WITH (UPDLOCK, ROWLOCK, FORCESEEK)"
     locks_by_writing = True  # whatever becomes of the hint
+    reads_may_lock = True
     fixed_texts = True
 
     def send(self, cursor: AnyCursor, text: str, values: Mapping[str, Any]) -> None:

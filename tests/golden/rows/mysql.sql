@@ -714,8 +714,8 @@ WHERE ticket = %(permit_id)s AND away = %(no)s;
 -- tokens.OVERDUE
 SELECT id, take, away
 FROM sqlsem_waiter
-WHERE semaphore_key = %(key)s AND NOT (expires_us > {now}) AND (away = %(yes)s OR expires_us < {now} -
-      %(patience_us)s * 4);
+WHERE semaphore_key = %(key)s AND (NOT (expires_us > {now}) AND (away = %(yes)s OR expires_us < {now} -
+      %(patience_us)s * 4) OR expires_us > {now} + %(patience_us)s * 2);
 
 -- tokens.SAVE
 UPDATE sqlsem_semaphore

@@ -627,8 +627,9 @@ WHERE ticket = %(permit_id)s AND away = %(no)s;
 -- tokens.OVERDUE
 SELECT id, take, away
 FROM sqlsem_waiter
-WHERE semaphore_key = %(key)s AND NOT ((expires_us > {now} AND boot_id = %(boot_id)s)) AND (away = %(yes)s OR
-      expires_us < {now} - %(patience_us)s * 4 OR boot_id <> %(boot_id)s);
+WHERE semaphore_key = %(key)s AND (NOT ((expires_us > {now} AND boot_id = %(boot_id)s)) AND (away = %(yes)s OR
+      expires_us < {now} - %(patience_us)s * 4 OR boot_id <> %(boot_id)s) OR expires_us > {now} + %(patience_us)s *
+      2);
 
 -- tokens.SAVE
 UPDATE sqlsem_semaphore
