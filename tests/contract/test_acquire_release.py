@@ -21,6 +21,7 @@ from django_sqlsem import (
 from django_sqlsem.backends.base import Acquired, Place
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.runtime.keepers import keeper_at
+from tests.support import applocks
 from tests.support.databases import held_rows
 from tests.support.statements import CountedSession
 from tests.support.threads import run_in_threads, wait_until
@@ -123,6 +124,19 @@ def test_take_is_all_or_nothing(database):
     single.release()
     first.release()
     assert held_rows(database) == []
+
+
+def test_beside_a_take_of_hundreds_the_others_wait_and_get_no_error(database):
+    slots, rounds = (305, 3) if applocks.are_at(database) else (1205, 5)
+    semaphore("many", slots=slots, using=database).acquire().release()
+
+    def work(index):
+        for _ in range(rounds):
+            take = slots - 5 if index == 0 else 2 * index
+            with semaphore("many", slots=slots, take=take, timeout=60, using=database) as permit:
+                assert len(permit.slots) == take
+
+    run_in_threads(4, work, timeout=120)
 
 
 @pytest.mark.rows_only("row statements")
