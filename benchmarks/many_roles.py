@@ -52,6 +52,19 @@ class ManyRoles:
             permit.release()
         return time.monotonic() - began
 
+    def take_many(self, take: int) -> dict[str, float]:
+        """Take so many slots at once and give them back, three times; return the seconds that the last time took."""
+        from django_sqlsem import semaphore
+
+        ours: Ours = self.contender
+        many = semaphore(ours.name, ours.slots, take=take, timeout=None, using=ours.alias, **ours.options)
+        for _ in range(3):
+            began = time.monotonic()
+            permit = many.acquire()
+            taken = time.monotonic()
+            permit.release()
+        return {"taken_s": taken - began, "released_s": time.monotonic() - taken}
+
     def wait_in(self, what: str, count: int) -> None:
         """Start so many threads or tasks that acquire and release once; return when all have begun to wait."""
         self.waiters: list[threading.Thread] = []

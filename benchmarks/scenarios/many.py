@@ -16,6 +16,8 @@ LEASE = 8.0  # seconds; the library renews at every quarter
 WAITERS = 500
 #: As many permits as a process holds where each of one name needs a connection, and how long that may take, in seconds.
 FEWER, LONG = 200, 600.0
+#: How many slots are taken at once, and how many are left.
+TAKEN, LEFT = (200, 2000), 5
 
 
 def connections(context: Context, cell: Cell, process: Process) -> int | None:
@@ -100,6 +102,26 @@ class ManyHeld(Scenario):
             return figures | {"acquired_s": acquired, "released_s": holder.answer(LONG)}
 
 
+class ManyTaken(Scenario):
+    """One permit of nearly all slots."""
+
+    name = "many-taken"
+    title = f"A take of all slots but {LEFT}"
+    metrics = (Metric("taken_s", "taken in, s", 3), Metric("released_s", "released in, s", 3))
+    ours_only = True
+    most_rounds = 3
+
+    def cells(self, context: Context) -> list[Cell]:
+        return [Cell(cell.kind, f"{count:,}") for cell in super().cells(context) for count in TAKEN]
+
+    def measure(self, context: Context, cell: Cell) -> Figures:
+        name, take = context.new_name(), int(cell.variant.replace(",", ""))
+        with processes(cell.kind, name, take + LEFT, 1) as (holder,):
+            holder.tell("take_many", take=take)
+            figures: Figures = holder.answer(LONG)
+        return figures
+
+
 class ManyWaiters(Scenario):
     """Hundreds that wait in one process, and a single one."""
 
@@ -132,4 +154,4 @@ class ManyWaiters(Scenario):
         return figures | {"served_per_s": int(count) / (ended - began)}
 
 
-SCENARIOS = (ManyHolders(), ManyHeld(), ManyWaiters())
+SCENARIOS = (ManyHolders(), ManyHeld(), ManyTaken(), ManyWaiters())

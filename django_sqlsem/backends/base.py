@@ -101,8 +101,10 @@ class Request:
 
     @property
     def line(self) -> str:
-        """The line in which it waits inside its process."""
+        """The line in which it waits inside its process: one who goes by fewer slots keeps none from the others."""
         line = line_of(self.resource.key, self.mode)
+        if self.slots is not None and self.resource.kind != COUNTER and self.mode in (SHARED, WHOLE):
+            line = f"{line}:{self.slots}"
         return f"{line} {self.rank}" if self.apart else line
 
 

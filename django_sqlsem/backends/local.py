@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -91,10 +92,10 @@ class LocalName:
     revoked: dict[int, str] = field(default_factory=dict)
     #: By whom holders were asked to stop, by token.
     asked: dict[int, str] = field(default_factory=dict)
-    #: The permit ids of waiters that want all slots: they keep newcomers out.
-    keeping_out: set[str] = field(default_factory=set)
+    #: Who waits, by permit id, and since when.
+    waiting: dict[str, tuple[float, Request]] = field(default_factory=dict)
     units: int = 0
-    #: Counter that were granted and not taken yet, by permit id.
+    #: Units that were granted and not taken yet, by permit id.
     handed: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -116,7 +117,7 @@ class LocalName:
             revoked=dict(self.revoked),
             asked=dict(self.asked),
             handed=dict(self.handed),
-            keeping_out=set(self.keeping_out),
+            waiting=dict(self.waiting),
         )
 
     def expire(self) -> None:
@@ -133,6 +134,22 @@ class LocalName:
             if slot.request.permit_id in permit_ids:
                 self.held[number] = replace(slot, renewed=stood_still())
 
+    def bound(self, request: Request) -> int:
+        """Return how many slots count for a request: an operator's number, else its own, else the declared one."""
+        own = self.declared if request.slots is None else request.slots
+        return own if self.operator_slots is None else self.operator_slots
+
+    def _before(self, request: Request) -> list[Request]:
+        """Return who comes before a request: who has waited longer; for who barges, those that want all slots."""
+        since, _ = self.waiting.get(request.permit_id, (math.inf, request))
+        return [
+            each
+            for permit_id, (arrived, each) in self.waiting.items()
+            if permit_id != request.permit_id
+            and (arrived < since or each.mode == UPGRADE)
+            and (request.fair or each.mode in EXCLUSIVE)
+        ]
+
     def wanted(self, request: Request) -> list[int]:
         """Return the slots that the request would get now; none if it has to wait."""
         if self.paused or any(slot.request.got == WHOLE for slot in self.held.values()):
@@ -140,13 +157,17 @@ class LocalName:
         if request.mode in EXCLUSIVE:
             slots = list(range(WRITER if self.kind == RWLOCK and request.mode == WHOLE else 1, self.slots + 1))
             return slots if self.held.keys() <= ({WRITER} if request.mode == UPGRADE else set()) else []
-        if self.keeping_out - {request.permit_id}:
+        before = self._before(request)
+        if any(each.mode in EXCLUSIVE for each in before):
             return []
         if request.mode == UPDATE:
             return [] if WRITER in self.held else [WRITER]
+        # Those who wait keep others from the slots that they could use, and from no more.
+        bounds = [self.bound(each) for each in before if each.mode != UPDATE and each.take <= self.bound(each)]
         taken = self.held.keys() - {WRITER}
-        free = [number for number in range(1, self.slots + 1) if number not in taken][: request.take]
-        return free if len(free) == request.take and len(taken) + request.take <= self.slots else []
+        free = [each for each in range(max(bounds, default=0) + 1, self.bound(request) + 1) if each not in taken]
+        crowded = self.operator_slots is not None and len(taken) + request.take > self.operator_slots
+        return [] if crowded or len(free) < request.take else free[: request.take]
 
     def grant(self, request: Request) -> Grant | None:
         """Take the lowest free slots, or hand out units."""
@@ -154,12 +175,13 @@ class LocalName:
             if self.paused or request.take > self.units:
                 return None
             self.units -= request.take
+            self.waiting.pop(request.permit_id, None)
             self.handed[request.permit_id] = request.take
             return Grant((request.take,), (0,), (0,))
         free = self.wanted(request)
         if not free:
             return None
-        self.keeping_out.discard(request.permit_id)
+        self.waiting.pop(request.permit_id, None)
         tokens = (next(_tokens),) * len(free) if request.mode else tuple(next(_tokens) for _ in free)
         for number, token in zip(free, tokens, strict=True):
             self.held[number] = LocalSlot(request, token, boot_now(), stood_still())
@@ -167,7 +189,7 @@ class LocalName:
 
     def discard(self, permit_id: str) -> bool:
         """Free whatever a permit has. Return whether it had anything."""
-        self.keeping_out.discard(permit_id)
+        self.waiting.pop(permit_id, None)
         handed = self.handed.pop(permit_id, 0)
         self.units += handed
         mine = [number for number, slot in self.held.items() if slot.belongs_to(permit_id)]
@@ -266,8 +288,8 @@ class LocalBackend(BaseSemaphoreBackend):
             known = self._made(request.resource, request.slots or 1)
             if request.slots is not None:
                 known.declared = request.slots
-            if request.take > known.slots:
-                raise never_met(known.name, known.slots, request.take)
+            if request.take > known.bound(request):
+                raise never_met(known.name, known.bound(request), request.take)
             return known.grant(request)
 
     def enrol(self, session: Session, request: Request, place: Place, *, first: bool) -> Waited:
@@ -275,8 +297,8 @@ class LocalBackend(BaseSemaphoreBackend):
             grant = self.claim(session, request)
             if grant is None and first and (crowd := self.crowd(session, request, 0)) is not None:
                 return Waited(refused=crowd)
-            if grant is None and request.mode in EXCLUSIVE:
-                self._world()[request.resource.name].keeping_out.add(request.permit_id)
+            if grant is None:
+                self._world()[request.resource.name].waiting[request.permit_id] = (place.arrived, request)
         granted = (Granted(request.permit_id, grant, request.lease),) if grant else ()
         return Waited(granted, Queue(ahead=0), at_once=first and bool(granted))
 
@@ -289,10 +311,8 @@ class LocalBackend(BaseSemaphoreBackend):
     def leave(self, session: Session, request: Request) -> None:
         with self._lock:
             known = self._world().get(request.resource.name)
-            waited = known is not None and request.permit_id in known.keeping_out
-            if known is not None:
-                known.keeping_out.discard(request.permit_id)
-        if waited:
+            left = known is not None and known.waiting.pop(request.permit_id, None) is not None and bool(known.waiting)
+        if left:
             self._changed()
 
     def release(self, session: Session, held: Acquired, *, wanted: bool = False, hand_on: bool = True) -> Released:

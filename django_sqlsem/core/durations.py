@@ -24,6 +24,10 @@ class Unset:
     def __bool__(self) -> Literal[False]:
         return False
 
+    def __reduce__(self) -> str:
+        """A copy of it, or one that was pickled, is itself: so semaphores equal their copies."""
+        return "UNSET"
+
 
 UNSET: Final = Unset()
 

@@ -122,6 +122,7 @@ _WORDS: Final = {
     "lock": "for_update",
     "lock_hint": "lock_hint",
     "skip_locked": "lock_skipping",
+    "limit": "limit",
     "pick": "skip_locked",
     "unflushed": "unflushed",
     "rebooted": "rebooted",
@@ -162,6 +163,8 @@ class Dialect:
     arrays: ClassVar[bool] = False
     #: Does the server wake sessions that listen?
     notifies: ClassVar[bool] = False
+    #: Ends a select of slots that has no use for more than are wanted, where that may stand beside a lock.
+    limit: ClassVar[str] = ""
     #: Can an ``UPDATE`` pick its row by ``ORDER BY ... LIMIT 1`` itself?
     update_limit: ClassVar[bool] = False
     #: Begins and ends an insert of rows that may be there already; ``None``: a conflict is an IntegrityError.
@@ -171,6 +174,8 @@ class Dialect:
     #: Two ways to lock the row that a query reads: after it, or after its table's name.
     for_update: ClassVar[str] = " FOR UPDATE"
     lock_hint: ClassVar[str] = ""
+    #: Does a plain read lock what it reads, in a transaction whose isolation level is SERIALIZABLE?
+    reads_may_lock: ClassVar[bool] = False
     #: Is a row to be written before it is read, so that it is surely locked?
     locks_by_writing: ClassVar[bool] = False
     # For one lease after the server's start nothing has run out.
@@ -360,6 +365,7 @@ class PostgreSQL(Dialect):
     fence = "key share"
     moment_sql = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint"
     lock_skipping = " FOR UPDATE SKIP LOCKED"
+    limit = " LIMIT %(take)s"
     limits_locks = True
     writing_ctes = True
     unflushed = ", set_config('synchronous_commit', 'off', true)"
@@ -442,6 +448,7 @@ class SQLite(Dialect):
     begin = "BEGIN IMMEDIATE"  # it takes the only write lock
     cursor = cursors.SQLiteCursor
     in_a_file = True
+    limit = " LIMIT %(take)s"
     returning = True
     one_writer = True
     insert_ignore = ("INSERT INTO", " ON CONFLICT DO NOTHING")
@@ -507,9 +514,11 @@ class MySQL(Dialect):
 
     # UNIX_TIMESTAMP() would go through the session's time zone, where an autumn hour happens twice.
     now_sql = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
-    begin = "BEGIN"
+    begin = "START TRANSACTION"  # in MariaDB's sql_mode ORACLE, BEGIN is a block
     cursor = cursors.Cursor
+    limit = " LIMIT %(take)s"
     update_limit = True
+    reads_may_lock = True
     dead = (
         "(CASE WHEN CHAR_LENGTH({process_id}) = 32 THEN IS_FREE_LOCK(CONCAT('sqlsem:', {process_id})) <=> 1"
         " ELSE FALSE END)"
@@ -606,6 +615,7 @@ class SQLServer(Dialect):
     for_update = ""
     lock_hint = " WITH (UPDLOCK, ROWLOCK, FORCESEEK)"
     locks_by_writing = True  # whatever becomes of the hint
+    reads_may_lock = True
     fixed_texts = True
 
     def send(self, cursor: AnyCursor, text: str, values: Mapping[str, Any]) -> None:

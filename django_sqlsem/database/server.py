@@ -73,6 +73,8 @@ def server_since(connection: BaseDatabaseWrapper) -> int:
 
 
 _WHERE: Final = ("ENGINE", "HOST", "PORT", "NAME")
+#: Options that may lead elsewhere; ``options`` may name a schema.
+_OPTIONS: Final = ("service", "host", "port", "read_default_file", "unix_socket", "options")
 #: Pairs of addresses that were found to be one database's.
 _known: set[tuple[Any, ...]] = set()
 
@@ -98,11 +100,16 @@ def leads_to_locks(
     return True
 
 
+def is_one_database(alias: str, other: str) -> bool:
+    """Whether the settings of two aliases name one database, and one user's view of it."""
+    user, others = (connections[each].settings_dict.get("USER") for each in (alias, other))
+    return alias == other or (user == others and _address(alias) == _address(other))
+
+
 def _address(alias: str) -> tuple[Any, ...]:
     settings = connections[alias].settings_dict
     options = settings.get("OPTIONS") or {}
-    service = [str(options.get(name, "")) for name in ("service", "host", "port", "read_default_file", "unix_socket")]
-    return (*(str(settings.get(name)) for name in _WHERE), tuple(service))
+    return (*(str(settings.get(name)) for name in _WHERE), tuple(str(options.get(name, "")) for name in _OPTIONS))
 
 
 def _ask(alias: str, permit_id: str, row_ids: Sequence[int]) -> object:

@@ -16,7 +16,9 @@ from django.db.models import F
 from django_sqlsem.backends import database_for, get_counting_backend
 from django_sqlsem.core.durations import duration
 from django_sqlsem.core.names import resource_for
+from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.sessions import CallerSession
+from django_sqlsem.database.transactions import in_transaction
 from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.refresh import rows
 from django_sqlsem.refresh.rows import RefreshState
@@ -89,7 +91,7 @@ class Job:
 
     def look(self, *, again: bool = False) -> Found:
         """Return what there is; ``again``: as committed by now, whatever the caller's transaction sees."""
-        state = self._read(self._own if again else CallerSession(connections[self.alias]))
+        state = self._read(self._own if again or self._would_lock else CallerSession(connections[self.alias]))
         value = self._value(state)
         if value is MISSING and state.token:
             # The next builder may have replaced it in between; else the cache has lost it.
@@ -112,6 +114,13 @@ class Job:
     async def here(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call what may use the database or the cache, in the thread in which Django wants that."""
         return await sync_to_async(function)(*args, **kwargs)
+
+    @property
+    def _would_lock(self) -> bool:
+        """Whether a read in the caller's transaction may lock the row until its end, so that no build could end."""
+        caller = connections[self.alias]
+        kept_there = self.values.release_policy == "on_commit"  # then the row and its value are read as of one moment
+        return dialect_for(caller).reads_may_lock and in_transaction(caller) and not kept_there
 
     @cached_property
     def _own(self) -> Session:

@@ -307,8 +307,8 @@ class Caller:
 
     #: The task or thread, while the permit is its own.
     ref: weakref.ref[Any] | None = None
-    #: The task or thread, the alias and the name's key.
-    scope: tuple[int, str, str] | None = None
+    #: The alias and the name's key, for as long.
+    scope: tuple[str, str] | None = None
     #: The thread that works for the task.
     worker: weakref.ref[threading.Thread] | None = None
     #: The thread that it blocks while it waits.

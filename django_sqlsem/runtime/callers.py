@@ -14,6 +14,7 @@ from asgiref.sync import AsyncToSync
 from django.core.exceptions import SynchronousOnlyOperation
 
 from django_sqlsem.core.text import numbers
+from django_sqlsem.database.server import is_one_database
 from django_sqlsem.exceptions import AlreadyHeldError
 from django_sqlsem.runtime.acquisition import Acquisition, Caller
 
@@ -64,9 +65,9 @@ def enter(alias: str, acquisition: Acquisition) -> None:
     """
     caller = current_caller()
     key = acquisition.request.resource.key
-    scope, flow = (id(caller), alias, key), taken_here() if _taken.get() else []
+    flow = taken_here() if _taken.get() else []
     for other in flow:
-        if _is_taken_by(other, caller, scope) and is_held(other):
+        if _is_taken_by(other, caller, alias, key) and is_held(other):
             slots = other.grant.slots if other.grant else ()
             raise AlreadyHeldError(
                 f"You have acquired {acquisition.name!r} already, in this very "
@@ -75,7 +76,7 @@ def enter(alias: str, acquisition: Acquisition) -> None:
                 " holder may enter again."
             )
     found = acquisition.caller = Caller()
-    found.ref, found.scope = weakref.ref(caller), scope
+    found.ref, found.scope = weakref.ref(caller), (alias, key)
     if isinstance(caller, asyncio.Task):
         task, thread = _running()
         if task is not caller:
@@ -94,13 +95,14 @@ def taken_by(caller: Any, alias: str, key: str) -> list[Acquisition]:
     """Return what ``caller`` has taken of one name, and this flow of control knows of."""
     # Threads that work for one task side by side share its name, but are not inside one another; nor are the tasks
     # for which one thread works in turn, if one of them still has what the thread took for it.
-    scope = (id(caller), alias, key)
-    return [taken for taken in taken_here() if _is_taken_by(taken, caller, scope)]
+    return [taken for taken in taken_here() if _is_taken_by(taken, caller, alias, key)]
 
 
-def _is_taken_by(acquisition: Acquisition, caller: Any, scope: tuple[int, str, str]) -> bool:
+def _is_taken_by(acquisition: Acquisition, caller: Any, alias: str, key: str) -> bool:
     theirs = acquisition.caller
-    return theirs is not None and theirs.scope == scope and theirs.itself is caller
+    if theirs is None or (scope := theirs.scope) is None or scope[1] != key:
+        return False
+    return theirs.itself is caller and is_one_database(scope[0], alias)
 
 
 def taken_here() -> list[Acquisition]:

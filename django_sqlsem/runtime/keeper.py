@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -59,7 +59,7 @@ class Keeper:
         self.work = backend.session()
         self.own = backend.session()
         self.acquisitions: dict[int, Acquisition] = {}
-        #: The queues of this process, by name.
+        #: The queues of this process, by ``Request.line``.
         self.queues: dict[str, LocalQueue] = {}
         #: The acquisitions that the database knows as waiting, by permit id.
         self.waiting: dict[str, Acquisition] = {}
@@ -147,6 +147,12 @@ class Keeper:
             queue.next_at = 0.0
             self.loop.wake_by(0.0)
 
+    def _poke_in_turn(self, queues: Iterable[LocalQueue]) -> None:
+        with self.queue_lock:
+            queues = sorted(queues, key=LocalQueue.turn)
+        for local in queues:
+            self.poke(local)
+
     def _reconsider(self, queue: LocalQueue) -> None:
         """Have a queue looked at when it is due: something in it has changed."""
         self.loop.wake_by(queue.next_at)
@@ -229,16 +235,20 @@ class Keeper:
             # A task that has come back does not stand behind those of this process that came after its first try.
             if self.backend.keeps_place(session, request):
                 acquisition.stand_apart()
-        elif timeout == 0 and (queue := self._deserted(request)) is not None:
+        elif timeout == 0 and (deserted := [each for each in self._lines(request) if not each.waiting]):
+            # Their last waiters have left, and their places are just being given up.
             if session is self.own:
-                queue.step(self.own)
+                self._step_all(deserted)
             else:
-                concurrent.futures.wait([self.submit(partial(queue.step, self.own))], CLEARED)
+                concurrent.futures.wait([self.submit(partial(self._step_all, deserted))], CLEARED)
 
-    def _deserted(self, request: Request) -> LocalQueue | None:
-        """Return the queue of the name if its last waiter has left, and its place is just being given up."""
-        queue = self.queues.get(request.resource.key)
-        return None if queue is None or queue.waiting else queue
+    def _step_all(self, queues: list[LocalQueue]) -> None:
+        for local in queues:
+            local.step(self.own)
+
+    def _lines(self, request: Request) -> list[LocalQueue]:
+        """Return the queues of a name in this process."""
+        return [local for line, local in list(self.queues.items()) if line.startswith(request.resource.key)]
 
     def _is_first(self, acquisition: Acquisition) -> bool:
         """Whether no other caller of this process waits for the name."""
@@ -297,8 +307,8 @@ class Keeper:
             self._turn_away(acquisition, crowd)
 
     def _waiting_here(self, request: Request) -> int:
-        local = self.queues.get(request.line)
-        return 0 if local is None else len(local.waiting)
+        """How many wait for the name in this process, if that may turn the request away."""
+        return sum(len(local.waiting) for local in self._lines(request)) if request.bounded else 0
 
     def _turn_away(self, acquisition: Acquisition, crowd: Crowd) -> NoReturn:
         """End an acquire that may not wait: nothing is in doubt. Raises ``TurnedAwayError``."""
@@ -584,11 +594,7 @@ class Keeper:
         for listener in self._listeners["released"]:
             listener(acquisition)
         if isinstance(self.loop, InlineLoop):
-            # An upgrade first, which waits in a queue of its own.
-            key = acquisition.request.resource.key
-            for line in sorted((line for line in list(self.queues) if line.startswith(key)), reverse=True):
-                if (local := self.queues.get(line)) is not None:
-                    self.poke(local)
+            self._poke_in_turn(self._lines(acquisition.request))
 
     def clear(self, acquisition: Acquisition) -> None:
         """Give back what an acquisition has, or may have got, that its caller left or could not give back."""
@@ -676,8 +682,7 @@ class Keeper:
     def look_at_all(self) -> None:
         """Look at everything at the next turn: the clock was moved, or a session opened. For the keeper's side."""
         if isinstance(self.loop, InlineLoop):
-            for local in list(self.queues.values()):
-                self.poke(local)
+            self._poke_in_turn(self.queues.values())
             return
         self.renewals.soon()
         with self.queue_lock:

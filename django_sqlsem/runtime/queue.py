@@ -1,8 +1,12 @@
-"""One queue per process and name: threads and tasks wait here, and the process waits in the database as one."""
+"""One queue per process and name: threads and tasks wait here, and the process waits in the database as one.
+
+Those who go by another number of slots, or wait for another mode, have a queue of their own: see ``Request.line``.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 import random
 import secrets
 from collections import deque
@@ -10,6 +14,7 @@ from typing import Final
 
 from django_sqlsem.backends.base import Place, Queue, Request, Waited
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.modes import UPGRADE
 from django_sqlsem.database.sessions import Session
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper
@@ -26,7 +31,7 @@ LAST_POLL: Final = 0.1
 
 
 class LocalQueue:
-    """The queue of one name in one process. ``keeper.queue_lock`` guards it; its statements run on the keeper's side.
+    """One queue of one name in one process. ``keeper.queue_lock`` guards it; its statements run on the keeper's side.
 
     The first in line is *enrolled*: the database knows its permit id, and grants a slot that becomes free to that.
     """
@@ -75,6 +80,10 @@ class LocalQueue:
     def known(self) -> bool:
         """Whether the database knows the first in line."""
         return bool(self.waiting) and self.enrolled is self.waiting[0]
+
+    def turn(self) -> tuple[bool, float]:
+        """Return what tells which queue of a name comes first: upgrades, then who has waited longest."""
+        return UPGRADE not in self.key, self.waiting[0].arrived if self.waiting else math.inf
 
     @property
     def idle(self) -> bool:

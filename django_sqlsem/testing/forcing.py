@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import Callable, Iterator
@@ -10,6 +9,8 @@ from typing import TypeVar
 
 from django.db import connections
 
+from django_sqlsem.backends.base import check_slots
+from django_sqlsem.core.modes import RWLOCK, SHARED, WHOLE
 from django_sqlsem.core.names import Name, validate_name, validate_slots
 from django_sqlsem.exceptions import AcquireTimeoutError
 from django_sqlsem.locks.acquire import refused_by_tests
@@ -59,14 +60,20 @@ def _done_to_all(name: str, act: Callable[[Acquisition], object]) -> Iterator[No
 
 @contextlib.contextmanager
 def held(target: Name | Semaphore, slots: int | None = None, *, total: int | None = None) -> Iterator[list[Permit]]:
-    """Hold ``slots`` slots of a semaphore (all of them, if omitted) as another process would, inside the block.
+    """Hold ``slots`` slots of a lock (all of them, if omitted) as another process would, inside the block.
 
-    ``total`` is the semaphore's number of slots, where ``target`` is a name that is not in use yet. The permits
-    are yielded: release one to let a waiter in (in an async test by ``await permit.arelease()``). Raises
-    ``AcquireTimeoutError`` if so many are not free.
+    ``total`` is the semaphore's number of slots, where ``target`` is a name that is not in use yet. One that is in use
+    is of its own kind, and any other a semaphore. The permits are yielded: release one to let a waiter in (in an async
+    test by ``await permit.arelease()``). Raises ``AcquireTimeoutError`` if so many are not free, and ``ValueError`` for
+    a count of tokens.
     """
     found = target if isinstance(target, Semaphore) else semaphore(validate_name(target), total)
-    wanted = validate_slots(slots) if slots is not None else 1 if found.mode else blocking(found.status).slots
+    status = blocking(found.status)
+    if found is not target:
+        # All of a lock of readers and writers is the writer's; some of it are readers'.
+        found = found._as(status.kind, WHOLE if status.kind == RWLOCK and slots is None else SHARED)
+        check_slots(found.name, found.kind, slots)
+    wanted = validate_slots(slots) if slots is not None else 1 if found.mode else status.slots
 
     def take() -> Permit:
         with callers.as_stranger():
@@ -74,10 +81,10 @@ def held(target: Name | Semaphore, slots: int | None = None, *, total: int | Non
             permit.detach()
             return permit
 
-    if not isinstance(target, Semaphore) and total is None and blocking(found.status).slots < wanted:
+    if found is not target and total is None and status.slots < wanted:
         raise AcquireTimeoutError(
-            f"{found.name!r} has {blocking(found.status).slots} slots as far as is known, not {wanted}: say total=, or"
-            " give the semaphore itself."
+            f"{found.name!r} has {status.slots} slots as far as is known, not {wanted}: say total=, or give the"
+            " semaphore itself."
         )
     holder = semaphore(found.name, found.slots, timeout=0, lease=found.lease, fair=False, using=found.using)
     permits: list[Permit] = []
@@ -122,11 +129,7 @@ def stop_requested(target: Name | Semaphore | Permit, by: str = "a test") -> Ite
 
 def blocking(function: Callable[[], T]) -> T:
     """Call what waits for the database a moment; in an async test, on another thread than the event loop's."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return function()
-    return elsewhere(function)
+    return function() if callers.running_loop() is None else elsewhere(function)
 
 
 def elsewhere(function: Callable[[], T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from django.test import override_settings
 from django.urls import reverse
 
 from django_sqlsem import (
-    AcquireTimeoutError,
+    AlreadyHeldError,
     BackendError,
     PermitLostError,
     control,
@@ -24,16 +25,19 @@ from django_sqlsem import (
     semaphore,
 )
 from django_sqlsem.claims import claim
+from django_sqlsem.core.names import key_of
 from django_sqlsem.locks import (
     counter,
     fenced,
+    monitor,
     rwlock,
     transaction_lock,
 )
+from django_sqlsem.runtime import callers
 from tests.support.databases import OutsideCounter, covered, held_rows, query, raw_connection
 from tests.support.pgbouncer import pgbouncer
 from tests.support.private_servers import ALIAS, free_port, known, private_server
-from tests.support.threads import run_in_threads
+from tests.support.threads import run_beside, run_in_threads, wait_until
 from tests.testapp.models import Job, Probe, Stage
 from tests.unit.test_admin import key, login
 
@@ -134,8 +138,16 @@ def test_two_aliases_of_one_database_have_one_semaphore(database: str) -> None:
 
         run_in_threads(4, work, timeout=120)
         assert (counter.entered, counter.peak) == (20, 1)
-        with semaphore("one", using=database), pytest.raises(AcquireTimeoutError, match="slot 1"):
+        with semaphore("one", using=database), pytest.raises(AlreadyHeldError, match="in this very thread"):
             semaphore("one", using="other").acquire(timeout=0.1)
+        with monitor("two", using=database), monitor("two", using="other"):
+            assert len(held_rows(database)) == 1
+    # Its tables may be others by then.
+    with (
+        known("other", settings | {"OPTIONS": {**settings["OPTIONS"], "options": "-c search_path=mine"}}),
+        semaphore("one", using=database),
+    ):
+        assert not callers.taken_by(threading.current_thread(), "other", key_of("one"))
 
 
 @pytest.mark.parametrize("mode", ["transaction", "session"])
@@ -176,6 +188,28 @@ def test_a_copy_of_the_database_is_another_one(postgres: str) -> None:
         with transaction.atomic(using=ALIAS), pytest.raises(ValueError, match="another database"):
             permit.fence(using=ALIAS)
         permit.release()
+
+
+def test_mariadb_in_the_mode_of_oracle(committed: None) -> None:
+    """In which ``BEGIN`` is a block. Django works there."""
+    if "mariadb" not in covered():
+        pytest.skip("no MariaDB")
+    settings = dict(connections["mariadb"].settings_dict)
+    options = {**settings["OPTIONS"], "init_command": "SET sql_mode = 'ORACLE'"}
+    with known("oracle", settings | {"OPTIONS": options}):
+        lock, shared = semaphore("pairs", slots=3, take=2, using="oracle"), rwlock("shared", using="oracle")
+        with lock as permit:
+            permit.check()
+            waits = run_beside(lambda: lock.acquire(timeout=60).release())
+            wait_until(lambda: lock.status().waiting == 1)
+        waits.result(60)
+        with shared.upgradable() as reader:
+            reader.upgrade()
+        counter("counted", 2, using="oracle").acquire()
+        with transaction.atomic(using="oracle"), lock as permit:
+            permit.fence()
+        assert control.set_slots("pairs", 5, by="test", using="oracle")
+        assert not held_rows("mariadb")
 
 
 def test_without_autocommit_locks_work_and_operators_acts_are_refused(postgres: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import time
@@ -17,7 +18,12 @@ from django_sqlsem import (
     mutex,
     semaphore,
 )
+from django_sqlsem.backends.base import Acquired, Place
+from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.runtime.keepers import keeper_at
+from tests.support import applocks
 from tests.support.databases import held_rows
+from tests.support.statements import CountedSession
 from tests.support.threads import run_in_threads, wait_until
 
 
@@ -118,6 +124,46 @@ def test_take_is_all_or_nothing(database):
     single.release()
     first.release()
     assert held_rows(database) == []
+
+
+def test_beside_a_take_of_hundreds_the_others_wait_and_get_no_error(database):
+    slots, rounds = (305, 3) if applocks.are_at(database) else (1205, 5)
+    semaphore("many", slots=slots, using=database).acquire().release()
+
+    def work(index):
+        for _ in range(rounds):
+            take = slots - 5 if index == 0 else 2 * index
+            with semaphore("many", slots=slots, take=take, timeout=60, using=database) as permit:
+                assert len(permit.slots) == take
+
+    run_in_threads(4, work, timeout=120)
+
+
+@pytest.mark.rows_only("row statements")
+def test_a_take_of_hundreds_is_a_few_statements(database):
+    """Taken by a claim, handed to a waiter, renewed and given back: never one statement for each slot."""
+    many = semaphore("many", slots=1205, take=1200, using=database)
+    many.acquire().release()
+    session, keeper = CountedSession(database), keeper_at(database)
+    first, second = many._request(keeper, ""), many._request(keeper, "")
+    sent = {}
+    with contextlib.closing(session), mutex("beside", using=database):  # so that this process's beacon is lit
+        grant = keeper.backend.claim(session, first)
+        sent["claim"] = session.sent()
+        assert grant.slots == tuple(range(1, 1201))
+        held = Acquired(first, grant)
+        assert keeper.backend.renew(session, [held]).renewed == {first.permit_id}
+        sent["renewal"] = session.sent()
+        assert not keeper.backend.enrol(session, second, Place(boot_now(), 1), first=False).granted
+        session.sent()
+        assert keeper.backend.release(session, held).freed
+        sent["hand-over"] = session.sent()
+        handed = keeper.backend.granted(session, second)
+        assert handed.grant.slots == grant.slots
+        session.sent()
+        assert keeper.backend.release(session, Acquired(second, handed.grant)).freed
+        sent["release"] = session.sent()
+    assert all(1 <= count <= 12 for count in sent.values()), sent
 
 
 def test_async(database):

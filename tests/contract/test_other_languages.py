@@ -20,7 +20,7 @@ from django_sqlsem import control, mutex, semaphore
 from django_sqlsem.models import SlotRow
 from tests.support.databases import ROOT
 from tests.support.processes import Child
-from tests.support.threads import wait_until
+from tests.support.threads import run_beside, wait_until
 
 SCRIPT = ROOT / "docs" / "clients" / "locked.sh"
 #: By vendor: how the scripts call the database, and the program that it takes.
@@ -130,6 +130,17 @@ def test_a_script_and_django_keep_one_another_out(client, tmp_path, capsys):
             assert script.wait(PATIENT) == 0
     with lock as after:
         assert after.token > held.token
+
+
+def test_a_script_that_goes_by_more_slots_gets_those_that_nobody_who_waits_could_use(client):
+    few = semaphore("raised", slots=1, timeout=PATIENT, using=client.alias)
+    kinds = {"KIND": "semaphore", "TIMEOUT": "0"}
+    with few:
+        waits = run_beside(lambda: few.acquire().release())
+        wait_until(lambda: few.status().waiting == 1)
+        assert client.run("raised", "sh", "-c", 'test "${SLOT_AND_TOKEN%% *}" = 2', SLOTS="2", **kinds) == 0
+        assert client.run("raised", "true", SLOTS="1", **kinds) == 75
+    waits.result(PATIENT)
 
 
 def test_a_script_that_dies_leaves_the_lock_to_its_lease(client, tmp_path):

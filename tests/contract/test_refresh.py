@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 
 import pytest
@@ -11,12 +12,13 @@ from django.db import connections, transaction
 from django.db.models import F
 
 from django_sqlsem import queries
+from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.models import RefreshRow, SlotRow
 from django_sqlsem.refresh import refresh_every
 from django_sqlsem.refresh.job import Job
 from tests.programs.refresh_clients import HOUR, Refresher, field_of, shared_cache
 from tests.support import applocks
-from tests.support.threads import run_in_threads, wait_until
+from tests.support.threads import run_beside, run_in_threads, wait_until
 from tests.testapp.models import Probe
 
 NAME = "best-sellers"
@@ -221,6 +223,24 @@ def test_a_cache_that_loses_a_value_and_none_as_a_value(database, settings, tmp_
     best.invalidate()
     assert (best(), best(), len(values)) == (3, 3, 0)
     assert len(list(tmp_path.glob("*.djcache"))) == 1  # what it replaces is gone
+
+
+def test_a_value_read_in_a_serializable_transaction_keeps_nobody_from_rebuilding_it(database):
+    """Where a plain read locks the row until the end."""
+    if not dialect_for(connections[database]).reads_may_lock:
+        pytest.skip("reads lock nothing")
+    values = itertools.count(1)
+    best = refresh_every(NAME, HOUR, lambda: next(values), using=database)
+    with connections[database].cursor() as cursor:
+        session = "" if connections[database].vendor == "microsoft" else "SESSION"
+        cursor.execute(f"SET {session} TRANSACTION ISOLATION LEVEL SERIALIZABLE")
+    try:
+        assert best.get() == 1
+        with transaction.atomic(using=database):
+            assert best.get() == 1
+            assert run_beside(best.now).result(60) == 2
+    finally:
+        connections[database].close()
 
 
 def test_in_a_transaction_that_is_rolled_back(database, home):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import time
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -19,11 +20,12 @@ from django_sqlsem import (
 from django_sqlsem.database.dialects import Dialect
 from django_sqlsem.locks import rwlock
 from django_sqlsem.models import SlotRow, WaiterRow
+from django_sqlsem.runtime.keepers import keeper_at
 from tests.programs.rwlock_clients import Sharing
 from tests.support import applocks
 from tests.support.databases import held_rows
 from tests.support.processes import Child
-from tests.support.threads import run_in_threads, wait_until
+from tests.support.threads import run_beside, run_in_threads, wait_until
 
 LOCK = "prices"
 
@@ -187,6 +189,29 @@ def test_an_upgrade_comes_before_writers_that_wait_longer(database):
         there.release("u")
         there.held("w", timeout=40)
         there.release("w")
+
+
+@pytest.mark.process_side
+def test_after_an_upgrade_that_gave_up_a_reader_of_its_process_is_let_in_at_once(database, monkeypatch):
+    """Its place in line is given up beside it, a moment later."""
+    lock, leave = rwlock(LOCK, readers=5, using=database), keeper_at(database).backend.leave
+
+    def slowly(*args):
+        time.sleep(0.5)
+        leave(*args)
+
+    def reads():
+        with lock.read(timeout=0):
+            return True
+
+    reader = lock.read().acquire()
+    reader.detach()
+    with lock.upgradable() as permit:
+        monkeypatch.setattr(keeper_at(database).backend, "leave", slowly)
+        with pytest.raises(AcquireTimeoutError):
+            permit.upgrade(timeout=0.2)
+        assert run_beside(reads).result(30)
+    reader.release()
 
 
 def test_an_upgrade_that_gives_up_leaves_an_upgradable_reader(database):

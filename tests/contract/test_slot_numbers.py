@@ -12,21 +12,25 @@ import time
 import pytest
 
 from django_sqlsem import control, queries, semaphore
+from django_sqlsem.backends.base import Place
+from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
+from django_sqlsem.runtime.keepers import keeper_at
 from tests.programs.contenders import WORK, SharedCounter, Tally, say
 from tests.programs.lock_clients import Actor
 from tests.support.databases import held_rows
 from tests.support.operators import now_us
 from tests.support.processes import Child
-from tests.support.threads import wait_until
+from tests.support.statements import CountedSession
+from tests.support.threads import run_beside, wait_until
 
 #: One heartbeat and what a busy machine adds, in microseconds.
 HEARTBEAT_US = 20_000_000
 
 
-def barge(database, name, **options):
-    """Try once, past all waiters."""
-    permit = semaphore(name, fair=False, using=database, **options).try_acquire()
+def barge(database, name, *, fair=False, **options):
+    """Try once, past all waiters unless it is ``fair``."""
+    permit = semaphore(name, fair=fair, using=database, **options).try_acquire()
     if permit is not None:
         permit.detach()
     return permit
@@ -70,6 +74,89 @@ def test_of_two_declared_numbers_the_largest_is_the_bound(database):
                 permit.release()
             again.end()
         three.end()
+
+
+def test_a_waiter_who_goes_by_fewer_slots_keeps_no_other_slot_from_anybody(database):
+    """As while a larger number is deployed: as long as an old process waits, too."""
+    with actors_of(database, "raised", 3, slots=1) as (holder, old, older), Actor(database, "raised", slots=3) as new:
+        holder.acquire()
+        for count, each in enumerate((older, old), start=1):
+            each.ask_for()
+            wait_for_waiters(database, "raised", count)
+        # Who does not wait, and who does.
+        two = barge(database, "raised", slots=3, fair=True)
+        assert two.slot == 2
+        assert new.ready().acquire(timeout=30)[0] == [3]
+        # Nobody has overtaken those who wait for slot 1.
+        assert barge(database, "raised", slots=3, fair=True) is None
+        with Actor(database, "raised", slots=3) as later:
+            later.ready().ask_for()
+            wait_for_waiters(database, "raised", 3)
+            two.release()
+            assert later.granted()[0] == [2]
+            holder.release()
+            assert older.granted()[0] == [1]
+            assert barge(database, "raised", slots=3, fair=True) is None
+            old.silent(0.3)
+            older.release()
+            assert old.granted()[0] == [1]
+            for each in (old, later, new):
+                each.release()
+            for each in (later, new):
+                each.end()
+
+
+def test_slots_gather_for_who_came_first_of_those_that_it_could_use(database):
+    with actors_of(database, "gathered", 1, slots=3, take=2) as (head,), Actor(database, "gathered", slots=4) as other:
+        mine = [barge(database, "gathered", slots=3) for _ in range(3)]
+        head.ask_for()
+        wait_for_waiters(database, "gathered", 1)
+        other.ready().ask_for()
+        assert other.granted()[0] == [4]
+        mine[0].release()
+        assert barge(database, "gathered", slots=4, fair=True) is None
+        mine[1].release()
+        assert head.granted()[0] == [1, 2]
+        mine[2].release()
+        for each in (head, other):
+            each.release()
+        other.end()
+
+
+@pytest.mark.rows_only("row statements")
+def test_only_slots_that_a_waiter_could_use_are_free_to_it(database):
+    """Else it would not look whether the holder of its own is dead."""
+    few, keeper, session = semaphore("few", slots=1, using=database), keeper_at(database), CountedSession(database)
+    barge(database, "few", slots=3).release()
+    with contextlib.closing(session), few:
+        request = few._request(keeper, "")
+        waited = keeper.backend.enrol(session, request, Place(boot_now(), 1), first=False)
+        assert waited.queue.free == 0
+        keeper.backend.leave(session, request)
+
+
+def test_in_one_process_too_who_goes_by_fewer_slots_keeps_no_other_from_anybody(world):
+    few, many = (semaphore("beside", slots=slots, using=world) for slots in (1, 3))
+    held = few.acquire()
+    held.detach()
+    got = []
+
+    def wait(lock) -> None:
+        with lock.acquire(timeout=60) as permit:
+            got.append(permit.slot)
+
+    waiting = run_beside(lambda: wait(few))
+    wait_until(lambda: keeper_at(world).queues)
+    two, three = barge(world, "beside", slots=3, fair=True), many.acquire(30)
+    assert (two.slot, three.slot) == (2, 3)
+    later = run_beside(lambda: wait(many))
+    wait_until(lambda: sum(len(each.waiting) for each in keeper_at(world).queues.values()) == 2)
+    three.release()
+    later.result(60)
+    held.release()
+    waiting.result(60)
+    assert got == [3, 1]
+    two.release()
 
 
 def test_an_omitted_number_is_the_declared_one(database):

@@ -12,6 +12,7 @@ from django.core.management import call_command
 from django_sqlsem import queries, semaphore
 from django_sqlsem.backends.rows import beacons
 from django_sqlsem.history import events
+from django_sqlsem.locks import counter
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import SlotState
 from tests.programs.lock_clients import Actor
@@ -136,6 +137,14 @@ def test_a_killed_waiter_is_gone_for_who_does_not_wait(database):
     # A server may take a moment to see that a session has ended; the place itself would lapse after 2.1 s.
     wait_until(lambda: (got := mine.try_acquire()) is not None and (got.release() or True))
     assert time.monotonic() - began < 1.5
+    assert WaiterRow.objects.using(database).count() == 0
+
+
+def test_a_dead_waiter_for_tokens_is_gone_though_the_clock_was_set_back(database):
+    counted = counter("queue", 2, using=database)
+    counted.acquire(timeout=0)
+    wait(database, "queue", left=3600)
+    assert counted.try_acquire()
     assert WaiterRow.objects.using(database).count() == 0
 
 

@@ -31,7 +31,7 @@ MODULES = (statements, acquire, beacons, exclusive, fences, handoff, queue, read
 
 _STATEMENT = re.compile(r"\s*(?:SELECT|INSERT|UPDATE|DELETE|WITH)\b")
 #: What is filled in before a statement is run: such a constant is the pattern of what a function returns.
-_PATTERN = re.compile(r"\{(?:turn|own|suspects)\}")
+_PATTERN = re.compile(r"\{(?:wanted|own|suspects)\}")
 _TOKEN = re.compile(
     r"\((?:SELECT|UPDATE|DELETE|INSERT)\b|(?P<clause>\b(?:SELECT|FROM|WHERE|SET|RETURNING|ORDER BY|UNION ALL|VALUES|"
     r"LEFT JOIN|JOIN|USING|FOR UPDATE|FOR NO KEY)\b)|\w+|[^\w]"
@@ -54,11 +54,8 @@ def of_dialect(dialect: Dialect) -> dict[str, str]:
     """Return the statements that are made for a dialect."""
     begin, end = dialect.insert_ignore or ("INSERT INTO", "")
     found = {
-        **{
-            f"take {turn}{' locked' if locked else ''}": acquire.take_sql(dialect, turn, locked=locked, durable=False)
-            for turn in acquire._TURNS
-            for locked in (False, True)
-        },
+        **{f"take {turn}": acquire.take_sql(dialect, turn, durable=False) for turn in acquire._WANTED},
+        **{f"wanted before {turn}": acquire.wanted_sql(turn) for turn in acquire._WANTED},
         "look": acquire.look_sql(dialect),
         "sweep dead": queue.sweep_sql(dialect),
         "taken": beacons.taken_sql(dialect),
@@ -69,6 +66,7 @@ def of_dialect(dialect: Dialect) -> dict[str, str]:
         "place ranked": queue.place_sql(dialect, ranked=True),
         **{f"look around {nth}": text for nth, text in enumerate(queue.view_sql(dialect, stay=False))},
         **{f"stay and look around {nth}": text for nth, text in enumerate(queue.view_sql(dialect, stay=True))},
+        "take two": handoff.take_sql(2),
         "free": handoff.free_sql(dialect, 1, False),
         "free two": handoff.free_sql(dialect, 2, False),
         "free unwanted": handoff.free_sql(dialect, 1, True),
@@ -88,6 +86,7 @@ def is_used(name: str, dialect: Dialect) -> bool:
         "CANDIDATES": not dialect.returning and not dialect.update_limit,
         # Pieces of statements.
         **dict.fromkeys(("FREED", "STAYING", "WAITER", "DECLARED", "acquire.TAKE", "EXTENDED", "WAITING"), False),
+        **dict.fromkeys(("acquire.WANTED", "handoff.TAKE"), False),
         "PASS_IN_ONE": dialect.writing_ctes,
         "SOMEBODY": dialect.writing_ctes,
         "handoff.LOOK": not dialect.writing_ctes,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from django_sqlsem import mutex, semaphore
 from django_sqlsem.backends.base import Grant, Request
 from django_sqlsem.core.identity import current
 from django_sqlsem.core.names import resource_for
@@ -34,6 +37,11 @@ class Keeper:
 def fresh() -> Acquisition:
     request = Request(resource_for("reports", "semaphore"), "0" * 32, 1, 1, 60.0, True, current())
     return Acquisition(Keeper(), request, max_hold=None)  # type: ignore[arg-type]
+
+
+def test_a_semaphore_equals_its_copies() -> None:
+    for lock in (semaphore("reports", slots=3), semaphore("reports", timeout=None), mutex("reports", max_waiting=1)):
+        assert copy.deepcopy(lock) == copy.copy(lock) == pickle.loads(pickle.dumps(lock)) == lock  # noqa: S301
 
 
 #: What a program of the library does to an acquisition, by transition.

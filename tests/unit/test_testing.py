@@ -23,7 +23,7 @@ from django_sqlsem import (
     testing,
 )
 from django_sqlsem.backends import get_backend
-from django_sqlsem.locks import rwlock
+from django_sqlsem.locks import counter, rlock, rwlock
 from django_sqlsem.snapshots import LossReason
 from tests.support.threads import run_in_threads, wait_until
 
@@ -123,6 +123,26 @@ def test_held_by_name(world, settings):
         assert len(permits) == 3
     with testing.held("wide", 2, total=3) as permits:
         assert len(permits) == 2
+
+
+def test_held_by_the_name_of_another_kind_of_lock(world, settings):
+    settings.SQLSEM = {"DATABASE": world}
+    shared = rwlock("shared", readers=3)
+    for lock in (mutex("alone", timeout=0), rlock("alone again", timeout=0), shared.write(timeout=0)):
+        lock.acquire().release()
+        with testing.held(lock.name) as permits:
+            assert len(permits) == 1
+            assert lock.try_acquire() is None
+        lock.acquire().release()
+    with testing.held("shared", 2) as permits:
+        assert len(permits) == 2
+        assert shared.write(timeout=0).try_acquire() is None
+        shared.read(timeout=0).acquire().release()
+    with pytest.raises(ValueError, match="one slot, not 2"), testing.held("alone", 2):
+        pass
+    counter("counted", 3).acquire()
+    with pytest.raises(ValueError, match="'counted' is a count of tokens"), testing.held("counted"):
+        pass
 
 
 def test_held_of_a_mutex(world):

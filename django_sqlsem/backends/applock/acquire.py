@@ -11,7 +11,7 @@ from django_sqlsem.backends.applock import calls
 from django_sqlsem.backends.applock.held import Holding
 from django_sqlsem.backends.base import Granted, Request
 from django_sqlsem.conf import config
-from django_sqlsem.core.modes import RWLOCK, SHARED, UPDATE, UPGRADE, WHOLE
+from django_sqlsem.core.modes import RWLOCK, SHARED, UPDATE, UPGRADE, WHOLE, line_of
 from django_sqlsem.database.sqlserver import NATIVE_ERRORS, Meaning, failure, lock_names, meaning
 from django_sqlsem.exceptions import BackendError, never_met, wrong_kind
 
@@ -181,7 +181,7 @@ class Claims:
 
         ``None``: that one has been served on another session meanwhile, so this one has been let go.
         """
-        holding = session.held[request.line]
+        holding = session.held[line_of(request.resource.key, request.mode)]
         with self.possession.or_end(session):
             if config(self.alias).record and request.mode != UPGRADE:
                 session.run(calls.RENAME, holder_values(successor) | {"key": holding.key, "before": request.permit_id})

@@ -26,7 +26,7 @@ from django_sqlsem.backends.base import (
     Request,
     Waited,
 )
-from django_sqlsem.core.modes import SHARED, UPDATE, UPGRADE, WHOLE, line_of
+from django_sqlsem.core.modes import UPDATE, UPGRADE, WHOLE
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
@@ -153,10 +153,10 @@ class ApplockBackend(BaseSemaphoreBackend):
 
     def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
         """Free what a claim may have got, and wait for it no longer."""
-        for mode in (SHARED, UPDATE, UPGRADE):
-            line = self._lines.get(line_of(resource.key, mode))
-            if line is not None:
-                line.leave(permit_id)
+        with self._lines_lock:
+            lines = [line for key, line in self._lines.items() if key.startswith(resource.key)]
+        for line in lines:
+            line.leave(permit_id)
         return self.possession.discard(resource, permit_id)
 
     # Holding.

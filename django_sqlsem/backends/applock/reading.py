@@ -111,7 +111,9 @@ class Locks:
         Whoever holds the gate is the first in line. ``known``: processes that have said so themselves.
         """
         found: dict[int, Lock] = {}
-        gate = [lock for lock in self.of(names.gate) if lock.owner == "SESSION"]
+        # Who goes by fewer slots than others has a gate of its own.
+        gates = [names.gate, *(shown for shown in self._by_shown if shown.startswith(f"{names.gate}:"))]
+        gate = [lock for each in gates for lock in self._by_shown.get(each, ()) if lock.owner == "SESSION"]
         wanted = slots if self._waits else ()
         queued = [lock for slot in wanted for lock in self.of(names.slot(slot)) if not lock.granted]
         told = set(known)

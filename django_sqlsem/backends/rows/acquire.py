@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends.base import Crowd, Grant, Granted, Queue, Request, Waited
-from django_sqlsem.backends.rows import exclusive, queue
+from django_sqlsem.backends.rows import exclusive, handoff, queue
 from django_sqlsem.backends.rows.beacons import suspects, take_from_suspects
 from django_sqlsem.backends.rows.statements import (
-    COUNT_LIVE,
     KEPT,
     LOCK,
     NEW_SEMAPHORE,
     NEW_SLOT,
     NEXT_TOKEN,
-    Row,
     Statements,
     bound,
     change,
@@ -26,6 +24,7 @@ from django_sqlsem.backends.rows.statements import (
     row_of,
 )
 from django_sqlsem.core.modes import RWLOCK, WRITER
+from django_sqlsem.core.names import MAX_SLOTS
 from django_sqlsem.database.dialects import Dialect, dialect_for
 from django_sqlsem.exceptions import never_met, wrong_kind
 
@@ -42,35 +41,46 @@ _MOST_DECLARED: Final = 10_000
 #: For so long a name may be newer than a claim that did not find it, in microseconds.
 _YOUNG_US: Final = 2_000_000
 
-_WAITER: Final = " AND NOT EXISTS (SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {w.waits}"
-#: Who may go first. A newcomer yields to every live waiter; a task that comes back, to those that wait longer; who
+#: To whom a claim yields: a newcomer to every live waiter; a task that comes back, to those that wait longer; who
 #: barges, to those that want everybody to leave. Who waits for the writer's place beside readers is in nobody's way.
-_TURNS: Final = {
-    "barge": f"{_WAITER} AND w.take = 0)",
-    "ranked": f"{_WAITER} AND w.lock_mode <> 'update' AND w.queued_us < COALESCE({KEPT}, {{now}}))",
-    "newcomer": f"{_WAITER} AND w.lock_mode <> 'update')",
+_YIELDS_TO: Final = {
+    "barge": "w.take = 0",
+    "ranked": f"w.lock_mode <> 'update' AND w.queued_us < COALESCE({KEPT}, {{now}})",
+    "newcomer": "w.lock_mode <> 'update'",
+}
+#: Up to which slot those may want them: to the number that each goes by. Who wants more than that is never served.
+_WANTED: Final = {
+    turn: f"(SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN {MAX_SLOTS}"
+    " WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots)"
+    " THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)"
+    " FROM sqlsem_semaphore n JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key"
+    f" WHERE n.name_key = %(key)s AND {{w.waits}} AND {who})"
+    for turn, who in _YIELDS_TO.items()
 }
 _DECLARED: Final = "SELECT declared_slots FROM sqlsem_semaphore WHERE name_key = %(key)s"
 _TAKE: Final = f"UPDATE sqlsem_slot SET {granting(NEXT_TOKEN, lasts='%(lease_us)s')}"
-#: With which slots a semaphore is met: ``m`` is its row, ``{allowed}`` whether it gives.
-_MET: Final = "m.kind = %(kind)s AND {m.unpaused}{allowed}"
+#: A semaphore gives; ``m`` is its row.
+_GIVES: Final = "m.kind = %(kind)s AND {m.unpaused}"
 _LIMIT: Final = "COALESCE(m.operator_slots, %(slots)s, m.declared_slots)"
 
 #: Takes the lowest free slot, and tells which.
 _TAKE_AND_TELL: Final = f"""{_TAKE} WHERE id = (
   SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key
-  WHERE s.semaphore_key = %(key)s AND {_MET} AND s.closed = %(no)s AND s.slot <= {_LIMIT} AND {{s.free}}{{turn}}
+  WHERE s.semaphore_key = %(key)s AND {_GIVES} AND m.shrinking = %(no)s AND s.closed = %(no)s
+  AND s.slot > {{wanted}} AND s.slot <= {_LIMIT} AND {{s.free}}
   ORDER BY s.slot LIMIT 1 {{pick}}
 ) RETURNING id, slot, token, ({_DECLARED}){{unflushed}}"""
 #: Takes it where another statement has to tell; ``{by_id}`` or ``{lowest}`` says which.
 _TAKE_ONE: Final = (
-    f"{_TAKE} WHERE {{by_id}}semaphore_key = %(key)s AND closed = %(no)s AND {{free}} AND slot <= (SELECT {_LIMIT}"
-    f" FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND {_MET}){{turn}}{{lowest}}"
+    f"{_TAKE} WHERE {{by_id}}semaphore_key = %(key)s AND closed = %(no)s AND {{free}} AND slot > {{wanted}}"
+    f" AND slot <= (SELECT {_LIMIT} FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND {_GIVES}"
+    " AND m.shrinking = %(no)s){lowest}"
 )
 #: Of a place: not if ``_TAKE_ONE`` would take a slot at this moment, which costs less than to stand and be served.
 _UNLESS_FREE: Final = (
-    f" AND NOT (m.paused = %(no)s AND m.shrinking = %(no)s{_TURNS['newcomer']} AND EXISTS (SELECT 1 FROM sqlsem_slot f"
-    f" WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot <= {_LIMIT} AND {{f.free}}))"
+    " AND NOT (m.paused = %(no)s AND m.shrinking = %(no)s AND EXISTS (SELECT 1 FROM sqlsem_slot f"
+    f" WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > {_WANTED['newcomer']}"
+    f" AND f.slot <= {_LIMIT} AND {{f.free}}))"
 )
 #: Where an UPDATE cannot pick a slot: the free ones, in order.
 _CANDIDATES: Final = (
@@ -109,11 +119,10 @@ _SLOTS: Final = "SELECT slot FROM sqlsem_slot WHERE semaphore_key = %(key)s"
 
 
 @functools.cache
-def take_sql(dialect: Dialect, turn: str, *, locked: bool, durable: bool) -> str:
-    """Take one free slot; ``locked``: the caller has the semaphore's row, and has seen to a shrinking one."""
+def take_sql(dialect: Dialect, turn: str, *, durable: bool) -> str:
+    """Take one free slot."""
     words = {
-        "{allowed}": "" if locked else " AND m.shrinking = %(no)s",
-        "{turn}": _TURNS[turn],
+        "{wanted}": _WANTED[turn],
         "{by_id}": "" if dialect.update_limit else "id = %(id)s AND ",
         "{lowest}": " ORDER BY slot LIMIT 1" if dialect.update_limit else "",
     }
@@ -127,11 +136,16 @@ def take_sql(dialect: Dialect, turn: str, *, locked: bool, durable: bool) -> str
 def take_or_stand(dialect: Dialect, *, durable: bool) -> str:
     """Take one slot, or else a place in the queue, in one statement."""
     return f"""
-    WITH c AS ({take_sql(dialect, "newcomer", locked=False, durable=durable)}), i AS (
+    WITH c AS ({take_sql(dialect, "newcomer", durable=durable)}), i AS (
       {queue.place_sql(dialect, ranked=False)} AND NOT EXISTS (SELECT 1 FROM c) RETURNING (
         SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {{w.waits}}) AS ahead)
     SELECT id, slot, token, declared_slots, NULL::bigint, NULL::text FROM c
     UNION ALL SELECT NULL, NULL, NULL, NULL, ahead{{unflushed}} FROM i"""
+
+
+def wanted_sql(turn: str) -> str:
+    """Say up to which slot others come first; no row: the semaphore does not give."""
+    return f"SELECT {_WANTED[turn]} FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND {_GIVES}"
 
 
 @functools.cache
@@ -243,49 +257,39 @@ class SlotRequest:
 
     def _take_locked(self) -> Grant | None:
         """Take several slots, or one of a semaphore that shrinks, under the lock of the semaphore's row."""
-        take = self.request.take
 
         def work(cursor: AnyCursor) -> Grant | None:
             statements = Statements(cursor, self.parameters)
             found = statements.row(LOCK)
-            if found is None:
+            wanted = statements.row(wanted_sql(self._turn)) if found is not None else None
+            if wanted is None:
                 return None
-            operator_slots, declared_slots, _paused, shrinking, _now = found
+            operator_slots, declared_slots, _paused, shrinking, now = found
             above, whole = exclusive.settle(statements, operator_slots) if shrinking else (False, False)
             limit = bound(operator_slots, self.request.slots, declared_slots)
-            live = statements.row(COUNT_LIVE, bound=limit)[0] if above or take > 1 else 0
-            if whole or live + take > limit:
-                return None if whole or above else _NOTHING
-            rows: list[Row] = []
-            for _nth in range(take):
-                row = self._take(statements, {row[0] for row in rows}, locked=True)
-                if row is None:
-                    return None if rows or above else _NOTHING
-                rows.append(row[:3])
-            ids, slots, tokens = zip(*sorted(rows, key=lambda row: row[1]), strict=True)
-            return Grant(slots, tokens, ids)
+            free = handoff.free_rows(statements, self.request.take, wanted[0], limit, crowded=above)
+            if whole or not free:
+                return _NOTHING
+            return handoff.give(statements, free, int(now), self.parameters["lease_us"])
 
         grant = self.session.transaction(work, again=False)
         return grant if grant is not None and grant.slots else None
 
-    def _take(self, statements: Statements, before: Collection[int] = (), *, locked: bool = False) -> Any:
-        """Take one slot; return the row's id, slot, token and the declared number of slots, or ``None``.
-
-        ``before``: the ids of the rows that the same permit has already.
-        """
+    @property
+    def _turn(self) -> str:
         request = self.request
-        turn = "barge" if not request.fair else "ranked" if request.rank else "newcomer"
-        text = take_sql(self.dialect, turn, locked=locked, durable=request.durable)
+        return "barge" if not request.fair else "ranked" if request.rank else "newcomer"
+
+    def _take(self, statements: Statements) -> Any:
+        """Take one slot; return the row's id, slot, token and the declared number of slots, or ``None``."""
+        text = take_sql(self.dialect, self._turn, durable=self.request.durable)
         if self.dialect.returning:
             return statements.row(text)
         if self.dialect.update_limit:
             taken = statements.change(text) > 0
         else:
             taken = any(statements.change(text, id=row_id) for (row_id,) in statements.rows(_CANDIDATES))
-        if not taken:
-            return None
-        # It may be a lower slot than one before, given back meanwhile; and it may have been revoked at once.
-        return next((row for row in statements.rows(_GRANTED) if row[0] not in before), None)
+        return statements.row(_GRANTED) if taken else None  # it may have been revoked at once
 
     def _create(self, slots: int) -> Grant | None:
         """Create what is missing. A new name is born with what is claimed taken: others never see it all free."""

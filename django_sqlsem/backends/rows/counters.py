@@ -43,10 +43,12 @@ _LOCK: Final = (
     " WHERE name_key = %(key)s{lock}"
 )
 _SAVE: Final = "UPDATE sqlsem_semaphore SET units = %(units)s, declared_us = {now} WHERE name_key = %(key)s"
-#: Rows of those that have not come for their units, or were waiting and are dead since long.
+#: Rows of those that have not come for their units, or were waiting and are dead since long; or whose time lies where
+#: none can, since the clock was set back.
 _OVERDUE: Final = (
-    "SELECT id, take, away FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND NOT ({live})"
+    "SELECT id, take, away FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND (NOT ({live})"
     " AND (away = %(yes)s OR expires_us < {now} - %(patience_us)s * 4{rebooted})"
+    " OR expires_us > {now} + %(patience_us)s * 2)"
 )
 _STANDING: Final = standing(expires_us="{now} + %(lasts_us)s", slots="NULL", away="%(away)s", lock_mode="''")
 _STAND: Final = f"{WAITER} VALUES ({_STANDING})"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -27,14 +27,18 @@ from django_sqlsem.backends.rows.statements import (
     HELD,
     LOCK,
     NEXT_TOKEN,
+    ROWS_AT_ONCE,
     Statements,
+    among,
     bound,
     change,
     granting,
     row_of,
+    rows_named,
 )
 from django_sqlsem.core.identity import process_id
 from django_sqlsem.core.modes import RWLOCK, UPDATE
+from django_sqlsem.core.names import MAX_SLOTS
 from django_sqlsem.database import bells
 from django_sqlsem.database.dialects import Dialect, dialect_for
 from django_sqlsem.models import HOLDER_COLUMNS
@@ -90,7 +94,7 @@ _TRIES: Final = 8
 @functools.cache
 def free_sql(dialect: Dialect, rows: int, unwanted: bool) -> str:
     """Free some rows of one permit; ``unwanted``: only if nobody waits."""
-    text = f"{FREED} WHERE id IN ({', '.join(f'%(row{each})s' for each in range(rows))}) AND permit_id = %(permit_id)s"
+    text = DISCARD if rows > ROWS_AT_ONCE else f"{FREED} WHERE {among(rows)} AND permit_id = %(permit_id)s"
     if not unwanted:
         return text
     # Who waits for the writer's place beside readers is in nobody's way.
@@ -134,7 +138,7 @@ def _parameters(held: Acquired) -> dict[str, Any]:
         "token0": grant.tokens[0],
     }
     if not held.request.mode:
-        parameters |= {f"row{number}": row_id for number, row_id in enumerate(grant.row_ids)}
+        parameters |= rows_named(grant.row_ids)
     return parameters
 
 
@@ -272,7 +276,9 @@ def _pass_by_steps(session: Session, dialect: Dialect, parameters: dict[str, Any
     if head["dead"] or paused or shrinking or too_few or head["take"] != 1:
         return HandOff(Passing.OPEN)
     slot = (parameters["row0"], parameters["slot0"], parameters["token0"])
-    channel, granted, [written] = _granted_to(dialect, head, [slot], int(now), parameters["process_id"])
+    channel, lasts_us = _told(head, parameters["process_id"])
+    grant = _grant(dialect, [slot], int(now))
+    written = _holder(head) | {"waiter": head["id"], "token": grant.tokens[0], "lasts_us": lasts_us}
     outcome = Passing.DONE
 
     def pass_on(cursor: AnyCursor) -> bool | None:
@@ -284,26 +290,8 @@ def _pass_by_steps(session: Session, dialect: Dialect, parameters: dict[str, Any
         return outcome is Passing.DONE or None  # else what was done is rolled back
 
     session.transaction(pass_on, again=False)
+    granted = Granted(head["ticket"], grant, lasts_us / 1e6)
     return HandOff(outcome, [(channel, granted)] if outcome is Passing.DONE else ())
-
-
-def _granted_to(
-    dialect: Dialect, head: dict[str, Any], slots: Sequence[tuple[int, ...]], now: int, process: str
-) -> tuple[str, Granted, list[dict[str, Any]]]:
-    """Return a waiter's channel, what it gets with these slots (id, number, last token), and what to write."""
-    channel, lasts_us = _told(head, process)
-    tokens = tuple(max(token + 1, dialect.token_clock(now)) for _, _, token in slots)
-    written = head | {"permit_id": head["ticket"], "waiter": head["id"], "lasts_us": lasts_us}
-    granted = Granted(
-        head["ticket"],
-        Grant(tuple(each[1] for each in slots), tokens, tuple(each[0] for each in slots)),
-        lasts_us / 1e6,
-    )
-    return (
-        channel,
-        granted,
-        [written | {"id": each[0], "token": token} for each, token in zip(slots, tokens, strict=True)],
-    )
 
 
 def _told(head: dict[str, Any], process: str) -> tuple[str, int]:
@@ -313,14 +301,53 @@ def _told(head: dict[str, Any], process: str) -> tuple[str, int]:
     return head["channel"], min(LAPSE_US, head["lease_us"])
 
 
-# Serving all waiters, under the lock of the semaphore's row.
+def _holder(head: dict[str, Any]) -> dict[str, Any]:
+    """Return what is written into the rows of what a waiter gets."""
+    return {column: head[column] for column in ("lease_us", *HOLDER_COLUMNS)} | {"permit_id": head["ticket"]}
+
+
+def _grant(dialect: Dialect, rows: Sequence[tuple[int, ...]], now: int) -> Grant:
+    """Return the grant of slots (id, number, last token): one token for all of them."""
+    ids, slots, tokens = zip(*rows, strict=True)
+    return Grant(slots, (max(max(tokens) + 1, dialect.token_clock(now)),) * len(slots), ids)
+
+
+# Under the lock of the semaphore's row: taking several slots, and serving all waiters.
 
 #: Slots that are free; what locks them follows.
 _FREE: Final = (
     "SELECT s.id, s.slot, s.token FROM sqlsem_slot s{lock_hint} WHERE s.semaphore_key = %(key)s"
-    " AND s.closed = %(no)s AND s.slot <= %(bound)s AND {s.free} ORDER BY s.slot"
+    " AND s.closed = %(no)s AND s.slot > %(wanted)s AND s.slot <= %(bound)s AND {s.free} ORDER BY s.slot{limit}"
 )
-_TAKE: Final = f"UPDATE sqlsem_slot SET {granting('%(token)s')} WHERE id = %(id)s AND {{free}}"
+_TAKE: Final = f"UPDATE sqlsem_slot SET {granting('%(token)s')}"
+
+
+def take_sql(rows: int) -> str:
+    """Take so many slots that are free."""
+    return f"{_TAKE} WHERE {among(rows)} AND {{free}}"
+
+
+def free_rows(statements: Statements, take: int, wanted: int, limit: int, *, crowded: bool) -> list[tuple[int, ...]]:
+    """Lock so many free slots, above those that others want first; none if there are fewer.
+
+    ``crowded``: slots above an operator's number are held still, and count.
+    """
+    rows = statements.rows(f"{_FREE}{statements.skip_locked}", take=take, wanted=wanted, bound=limit)[:take]
+    if len(rows) < take or (crowded and statements.row(COUNT_LIVE, bound=limit)[0] + take > limit):
+        return []
+    return rows
+
+
+def give(
+    statements: Statements, rows: Sequence[tuple[int, ...]], now: int, lasts_us: int, who: dict[str, Any] | None = None
+) -> Grant:
+    """Write into slots that are locked who gets them: ``who``, else as the statements' parameters say."""
+    grant = _grant(statements.dialect, rows, now)
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        some = grant.row_ids[start : start + ROWS_AT_ONCE]
+        written = (who or {}) | rows_named(some) | {"token": grant.tokens[0], "lasts_us": lasts_us}
+        statements.change(take_sql(len(some)), **written)
+    return grant
 
 
 def _serve(session: Session, parameters: dict[str, Any], free: str = "") -> HandOff:
@@ -341,25 +368,27 @@ def serve(statements: Statements, free: str = "") -> HandOff:
         shrinking, whole = exclusive.settle(statements, operator_slots)
         paused = paused or whole
     served: list[Served] = []
-    for head in () if paused else _line(statements):
-        limit = bound(operator_slots, head["slots"], declared_slots)
-        if head["take"] > limit:
-            # It wants more than there is since an operator's act, and does not keep those behind it from less.
-            continue
-        if head["beacon"] and is_dead(statements.cursor, head["process_id"]):
-            statements.change(LEFT, waiter=head["id"])
-        elif head["lock_mode"]:
-            given = _give_mode(statements, head, int(now))
-            served += given
-            # Whoever waits for the writer's place keeps nobody out; whoever got or wants all slots does.
-            if head["lock_mode"] != UPDATE:
+    seen: set[int] = set()
+    wanted = 0  # up to here slots are wanted by somebody who waits on
+    while not (paused or wanted) and (heads := [each for each in waiters(statements) if each["id"] not in seen]):
+        seen.update(head["id"] for head in heads)
+        for head in heads:
+            limit = bound(operator_slots, head["slots"], declared_slots)
+            if head["take"] > limit or (not head["lock_mode"] and limit <= wanted):
+                continue  # it wants more than there is since an operator's act, or what others want who came before
+            if head["beacon"] and is_dead(statements.cursor, head["process_id"]):
+                statements.change(LEFT, waiter=head["id"])
+            elif head["lock_mode"] == UPDATE:  # who waits for the writer's place keeps nobody out
+                served += _give_mode(statements, head, int(now))
+            elif head["lock_mode"]:  # whoever got or wants all slots does
+                served += [] if wanted else _give_mode(statements, head, int(now))
+                wanted = MAX_SLOTS
                 break
-        else:
-            rows = _free_rows(statements, head["take"], limit, shrinking=bool(shrinking))
-            if not rows:
-                break
-            if statements.change(LEFT, waiter=head["id"]) > 0:  # else it has left at this moment
-                served.append(_give(statements, head, rows, int(now)))
+            elif rows := free_rows(statements, head["take"], wanted, limit, crowded=bool(shrinking)):
+                if statements.change(LEFT, waiter=head["id"]) > 0:  # else it has left at this moment
+                    served.append(_give(statements, head, rows, int(now)))
+            else:
+                wanted = limit
     return HandOff(Passing.DONE, served)
 
 
@@ -368,27 +397,10 @@ def waiters(statements: Statements) -> list[dict[str, Any]]:
     return [dict(zip(_HEAD, row, strict=True)) for row in statements.rows(_HEADS)]
 
 
-def _line(statements: Statements) -> Iterator[dict[str, Any]]:
-    """Yield those that may be served, in order, and those that come meanwhile."""
-    seen: set[int] = set()
-    while heads := [head for head in waiters(statements) if head["id"] not in seen]:
-        seen.update(head["id"] for head in heads)
-        yield from heads
-
-
-def _free_rows(statements: Statements, take: int, limit: int, *, shrinking: bool) -> list[tuple[int, ...]]:
-    """Lock so many free slots; none if there are fewer."""
-    rows = statements.rows(f"{_FREE}{statements.skip_locked}", bound=limit)[:take]
-    if len(rows) < take or (shrinking and statements.row(COUNT_LIVE, bound=limit)[0] + take > limit):
-        return []
-    return rows
-
-
 def _give(statements: Statements, head: dict[str, Any], rows: list[tuple[int, ...]], now: int) -> Served:
-    process = statements.parameters["process_id"]
-    channel, granted, written = _granted_to(statements.dialect, head, rows, now, process)
-    for values in written:
-        statements.change(_TAKE, **values)
+    channel, lasts_us = _told(head, statements.parameters["process_id"])
+    grant = give(statements, rows, now, lasts_us, _holder(head))
+    granted = Granted(head["ticket"], grant, lasts_us / 1e6)
     notify(statements, channel, granted)
     return channel, granted
 
@@ -396,8 +408,7 @@ def _give(statements: Statements, head: dict[str, Any], rows: list[tuple[int, ..
 def _give_mode(statements: Statements, head: dict[str, Any], now: int) -> list[Served]:
     """Give all slots, or the writer's place, to a waiter; nothing if somebody is in the way."""
     channel, lasts_us = _told(head, statements.parameters["process_id"])
-    written = {column: head[column] for column in ("lease_us", *HOLDER_COLUMNS)} | {"permit_id": head["ticket"]}
-    grant = exclusive.take(statements, head["lock_mode"], written, now, lasts_us)
+    grant = exclusive.take(statements, head["lock_mode"], _holder(head), now, lasts_us)
     if grant is None:
         return []
     if statements.change(LEFT, waiter=head["id"]) <= 0:  # it has given up meanwhile

@@ -54,12 +54,13 @@ STAYING: Final = (
     "UPDATE sqlsem_waiter SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s,"
     " channel = %(channel)s, beacon = %(beacon)s"
 )
-#: What the slots of a name say, in one pass over them.
+#: What the slots of a name say, in one pass over them: how many are free of those that the waiter could use, and so on.
 _SLOTS: Final = (
-    "(SELECT SUM(CASE WHEN s.closed = %(no)s AND {s.free} THEN 1 ELSE 0 END) AS free_slots,"
+    "(SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, {own}, m.declared_slots)"
+    " AND {s.free} THEN 1 ELSE 0 END) AS free_slots,"
     " MIN(CASE WHEN {s.live} THEN s.expires_us - {now} END) AS expiry_us,"
     " SUM(CASE WHEN {s.live} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers"
-    " FROM sqlsem_slot s WHERE s.semaphore_key = %(key)s) v"
+    " FROM sqlsem_semaphore m JOIN sqlsem_slot s ON s.semaphore_key = m.name_key WHERE m.name_key = %(key)s) v"
 )
 #: What a waiter looks at: see ``Queue``. Only the first in line asks who may be dead.
 _SEEN: Final = f"{AHEAD}, v.free_slots, v.expiry_us, v.strangers, CASE WHEN {AHEAD} = 0 THEN {{suspects}} ELSE 0 END"
@@ -100,8 +101,12 @@ _GO_AWAY: Final = f"{WAITER} VALUES ({standing(**_ABSENT)})"
 def place_sql(dialect: Dialect, *, ranked: bool) -> str:
     """Take a place; ``ranked``: the one that was kept for a task while it was away."""
     since = f"COALESCE({KEPT}, {{now}} - %(age_us)s)" if ranked else "{now} - %(age_us)s"
-    own = "CAST(%(slots)s AS integer)" if dialect.writing_ctes else "%(slots)s"
-    return _PLACE.replace("{since}", since).replace("{own}", own)
+    return _PLACE.replace("{since}", since).replace("{own}", _own(dialect))
+
+
+def _own(dialect: Dialect) -> str:
+    """Return the claim's own number of slots, which may be NULL."""
+    return "CAST(%(slots)s AS integer)" if dialect.writing_ctes else "%(slots)s"
 
 
 @functools.cache
@@ -111,7 +116,7 @@ def view_sql(dialect: Dialect, *, stay: bool) -> tuple[str, ...]:
         texts: tuple[str, ...] = (_STAY_AND_LOOK,)
     else:
         texts = (_STAY, _LOOK_AROUND) if stay else (_LOOK_AROUND,)
-    return tuple(text.replace("{suspects}", suspects(dialect)) for text in texts)
+    return tuple(text.replace("{suspects}", suspects(dialect)).replace("{own}", _own(dialect)) for text in texts)
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.models import HOLDER_COLUMNS, SlotRow, WaiterRow
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from django_sqlsem.backends.base import Place, Request
     from django_sqlsem.database.cursors import AnyCursor
     from django_sqlsem.database.sessions import Session
@@ -125,6 +127,20 @@ HELD: Final = (
     "held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us"
     " ELSE held_us + ({now} - acquired_us - held_us) / 8 END"
 )
+#: How many rows one statement names at the most; every database takes lists of this length.
+ROWS_AT_ONCE: Final = 500
+
+
+def among(rows: int) -> str:
+    """Return the condition that a row is one of so many: see ``rows_named``."""
+    return f"id IN ({', '.join(f'%(row{each})s' for each in range(rows))})"
+
+
+def rows_named(ids: Sequence[int]) -> dict[str, int]:
+    """Return the parameters of ``among``."""
+    return {f"row{number}": row_id for number, row_id in enumerate(ids)}
+
+
 FREED: Final = f"UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, {HELD}"
 DISCARD: Final = f"{FREED} WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s"
 

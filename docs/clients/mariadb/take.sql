@@ -36,15 +36,20 @@ UPDATE sqlsem_slot SET expires_us = @now + lease_us
 WHERE semaphore_key = @key AND permit_id = @ticket AND expires_us > @now;
 SET @held = ROW_COUNT();
 
--- First come, first served: live waiters go first, but for those who came after us.
-SET @older = (SELECT COUNT(*) FROM sqlsem_waiter
-    WHERE semaphore_key = @key AND expires_us > @now AND NOT away AND ticket <> @ticket
-        AND (@place IS NULL OR queued_us < @queued OR (queued_us = @queued AND id < @place)));
+-- First come, first served: live waiters go first, but for those who came after us, and with the slots that they could
+-- use: up to the number that each goes by.
+SET @wanted = (
+    SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000
+        WHEN w.take <= COALESCE(m.operator_slots, w.slots, m.declared_slots)
+        THEN COALESCE(m.operator_slots, w.slots, m.declared_slots) END), 0)
+    FROM sqlsem_semaphore m JOIN sqlsem_waiter w ON w.semaphore_key = m.name_key
+    WHERE m.name_key = @key AND w.expires_us > @now AND NOT w.away AND w.ticket <> @ticket
+        AND (@place IS NULL OR w.queued_us < @queued OR (w.queued_us = @queued AND w.id < @place)));
 SET @bound = (SELECT COALESCE(operator_slots, @slots) FROM sqlsem_semaphore
     WHERE name_key = @key AND kind = @kind AND NOT paused AND NOT shrinking);
 SET @row = NULL;
 SELECT id INTO @row FROM sqlsem_slot
-WHERE semaphore_key = @key AND @held = 0 AND @older = 0 AND NOT closed AND slot <= @bound
+WHERE semaphore_key = @key AND @held = 0 AND NOT closed AND slot > @wanted AND slot <= @bound
     AND (expires_us IS NULL OR (expires_us <= @now AND lease_us <= @now - @since))
 ORDER BY slot LIMIT 1 FOR UPDATE SKIP LOCKED;
 

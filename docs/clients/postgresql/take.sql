@@ -50,11 +50,14 @@ SELECT count(*) > 0 AS held, COALESCE(min(slot), 0) AS slot, COALESCE(min(token)
             WHERE s.semaphore_key = :'key' AND m.kind = :'kind' AND NOT m.paused AND NOT m.shrinking AND NOT s.closed
                 AND s.slot <= COALESCE(m.operator_slots, :slots)
                 AND (s.expires_us IS NULL OR (s.expires_us <= :now AND s.lease_us <= :now - :since))
-                -- First come, first served: live waiters go first, but for those who came after us.
+                -- First come, first served: live waiters go first, but for those who came after us, and with the slots
+                -- that they could use: up to the number that each goes by.
                 AND NOT EXISTS (
                     SELECT 1 FROM sqlsem_waiter w LEFT JOIN sqlsem_waiter me ON me.ticket = :'ticket'
                     WHERE w.semaphore_key = :'key' AND w.expires_us > :now AND NOT w.away AND w.ticket <> :'ticket'
-                        AND (me.id IS NULL OR (w.queued_us, w.id) < (me.queued_us, me.id)))
+                        AND (me.id IS NULL OR (w.queued_us, w.id) < (me.queued_us, me.id))
+                        AND (w.take = 0 OR COALESCE(m.operator_slots, w.slots, m.declared_slots)
+                            >= GREATEST(w.take, s.slot)))
             ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED)
         RETURNING slot, token
     )

@@ -200,12 +200,30 @@ def test_the_number_of_slots(program, another):
     control.set_slots(NAME, 2, by="ops", using=ALIAS)
     assert another.acquire(NAME, 1, timeout_ms=0)[0] == 0
     another.give(NAME)
-    SemaphoreRow.objects.using(ALIAS).update(operator_slots=None, declared_us=1)
-    another.acquire(NAME, 2, timeout_ms=0)
     row = SemaphoreRow.objects.using(ALIAS).get()
-    assert (row.declared_slots, row.other_slots) == (2, 3)
-    another.give(NAME)
+    assert (row.declared_slots, row.other_slots) == (1, 3)
     program.give(NAME)
+
+
+def test_who_goes_by_fewer_slots_has_a_gate_of_its_own(program, another):
+    """So it keeps the others from no slot but its own."""
+    gate, narrow, third, fourth = lock_names(NAME).gate, f"{lock_names(NAME).gate}:1", Program(), Program()
+    program.acquire(NAME, 1)
+    with waiting(another, slots=1) as got:
+        assert third.acquire(NAME, 3, timeout_ms=0)[:2] == (0, 2)
+        wait_until(lambda: third.test(narrow) == 0 and third.test(gate) == 1)
+        assert fourth.acquire(NAME, 3)[:2] == (0, 3)
+        program.give(NAME)
+    assert got[0][:2] == (1, 1)
+    wait_until(lambda: third.test(narrow) == 1)
+    for each in (another, third, fourth):
+        each.give(NAME)
+    # A cancelled call may have left it closed.
+    for again in (lambda: another.acquire(NAME, 1)[0], lambda: another.give(NAME) + 1):
+        another.get(narrow)
+        assert again() == 0
+        another.give(NAME)
+        assert third.test(narrow) == 1
 
 
 def test_after_a_shrink_nothing_is_granted_until_fewer_are_held(program, another):

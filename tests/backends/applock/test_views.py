@@ -133,13 +133,14 @@ def test_waiters_at_the_gate_and_at_slots() -> None:
         row(names.gate, 61, status="WAIT", waited_ms=1500),
         row(names.gate, 62, status="WAIT", waited_ms=2500),
         row(names.gate, 63, status="WAIT", waited_ms=9000, process=OURS),
+        row(f"{names.gate}:2", 66, status="WAIT", waited_ms=100),
         row("1-reports", 60, status="WAIT", waited_ms=20),
         row("1-reports", 64, status="WAIT", waited_ms=700),
         row("1-other", 65, status="WAIT", waited_ms=700),
     )
     told = locks.waiters(names, [1, 2, 3], known=[OURS])
-    assert [(lock.session_id, lock.waited) for lock in told] == [(60, 0.02), (62, 2.5), (61, 1.5), (64, 0.7)]
-    assert [lock.session_id for lock in locks.waiters(names, [1])] == [60, 63, 62, 61, 64]
+    assert [(lock.session_id, lock.waited) for lock in told] == [(60, 0.02), (62, 2.5), (61, 1.5), (64, 0.7), (66, 0.1)]
+    assert [lock.session_id for lock in locks.waiters(names, [1])] == [60, 63, 62, 61, 64, 66]
 
 
 def test_who_takes_the_gate_to_purge_does_not_wait() -> None:

@@ -102,8 +102,8 @@ WHERE ticket = %(permit_id)s AND away = %(no)s;
 -- counters.OVERDUE
 SELECT id, take, away
 FROM sqlsem_waiter
-WHERE semaphore_key = %(key)s AND NOT (expires_us > {now}) AND (away = %(yes)s OR expires_us < {now} -
-      %(patience_us)s * 4);
+WHERE semaphore_key = %(key)s AND (NOT (expires_us > {now}) AND (away = %(yes)s OR expires_us < {now} -
+      %(patience_us)s * 4) OR expires_us > {now} + %(patience_us)s * 2);
 
 -- counters.SAVE
 UPDATE sqlsem_semaphore
@@ -311,9 +311,10 @@ WHERE id IN (%(row0)s) AND permit_id = %(permit_id)s AND NOT EXISTS (SELECT 1
 -- handoff.FREE
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
-WHERE s.semaphore_key = %(key)s AND s.closed = %(no)s AND s.slot <= %(bound)s AND (s.expires_us IS NULL OR
-      (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s AND (s.fenced IS NULL OR s.fenced <> s.token)))
-ORDER BY s.slot;
+WHERE s.semaphore_key = %(key)s AND s.closed = %(no)s AND s.slot > %(wanted)s AND s.slot <= %(bound)s AND
+      (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s AND (s.fenced IS NULL OR
+      s.fenced <> s.token)))
+ORDER BY s.slot LIMIT %(take)s;
 
 -- handoff.HEADS
 SELECT w.id, w.ticket, w.take, w.slots, w.lease_us, w.lock_mode, w.host, w.pid, w.thread, w.label, w.user_name,
@@ -348,15 +349,6 @@ SET held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN 
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(row0)s AND permit_id = %(released)s AND closed = %(no)s;
-
--- handoff.TAKE
-UPDATE sqlsem_slot
-SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
-      %(lease_us)s, suspect_us = NULL, lock_mode = '', host = %(host)s, pid = %(pid)s, thread = %(thread)s, label =
-      %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
-      %(channel)s, beacon = %(beacon)s
-WHERE id = %(id)s AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now} - %(since)s AND (fenced IS
-      NULL OR fenced <> token)));
 
 -- let the dead run out
 UPDATE sqlsem_slot
@@ -403,12 +395,14 @@ SELECT (SELECT COUNT(*)
       <=> 1 ELSE FALSE END)) + (SELECT COUNT(*)
   FROM sqlsem_slot x
   WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token) ELSE 0 END
-FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
-      {now} - %(since)s AND (s.fenced IS NULL OR s.fenced <> s.token))) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE
-      WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND
-      s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers
-  FROM sqlsem_slot s
-  WHERE s.semaphore_key = %(key)s) v, sqlsem_waiter
+FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
+      AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s AND (s.fenced IS NULL
+      OR s.fenced <> s.token))) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN
+      s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s
+      THEN 1 ELSE 0 END) AS strangers
+  FROM sqlsem_semaphore m
+  JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
+  WHERE m.name_key = %(key)s) v, sqlsem_waiter
 WHERE sqlsem_waiter.ticket = %(permit_id)s;
 
 -- look bounded
@@ -491,14 +485,16 @@ WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND COALESCE(m.operator_slots, 
       %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
   WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)) AND NOT
-      (m.paused = %(no)s AND m.shrinking = %(no)s AND NOT EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND
-      EXISTS (SELECT 1
+      (m.paused = %(no)s AND m.shrinking = %(no)s AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot <= COALESCE(m.operator_slots, %(slots)s,
-      m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} - %(since)s AND
-      (f.fenced IS NULL OR f.fenced <> f.token)))));
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0
+      THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+    FROM sqlsem_semaphore n
+    JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+    WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND f.slot
+      <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now}
+      AND f.lease_us <= {now} - %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))));
 
 -- queue.BACK
 DELETE
@@ -648,12 +644,14 @@ SELECT (SELECT COUNT(*)
       <=> 1 ELSE FALSE END)) + (SELECT COUNT(*)
   FROM sqlsem_slot x
   WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token) ELSE 0 END
-FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
-      {now} - %(since)s AND (s.fenced IS NULL OR s.fenced <> s.token))) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE
-      WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND
-      s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers
-  FROM sqlsem_slot s
-  WHERE s.semaphore_key = %(key)s) v, sqlsem_waiter
+FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
+      AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s AND (s.fenced IS NULL
+      OR s.fenced <> s.token))) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN
+      s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s
+      THEN 1 ELSE 0 END) AS strangers
+  FROM sqlsem_semaphore m
+  JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
+  WHERE m.name_key = %(key)s) v, sqlsem_waiter
 WHERE sqlsem_waiter.ticket = %(permit_id)s;
 
 -- sweep dead
@@ -670,29 +668,16 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <=
-      {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot <= (SELECT COALESCE(m.operator_slots,
-      %(slots)s, m.declared_slots)
+      {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take =
+      0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0) AND slot <= (SELECT
+      COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s) AND NOT EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0)
-ORDER BY slot LIMIT 1;
-
--- take barge locked
-UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <=
-      {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot <= (SELECT COALESCE(m.operator_slots,
-      %(slots)s, m.declared_slots)
-  FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now})) AND NOT
-      EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0)
+      m.shrinking = %(no)s)
 ORDER BY slot LIMIT 1;
 
 -- take newcomer
@@ -702,29 +687,16 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <=
-      {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot <= (SELECT COALESCE(m.operator_slots,
-      %(slots)s, m.declared_slots)
+      {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take =
+      0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND slot <=
+      (SELECT COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s) AND NOT EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update')
-ORDER BY slot LIMIT 1;
-
--- take newcomer locked
-UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <=
-      {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot <= (SELECT COALESCE(m.operator_slots,
-      %(slots)s, m.declared_slots)
-  FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now})) AND NOT
-      EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update')
+      m.shrinking = %(no)s)
 ORDER BY slot LIMIT 1;
 
 -- take ranked
@@ -734,36 +706,28 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <=
-      {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot <= (SELECT COALESCE(m.operator_slots,
-      %(slots)s, m.declared_slots)
+      {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take =
+      0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
+      w.queued_us < COALESCE((SELECT a.queued_us
+    FROM sqlsem_waiter a
+    WHERE a.ticket = %(rank)s), {now})) AND slot <= (SELECT COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s) AND NOT EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
-      w.queued_us < COALESCE((SELECT a.queued_us
-    FROM sqlsem_waiter a
-    WHERE a.ticket = %(rank)s), {now}))
+      m.shrinking = %(no)s)
 ORDER BY slot LIMIT 1;
 
--- take ranked locked
+-- take two
 UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <=
-      {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot <= (SELECT COALESCE(m.operator_slots,
-      %(slots)s, m.declared_slots)
-  FROM sqlsem_semaphore m
-  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now})) AND NOT
-      EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
-      w.queued_us < COALESCE((SELECT a.queued_us
-    FROM sqlsem_waiter a
-    WHERE a.ticket = %(rank)s), {now}))
-ORDER BY slot LIMIT 1;
+SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
+      %(lease_us)s, suspect_us = NULL, lock_mode = '', host = %(host)s, pid = %(pid)s, thread = %(thread)s, label =
+      %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
+      %(channel)s, beacon = %(beacon)s
+WHERE id IN (%(row0)s, %(row1)s) AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now} - %(since)s
+      AND (fenced IS NULL OR fenced <> token)));
 
 -- taken
 SELECT d.semaphore_key, d.process_id, d.beacon, d.ran_out, CASE WHEN d.beacon AND (CASE WHEN
@@ -774,3 +738,33 @@ FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expi
       ran_out
   FROM sqlsem_slot s
   WHERE s.expires_us IS NOT NULL) d;
+
+-- wanted before barge
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0)
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});
+
+-- wanted before newcomer
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update')
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});
+
+-- wanted before ranked
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
+      w.queued_us < COALESCE((SELECT a.queued_us
+    FROM sqlsem_waiter a
+    WHERE a.ticket = %(rank)s), {now}))
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});

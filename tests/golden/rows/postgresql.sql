@@ -87,8 +87,8 @@ FOR UPDATE;
 -- counters.OVERDUE
 SELECT id, take, away
 FROM sqlsem_waiter
-WHERE semaphore_key = %(key)s AND NOT (expires_us > {now}) AND (away = %(yes)s OR expires_us < {now} -
-      %(patience_us)s * 4);
+WHERE semaphore_key = %(key)s AND (NOT (expires_us > {now}) AND (away = %(yes)s OR expires_us < {now} -
+      %(patience_us)s * 4) OR expires_us > {now} + %(patience_us)s * 2);
 
 -- counters.SAVE
 UPDATE sqlsem_semaphore
@@ -270,9 +270,9 @@ RETURNING id, set_config('synchronous_commit', 'off', true);
 -- handoff.FREE
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
-WHERE s.semaphore_key = %(key)s AND s.closed = %(no)s AND s.slot <= %(bound)s AND (s.expires_us IS NULL OR
-      (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
-ORDER BY s.slot;
+WHERE s.semaphore_key = %(key)s AND s.closed = %(no)s AND s.slot > %(wanted)s AND s.slot <= %(bound)s AND
+      (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
+ORDER BY s.slot LIMIT %(take)s;
 
 -- handoff.HEADS
 SELECT w.id, w.ticket, w.take, w.slots, w.lease_us, w.lock_mode, w.host, w.pid, w.thread, w.label, w.user_name,
@@ -342,14 +342,6 @@ WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND
       pg_advisory_unlock_shared(1936813171, ('x' || substr(w.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)))
       LIMIT 1;
 
--- handoff.TAKE
-UPDATE sqlsem_slot
-SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
-      %(lease_us)s, suspect_us = NULL, lock_mode = '', host = %(host)s, pid = %(pid)s, thread = %(thread)s, label =
-      %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
-      %(channel)s, beacon = %(beacon)s
-WHERE id = %(id)s AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now} - %(since)s));
-
 -- let the dead run out
 UPDATE sqlsem_slot
 SET expires_us = {now}
@@ -402,12 +394,13 @@ SELECT (SELECT COUNT(*)
       pg_try_advisory_lock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) THEN
       pg_advisory_unlock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)) ELSE
       0 END
-FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
-      {now} - %(since)s)) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us -
-      {now} END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END)
-      AS strangers
-  FROM sqlsem_slot s
-  WHERE s.semaphore_key = %(key)s) v, sqlsem_waiter
+FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
+      THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS
+      expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers
+  FROM sqlsem_semaphore m
+  JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
+  WHERE m.name_key = %(key)s) v, sqlsem_waiter
 WHERE sqlsem_waiter.ticket = %(permit_id)s;
 
 -- look bounded
@@ -604,12 +597,13 @@ FOR UPDATE;
 -- stay and look around 0
 UPDATE sqlsem_waiter
 SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
-FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
-      {now} - %(since)s)) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us -
-      {now} END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END)
-      AS strangers
-  FROM sqlsem_slot s
-  WHERE s.semaphore_key = %(key)s) v
+FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
+      THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS
+      expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers
+  FROM sqlsem_semaphore m
+  JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
+  WHERE m.name_key = %(key)s) v
 WHERE ticket = %(permit_id)s
 RETURNING (SELECT COUNT(*)
   FROM sqlsem_waiter w
@@ -646,29 +640,14 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s,
-      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
-      AND NOT EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0) ORDER BY s.slot LIMIT
-      1 FOR UPDATE OF s SKIP LOCKED )
-RETURNING id, slot, token, (SELECT declared_slots
-  FROM sqlsem_semaphore
-  WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
-
--- take barge locked
-UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS
-      NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0) ORDER BY s.slot LIMIT
-      1 FOR UPDATE OF s SKIP LOCKED )
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000
+      WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0) AND s.slot <=
+      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
+      AND s.lease_us <= {now} - %(since)s)) ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
@@ -681,29 +660,14 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s,
-      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
-      AND NOT EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') ORDER BY
-      s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
-RETURNING id, slot, token, (SELECT declared_slots
-  FROM sqlsem_semaphore
-  WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
-
--- take newcomer locked
-UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS
-      NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') ORDER BY
-      s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000
+      WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND s.slot <=
+      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
+      AND s.lease_us <= {now} - %(since)s)) ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
@@ -716,12 +680,14 @@ WITH c AS (UPDATE sqlsem_slot
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
   WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s,
-      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
-      AND NOT EXISTS (SELECT 1
-    FROM sqlsem_waiter w
-    WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') ORDER
-      BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000
+      WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) END), 0)
+    FROM sqlsem_semaphore n
+    JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+    WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND s.slot
+      <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
+      AND s.lease_us <= {now} - %(since)s)) ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
   RETURNING id, slot, token, (SELECT declared_slots
     FROM sqlsem_semaphore
     WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true)), i AS ( INSERT INTO sqlsem_waiter
@@ -750,36 +716,28 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s,
-      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
-      AND NOT EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000
+      WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
       w.queued_us < COALESCE((SELECT a.queued_us
     FROM sqlsem_waiter a
-    WHERE a.ticket = %(rank)s), {now})) ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
+    WHERE a.ticket = %(rank)s), {now})) AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND
+      (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) ORDER BY s.slot LIMIT 1
+      FOR UPDATE OF s SKIP LOCKED )
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
 
--- take ranked locked
+-- take two
 UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS
-      NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND NOT EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
-      w.queued_us < COALESCE((SELECT a.queued_us
-    FROM sqlsem_waiter a
-    WHERE a.ticket = %(rank)s), {now})) ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
-RETURNING id, slot, token, (SELECT declared_slots
-  FROM sqlsem_semaphore
-  WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
+SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
+      %(lease_us)s, suspect_us = NULL, lock_mode = '', host = %(host)s, pid = %(pid)s, thread = %(thread)s, label =
+      %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
+      %(channel)s, beacon = %(beacon)s
+WHERE id IN (%(row0)s, %(row1)s) AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now} - %(since)s));
 
 -- taken
 SELECT d.semaphore_key, d.process_id, d.beacon, d.ran_out, CASE WHEN d.beacon AND (CASE WHEN length(d.process_id) <>
@@ -791,3 +749,33 @@ FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expi
       {now} AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END AS ran_out
   FROM sqlsem_slot s
   WHERE s.expires_us IS NOT NULL) d;
+
+-- wanted before barge
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0)
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});
+
+-- wanted before newcomer
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update')
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});
+
+-- wanted before ranked
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
+      w.queued_us < COALESCE((SELECT a.queued_us
+    FROM sqlsem_waiter a
+    WHERE a.ticket = %(rank)s), {now}))
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});

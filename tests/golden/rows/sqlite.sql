@@ -112,8 +112,9 @@ WHERE ticket = %(permit_id)s AND away = %(no)s;
 -- counters.OVERDUE
 SELECT id, take, away
 FROM sqlsem_waiter
-WHERE semaphore_key = %(key)s AND NOT ((expires_us > {now} AND boot_id = %(boot_id)s)) AND (away = %(yes)s OR
-      expires_us < {now} - %(patience_us)s * 4 OR boot_id <> %(boot_id)s);
+WHERE semaphore_key = %(key)s AND (NOT ((expires_us > {now} AND boot_id = %(boot_id)s)) AND (away = %(yes)s OR
+      expires_us < {now} - %(patience_us)s * 4 OR boot_id <> %(boot_id)s) OR expires_us > {now} + %(patience_us)s *
+      2);
 
 -- counters.SAVE
 UPDATE sqlsem_semaphore
@@ -282,9 +283,9 @@ WHERE id IN (%(row0)s) AND permit_id = %(permit_id)s AND NOT EXISTS (SELECT 1
 -- handoff.FREE
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
-WHERE s.semaphore_key = %(key)s AND s.closed = %(no)s AND s.slot <= %(bound)s AND (s.expires_us IS NULL OR
-      s.expires_us <= {now} OR s.boot_id <> %(boot_id)s)
-ORDER BY s.slot;
+WHERE s.semaphore_key = %(key)s AND s.closed = %(no)s AND s.slot > %(wanted)s AND s.slot <= %(bound)s AND
+      (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s)
+ORDER BY s.slot LIMIT %(take)s;
 
 -- handoff.HEADS
 SELECT w.id, w.ticket, w.take, w.slots, w.lease_us, w.lock_mode, w.host, w.pid, w.thread, w.label, w.user_name,
@@ -317,14 +318,6 @@ SET held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN 
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(row0)s AND permit_id = %(released)s AND closed = %(no)s;
 
--- handoff.TAKE
-UPDATE sqlsem_slot
-SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
-      %(lease_us)s, suspect_us = NULL, lock_mode = '', host = %(host)s, pid = %(pid)s, thread = %(thread)s, label =
-      %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
-      %(channel)s, beacon = %(beacon)s
-WHERE id = %(id)s AND (expires_us IS NULL OR expires_us <= {now} OR boot_id <> %(boot_id)s);
-
 -- look
 SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   FROM sqlsem_slot s
@@ -349,12 +342,14 @@ SELECT (SELECT COUNT(*)
   WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       sqlsem_waiter.lock_mode <> 'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us =
       sqlsem_waiter.queued_us AND w.id < sqlsem_waiter.id))) = 0 THEN NULL ELSE 0 END
-FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <>
-      %(boot_id)s) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN (s.expires_us > {now} AND s.boot_id =
-      %(boot_id)s) THEN s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN (s.expires_us > {now} AND s.boot_id =
-      %(boot_id)s) AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers
-  FROM sqlsem_slot s
-  WHERE s.semaphore_key = %(key)s) v, sqlsem_waiter
+FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
+      AND (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) THEN 1 ELSE 0 END) AS
+      free_slots, MIN(CASE WHEN (s.expires_us > {now} AND s.boot_id = %(boot_id)s) THEN s.expires_us - {now} END) AS
+      expiry_us, SUM(CASE WHEN (s.expires_us > {now} AND s.boot_id = %(boot_id)s) AND s.channel NOT LIKE %(near)s
+      THEN 1 ELSE 0 END) AS strangers
+  FROM sqlsem_semaphore m
+  JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
+  WHERE m.name_key = %(key)s) v, sqlsem_waiter
 WHERE sqlsem_waiter.ticket = %(permit_id)s;
 
 -- look bounded
@@ -423,13 +418,16 @@ WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND COALESCE(m.operator_slots, 
       %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
   WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)) AND NOT
-      (m.paused = %(no)s AND m.shrinking = %(no)s AND NOT EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
-      w.lock_mode <> 'update') AND EXISTS (SELECT 1
+      (m.paused = %(no)s AND m.shrinking = %(no)s AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot <= COALESCE(m.operator_slots, %(slots)s,
-      m.declared_slots) AND (f.expires_us IS NULL OR f.expires_us <= {now} OR f.boot_id <> %(boot_id)s)));
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0
+      THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+    FROM sqlsem_semaphore n
+    JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+    WHERE n.name_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      w.lock_mode <> 'update') AND f.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND
+      (f.expires_us IS NULL OR f.expires_us <= {now} OR f.boot_id <> %(boot_id)s)));
 
 -- queue.BACK
 DELETE
@@ -563,12 +561,14 @@ SELECT (SELECT COUNT(*)
   WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       sqlsem_waiter.lock_mode <> 'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us =
       sqlsem_waiter.queued_us AND w.id < sqlsem_waiter.id))) = 0 THEN NULL ELSE 0 END
-FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <>
-      %(boot_id)s) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN (s.expires_us > {now} AND s.boot_id =
-      %(boot_id)s) THEN s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN (s.expires_us > {now} AND s.boot_id =
-      %(boot_id)s) AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers
-  FROM sqlsem_slot s
-  WHERE s.semaphore_key = %(key)s) v, sqlsem_waiter
+FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
+      AND (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) THEN 1 ELSE 0 END) AS
+      free_slots, MIN(CASE WHEN (s.expires_us > {now} AND s.boot_id = %(boot_id)s) THEN s.expires_us - {now} END) AS
+      expiry_us, SUM(CASE WHEN (s.expires_us > {now} AND s.boot_id = %(boot_id)s) AND s.channel NOT LIKE %(near)s
+      THEN 1 ELSE 0 END) AS strangers
+  FROM sqlsem_semaphore m
+  JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
+  WHERE m.name_key = %(key)s) v, sqlsem_waiter
 WHERE sqlsem_waiter.ticket = %(permit_id)s;
 
 -- sweep dead
@@ -584,29 +584,14 @@ SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, per
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s,
-      m.declared_slots) AND (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT
-      EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
-      w.take = 0) ORDER BY s.slot LIMIT 1 )
-RETURNING id, slot, token, (SELECT declared_slots
-  FROM sqlsem_semaphore
-  WHERE name_key = %(key)s);
-
--- take barge locked
-UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, permit_id = %(permit_id)s, acquired_us
-      = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
-      s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS
-      NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
-      w.take = 0) ORDER BY s.slot LIMIT 1 )
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000
+      WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND w.take =
+      0) AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR
+      s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) ORDER BY s.slot LIMIT 1 )
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s);
@@ -619,29 +604,14 @@ SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, per
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s,
-      m.declared_slots) AND (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT
-      EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
-      w.lock_mode <> 'update') ORDER BY s.slot LIMIT 1 )
-RETURNING id, slot, token, (SELECT declared_slots
-  FROM sqlsem_semaphore
-  WHERE name_key = %(key)s);
-
--- take newcomer locked
-UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, permit_id = %(permit_id)s, acquired_us
-      = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
-      s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS
-      NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
-      w.lock_mode <> 'update') ORDER BY s.slot LIMIT 1 )
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000
+      WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      w.lock_mode <> 'update') AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND
+      (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) ORDER BY s.slot LIMIT 1 )
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s);
@@ -654,36 +624,27 @@ SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, per
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s,
-      m.declared_slots) AND (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT
-      EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000
+      WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       w.lock_mode <> 'update' AND w.queued_us < COALESCE((SELECT a.queued_us
     FROM sqlsem_waiter a
-    WHERE a.ticket = %(rank)s), {now})) ORDER BY s.slot LIMIT 1 )
+    WHERE a.ticket = %(rank)s), {now})) AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND
+      (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) ORDER BY s.slot LIMIT 1 )
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s);
 
--- take ranked locked
+-- take two
 UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, permit_id = %(permit_id)s, acquired_us
-      = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
-      s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS
-      NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) AND NOT EXISTS (SELECT 1
-  FROM sqlsem_waiter w
-  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
-      w.lock_mode <> 'update' AND w.queued_us < COALESCE((SELECT a.queued_us
-    FROM sqlsem_waiter a
-    WHERE a.ticket = %(rank)s), {now})) ORDER BY s.slot LIMIT 1 )
-RETURNING id, slot, token, (SELECT declared_slots
-  FROM sqlsem_semaphore
-  WHERE name_key = %(key)s);
+SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
+      %(lease_us)s, suspect_us = NULL, lock_mode = '', host = %(host)s, pid = %(pid)s, thread = %(thread)s, label =
+      %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
+      %(channel)s, beacon = %(beacon)s
+WHERE id IN (%(row0)s, %(row1)s) AND (expires_us IS NULL OR expires_us <= {now} OR boot_id <> %(boot_id)s);
 
 -- taken
 SELECT d.semaphore_key, d.process_id, d.beacon, d.ran_out, 0
@@ -691,3 +652,35 @@ FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expi
       {now} OR s.boot_id <> %(boot_id)s) THEN 1 ELSE 0 END AS ran_out
   FROM sqlsem_slot s
   WHERE s.expires_us IS NOT NULL) d;
+
+-- wanted before barge
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND w.take =
+      0)
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s);
+
+-- wanted before newcomer
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      w.lock_mode <> 'update')
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s);
+
+-- wanted before ranked
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+      w.lock_mode <> 'update' AND w.queued_us < COALESCE((SELECT a.queued_us
+    FROM sqlsem_waiter a
+    WHERE a.ticket = %(rank)s), {now}))
+FROM sqlsem_semaphore m
+WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s);

@@ -2,6 +2,8 @@
 --
 -- Locks, all owned by the session: the name itself, @base, in @mode; '<slot>-<name>' for each slot; and, while it
 -- waits as the first in line, the gate. Who finds the gate closed waits for it in the server, first come, first served.
+-- Programs may go by different numbers of slots, where no operator has set one. Who goes by fewer than the largest has
+-- a gate of its own, '<gate>:<slots>': as the first of all it would keep the others from slots that it cannot use.
 -- Arguments of sp_getapplock in its own order: resource, mode, owner, milliseconds, principal.
 --
 -- @result: 0 at once; 1 after waiting; -1 nothing became free in time; -2 cancelled; -3 deadlock; -4 paused; -5 an
@@ -40,7 +42,10 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_acquire_1
     @answer bit = 0                          -- 1: the answers also as a row
 AS
 SET NOCOUNT ON;
-DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)),
+DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)), @own nvarchar(255) = N'',
+    @largest int = 0, @fewest int = 0, @low int = 0,
+    -- An hour ago: for so long it counts what programs have said.
+    @lately bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME()) - 3600000000,
     @fence nvarchar(60) = CONCAT(N'sqlsem:f:', LEFT(@key, 20)), @resource nvarchar(255) = N'',
     @mode varchar(32) = CASE WHEN @lock_mode = N'whole' OR @kind = N'rlock' THEN 'Exclusive'
         WHEN @lock_mode = N'update' THEN 'Update' WHEN @kind = N'rwlock' THEN 'Shared' ELSE 'IntentExclusive' END,
@@ -52,6 +57,7 @@ DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)),
     @may bit, @past bit = 0, @placed bit = 0, @named bit = 0, @full bit = 0, @most int, @some bit, @swept bigint = 0,
     @start int, @count int = 0, @least int = 2147483647, @greatest int = -1, @busy int = 0, @i int, @try int = 0,
     @wait int, @step int = 0, @rc int, @done int, @bad int = 0, @strikes int = 0, @now bigint;
+SET @own = @gate;                            -- the one at which this call stands
 SELECT @result = NULL, @taken = N',', @token = NULL, @declared = NULLIF(@slots, 0),
     @bound = CASE WHEN @slots > 0 THEN @slots ELSE 1 END;
 -- In a caller's transaction rows would stay locked.
@@ -81,8 +87,13 @@ BEGIN TRY
                 -- A pause with an end is over when that has passed.
                 @paused = CASE WHEN paused = 1 AND (paused_until_us IS NULL OR paused_until_us
                     > DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME())) THEN 1 ELSE 0 END,
-                @top = (SELECT MAX(slot) FROM dbo.sqlsem_slot WITH (FORCESEEK) WHERE semaphore_key = @key)
+                @top = (SELECT MAX(slot) FROM dbo.sqlsem_slot WITH (FORCESEEK) WHERE semaphore_key = @key),
+                @fewest = CASE WHEN other_slots < declared_slots AND other_us > @lately THEN other_slots
+                    ELSE declared_slots END,
+                @largest = CASE WHEN other_slots > declared_slots AND other_us > @lately THEN other_slots
+                    ELSE declared_slots END
             FROM dbo.sqlsem_semaphore WITH (FORCESEEK) WHERE name_key = @key OPTION (KEEPFIXED PLAN);
+            IF @operator IS NOT NULL OR @mode <> 'IntentExclusive' SELECT @fewest = 0, @largest = 0;
             SELECT @bound = COALESCE(@operator, CASE WHEN @slots > 0 THEN @slots ELSE COALESCE(@declared, 1) END),
                 @looked = @ms;
             SET @result = CASE
@@ -98,6 +109,21 @@ BEGIN TRY
         -- What a long wait has brought is ours only now: an operator may have said something meanwhile.
         IF @result IS NULL AND @count >= @take SET @result = 1;
         IF @result IS NOT NULL BREAK;
+
+        -- Who goes by fewer than others leaves the gate of the name to them, and takes nothing along.
+        IF @head = 0 SET @own = @gate;
+        IF @bound < @largest AND @own = @gate
+        BEGIN
+            IF @named = 1
+            BEGIN
+                EXEC sqlsem.internal_give_1 @base, @taken;
+                SELECT @taken = N',', @named = 0, @count = 0, @least = 2147483647, @greatest = -1;
+            END;
+            IF @head = 1 EXEC @done = sys.sp_releaseapplock @gate, 'Session', 'public';
+            SET @own = CONCAT(@gate, N':', @bound);
+            -- A call that was cancelled may have left it closed.
+            SET @head = CASE APPLOCK_MODE(N'public', @own, N'Session') WHEN N'NoLock' THEN 0 ELSE 1 END;
+        END;
 
         -- 3. After an operator's shrink nothing is granted until fewer are held. The first in line counts.
         IF @operator < @top AND @place IS NULL
@@ -115,9 +141,33 @@ BEGIN TRY
         ELSE SELECT @busy = 0, @full = 0;
 
         -- 4. The line. An upgradable reader stands in none, as it keeps no readers out: it waits for its place.
-        SET @may = 1;
+        SELECT @may = 1, @low = 0;
+        IF @turn = 0 AND @fair = 1 AND @head = 0 AND @fewest BETWEEN 1 AND @bound - 1 AND @own = @gate
+        BEGIN
+            -- Whoever waits at the gate goes by no more than the largest number, and may not know of a larger one.
+            IF @largest < @bound AND APPLOCK_TEST(N'public', @gate, N'Exclusive', N'Session') = 0
+            BEGIN
+                SET @low = @largest;
+                BEGIN TRY
+                    IF @write = 1 AND @slots > @largest
+                        UPDATE m SET other_slots = declared_slots, other_us = @lately + 3600000000,
+                            declared_slots = @slots, declared_us = @lately + 3600000000
+                        FROM dbo.sqlsem_semaphore AS m WITH (ROWLOCK, FORCESEEK)
+                        WHERE name_key = @key AND declared_slots < @slots OPTION (KEEPFIXED PLAN);
+                END TRY
+                BEGIN CATCH
+                    SET @done = 0;           -- somebody else says so sooner or later
+                END CATCH;
+            END
+            ELSE
+            BEGIN
+                SET @resource = CONCAT(@gate, N':', @fewest);
+                IF APPLOCK_TEST(N'public', @resource, N'Exclusive', N'Session') = 0 SET @low = @fewest;
+            END;
+        END;
         IF @head = 0 AND @past = 0 AND @mode <> 'Update' AND (@turn > 0 OR @busy > 0
-            OR (@fair > 0 AND APPLOCK_TEST(N'public', @gate, N'Exclusive', N'Session') = 0))
+            OR (@fair > 0 AND (@low = 0 OR @low < @largest)
+                AND APPLOCK_TEST(N'public', @own, N'Exclusive', N'Session') = 0))
         BEGIN
             SELECT @may = 0, @waited = 1;
             IF @fair = 2
@@ -134,7 +184,7 @@ BEGIN TRY
                     SELECT @mark = COALESCE(MAX(token), 0) FROM dbo.sqlsem_slot WITH (FORCESEEK)
                     WHERE semaphore_key = @key OPTION (KEEPFIXED PLAN);
                 SET @wait = CASE WHEN @look IS NULL OR @left < @look THEN @left ELSE @look END;
-                EXEC @rc = sys.sp_getapplock @gate, 'Exclusive', 'Session', @wait, 'public';
+                EXEC @rc = sys.sp_getapplock @own, 'Exclusive', 'Session', @wait, 'public';
                 IF @rc >= 0 SELECT @head = 1, @led = -1;
                 IF @rc < -1 SELECT @bad = @rc, @strikes = @strikes + 1;
                 IF @rc = -1
@@ -207,7 +257,7 @@ BEGIN TRY
                     SET @i = COALESCE(@try, @bound);
                     IF @try IS NULL BREAK;
                 END;
-                IF CHARINDEX(CONCAT(N',', @try, N','), @taken) = 0
+                IF @try > @low AND CHARINDEX(CONCAT(N',', @try, N','), @taken) = 0
                 BEGIN
                     SET @resource = CONCAT(@try, N'-', @base);
                     EXEC @rc = sys.sp_getapplock @resource, 'Exclusive', 'Session', @wait, 'public';
@@ -242,8 +292,8 @@ BEGIN TRY
         END;
 
         -- 8. Only the first in line keeps what it has gathered: whoever waited at the gate with a lock of the name would
-        -- close a circle with a first in line that wants the name alone.
-        IF @head = 0 AND @mode <> 'Update' AND (@named = 1 OR @placed = 1)
+        -- close a circle with a first in line that wants the name alone; and so would two who gather slots at once.
+        IF (@head = 0 OR (@own <> @gate AND @take > 1)) AND @mode <> 'Update' AND (@named = 1 OR @placed = 1)
         BEGIN
             EXEC sqlsem.internal_give_1 @base, @taken;
             SELECT @taken = N',', @named = 0, @placed = 0, @count = 0, @least = 2147483647, @greatest = -1;
@@ -276,9 +326,9 @@ BEGIN TRY
     END;
 
     -- The next in line goes on before anything is written: a commit may wait for a disk, or for another server.
-    IF @head = 1 AND (@result <> -4 OR @keep = 0)
+    IF @head = 1 AND (@result <> -4 OR @keep = 0 OR @own <> @gate)
     BEGIN
-        EXEC @done = sys.sp_releaseapplock @gate, 'Session', 'public';
+        EXEC @done = sys.sp_releaseapplock @own, 'Session', 'public';
         SET @head = 0;
     END;
     IF @result < 0 AND (@named = 1 OR @placed = 1) EXEC sqlsem.internal_give_1 @base, @taken;
@@ -305,8 +355,8 @@ END TRY
 BEGIN CATCH
     SELECT @result = -14, @error = ERROR_NUMBER(), @why = ERROR_MESSAGE();
     IF @write = 1 AND @@TRANCOUNT > 0 ROLLBACK TRANSACTION;
-    IF @head = 1 AND APPLOCK_MODE(N'public', @gate, N'Session') <> N'NoLock'
-        EXEC @done = sys.sp_releaseapplock @gate, 'Session', 'public';
+    IF @head = 1 AND APPLOCK_MODE(N'public', @own, N'Session') <> N'NoLock'
+        EXEC @done = sys.sp_releaseapplock @own, 'Session', 'public';
     SET @head = 0;
     IF @named = 1 OR @placed = 1
     BEGIN

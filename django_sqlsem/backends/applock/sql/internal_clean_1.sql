@@ -27,6 +27,9 @@ BEGIN
     BEGIN
         SET @resource = CONCAT(@slot, N'-', @base);
         IF APPLOCK_MODE(N'public', @resource, N'Session') <> N'NoLock' SET @taken = CONCAT(@taken, @slot, N',');
+        SET @resource = CONCAT(N'sqlsem:g:', LEFT(@key, 20), N':', @slot);
+        IF APPLOCK_MODE(N'public', @resource, N'Session') <> N'NoLock'
+            EXEC @done = sys.sp_releaseapplock @resource, 'Session', 'public';
         SET @slot = @slot + 1;
     END;
 END;

@@ -8,7 +8,7 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_declare_1
 AS
 SET NOCOUNT ON;
 SET XACT_ABORT OFF;                          -- a row that another session has just created is no failure
-DECLARE @now bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME()), @slot int;
+DECLARE @now bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME()), @slot int, @first int;
 BEGIN TRY
     INSERT INTO dbo.sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking)
     SELECT @key, @name, @kind, @slots, @now, 0, 0
@@ -20,6 +20,7 @@ END CATCH;
 -- Slot 0 of a readers-writer lock is its writer's.
 SELECT @slot = COALESCE(MAX(slot), CASE WHEN @kind = N'rwlock' THEN -1 ELSE 0 END) + 1
 FROM dbo.sqlsem_slot WITH (FORCESEEK) WHERE semaphore_key = @key;
+SET @first = @slot;
 WHILE @slot <= @slots
 BEGIN
     BEGIN TRY
@@ -35,9 +36,11 @@ BEGIN
     END CATCH;
     SET @slot = @slot + 1;
 END;
--- At most once a minute, as programs that disagree would write it again and again.
-UPDATE m SET other_slots = declared_slots, other_us = @now, declared_slots = @slots, declared_us = @now
-FROM dbo.sqlsem_semaphore AS m WITH (ROWLOCK, FORCESEEK)
-WHERE name_key = @key AND kind = @kind AND declared_slots <> @slots AND declared_us < @now - 60000000;
+-- At most once a minute, as programs that disagree would write it again and again. Not by who has just made slots: those
+-- who wait do not know of them yet, and it passes them.
+IF @first > @slots
+    UPDATE m SET other_slots = declared_slots, other_us = @now, declared_slots = @slots, declared_us = @now
+    FROM dbo.sqlsem_semaphore AS m WITH (ROWLOCK, FORCESEEK)
+    WHERE name_key = @key AND kind = @kind AND declared_slots <> @slots AND COALESCE(other_us, 0) < @now - 60000000;
 IF @answer = 1
     SELECT CONTEXT_INFO() AS stamp;

@@ -16,7 +16,7 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_try_1
 AS
 SET NOCOUNT ON;
 DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)), @fence nvarchar(60), @resource nvarchar(255),
-    @rc int, @named int = -1, @slot int = 0, @result int = -1, @token bigint, @now bigint, @done int;
+    @lately bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME()) - 3600000000, @rc int, @named int = -1, @slot int = 0, @result int = -1, @token bigint, @now bigint, @done int;
 BEGIN TRY
     IF APPLOCK_TEST(N'public', @gate, N'Exclusive', N'Session') = 1
         EXEC @named = sys.sp_getapplock @base, 'IntentExclusive', 'Session', 0, 'public';
@@ -36,14 +36,14 @@ BEGIN TRY
                 SELECT @token = s.token FROM dbo.sqlsem_slot AS s WITH (FORCESEEK)
                 JOIN dbo.sqlsem_semaphore AS m WITH (FORCESEEK) ON m.name_key = s.semaphore_key
                 WHERE s.semaphore_key = @key AND s.slot = @slot AND m.kind = @kind AND m.paused = 0
-                    AND m.declared_slots = @slots AND m.operator_slots IS NULL
+                    AND m.declared_slots = @slots AND m.operator_slots IS NULL AND COALESCE(m.other_us, 0) <= @lately
                 OPTION (KEEPFIXED PLAN);
             SET @result = CASE WHEN (@token IS NULL AND @permit IS NOT NULL)
                 OR APPLOCK_TEST(N'public', @fence, N'Exclusive', N'Session') = 0 THEN -9 ELSE 0 END;
         END;
         IF @result = 0 AND @permit IS NOT NULL
         BEGIN
-            SET @now = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME());
+            SET @now = @lately + 3600000000;
             SET @token = CASE WHEN @token >= @now THEN @token + 1 ELSE @now END;
             BEGIN TRANSACTION;
             UPDATE s SET token = @token, permit_id = @permit, acquired_us = @now, expires_us = @now + 60000000,
@@ -55,10 +55,11 @@ BEGIN TRY
             COMMIT TRANSACTION WITH (DELAYED_DURABILITY = ON);  -- noqa: PRS
         END;
     END;
-    -- An operator may have made more slots of it, or it is another kind of lock.
+    -- An operator may have made more slots of it, others go by fewer, or it is another kind of lock.
     IF @result = -1 AND @permit IS NOT NULL
         SELECT @result = -9 FROM dbo.sqlsem_semaphore WITH (FORCESEEK)
-        WHERE name_key = @key AND COALESCE(operator_slots, 0) > CASE kind WHEN @kind THEN @slots ELSE -1 END
+        WHERE name_key = @key AND (COALESCE(operator_slots, 0) > CASE kind WHEN @kind THEN @slots ELSE -1 END
+            OR (operator_slots IS NULL AND (declared_slots <> @slots OR COALESCE(other_us, 0) > @lately)))
         OPTION (KEEPFIXED PLAN);
 END TRY
 BEGIN CATCH
