@@ -26,6 +26,7 @@ from django_sqlsem import (
 )
 from django_sqlsem.admin import SemaphoreAdmin
 from django_sqlsem.backends import get_counting_backend
+from django_sqlsem.backends.rows import statements
 from django_sqlsem.locks import Taken, counter
 from django_sqlsem.models import SemaphoreRow, WaiterRow
 from tests.programs.counter_clients import CounterUser
@@ -204,7 +205,8 @@ def test_one_release_of_ten_wakes_ten_in_two_processes(database):
     assert counter("jobs", using=database).value() == 0
 
 
-def test_who_wants_most_is_not_overtaken(database):
+def test_who_wants_most_is_not_overtaken(database, monkeypatch):
+    monkeypatch.setattr(statements, "PATIENCE_US", 500_000_000)  # as those who are patient have it
     jobs = counter("jobs", using=database)
     with users(database, 3, patient=True) as (big, small, late):
         big.asks(n=5)

@@ -141,7 +141,7 @@ def test_held_by_the_name_of_another_kind_of_lock(world, settings):
     with pytest.raises(ValueError, match="one slot, not 2"), testing.held("alone", 2):
         pass
     counter("counted", 3).acquire()
-    with pytest.raises(ValueError, match="'counted' is a count of tokens"), testing.held("counted"):
+    with pytest.raises(ValueError, match="'counted' is a counter"), testing.held("counted"):
         pass
 
 
