@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
+import glob
 from typing import TYPE_CHECKING
 
 from django.core.exceptions import ImproperlyConfigured
 
-from django_sqlsem.core.text import a_kind
+from django_sqlsem.core.text import a_kind, shell_quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,9 +94,21 @@ class InvalidSemaphoreBackendError(ImproperlyConfigured):
     """The semaphore backend could not be imported."""
 
 
-def wrong_kind(name: str, kind: str, wanted: str) -> ImproperlyConfigured:
-    """Return the error for a name that is another kind of lock already."""
-    return ImproperlyConfigured(f"{name!r} is {a_kind(kind)} already and can't be used as {a_kind(wanted)}.")
+def wrong_kind(
+    name: str, kind: str, wanted: str, alias: str, known: SemaphoreSnapshot | None = None
+) -> ImproperlyConfigured:
+    """Return the error for a name that is another kind of lock already; ``known``: how it stands, if that was read."""
+    database = "" if alias == "default" else f" --database {alias}"
+    purge = f"`manage.py locks purge --idle --name {shell_quoted(glob.escape(name))}{database}` frees the name"
+    if known is None:
+        way_out = f"Once nobody uses it, {purge}."
+    elif known.waiters or any(not holder.expired for holder in known.holders):
+        way_out = f"It is in use now: give one of the two another name; or, once nobody uses it, {purge}."
+    else:
+        last = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=known.idle or 0.0)
+        since = "" if known.idle is None else f", and nobody has taken it since {last:%Y-%m-%d %H:%M} UTC"
+        way_out = f"Nobody holds it{since}: {purge}."
+    return ImproperlyConfigured(f"{name!r} is {a_kind(kind)} already and can't be used as {a_kind(wanted)}. {way_out}")
 
 
 def not_installed() -> ImproperlyConfigured:

@@ -68,8 +68,10 @@ def as_plain(snapshot: SemaphoreSnapshot, recent: Lately | None = None, *, deadl
     """Return a lock as plain data, with the counts that are computed."""
     plain = dataclasses.asdict(snapshot)
     for holder in plain["holders"]:
-        if not holder["mode"]:  # one slot
-            del holder["mode"], holder["slots"]
+        if not holder["slots"]:  # one slot
+            del holder["slots"]
+        if not holder["mode"]:
+            del holder["mode"]
         if holder["lease_left"] is not None:  # no session has its lock
             for key in _OF_SESSIONS:
                 del holder[key]
@@ -78,7 +80,7 @@ def as_plain(snapshot: SemaphoreSnapshot, recent: Lately | None = None, *, deadl
             del waiter["mode"]
         if waiter["session_id"] is None:
             del waiter["session_id"]
-    plain |= {key: getattr(snapshot, key) for key in ("held", "free", "stale", "waiting", "draining")}
+    plain |= {key: getattr(snapshot, key) for key in ("held", "free", "stale", "waiting", "draining", "other_kind")}
     plain["deadlocked"] = deadlocked
     if recent is not None:
         plain["last_hour"] = dataclasses.asdict(recent)

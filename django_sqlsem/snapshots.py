@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
 from django_sqlsem.core.durations import duration
-from django_sqlsem.core.modes import UPDATE, WHOLE, WRITER, word
+from django_sqlsem.core.modes import MUTEX, SEMAPHORE, UPDATE, WHOLE, WRITER, word
 from django_sqlsem.core.names import key_of
 
 #: Who asked a holder to stop, if they did not say.
@@ -232,8 +232,21 @@ class SemaphoreSnapshot:
         return next((holder for holder in self.holders if holder.mode == UPDATE and not holder.expired), None)
 
     def role(self, someone: HolderSnapshot | WaiterSnapshot) -> str:
-        """Return ``reader``, ``writer``, ``upgradable``, ``upgrades`` or ``drains``; nothing for a plain slot."""
-        return word(self.kind, someone.mode)
+        """Return ``reader``, ``writer``, ``upgradable``, ``upgrades`` or ``drains``; nothing for a plain slot.
+
+        Of who uses a mutex as a semaphore, or the other way round: ``semaphore`` or ``mutex``, as far as rows tell.
+        """
+        told = someone.recorded if isinstance(someone, HolderSnapshot) else someone.session_id is None
+        return word(self.kind, someone.mode) if told else ""
+
+    @property
+    def other_kind(self) -> str:
+        """As what it is used too at this moment: ``mutex`` or ``semaphore``; empty: as nothing but its kind."""
+        users: list[HolderSnapshot | WaiterSnapshot] = [
+            *(holder for holder in self.holders if not holder.expired),
+            *self.waiters,
+        ]
+        return next((role for each in users if (role := self.role(each)) in (MUTEX, SEMAPHORE)), "")
 
     @property
     def stale(self) -> int:

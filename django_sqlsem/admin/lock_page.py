@@ -17,6 +17,7 @@ from django_sqlsem.admin.actions import Buttons
 from django_sqlsem.admin.display import drawn, kind_of, length, users, visible
 from django_sqlsem.admin.last_hour import recent
 from django_sqlsem.conf import config
+from django_sqlsem.core.modes import MUTEX
 from django_sqlsem.history import events
 
 if TYPE_CHECKING:
@@ -111,7 +112,12 @@ def _notices(reading: Reading, snapshot: SemaphoreSnapshot, acts: list[Event]) -
     if snapshot.paused:
         text = _paused(snapshot, _last(acts, events.PAUSED, events.DRAINED)) + _until(snapshot)
         notices.append(Said("paused", text))
-    if snapshot.other_declared_slots is not None:
+    if snapshot.other_kind:
+        text = _(
+            "It is in use as a mutex and as a semaphore: one is let in at a time while anybody uses it as a mutex."
+        )
+        notices.append(Said("kinds", text))
+    elif snapshot.other_declared_slots is not None and snapshot.kind != MUTEX:
         text = _("Processes disagree: some declare %(one)d slots, others %(other)d. The larger number is the bound.")
         numbers = {"one": snapshot.declared_slots, "other": snapshot.other_declared_slots}
         notices.append(Said("declared", text % numbers))

@@ -104,7 +104,7 @@ class SemaphoreAdmin(OperatorAdmin):
     longest_hold = column(gettext_lazy("longest hold"), lambda row: _length(row.lately.longest_hold))
     longest_wait = column(gettext_lazy("longest wait"), lambda row: _length(row.lately.longest_wait))
     turned_away = column(gettext_lazy("turned away"), lambda row: _marked(row.lately.turned_away or 0, "away"))
-    kind_word = column(gettext_lazy("kind"), lambda row: kind_of(row.kind), ordering="kind")
+    kind_word = column(gettext_lazy("kind"), lambda row: _kinds(row.known), ordering="kind")
     declared = column(gettext_lazy("declared"), lambda row: declared(row.known))
 
 
@@ -124,6 +124,11 @@ def _cells(row: Any) -> SafeString | str:
     for state, word in badges:
         shown = format_html('{} <span class="sqlsem-badge sqlsem-{}">{}</span>', shown, state, word)
     return shown
+
+
+def _kinds(snapshot: SemaphoreSnapshot) -> str:
+    """Return what kind of lock it is, and as which other one it is used at this moment."""
+    return ", ".join(kind_of(each) for each in (snapshot.kind, snapshot.other_kind) if each)
 
 
 def _held(snapshot: SemaphoreSnapshot) -> SafeString | str:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 import math
 from dataclasses import dataclass, field
 from itertools import chain
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from django.apps import apps
 from django.db.models import Q
 
-from django_sqlsem.core.modes import SHARED, UPGRADE, WHOLE, line_of
+from django_sqlsem.core.modes import MUTEX, SHARED, UPGRADE, WHOLE, line_of
 from django_sqlsem.core.names import ONE_SLOT, key_of
 from django_sqlsem.core.text import a_kind
 from django_sqlsem.database.bells import MAX_NOTE
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from django_sqlsem.database.sessions import KeeperSession, Session
     from django_sqlsem.snapshots import HolderSnapshot, Loss, SemaphoreSnapshot
 
+
+logger = logging.getLogger("django_sqlsem")
 
 #: A slot that was handed to another process lapses after this long unless it is confirmed, in microseconds.
 LAPSE_US: Final = 2_000_000
@@ -95,9 +98,14 @@ class Request:
         return self.heeds_pause or self.max_waiting is not None
 
     @property
+    def lock_mode(self) -> str:
+        """How it shares the name with others, as rows say it: its mode, and of a mutex that it is one."""
+        return self.mode or (MUTEX if self.resource.kind == MUTEX else SHARED)
+
+    @property
     def got(self) -> str:
         """The mode of what it gets."""
-        return WHOLE if self.mode == UPGRADE else self.mode
+        return WHOLE if self.mode == UPGRADE else self.lock_mode
 
     @property
     def line(self) -> str:
@@ -614,6 +622,23 @@ def check_slots(name: str, kind: str, slots: int | None) -> None:
         raise ValueError(f"{name!r} is a counter: it has no slots.")
     if kind in ONE_SLOT and slots not in (None, 1):
         raise ValueError(f"{name!r} is {a_kind(kind)}: it has one slot, not {slots}.")
+
+
+def tell_of_two_kinds(alias: str, resource: Resource) -> None:
+    """Log, once for each name, that this process uses it as one kind while others use it as the other."""
+    if (alias, resource.key) in _told or len(_told) >= _MOST_TOLD:
+        return
+    _told.add((alias, resource.key))
+    logger.warning(
+        "%r is in use as a mutex and as a semaphore: one is let in at a time while anybody uses it as a mutex.",
+        resource.name,
+        extra={"semaphore": resource.name, "what": "two_kinds"},
+    )
+
+
+#: The names of which that was logged, by alias and key; of more than so many it is not.
+_told: set[tuple[str, str]] = set()
+_MOST_TOLD: Final = 10_000
 
 
 def _no_fences(caller: BaseDatabaseWrapper) -> SemaphoreError:

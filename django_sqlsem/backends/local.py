@@ -24,10 +24,11 @@ from django_sqlsem.backends.base import (
     Request,
     Waited,
     check_slots,
+    tell_of_two_kinds,
 )
 from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import boot_now, stood_still
-from django_sqlsem.core.modes import EXCLUSIVE, RWLOCK, UPDATE, UPGRADE, WHOLE, WRITER
+from django_sqlsem.core.modes import EXCLUSIVE, MUTEX, RWLOCK, UPDATE, UPGRADE, WHOLE, WRITER, interchangeable
 from django_sqlsem.exceptions import never_met, wrong_kind
 from django_sqlsem.snapshots import HolderSnapshot, Loss, LossReason, SemaphoreSnapshot, SlotState, grouped
 
@@ -101,6 +102,8 @@ class LocalName:
     @property
     def slots(self) -> int:
         """How many slots count now."""
+        if self.kind == MUTEX:
+            return 1
         return self.declared if self.operator_slots is None else self.operator_slots
 
     @property
@@ -137,7 +140,15 @@ class LocalName:
     def bound(self, request: Request) -> int:
         """Return how many slots count for a request: an operator's number, else its own, else the declared one."""
         own = self.declared if request.slots is None else request.slots
+        if request.resource.kind == MUTEX:
+            return 1
         return own if self.operator_slots is None else self.operator_slots
+
+    def adopt(self, kind: str) -> bool:
+        """Become a mutex if nobody is in, or a semaphore if no mutex is. Return whether it is of this kind now."""
+        if not self.held or (kind != MUTEX and all(slot.request.got != MUTEX for slot in self.held.values())):
+            self.kind = kind
+        return self.kind == kind
 
     def _before(self, request: Request) -> list[Request]:
         """Return who comes before a request: who has waited longer; for who barges, those that want all slots."""
@@ -152,13 +163,13 @@ class LocalName:
 
     def wanted(self, request: Request) -> list[int]:
         """Return the slots that the request would get now; none if it has to wait."""
-        if self.paused or any(slot.request.got == WHOLE for slot in self.held.values()):
+        if self.paused or any(slot.request.got in (WHOLE, MUTEX) for slot in self.held.values()):
             return []
         if request.mode in EXCLUSIVE:
             slots = list(range(WRITER if self.kind == RWLOCK and request.mode == WHOLE else 1, self.slots + 1))
             return slots if self.held.keys() <= ({WRITER} if request.mode == UPGRADE else set()) else []
         before = self._before(request)
-        if any(each.mode in EXCLUSIVE for each in before):
+        if any(each.got in (WHOLE, MUTEX) for each in before):
             return []
         if request.mode == UPDATE:
             return [] if WRITER in self.held else [WRITER]
@@ -274,9 +285,9 @@ class LocalBackend(BaseSemaphoreBackend):
     def _made(self, resource: Resource, declared: int, units: int = 0) -> LocalName:
         name, kind = resource.name, resource.kind
         known = self._world().setdefault(name, LocalName(name, kind, declared, units=units))
-        if known.kind != kind:
-            raise wrong_kind(name, known.kind, kind)
         known.expire()
+        if not interchangeable(known.kind, kind):
+            raise wrong_kind(name, known.kind, kind, self.alias, known.snapshot())
         return known
 
     # The holder's side. The queue inside the process is the whole queue: waiters claim for themselves.
@@ -288,6 +299,9 @@ class LocalBackend(BaseSemaphoreBackend):
             known = self._made(request.resource, request.slots or 1)
             if request.slots is not None:
                 known.declared = request.slots
+            if not known.adopt(request.resource.kind):
+                tell_of_two_kinds(self.alias, request.resource)
+                return None
             if request.take > known.bound(request):
                 raise never_met(known.name, known.bound(request), request.take)
             return known.grant(request)

@@ -21,11 +21,15 @@ from django.middleware.csrf import CsrfViewMiddleware
 from django.urls import get_resolver
 
 from django_sqlsem.backends import database_for
+from django_sqlsem.backends.base import COUNTER
 from django_sqlsem.checks.messages import error, warning
+from django_sqlsem.core.modes import MUTEX, SEMAPHORE
 from django_sqlsem.core.templates import Template
 from django_sqlsem.core.text import shown
 from django_sqlsem.decorators import wrapper
 from django_sqlsem.decorators.views import operations, view_class
+from django_sqlsem.locks.counter import Counter
+from django_sqlsem.locks.rwlock import RwLock
 from django_sqlsem.locks.semaphore import Semaphore
 
 #: Decorators upon one view that are looked at: an end for one that leads back to itself.
@@ -217,7 +221,7 @@ def check_declared(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> It
     """Report locks that contradict each other or the settings, and transactions that outlast their permits."""
     found = list(_declared())
     yield from _unknown_aliases(found)
-    yield from _two_numbers(found)
+    yield from _two_kinds_or_numbers(found)
     for function, lock in list(wrapper.declared.items()):
         if lock.release_policy == "on_exit" and any(isinstance(each, Atomic) for each in _above(function)):
             text = (
@@ -228,17 +232,19 @@ def check_declared(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> It
             yield warning("W025", text, advice)
 
 
-def _declared() -> Iterator[tuple[str, Semaphore]]:
+def _declared() -> Iterator[tuple[str, Semaphore | Counter]]:
     """Yield each lock with where it is."""
     for function, lock in list(wrapper.declared.items()):
         yield _named(function), lock
     for module, namespace in [(name, getattr(each, "__dict__", {})) for name, each in list(sys.modules.items())]:
         for name, value in list(namespace.items()):
-            if issubclass(type(value), Semaphore):  # not isinstance(), which would evaluate lazy objects
+            if issubclass(type(value), Semaphore | Counter):  # not isinstance(), which would evaluate lazy objects
                 yield f"{module}.{name}", value
+            elif issubclass(type(value), RwLock):
+                yield f"{module}.{name}", value.read()
 
 
-def _unknown_aliases(found: list[tuple[str, Semaphore]]) -> Iterator[CheckMessage]:
+def _unknown_aliases(found: list[tuple[str, Semaphore | Counter]]) -> Iterator[CheckMessage]:
     for where, lock in sorted(found, key=lambda pair: pair[0]):
         if lock.using is not None and lock.using not in connections.settings:
             aliases = ", ".join(sorted(connections.settings))
@@ -246,20 +252,41 @@ def _unknown_aliases(found: list[tuple[str, Semaphore]]) -> Iterator[CheckMessag
             yield error("E009", text, "Every acquire would fail: name an alias that there is, or leave it out.")
 
 
-def _two_numbers(found: list[tuple[str, Semaphore]]) -> Iterator[CheckMessage]:
-    by_name: dict[tuple[str, str, bool], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+def _two_kinds_or_numbers(found: list[tuple[str, Semaphore | Counter]]) -> Iterator[CheckMessage]:
+    by_name: dict[tuple[str, str, bool], list[tuple[str, str, int | None]]] = defaultdict(list)
     for where, lock in found:
         try:
             alias = database_for(lock.using)
         except ImproperlyConfigured:
             continue  # another check says it
-        if lock.slots is not None:
-            by_name[alias, lock.name, lock.parts is not None][lock.slots].append(where)
-    for (_, name, _), numbers in sorted(by_name.items()):
-        if len(numbers) > 1:
-            told = ", ".join(f"{slots} in {min(places)}" for slots, places in sorted(numbers.items()))
-            text = f"The code declares several numbers of slots for {name!r}: {told}. The largest is the bound."
+        literal = getattr(lock, "parts", None) is not None
+        by_name[alias, lock.name, literal].append((where, getattr(lock, "kind", COUNTER), getattr(lock, "slots", None)))
+    for (_, name, _), uses in sorted(by_name.items()):
+        kinds = _places((kind, where) for where, kind, _ in uses)
+        numbers = _places((slots, where) for where, _, slots in uses if slots is not None)
+        if len(kinds) > 1:
+            end = "Whichever is used second is an error."
+            if kinds.keys() <= {SEMAPHORE, MUTEX}:
+                end = "One is let in at a time while anybody uses it as a mutex."
+            text = f"The code declares {name!r} as several kinds of locks: {_told(kinds)}. {end}"
+            yield warning("W029", text, "Let one object be the lock, or give the other one another name.")
+        elif len(numbers) > 1:
+            text = (
+                f"The code declares several numbers of slots for {name!r}: {_told(numbers)}. The largest is the bound."
+            )
             yield warning("W023", text, "Let one object be the lock, and import it where it is used.")
+
+
+def _places(found: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
+    """Return where each of some things is declared."""
+    places: dict[Any, list[str]] = defaultdict(list)
+    for what, where in found:
+        places[what].append(where)
+    return places
+
+
+def _told(found: dict[Any, list[str]]) -> str:
+    return ", ".join(f"{what} in {min(places)}" for what, places in sorted(found.items()))
 
 
 def _above(function: Callable[..., Any]) -> Iterator[object]:

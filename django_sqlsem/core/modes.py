@@ -14,6 +14,11 @@ UPDATE: Final = "update"
 #: get is ``WHOLE``.
 UPGRADE: Final = "upgrade"
 
+#: The two kinds of which either may be used where the other was: a mutex is a semaphore of one slot.
+SEMAPHORE: Final = "semaphore"
+#: Also how rows say that somebody holds, or waits for, a slot as a mutex: alone, whatever others declare.
+MUTEX: Final = "mutex"
+
 #: The modes that want all other holders to leave; nothing is granted past them while they wait.
 EXCLUSIVE: Final = (WHOLE, UPGRADE)
 #: The kind of locks whose slot 0 is the writer's place.
@@ -30,10 +35,20 @@ def line_of(key: str, mode: str) -> str:
     return key if mode in (SHARED, WHOLE) else f"{key}/{mode}"
 
 
+def interchangeable(one: str, other: str) -> bool:
+    """Return whether a lock of one kind may be used as the other."""
+    return one == other or {one, other} == {SEMAPHORE, MUTEX}
+
+
 def word(kind: str, mode: str) -> str:
-    """Return what a holder or a waiter with this mode is; nothing for a plain slot of a semaphore."""
+    """Return what a holder or a waiter with this mode is; nothing for a plain slot of a lock of this kind."""
+    if kind != RWLOCK and mode == WHOLE:
+        return "drains"
+    if kind in (SEMAPHORE, MUTEX):
+        used_as = mode or SEMAPHORE
+        return "" if used_as == kind else used_as
     if kind != RWLOCK:
-        return "drains" if mode == WHOLE else ""
+        return ""
     return {SHARED: "reader", WHOLE: "writer", UPDATE: "upgradable", UPGRADE: "upgrades"}[mode]
 
 

@@ -1,4 +1,4 @@
-"""How a value that was refused is shown in the message that refuses it."""
+"""How values are shown in messages: those that were refused, numbers of slots, a word of a command."""
 
 from __future__ import annotations
 
@@ -30,3 +30,8 @@ def numbers(slots: Sequence[int]) -> str:
 def a_kind(kind: str) -> str:
     """Return a kind of lock with its article: ``a mutex``, ``an rlock``."""
     return f"an {kind}" if kind in ("rlock", "rwlock") else f"a {kind}"
+
+
+def shell_quoted(word: str) -> str:
+    """Return a word as a shell takes it, always in quotes."""
+    return "'" + word.replace("'", "'\\''") + "'"

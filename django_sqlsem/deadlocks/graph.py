@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from django_sqlsem.core.modes import EXCLUSIVE, SHARED, UPDATE, UPGRADE, WHOLE, WRITER
+from django_sqlsem.core.modes import EXCLUSIVE, MUTEX, SHARED, UPDATE, UPGRADE, WHOLE, WRITER
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +148,11 @@ def _is_kept(slot: Slot, left: Mapping[str, Wait], owners: Mapping[str, Abstract
 
 def _in_the_way(wait: Wait, name: Name, kept: list[Slot], mine: AbstractSet[str]) -> list[Slot]:
     """Return which slots that are not given back keep the wait from what it wants."""
-    if wait.mode == WHOLE:
+    if wait.mode in (WHOLE, MUTEX):
         return kept
     if wait.mode == UPGRADE:
         return [slot for slot in kept if slot.number != WRITER and slot.permit not in mine]
-    alone = [slot for slot in kept if slot.mode == WHOLE]
+    alone = [slot for slot in kept if slot.mode in (WHOLE, MUTEX)]
     if wait.mode == UPDATE:
         return alone + [slot for slot in kept if slot.number == WRITER]
     if alone:

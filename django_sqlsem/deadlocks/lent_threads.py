@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from asgiref.sync import SyncToAsync
 
 from django_sqlsem.backends.base import COUNTER
+from django_sqlsem.core.modes import MUTEX
 from django_sqlsem.exceptions import BackendError, DeadlockError
 from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State
 from django_sqlsem.runtime.chores import LOOK_AROUND, Chore
@@ -73,7 +74,7 @@ class LentThreads(Chore):
         if snapshot is None:
             return False
         numbers = [number for holder in snapshot.holders if not holder.expired for number in holder.numbers]
-        bound = snapshot.operator_slots
+        bound = 1 if MUTEX in (snapshot.kind, request.resource.kind) else snapshot.operator_slots
         if bound is None:
             bound = request.slots or snapshot.slots
             numbers = [number for number in numbers if number <= bound]

@@ -14,6 +14,7 @@ from django.db import connections
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.conf import config
+from django_sqlsem.core.modes import MUTEX
 from django_sqlsem.database.cursors import padded
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.sessions import CallerSession
@@ -64,7 +65,7 @@ class Look:
             key: Name(
                 tuple(Slot(row["slot"], row["permit_id"], row["mode"]) for row in self.slots.get(key, ())),
                 declared=row["declared_slots"],
-                operator=row["operator_slots"],
+                operator=1 if row["kind"] == MUTEX else row["operator_slots"],
                 paused=bool(row["paused"]),
             )
             for key, row in self.names.items()

@@ -84,7 +84,7 @@ def _row(acquisition: Acquisition, permits: str, boot_id: str, patience_us: int)
         name=request.resource.name,
         take=request.take,
         slots=request.slots,
-        mode=request.mode,
+        mode=request.lock_mode,
         fair=request.fair,
         permits=permits,
         since_us=DatabaseNow(was_us=round(acquisition.arrived * 1e6)),

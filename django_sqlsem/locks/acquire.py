@@ -9,7 +9,7 @@ from django_sqlsem.conf import config
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.modes import refused
 from django_sqlsem.core.names import Resource
-from django_sqlsem.exceptions import AcquireTimeoutError, never_met, wrong_kind
+from django_sqlsem.exceptions import AcquireTimeoutError, never_met
 from django_sqlsem.runtime.keeper import Keeper
 from django_sqlsem.snapshots import LEAST, LONGEST_ESTIMATE, PAUSED_ESTIMATE, SemaphoreSnapshot, retry_after
 
@@ -75,11 +75,10 @@ def refusal(
 ) -> AcquireTimeoutError:
     """Return the error for an acquire that timed out: its message names the holders.
 
-    Raises ``ImproperlyConfigured`` or ``SemaphoreError`` if it could never have been met.
+    Raises ``SemaphoreError`` if it could never have been met.
     """
-    if snapshot.kind != kind:
-        raise wrong_kind(snapshot.name, snapshot.kind, kind)
-    if take > snapshot.slots:
+    other = snapshot.kind != kind  # it is a mutex that is used as a semaphore, or the other way round
+    if take > snapshot.slots and not other:
         raise never_met(snapshot.name, snapshot.slots, take)
     wanted = "No slot" if take == 1 else f"No {take} slots"
     when = "is free" if timeout == 0 else f"became free within {timeout:g} s" if timeout else "became free"
@@ -90,6 +89,8 @@ def refusal(
     message += f", {snapshot.waiting} waiting)" if snapshot.waiting else ")"
     if snapshot.paused:
         message += "; it is paused by an operator"
+    if other:
+        message += f"; it is in use as a {snapshot.kind}"
     shown = [str(holder) for holder in snapshot.holders[:5]]
     if len(snapshot.holders) > 5:
         shown.append(f"and {len(snapshot.holders) - 5} more")

@@ -172,7 +172,7 @@ class Counter:
         if found is None:
             return SemaphoreSnapshot(self.name, COUNTER, self.initial, self.initial, None, False, units=self.initial)
         if found.kind != COUNTER:
-            raise wrong_kind(self.name, found.kind, COUNTER)
+            raise wrong_kind(self.name, found.kind, COUNTER, self._keeper().alias, found)
         return found
 
     def _wanted(self, n: int | None) -> int:

@@ -17,7 +17,7 @@ from django_sqlsem.conf import MIN_LEASE, config
 from django_sqlsem.core import hooks, identity
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
-from django_sqlsem.core.modes import EXCLUSIVE, SHARED, UPDATE, WHOLE
+from django_sqlsem.core.modes import EXCLUSIVE, SHARED, UPDATE, WHOLE, interchangeable
 from django_sqlsem.core.names import (
     Name,
     part_texts,
@@ -28,7 +28,7 @@ from django_sqlsem.core.names import (
     validate_slots,
 )
 from django_sqlsem.core.text import a_kind, shown
-from django_sqlsem.exceptions import SemaphoreError
+from django_sqlsem.exceptions import AcquireTimeoutError, SemaphoreError, wrong_kind
 from django_sqlsem.locks import permit as blocks
 from django_sqlsem.locks.acquire import (
     Bound,
@@ -328,10 +328,15 @@ class Semaphore:
 
     def _refuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
         # In no variable: the error's traceback keeps the frames, which would keep the error.
-        raise events.refused(self, refusal(snapshot, timeout, self.kind, self.take, self.mode), waited)
+        raise events.refused(self, self._refusal(snapshot, timeout), waited)
 
     async def _arefuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:
-        raise await events.arefused(self, refusal(snapshot, timeout, self.kind, self.take, self.mode), waited)
+        raise await events.arefused(self, self._refusal(snapshot, timeout), waited)
+
+    def _refusal(self, snapshot: SemaphoreSnapshot, timeout: float | None) -> AcquireTimeoutError:
+        if not interchangeable(snapshot.kind, self.kind):  # it was refused by the queue of this process, unasked
+            raise wrong_kind(self.name, snapshot.kind, self.kind, self._keeper().alias, snapshot)
+        return refusal(snapshot, timeout, self.kind, self.take, self.mode)
 
     def _snapshot(self, found: SemaphoreSnapshot | None) -> SemaphoreSnapshot:
         slots = self.slots or 1

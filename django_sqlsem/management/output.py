@@ -97,6 +97,8 @@ def summary(snapshot: SemaphoreSnapshot) -> str:
         parts.append(f"{snapshot.stopping} asked to stop")
     if snapshot.operator_slots is not None:
         parts.append(f"set by an operator (the code says {snapshot.declared_slots})")
+    if snapshot.other_kind:
+        parts.append(f"in use as a {snapshot.other_kind} too")
     if snapshot.other_declared_slots is not None:
         parts.append(f"other processes declare {count(snapshot.other_declared_slots, 'slot')}")
     return f"{clean(snapshot.name)}: {', '.join(parts)}"

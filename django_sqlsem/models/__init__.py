@@ -12,6 +12,7 @@ from django.apps import apps
 from django.db import models
 from django.utils.translation import gettext_lazy as _
 
+from django_sqlsem.core.modes import MUTEX
 from django_sqlsem.exceptions import not_installed
 from django_sqlsem.models.fields import ExactCharField
 
@@ -73,7 +74,9 @@ class SemaphoreRow(models.Model):
 
     @property
     def slots(self) -> int:
-        """How many slots count now: the operator's number, else the declared one."""
+        """How many slots count now: the operator's number, else the declared one; of a mutex, one."""
+        if self.kind == MUTEX:
+            return 1
         return self.declared_slots if self.operator_slots is None else self.operator_slots
 
 
@@ -125,7 +128,7 @@ class SlotRow(HolderFields):
     suspect_us = models.BigIntegerField(_("beacon out since"), null=True)
     session_id = models.BigIntegerField(_("database session"), null=True)
     session_us = models.BigIntegerField(_("database session since"), null=True)
-    #: How its permit shares the name with others: see ``modes``.
+    #: How its permit, the last one if it is free, shares the name with others: see ``modes``.
     mode = ExactCharField(_("mode"), max_length=8, default="", db_default="", blank=True, db_column="lock_mode")
     fenced = models.BigIntegerField(_("fenced token"), null=True)
     revoked_token = models.BigIntegerField(_("revoked token"), null=True)

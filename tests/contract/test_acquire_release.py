@@ -20,6 +20,7 @@ from django_sqlsem import (
 )
 from django_sqlsem.backends.base import Acquired, Place
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.locks import rlock
 from django_sqlsem.runtime.keepers import keeper_at
 from tests.support import applocks
 from tests.support.databases import held_rows
@@ -250,12 +251,12 @@ def test_renewed_for_five_leases(database):
 
 
 def test_a_name_of_another_kind_is_an_error_however_busy_it_is(database):
-    holder = mutex("kinds", using=database).acquire()
+    holder = rlock("kinds", using=database).acquire()
     holder.detach()
-    waiter = threading.Thread(target=lambda: mutex("kinds", timeout=30, using=database).acquire().release())
+    waiter = threading.Thread(target=lambda: rlock("kinds", timeout=30, using=database).acquire().release())
     waiter.start()
-    wait_until(lambda: mutex("kinds", using=database).status().waiting == 1)
-    with pytest.raises(ImproperlyConfigured, match="is a mutex already and can't be used as a semaphore"):
+    wait_until(lambda: rlock("kinds", using=database).status().waiting == 1)
+    with pytest.raises(ImproperlyConfigured, match="is an rlock already and can't be used as a semaphore"):
         semaphore("kinds", 1, timeout=0, using=database).acquire()
     holder.release()
     waiter.join(10)

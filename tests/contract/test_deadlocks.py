@@ -247,7 +247,7 @@ def test_a_wait_is_shown_while_it_lasts_and_one_that_holds_nothing_is_not(databa
         holds_nothing.start()
         waiter.go()
         [wait] = wait_until(lambda: queries.waits(database), timeout=SOON)
-        assert (wait.name, wait.pid, wait.thread, wait.take, wait.mode) == ("a", waiter.pid, "worker", 1, "")
+        assert (wait.name, wait.pid, wait.thread, wait.take, wait.mode) == ("a", waiter.pid, "worker", 1, "mutex")
         assert [held.name for held in wait.holds] == ["b"]
         assert [(held.name, held.token) for held in wait.held_by] == [("a", permit.token)]
         assert wait.age >= watch.LATE * 0.9

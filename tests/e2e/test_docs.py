@@ -241,6 +241,21 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def test_no_name_is_used_as_kinds_that_refuse_one_another() -> None:
+    """Whatever pages a reader tries on one database, in whatever order."""
+    used: dict[str, set[str]] = {}
+    for page in PAGES:
+        for kind, name in re.findall(
+            r'\b(mutex|semaphore|rlock|rwlock|counter|refresh_every)\(f?"([^"]+)"', text_of(page)
+        ):
+            used.setdefault(name, set()).add("semaphore" if kind == "mutex" else kind)
+    for line in commands():
+        if found := re.search(r"\blocks run (\S+)", line.values[0]):
+            used.setdefault(found[1], set()).add("semaphore")
+    assert {"nightly", "reports", "prices"} <= used.keys()
+    assert {name: kinds for name, kinds in used.items() if len(kinds) > 1} == {}
+
+
 def test_every_page_is_in_the_index() -> None:
     index = ROOT / "docs" / "index.md"
     linked = {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(prose(index))}

@@ -31,7 +31,7 @@ MODULES = (statements, acquire, beacons, exclusive, fences, handoff, queue, read
 
 _STATEMENT = re.compile(r"\s*(?:SELECT|INSERT|UPDATE|DELETE|WITH)\b")
 #: What is filled in before a statement is run: such a constant is the pattern of what a function returns.
-_PATTERN = re.compile(r"\{(?:wanted|own|suspects)\}")
+_PATTERN = re.compile(r"\{(?:wanted|own|suspects|kinds)\}")
 _TOKEN = re.compile(
     r"\((?:SELECT|UPDATE|DELETE|INSERT)\b|(?P<clause>\b(?:SELECT|FROM|WHERE|SET|RETURNING|ORDER BY|UNION ALL|VALUES|"
     r"LEFT JOIN|JOIN|USING|FOR UPDATE|FOR NO KEY)\b)|\w+|[^\w]"
@@ -56,6 +56,7 @@ def of_dialect(dialect: Dialect) -> dict[str, str]:
     found = {
         **{f"take {turn}": acquire.take_sql(dialect, turn, durable=False) for turn in acquire._WANTED},
         **{f"wanted before {turn}": acquire.wanted_sql(turn) for turn in acquire._WANTED},
+        "take newcomer mutex": acquire.take_sql(dialect, "newcomer", durable=False, mutex=True),
         "look": acquire.look_sql(dialect),
         "sweep dead": queue.sweep_sql(dialect),
         "taken": beacons.taken_sql(dialect),
@@ -73,6 +74,7 @@ def of_dialect(dialect: Dialect) -> dict[str, str]:
     }
     if dialect.writing_ctes:
         found["take or stand"] = acquire.take_or_stand(dialect, durable=False)
+        found["take or stand mutex"] = acquire.take_or_stand(dialect, durable=False, mutex=True)
     else:
         found["place unless free"] = queue.place_sql(dialect, ranked=False) + acquire._UNLESS_FREE
     if dialect.dead is not None:

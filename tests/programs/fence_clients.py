@@ -12,6 +12,7 @@ from django_sqlsem import (
     BackendError,
     Permit,
     PermitLostError,
+    mutex,
     semaphore,
 )
 from django_sqlsem.locks import fenced
@@ -37,13 +38,14 @@ def obey(alias: str, name: str, archive: str, options: dict[str, Any]) -> None:
     block = transaction.atomic(using=alias)
     permit: Permit | None = None
     connections[alias].ensure_connection()
+    lock = mutex if options.pop("kind", "semaphore") == "mutex" else semaphore
     say("ready")
     while (line := listen()) != "end":
         verb, _, argument = line.partition(" ")
         if verb == "acquire":
             while permit is None:
                 try:
-                    permit = semaphore(name, using=alias, **options).acquire(timeout=120)
+                    permit = lock(name, using=alias, **options).acquire(timeout=120)
                 except BackendError as error:  # SQLite's one writer may be busy for long
                     if "database is locked" not in str(error):
                         raise

@@ -1,4 +1,7 @@
-"""A process that reads, writes, upgrades and drains as it is told, and counts readers and writers from outside."""
+"""A process that reads, writes, upgrades and drains as it is told, and counts from outside who is alone and who is not.
+
+So it does with one name as a mutex and as a semaphore.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from django_sqlsem import SemaphoreError, semaphore
+from django_sqlsem import SemaphoreError, mutex, semaphore
 from django_sqlsem.locks import rwlock
 from tests.programs.contenders import SharedCounter
 from tests.programs.queue_clients import Queuer
@@ -52,6 +55,8 @@ def target(alias: str, name: str, verb: str, options: dict[str, Any]) -> Any:
     """Return what to acquire for a verb."""
     if verb in ("slot", "drain"):
         return semaphore(name, using=alias, **options)
+    if verb == "mutex":
+        return mutex(name, using=alias, **{key: value for key, value in options.items() if key != "slots"})
     return getattr(rwlock(name, using=alias, **options), verb)()
 
 
@@ -70,7 +75,7 @@ class Sharer:
 
     def _run(self, who: str, verb: str, options: dict[str, Any]) -> None:
         timeout = options.pop("timeout", 120)
-        alone = verb in ("write", "drain")
+        alone = verb in ("write", "drain", "mutex")
         try:
             wanted = target(self.alias, self.name, verb, self.options | options)
             permit = (wanted.exclusive if verb == "drain" else wanted.acquire)(timeout=timeout)
@@ -219,3 +224,35 @@ def churn(alias: str, name: str, options: dict[str, Any], seconds: float, seed: 
 
     run_each(3, work, salted=True)
     say(f"done {json.dumps([done, errors])}")
+
+
+def roll(alias: str, name: str, verb: str, slots: int) -> None:
+    """Take and give back a mutex or a semaphore in some threads, until told to end. Says how often, and errors."""
+    counters = Counters(alias)
+    lock = target(alias, name, verb, {"slots": slots, "timeout": 120})
+    ends = threading.Event()
+    done: list[float] = []
+    errors: list[str] = []
+
+    def work() -> None:
+        try:
+            while not ends.is_set():
+                asked = time.monotonic()
+                with lock as permit:
+                    counters.enter(verb == "mutex")
+                    time.sleep(0.005)
+                    counters.leave(verb == "mutex")
+                    permit.check()
+                done.append(time.monotonic() - asked)
+        except BaseException as error:
+            errors.append(repr(error))
+            raise
+
+    def end_when_told() -> None:
+        listen()
+        ends.set()
+
+    threading.Thread(target=end_when_told, daemon=True).start()
+    say("ready")
+    run_each(2, work)
+    say(f"done {json.dumps([len(done), max(done, default=0.0), errors])}")

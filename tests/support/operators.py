@@ -76,6 +76,7 @@ def hold(
         "user": "ann",
         "process_id": "p",
         "boot_id": boot_id(alias),
+        "mode": "mutex" if SemaphoreRow.objects.using(alias).get(name=name).kind == "mutex" else "",
     }
     values |= fields | played
     assert rows.update(**values) == 1

@@ -16,6 +16,7 @@ from django.db import connections, transaction
 from django_sqlsem import mutex, semaphore
 from django_sqlsem.checks.servers import check_tables
 from django_sqlsem.checks.views import check_declared
+from django_sqlsem.locks import counter, rwlock
 
 
 @pytest.fixture
@@ -28,8 +29,8 @@ def module(request: Any) -> Iterator[types.ModuleType]:
 
 
 def declare(module: types.ModuleType, source: str) -> None:
-    names = {"semaphore": semaphore, "mutex": mutex, "transaction": transaction, "functools": functools}
-    vars(module).update(names)
+    names = {"semaphore": semaphore, "mutex": mutex, "rwlock": rwlock, "counter": counter}
+    vars(module).update(names, transaction=transaction, functools=functools)
     exec(source, vars(module))
 
 
@@ -54,6 +55,35 @@ def work(): ...
     assert message.id == "sqlsem.W023"
     assert f"'dup-checked': 3 in {module.__name__}.ONE, 5 in {module.__name__}.work" in message.msg
     assert "docs/checks.md#sqlsemw023" in message.hint
+
+
+def test_two_kinds_of_one_name(module: types.ModuleType) -> None:
+    declare(
+        module,
+        """
+RUN = mutex("kinds-near")
+@semaphore("kinds-near", 3)
+def work(): ...
+
+PAGES = rwlock("kinds-far")
+COUNT = counter("kinds-far")
+READ = rwlock("kinds-fine", 5).read()
+WRITE = rwlock("kinds-fine", 5)
+@mutex("kinds-also-fine")
+def alone(): ...
+ALONE = mutex("kinds-also-fine")
+""",
+    )
+    messages = {each.msg.split("'")[1]: each for each in found(module)}
+    assert {each.id for each in messages.values()} == {"sqlsem.W029"}
+    near, far = messages.pop("kinds-near"), messages.pop("kinds-far")
+    assert messages == {}
+    name = module.__name__
+    assert (
+        f"'kinds-near' as several kinds of locks: mutex in {name}.RUN, semaphore in {name}.work. One is let" in near.msg
+    )
+    assert f"'kinds-far' as several kinds of locks: counter in {name}.COUNT, rwlock in {name}.PAGES. Which" in far.msg
+    assert "docs/checks.md#sqlsemw029" in near.hint
 
 
 def test_an_alias_that_is_none(module: types.ModuleType) -> None:

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from django_sqlsem.core.modes import (
+    MUTEX,
     SHARED,
     UPDATE,
     UPGRADE,
@@ -259,6 +260,17 @@ def test_two_deadlocks_are_told_apart_and_the_one_behind_the_other_is_not_closed
     first, second = knots(names, waits)
     assert (ids(first), first.closed) == (["w1", "w2"], True)
     assert (ids(second), second.closed) == (["w3", "w4"], False)
+
+
+def test_a_mutex_waits_for_all_slots_and_a_semaphore_for_it() -> None:
+    others = {"b": Name((Slot(1, "pb"),))}
+    after = Wait("w2", "b", 2, frozenset({("a", "pa")}))
+    behind = {"a": Name((Slot(2, "pa"),), 3)} | others
+    mutex = Wait("w1", "a", 1, frozenset({("b", "pb")}), mode=MUTEX, slots=1)
+    assert ids(knots(behind, [mutex, after])[0]) == ["w1", "w2"]
+    assert knots(behind, [dataclasses.replace(mutex, mode=SHARED), after]) == []
+    taken = {"a": Name((Slot(1, "pa", MUTEX),), 3)} | others
+    assert ids(knots(taken, [dataclasses.replace(mutex, mode=SHARED, slots=3), after])[0]) == ["w1", "w2"]
 
 
 def test_a_thousand_waits_are_judged_in_good_time() -> None:

@@ -141,6 +141,17 @@ def test_disagreements_are_shown(operator: Client, alias: str) -> None:
     assert "Processes disagree: some declare 3 slots, others 9." in text(operator.get(address()))
 
 
+def test_two_kinds_are_shown(operator: Client, alias: str) -> None:
+    make_semaphore(alias, kind="mutex")
+    hold(alias, mode="mutex")
+    assert "and as a semaphore" not in text(operator.get(address()))
+    hold(alias, slot=2, token=8, mode="")
+    shown = text(operator.get(address()))
+    assert "It is in use as a mutex and as a semaphore: one is let in at a time" in shown
+    assert "held (semaphore)" in shown
+    assert "mutex, semaphore" in text(operator.get(reverse("admin:sqlsem_semaphorerow_changelist")))
+
+
 @pytest.mark.parametrize(("kind", "word"), [("mutex", "mutex"), ("rlock", "rlock"), ("rwlock", "readers")])
 def test_each_kind_has_its_word(operator: Client, alias: str, kind: str, word: str) -> None:
     make_semaphore(alias, slots=1, kind=kind)

@@ -7,9 +7,9 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from django_sqlsem.backends.applock import calls
+from django_sqlsem.backends.applock import calls, reading
 from django_sqlsem.backends.applock.held import Holding
-from django_sqlsem.backends.base import Granted, Request
+from django_sqlsem.backends.base import Granted, Request, tell_of_two_kinds
 from django_sqlsem.conf import config
 from django_sqlsem.core.modes import RWLOCK, SHARED, UPDATE, UPGRADE, WHOLE, line_of
 from django_sqlsem.database.sqlserver import NATIVE_ERRORS, Meaning, failure, lock_names, meaning
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from django_sqlsem.backends.applock.pool import LockPool
     from django_sqlsem.backends.applock.possession import Possession
     from django_sqlsem.backends.applock.sessions import LockSession
+    from django_sqlsem.core.names import Resource
+    from django_sqlsem.snapshots import SemaphoreSnapshot
 
 #: How often a process says that its number of slots differs from the declared one, in seconds.
 DECLARE_EVERY: Final = 60.0
@@ -128,12 +130,18 @@ class Claims:
             elif answer.result != calls.NEW:
                 break
         if answer.result == calls.OTHER_KIND:
-            raise wrong_kind(request.resource.name, str(row["why"]), request.resource.kind)
+            name, kind = request.resource.name, request.resource.kind
+            raise wrong_kind(name, str(row["why"]), kind, self.alias, self._read(session, request.resource))
+        if row.get("why") and answer.result in (calls.WAITED, calls.BUSY):  # it is in use as the other kind
+            tell_of_two_kinds(self.alias, request.resource)
         if answer.result == calls.NEVER:
             raise never_met(request.resource.name, int(row["bound"]), request.take)
         if answer.result not in (calls.TAKEN_AT_ONCE, calls.WAITED, calls.BUSY, calls.ON_HOLD, calls.TOO_FEW):
             raise failure(self.alias, answer.result)
         return answer
+
+    def _read(self, session: LockSession, resource: Resource) -> SemaphoreSnapshot | None:
+        return next(iter(reading.read(session.results(reading.READ, (resource.key, None)))), None)
 
     def _values(self, session: LockSession, request: Request) -> dict[str, Any]:
         return holder_values(request) | {
@@ -223,7 +231,8 @@ def holder_values(request: Request) -> dict[str, Any]:
 
 def same_wish(one: Request, other: Request) -> bool:
     """Whether what was granted to one request serves another one of the same name."""
-    return (one.take, one.slots, one.mode) == (other.take, other.slots, other.mode) and one.mode in (SHARED, WHOLE)
+    wishes = [(each.take, each.slots, each.mode, each.resource.kind) for each in (one, other)]
+    return wishes[0] == wishes[1] and one.mode in (SHARED, WHOLE)
 
 
 def _remember(memory: dict[str, float], key: str, seconds: float) -> None:

@@ -137,6 +137,7 @@ class Line:
 
     def _tell(self, request: Request, waiting: int, age: float) -> None:
         values: dict[str, Any] = holder_values(request) | {"ticket": self.ticket, "key": request.resource.key}
+        values["lock_mode"] = request.lock_mode
         values |= {"take": 0 if request.mode == WHOLE else request.take, "waiting": waiting, "age": int(age * 1e6)}
         with contextlib.suppress(BackendError), self.server.pool.shared("") as session:
             session.run(calls.WAITING, values)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from django_sqlsem.backends.base import Crowd, Grant, Granted, Queue, Request, Waited
-from django_sqlsem.backends.rows import exclusive, handoff, queue
+from django_sqlsem.backends.base import Crowd, Grant, Granted, Queue, Request, Waited, tell_of_two_kinds
+from django_sqlsem.backends.rows import exclusive, handoff, queue, reading
 from django_sqlsem.backends.rows.beacons import suspects, take_from_suspects
 from django_sqlsem.backends.rows.statements import (
     KEPT,
@@ -23,7 +23,7 @@ from django_sqlsem.backends.rows.statements import (
     request_parameters,
     row_of,
 )
-from django_sqlsem.core.modes import RWLOCK, WRITER
+from django_sqlsem.core.modes import MUTEX, RWLOCK, WRITER, interchangeable
 from django_sqlsem.core.names import MAX_SLOTS
 from django_sqlsem.database.dialects import Dialect, dialect_for
 from django_sqlsem.exceptions import never_met, wrong_kind
@@ -48,9 +48,10 @@ _YIELDS_TO: Final = {
     "ranked": f"w.lock_mode <> 'update' AND w.queued_us < COALESCE({KEPT}, {{now}})",
     "newcomer": "w.lock_mode <> 'update'",
 }
-#: Up to which slot those may want them: to the number that each goes by. Who wants more than that is never served.
+#: Up to which slot those may want them: to the number that each goes by; a mutex wants to be alone. Who wants more than
+#: that is never served.
 _WANTED: Final = {
-    turn: f"(SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN {MAX_SLOTS}"
+    turn: f"(SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN {MAX_SLOTS}"
     " WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots)"
     " THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)"
     " FROM sqlsem_semaphore n JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key"
@@ -62,17 +63,20 @@ _TAKE: Final = f"UPDATE sqlsem_slot SET {granting(NEXT_TOKEN, lasts='%(lease_us)
 #: A semaphore gives; ``m`` is its row.
 _GIVES: Final = "m.kind = %(kind)s AND {m.unpaused}"
 _LIMIT: Final = "COALESCE(m.operator_slots, %(slots)s, m.declared_slots)"
+#: What a mutex takes by one statement, ``{t}`` being the slot's table, and whether there is such a slot: see ``exclusive``.
+_MUTEX: Final = " AND {t}lock_mode = 'mutex'"
+_WAS_MUTEX: Final = "EXISTS (SELECT 1 FROM sqlsem_slot l WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex')"
 
 #: Takes the lowest free slot, and tells which.
 _TAKE_AND_TELL: Final = f"""{_TAKE} WHERE id = (
   SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key
   WHERE s.semaphore_key = %(key)s AND {_GIVES} AND m.shrinking = %(no)s AND s.closed = %(no)s
-  AND s.slot > {{wanted}} AND s.slot <= {_LIMIT} AND {{s.free}}
+  AND s.slot > {{wanted}} AND s.slot <= {_LIMIT} AND {{s.free}}{{mutex}}
   ORDER BY s.slot LIMIT 1 {{pick}}
 ) RETURNING id, slot, token, ({_DECLARED}){{unflushed}}"""
 #: Takes it where another statement has to tell; ``{by_id}`` or ``{lowest}`` says which.
 _TAKE_ONE: Final = (
-    f"{_TAKE} WHERE {{by_id}}semaphore_key = %(key)s AND closed = %(no)s AND {{free}} AND slot > {{wanted}}"
+    f"{_TAKE} WHERE {{by_id}}semaphore_key = %(key)s AND closed = %(no)s AND {{free}}{{mutex}} AND slot > {{wanted}}"
     f" AND slot <= (SELECT {_LIMIT} FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND {_GIVES}"
     " AND m.shrinking = %(no)s){lowest}"
 )
@@ -91,12 +95,14 @@ _GRANTED: Final = (
     " WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s ORDER BY slot"
 )
 #: What a refused claim wants to know, but for who is suspect. Last: whether there is a free slot, and
-#: somebody stands before it (1), or the name is so young that it may have been made since the claim (2).
+#: somebody stands before it (1), or the name is so young that it may have been made since the claim (2), or the name is
+#: a mutex, and its slot was somebody else's (3).
 _LOOK: Final = (
     "SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking,"
     " (SELECT COUNT(*) FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key AND s.slot > 0),"
     f" {{suspects}}, CASE WHEN NOT EXISTS (SELECT 1 FROM sqlsem_slot f WHERE f.semaphore_key = m.name_key"
     " AND f.closed = %(no)s AND f.slot > 0 AND {f.free}) THEN 0"
+    f" WHEN m.kind = 'mutex' AND NOT {_WAS_MUTEX} THEN 3"
     f" WHEN {{now}} - m.declared_us < {_YOUNG_US} THEN 2"
     " WHEN EXISTS (SELECT 1 FROM sqlsem_waiter d WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1"
     " ELSE 0 END{crowd}"
@@ -119,9 +125,10 @@ _SLOTS: Final = "SELECT slot FROM sqlsem_slot WHERE semaphore_key = %(key)s"
 
 
 @functools.cache
-def take_sql(dialect: Dialect, turn: str, *, durable: bool) -> str:
+def take_sql(dialect: Dialect, turn: str, *, durable: bool, mutex: bool = False) -> str:
     """Take one free slot."""
     words = {
+        "{mutex}": _MUTEX.replace("{t}", "s." if dialect.returning else "") if mutex else "",
         "{wanted}": _WANTED[turn],
         "{by_id}": "" if dialect.update_limit else "id = %(id)s AND ",
         "{lowest}": " ORDER BY slot LIMIT 1" if dialect.update_limit else "",
@@ -133,11 +140,12 @@ def take_sql(dialect: Dialect, turn: str, *, durable: bool) -> str:
 
 
 @functools.cache
-def take_or_stand(dialect: Dialect, *, durable: bool) -> str:
+def take_or_stand(dialect: Dialect, *, durable: bool, mutex: bool = False) -> str:
     """Take one slot, or else a place in the queue, in one statement."""
+    kinds = f"m.kind = %(kind)s AND {_WAS_MUTEX}" if mutex else "m.kind = %(kind)s"
     return f"""
-    WITH c AS ({take_sql(dialect, "newcomer", durable=durable)}), i AS (
-      {queue.place_sql(dialect, ranked=False)} AND NOT EXISTS (SELECT 1 FROM c) RETURNING (
+    WITH c AS ({take_sql(dialect, "newcomer", durable=durable, mutex=mutex)}), i AS (
+      {queue.place_sql(dialect, ranked=False, kinds=kinds)} AND NOT EXISTS (SELECT 1 FROM c) RETURNING (
         SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {{w.waits}}) AS ahead)
     SELECT id, slot, token, declared_slots, NULL::bigint, NULL::text FROM c
     UNION ALL SELECT NULL, NULL, NULL, NULL, ahead{{unflushed}} FROM i"""
@@ -190,7 +198,8 @@ class SlotRequest:
 
     def take_or_stand(self) -> Waited | None:
         """Take one slot, or else a place in the queue, in one statement; ``None``: neither was to be had."""
-        text = take_or_stand(self.dialect, durable=self.request.durable)
+        mutex = self.request.resource.kind == MUTEX
+        text = take_or_stand(self.dialect, durable=self.request.durable, mutex=mutex)
         row = row_of(self.session, text, self.parameters, again=False)
         if row is None:
             return None
@@ -215,9 +224,10 @@ class SlotRequest:
             if grant is not None:
                 return grant
         kind, declared_slots, operator_slots, shrinking, rows, suspected, free, *crowd = found
-        name = self.request.resource.name
-        if kind != self.request.resource.kind:
-            raise wrong_kind(name, kind, self.request.resource.kind)
+        name, wanted = self.request.resource.name, self.request.resource.kind
+        if not interchangeable(kind, wanted):
+            known = reading.read_snapshot(self.session, self.request.resource)
+            raise wrong_kind(name, kind, wanted, self.session.connection.alias, known)
         limit = bound(operator_slots, self.request.slots, declared_slots)
         if self.request.take > limit:
             raise never_met(name, limit, self.request.take)
@@ -231,7 +241,12 @@ class SlotRequest:
             more = True  # only the dead stood before it
         if self.request.mode:
             return exclusive.claim(self.session, self.request, self.parameters)
-        if self.request.take > 1 or shrinking:
+        if kind != wanted:
+            grant = self._take_locked()
+            if grant is None:
+                tell_of_two_kinds(self.session.connection.alias, self.request.resource)
+            return grant
+        if self.request.take > 1 or shrinking or free == 3:
             return self._take_locked()
         return self.take_one() if more or unseen else None
 
@@ -256,20 +271,27 @@ class SlotRequest:
         return self.crowd
 
     def _take_locked(self) -> Grant | None:
-        """Take several slots, or one of a semaphore that shrinks, under the lock of the semaphore's row."""
+        """Take what one statement does not: several slots, one of a name that shrinks, or is to be of another kind.
+
+        It is done under the lock of the semaphore's row. A name becomes another kind only if something is granted.
+        """
+        kind = self.request.resource.kind
 
         def work(cursor: AnyCursor) -> Grant | None:
             statements = Statements(cursor, self.parameters)
             found = statements.row(LOCK)
+            adopts = found is not None and found[5] != kind
+            if adopts and interchangeable(found[5], kind) and exclusive.adopt(statements, kind):
+                found = statements.row(LOCK)
             wanted = statements.row(wanted_sql(self._turn)) if found is not None else None
             if wanted is None:
                 return None
-            operator_slots, declared_slots, _paused, shrinking, now = found
-            above, whole = exclusive.settle(statements, operator_slots) if shrinking else (False, False)
+            operator_slots, declared_slots, _paused, shrinking, now, _kind = found
+            above, whole = exclusive.settle(statements, operator_slots, kind) if shrinking else (False, False)
             limit = bound(operator_slots, self.request.slots, declared_slots)
             free = handoff.free_rows(statements, self.request.take, wanted[0], limit, crowded=above)
             if whole or not free:
-                return _NOTHING
+                return None if adopts else _NOTHING
             return handoff.give(statements, free, int(now), self.parameters["lease_us"])
 
         grant = self.session.transaction(work, again=False)
@@ -282,7 +304,8 @@ class SlotRequest:
 
     def _take(self, statements: Statements) -> Any:
         """Take one slot; return the row's id, slot, token and the declared number of slots, or ``None``."""
-        text = take_sql(self.dialect, self._turn, durable=self.request.durable)
+        mutex = self.request.resource.kind == MUTEX
+        text = take_sql(self.dialect, self._turn, durable=self.request.durable, mutex=mutex)
         if self.dialect.returning:
             return statements.row(text)
         if self.dialect.update_limit:
@@ -303,7 +326,8 @@ class SlotRequest:
             there = {row[0] for row in statements.rows(_SLOTS)}
             for slot in range(WRITER if request.resource.kind == RWLOCK else 1, slots + 1):
                 if slot not in there:
-                    statements.insert(NEW_SLOT, slot=slot, closed=bool(found and found[3]) or slot == WRITER)
+                    closed = bool(found and (found[3] or (found[5] == MUTEX and slot > 1))) or slot == WRITER
+                    statements.insert(NEW_SLOT, slot=slot, closed=closed)
             if not new or there or request.mode or request.take > slots:
                 return _NOTHING
             statements.change(_TAKE_NEW)

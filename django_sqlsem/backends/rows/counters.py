@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django_sqlsem.backends.base import COUNTER, LAPSE_US, Grant, Granted, Place, Queue, Waited
-from django_sqlsem.backends.rows import statements
+from django_sqlsem.backends.rows import reading, statements
 from django_sqlsem.backends.rows.beacons import is_dead
 from django_sqlsem.backends.rows.handoff import HERE, LEFT, Served, notify, waiters, woken
 from django_sqlsem.backends.rows.queue import AHEAD, STAYING
@@ -215,7 +215,8 @@ def transact(
                 return None, ()
             session.transaction(create)
     if kind != COUNTER:
-        raise wrong_kind(resource.name, kind, COUNTER)
+        known = reading.read_snapshot(session, resource)
+        raise wrong_kind(resource.name, kind, COUNTER, session.connection.alias, known)
     return result, woken(served)
 
 

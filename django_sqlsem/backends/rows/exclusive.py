@@ -1,8 +1,12 @@
-"""Claims that want everybody else to leave, and the writer's place: writers, upgrades, and semaphores that are drained.
+"""Claims that want everybody else to leave: writers, upgrades, drained semaphores, mutexes; and the writer's place.
 
 Whoever has all slots has their rows: the row locks keep others out, as they do for any claim. So that no slot may be
 claimed that is made meanwhile, the name is then marked like one that shrinks: everybody claims under the lock of the
 semaphore's row, where it is seen, and slots are born closed. Whoever finds there that it is over takes the mark away.
+
+A semaphore that becomes a mutex shrinks to one slot in the same way: the others are closed, and nobody gets the one
+before they are empty. A slot says by its mode that a mutex had it last: that one may be had again by a single
+statement, and loses its mode, under its row's lock, as the name becomes a semaphore again.
 """
 
 from __future__ import annotations
@@ -10,8 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends.base import Grant, Request
-from django_sqlsem.backends.rows.statements import COUNT_LIVE, KEPT, LOCK, Statements, granting
-from django_sqlsem.core.modes import EXCLUSIVE, UPDATE, UPGRADE, WHOLE
+from django_sqlsem.backends.rows.statements import COUNT_LIVE, KEPT, LOCK, OPERATOR, Statements, granting
+from django_sqlsem.core.modes import EXCLUSIVE, MUTEX, UPDATE, UPGRADE, WHOLE
 
 if TYPE_CHECKING:
     from django_sqlsem.database.cursors import AnyCursor
@@ -55,8 +59,28 @@ _LAPSE: Final = (
 #: Slots that were made while somebody had all of them, or an operator wanted more of them.
 _OPEN: Final = (
     "UPDATE sqlsem_slot SET closed = %(no)s WHERE semaphore_key = %(key)s AND closed = %(yes)s AND slot > 0"
-    " AND slot <= COALESCE((SELECT operator_slots FROM sqlsem_semaphore WHERE name_key = %(key)s), slot)"
+    f" AND slot <= COALESCE((SELECT {OPERATOR} FROM sqlsem_semaphore WHERE name_key = %(key)s), slot)"
 )
+# The slots that a mutex has no more, those of them that nobody has, and what may be left of whoever had them.
+_MORE: Final = "SELECT COUNT(*) FROM sqlsem_slot WHERE semaphore_key = %(key)s AND slot > 1"
+_MORE_FREE: Final = (
+    "SELECT s.id FROM sqlsem_slot s{lock_hint} WHERE s.semaphore_key = %(key)s AND s.slot > 1 AND {s.free}"
+)
+_CLEAR: Final = (
+    "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL WHERE semaphore_key = %(key)s AND slot > 1"
+    " AND expires_us IS NOT NULL"
+)
+# As a semaphore becomes a mutex, or a mutex a semaphore.
+_CLOSE: Final = "UPDATE sqlsem_slot SET closed = %(yes)s WHERE semaphore_key = %(key)s AND closed = %(no)s AND slot > 1"
+_AWAITED: Final = (
+    "SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND w.lock_mode = 'mutex' AND {w.waits}"
+)
+_MUTEX_FREE: Final = (
+    "SELECT s.id FROM sqlsem_slot s{lock_hint} WHERE s.semaphore_key = %(key)s AND s.lock_mode = 'mutex' AND {s.free}"
+)
+_NO_MUTEX: Final = "UPDATE sqlsem_slot SET lock_mode = '', expires_us = NULL, permit_id = NULL WHERE id = %(id)s"
+_MUTEX: Final = "SELECT COUNT(*) FROM sqlsem_slot WHERE semaphore_key = %(key)s AND lock_mode = 'mutex'"
+_BECOME: Final = "UPDATE sqlsem_semaphore SET kind = %(becomes)s, shrinking = %(yes)s WHERE name_key = %(key)s"
 
 
 def take(statements: Statements, mode: str, who: dict[str, Any], now: int, lasts_us: int) -> Grant | None:
@@ -96,14 +120,44 @@ def claim(session: Session, request: Request, parameters: dict[str, Any]) -> Gra
     return session.transaction(work, again=False)
 
 
-def settle(statements: Statements, operator_slots: int | None) -> tuple[bool, bool]:
+def adopt(statements: Statements, kind: str) -> bool:
+    """Make a mutex of a semaphore, or the other way round; the row is locked. It is to be settled then.
+
+    Returns ``False`` if it stays a mutex, as somebody holds it or waits for it as such.
+    """
+    if kind == MUTEX:
+        statements.change(_CLOSE, yes=True)
+    else:
+        if statements.row(_AWAITED)[0]:
+            return False
+        for (row_id,) in statements.rows(_MUTEX_FREE + statements.skip_locked):
+            statements.change(_NO_MUTEX, id=row_id)
+        if statements.row(_MUTEX)[0]:
+            return False
+    statements.change(_BECOME, becomes=kind, yes=True)
+    return True
+
+
+def settle(statements: Statements, operator_slots: int | None, kind: str) -> tuple[bool, bool]:
     """Take the mark of a shrinking name away if it is over, and open what was closed for it; the row is locked.
 
-    Returns whether slots above the operator's number are live still, and whether somebody has all slots.
+    Returns whether slots above the operator's number are live still, and whether nothing may be granted: somebody has
+    all slots, or more than the one of a mutex.
     """
     statements.change(_LAPSE)
     _live, above, whole = statements.row(COUNT_LIVE, bound=operator_slots)
+    if kind == MUTEX:
+        above, whole = 0, whole or not _cleared(statements)
     if not above and not whole:
         statements.change(_OPEN, yes=True)
         statements.change(_UNMARK)
     return bool(above), bool(whole)
+
+
+def _cleared(statements: Statements) -> bool:
+    """Whether nobody has any slot but the first, for good: else one that has run out might be proved again."""
+    # As in ``take``: what is fenced or just being changed is not free.
+    if len(statements.rows(_MORE_FREE + statements.skip_locked)) < statements.row(_MORE)[0]:
+        return False
+    statements.change(_CLEAR)
+    return True

@@ -37,7 +37,7 @@ from django_sqlsem.backends.rows.statements import (
     rows_named,
 )
 from django_sqlsem.core.identity import process_id
-from django_sqlsem.core.modes import RWLOCK, UPDATE
+from django_sqlsem.core.modes import MUTEX, RWLOCK, SEMAPHORE, SHARED, UPDATE
 from django_sqlsem.core.names import MAX_SLOTS
 from django_sqlsem.database import bells
 from django_sqlsem.database.dialects import Dialect, dialect_for
@@ -134,6 +134,7 @@ def _parameters(held: Acquired) -> dict[str, Any]:
         "process_id": process_id(),
         "witness": presence.beacon,
         "bells": presence.bells,
+        "held_as": held.request.lock_mode,
         "slot0": grant.slots[0],
         "token0": grant.tokens[0],
     }
@@ -192,24 +193,27 @@ def _was_missed(session: Session, dialect: Dialect, parameters: dict[str, Any]) 
     return dialect.writing_ctes and row_of(session, _SOMEBODY, parameters) is not None
 
 
+#: As what a waiter must wait whom a slot is passed to: as the name's kind, and as it was held.
+_HELD_AS: Final = "CASE kind WHEN 'mutex' THEN 'mutex' ELSE '' END"
 #: One statement, on PostgreSQL: the semaphore (``m``); the oldest waiter (``o``) and the lock of its row (``h``), which
 #: is not waited for at first: a heartbeat has it, or another hand-off, and nobody is served in its place; the slot
 #: (``s``), which goes to that waiter (``w``, ``u``), or is freed if nobody waits (``f``). It tells which bell to ring,
 #: as that is cheaper than NOTIFY, in which commits wait for one another.
 _PASS_IN_ONE: Final = f"""
 WITH m AS (
-  SELECT operator_slots, declared_slots, {{unpaused}} AS unpaused, shrinking FROM sqlsem_semaphore
-  WHERE name_key = %(key)s
+  SELECT operator_slots, declared_slots, {{unpaused}} AS unpaused, shrinking, {_HELD_AS} AS held_as
+  FROM sqlsem_semaphore WHERE name_key = %(key)s
 ), o AS MATERIALIZED (
   SELECT w.id FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {{w.waits}}{{w.alive}}
   ORDER BY w.queued_us, w.id LIMIT 1
 ), h AS MATERIALIZED (
-  SELECT w.id, w.take, w.slots FROM sqlsem_waiter w WHERE w.id = (SELECT id FROM o) FOR UPDATE SKIP LOCKED
+  SELECT w.id, w.take, w.slots, w.lock_mode FROM sqlsem_waiter w WHERE w.id = (SELECT id FROM o) FOR UPDATE SKIP LOCKED
 ), s AS MATERIALIZED (
   SELECT id, slot, closed FROM sqlsem_slot WHERE id = %(row0)s AND permit_id = %(permit_id)s
   AND (EXISTS (SELECT 1 FROM h) OR NOT EXISTS (SELECT 1 FROM o)) FOR UPDATE
 ), w AS (
   DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.id = h.id AND h.take = 1 AND m.unpaused
+  AND h.lock_mode = m.held_as AND h.lock_mode = %(held_as)s
   AND m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, h.slots, m.declared_slots)
   RETURNING w.*, w.ticket AS permit_id, w.process_id = %(process_id)s AS here,
   CASE WHEN w.process_id = %(process_id)s THEN w.lease_us ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us
@@ -251,7 +255,7 @@ def _pass_in_one(session: Session, parameters: dict[str, Any], *, durable: bool,
 #: The semaphore and its oldest waiter.
 _LOOK: Final = (
     "SELECT m.operator_slots, m.declared_slots, CASE WHEN {m.unpaused} THEN 0 ELSE 1 END, m.shrinking, {now},"
-    f" {_OF_HEAD} FROM sqlsem_semaphore m"
+    f" {_HELD_AS}, {_OF_HEAD} FROM sqlsem_semaphore m"
     " LEFT JOIN sqlsem_waiter w ON w.semaphore_key = m.name_key AND {w.waits}{w.alive}"
     " WHERE m.name_key = %(key)s ORDER BY w.queued_us, w.id"
 )
@@ -264,16 +268,17 @@ _PASS: Final = (
 def _pass_by_steps(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> HandOff:
     def look(cursor: AnyCursor) -> tuple[Any, Any]:
         row = Statements(cursor, parameters).row(_LOOK)
-        head = dict(zip(_HEAD, row[5:], strict=True)) if row is not None and row[5] is not None else None
+        head = _head(row[6:]) if row is not None and row[6] is not None else None
         return row, head and head | {"dead": head["beacon"] and is_dead(cursor, head["process_id"])}
 
     row, head = session.run(look)
     if head is None:
         freed = change(session, free_sql(dialect, 1, False), parameters) > 0
         return HandOff(Passing.DONE if freed else Passing.GONE)
-    operator_slots, declared_slots, paused, shrinking, now = row[:5]
+    operator_slots, declared_slots, paused, shrinking, now, held_as = row[:6]
     too_few = parameters["slot0"] > bound(operator_slots, head["slots"], declared_slots)
-    if head["dead"] or paused or shrinking or too_few or head["take"] != 1:
+    unlike = not head["lock_mode"] == (held_as or SHARED) == parameters["held_as"]
+    if head["dead"] or paused or shrinking or too_few or unlike or head["take"] != 1:
         return HandOff(Passing.OPEN)
     slot = (parameters["row0"], parameters["slot0"], parameters["token0"])
     channel, lasts_us = _told(head, parameters["process_id"])
@@ -303,7 +308,8 @@ def _told(head: dict[str, Any], process: str) -> tuple[str, int]:
 
 def _holder(head: dict[str, Any]) -> dict[str, Any]:
     """Return what is written into the rows of what a waiter gets."""
-    return {column: head[column] for column in ("lease_us", *HOLDER_COLUMNS)} | {"permit_id": head["ticket"]}
+    columns = ("lease_us", "lock_mode", *HOLDER_COLUMNS)
+    return {column: head[column] for column in columns} | {"permit_id": head["ticket"]}
 
 
 def _grant(dialect: Dialect, rows: Sequence[tuple[int, ...]], now: int) -> Grant:
@@ -363,24 +369,27 @@ def serve(statements: Statements, free: str = "") -> HandOff:
         return HandOff(Passing.GONE)
     if found is None:
         return HandOff(Passing.DONE)
-    operator_slots, declared_slots, paused, shrinking, now = found
+    operator_slots, declared_slots, paused, shrinking, now, kind = found
+    heads = [] if paused else waiters(statements)
+    if (becomes := _becomes(kind, heads)) != kind and exclusive.adopt(statements, becomes):
+        operator_slots, declared_slots, paused, shrinking, now, kind = statements.row(LOCK)
     if shrinking:
-        shrinking, whole = exclusive.settle(statements, operator_slots)
+        shrinking, whole = exclusive.settle(statements, operator_slots, kind)
         paused = paused or whole
     served: list[Served] = []
     seen: set[int] = set()
     wanted = 0  # up to here slots are wanted by somebody who waits on
-    while not (paused or wanted) and (heads := [each for each in waiters(statements) if each["id"] not in seen]):
+    while heads and not (paused or wanted):
         seen.update(head["id"] for head in heads)
         for head in heads:
-            limit = bound(operator_slots, head["slots"], declared_slots)
-            if head["take"] > limit or (not head["lock_mode"] and limit <= wanted):
+            limit, plain = bound(operator_slots, head["slots"], declared_slots), head["lock_mode"] in (SHARED, MUTEX)
+            if head["take"] > limit or (plain and limit <= wanted):
                 continue  # it wants more than there is since an operator's act, or what others want who came before
             if head["beacon"] and is_dead(statements.cursor, head["process_id"]):
                 statements.change(LEFT, waiter=head["id"])
             elif head["lock_mode"] == UPDATE:  # who waits for the writer's place keeps nobody out
                 served += _give_mode(statements, head, int(now))
-            elif head["lock_mode"]:  # whoever got or wants all slots does
+            elif not plain:  # whoever got or wants all slots does
                 served += [] if wanted else _give_mode(statements, head, int(now))
                 wanted = MAX_SLOTS
                 break
@@ -389,12 +398,25 @@ def serve(statements: Statements, free: str = "") -> HandOff:
                     served.append(_give(statements, head, rows, int(now)))
             else:
                 wanted = limit
+        heads = [] if wanted else [each for each in waiters(statements) if each["id"] not in seen]
     return HandOff(Passing.DONE, served)
+
+
+def _becomes(kind: str, heads: Sequence[dict[str, Any]]) -> str:
+    """Return what kind a name of this kind is to be for those who wait: a mutex, if anybody waits for it as one."""
+    modes = {head["lock_mode"] for head in heads} if kind in (SEMAPHORE, MUTEX) else ()
+    return MUTEX if MUTEX in modes else SEMAPHORE if SHARED in modes else kind
 
 
 def waiters(statements: Statements) -> list[dict[str, Any]]:
     """Return those that may be served, in order, by their columns."""
-    return [dict(zip(_HEAD, row, strict=True)) for row in statements.rows(_HEADS)]
+    return [_head(row) for row in statements.rows(_HEADS)]
+
+
+def _head(row: Sequence[Any]) -> dict[str, Any]:
+    """Return a waiter by its columns."""
+    head = dict(zip(_HEAD, row, strict=True))
+    return head | {"lock_mode": head["lock_mode"] or SHARED}  # Oracle knows no empty text
 
 
 def _give(statements: Statements, head: dict[str, Any], rows: list[tuple[int, ...]], now: int) -> Served:

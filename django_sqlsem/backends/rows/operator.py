@@ -26,7 +26,7 @@ from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.backends.rows import counters, handoff
 from django_sqlsem.backends.rows.fences import unfenced
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
-from django_sqlsem.core.modes import WHOLE, WRITER
+from django_sqlsem.core.modes import MUTEX, WHOLE, WRITER
 from django_sqlsem.core.names import MAX_SLOTS, key_of, resource_for
 from django_sqlsem.database import bells
 from django_sqlsem.database.dialects import dialect_for
@@ -191,6 +191,9 @@ def set_slots(alias: str, name: str, slots: int | None) -> bool:
         if semaphore is None:
             return False
         check_slots(name, semaphore.kind, slots)
+        if semaphore.kind == MUTEX:  # it has one slot in any case
+            SemaphoreRow.objects.using(alias).filter(key=key).update(operator_slots=slots)
+            return True
         rows = SlotRow.objects.using(alias).filter(semaphore=key).exclude(slot=WRITER)
         # While somebody has all slots, or may prove them again, no more of them are opened: that is done after it.
         whole = shrinking = rows.filter(mode=WHOLE, expires_us__isnull=False).exists()

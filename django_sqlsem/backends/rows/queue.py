@@ -17,6 +17,7 @@ from django_sqlsem.backends.rows.statements import (
     row_of,
     standing,
 )
+from django_sqlsem.core.modes import MUTEX
 from django_sqlsem.database.dialects import Dialect, dialect_for
 
 if TYPE_CHECKING:
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 _AWAY: Final = 60.0
 
 _STANDING: Final = standing(semaphore_key="m.name_key", slots="{own}", queued_us="{since}")
-#: Takes a place, if the name is all that the claim takes it for; else inserts nothing.
+#: Takes a place, if the name has as many slots as it should; else inserts nothing.
 _PLACE: Final = (
-    f"{WAITER} SELECT {_STANDING} FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND m.kind = %(kind)s"
+    f"{WAITER} SELECT {_STANDING} FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND {{kinds}}"
     " AND COALESCE(m.operator_slots, {own}, m.declared_slots) >= %(take)s AND EXISTS (SELECT 1 FROM sqlsem_slot s"
     " WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, {own}, m.declared_slots))"
 )
@@ -59,11 +60,13 @@ _SLOTS: Final = (
     "(SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, {own}, m.declared_slots)"
     " AND {s.free} THEN 1 ELSE 0 END) AS free_slots,"
     " MIN(CASE WHEN {s.live} THEN s.expires_us - {now} END) AS expiry_us,"
-    " SUM(CASE WHEN {s.live} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers"
+    " SUM(CASE WHEN {s.live} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers, MIN(m.kind) AS kind"
     " FROM sqlsem_semaphore m JOIN sqlsem_slot s ON s.semaphore_key = m.name_key WHERE m.name_key = %(key)s) v"
 )
-#: What a waiter looks at: see ``Queue``. Only the first in line asks who may be dead.
-_SEEN: Final = f"{AHEAD}, v.free_slots, v.expiry_us, v.strangers, CASE WHEN {AHEAD} = 0 THEN {{suspects}} ELSE 0 END"
+#: What a waiter looks at: see ``Queue``. Only the first in line asks who may be dead. Last: what kind the name is.
+_SEEN: Final = (
+    f"{AHEAD}, v.free_slots, v.expiry_us, v.strangers, CASE WHEN {AHEAD} = 0 THEN {{suspects}} ELSE 0 END, v.kind"
+)
 _LOOK_AROUND: Final = f"SELECT {_SEEN} FROM {_SLOTS}, sqlsem_waiter WHERE sqlsem_waiter.ticket = %(permit_id)s"
 _STAY: Final = f"{STAYING} WHERE ticket = %(permit_id)s"
 _STAY_AND_LOOK: Final = f"{STAYING} FROM {_SLOTS} WHERE ticket = %(permit_id)s RETURNING {_SEEN}{{unflushed}}"
@@ -97,11 +100,15 @@ _ABSENT: Final = {
 _GO_AWAY: Final = f"{WAITER} VALUES ({standing(**_ABSENT)})"
 
 
+#: As what a name is stood in line for: also as a mutex for a semaphore, and the other way round.
+_KINDS: Final = "(m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore', 'mutex')))"
+
+
 @functools.cache
-def place_sql(dialect: Dialect, *, ranked: bool) -> str:
+def place_sql(dialect: Dialect, *, ranked: bool, kinds: str = _KINDS) -> str:
     """Take a place; ``ranked``: the one that was kept for a task while it was away."""
     since = f"COALESCE({KEPT}, {{now}} - %(age_us)s)" if ranked else "{now} - %(age_us)s"
-    return _PLACE.replace("{since}", since).replace("{own}", _own(dialect))
+    return _PLACE.replace("{since}", since).replace("{own}", _own(dialect)).replace("{kinds}", kinds)
 
 
 def _own(dialect: Dialect) -> str:
@@ -184,10 +191,11 @@ def look_around(session: Session, request: Request, parameters: dict[str, Any], 
         strangers=int(strangers),
         suspects=None if dead is None else int(dead),
     )
-    # What a mode waits for is not told by how many slots are free.
-    enough = not request.mode and queue.free >= request.take
+    # How many slots are free does not tell what a mode waits for, nor whether the name is to become another kind.
+    enough = not request.lock_mode and queue.free >= request.take
     taken = not enough and take_from_suspects(session, dialect, request, queue.suspects)
-    if queue.free or taken or request.mode:
+    becomes = row[5] != request.resource.kind and (queue.ahead == 0 or request.resource.kind == MUTEX)
+    if queue.free or taken or request.mode or becomes:
         return Waited(handoff.grant(session, parameters), queue)
     return Waited((), queue)
 

@@ -213,7 +213,9 @@ def slots_in_state(alias: str, state: SurveyState, *, at: RowClock | None = None
 _USUAL: Final = (
     "SELECT (SELECT AVG(held_us) FROM sqlsem_slot WHERE semaphore_key = %(key)s AND held_us > 0),"
     " (SELECT COUNT(*) FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND {live} AND away = %(yes)s),"
-    " (SELECT SUM(take) FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND NOT ({live}) AND away = %(yes)s)"
+    " (SELECT SUM(take) FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND NOT ({live}) AND away = %(yes)s),"
+    " (SELECT MAX(CASE WHEN boot_id = %(boot_id)s THEN acquired_us WHEN acquired_us IS NOT NULL THEN 0 END)"
+    " FROM sqlsem_slot WHERE semaphore_key = %(key)s)"
 )
 _SEMAPHORE: Final = f"{_selected(SemaphoreRow)} WHERE name_key = %(key)s"
 _HOLDERS: Final = f"{_selected(SlotRow)} WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL ORDER BY slot"
@@ -229,13 +231,15 @@ def read_snapshot(session: Session, resource: Resource) -> SemaphoreSnapshot | N
         found = statements.row(_SEMAPHORE)
         if found is None:
             return None
-        usual, away, overdue = statements.row(_USUAL)
+        usual, away, overdue, last_grant_us = statements.row(_USUAL)
         slots = [SlotRow(*row) for row in statements.rows(_HOLDERS)]
         if lit := {row.process_id for row in slots if row.beacon}:
             clock.dead = dead_among(cursor, lit)
         waiters = [WaiterRow(*row) for row in statements.rows(_WAITERS)]
+        semaphore = SemaphoreRow(*found)
+        semaphore.last_grant_us = last_grant_us  # type: ignore[attr-defined]
         return clock.semaphore(
-            SemaphoreRow(*found),
+            semaphore,
             tuple(clock.holder(resource.name, row) for row in slots),
             tuple(clock.waiter(resource.name, row) for row in waiters),
             usual_hold=float(usual) / 1e6 if usual else None,

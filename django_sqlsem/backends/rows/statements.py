@@ -91,7 +91,7 @@ def request_parameters(request: Request, place: Place | None = None) -> dict[str
         "beacon": presence.beacon,
         "witness": presence.beacon,
         "rank": request.rank,
-        "mode": request.mode,
+        "lock_mode": request.lock_mode,
     }
     if place is not None:
         parameters |= {
@@ -108,7 +108,7 @@ def request_parameters(request: Request, place: Place | None = None) -> dict[str
 NEXT_TOKEN: Final = "CASE WHEN token + 1 > {token_now} THEN token + 1 ELSE {token_now} END"  # noqa: S105
 
 
-def granting(token: str, *, lasts: str = "%(lasts_us)s", mode: str = "''", source: str = "%({})s") -> str:
+def granting(token: str, *, lasts: str = "%(lasts_us)s", mode: str = "", source: str = "%({})s") -> str:
     """Return the columns of a slot that is granted. ``source``: where who gets it is read from, by columns."""
     columns = {
         "token": token,
@@ -117,7 +117,7 @@ def granting(token: str, *, lasts: str = "%(lasts_us)s", mode: str = "''", sourc
         "expires_us": f"{{now}} + {lasts}",
         "lease_us": source.format("lease_us"),
         "suspect_us": "NULL",
-        "lock_mode": mode,
+        "lock_mode": mode or source.format("lock_mode"),
     } | {column: source.format(column) for column in HOLDER_COLUMNS}
     return ", ".join(f"{column} = {value}" for column, value in columns.items())
 
@@ -152,7 +152,6 @@ _PLACE: Final = {
     "queued_us": "{now} - %(age_us)s",
     "expires_us": "{now} + %(patience_us)s",
     "away": "%(no)s",
-    "lock_mode": "%(mode)s",
 }
 _WAITER_COLUMNS: Final = tuple(str(each.column) for each in WaiterRow._meta.concrete_fields if not each.primary_key)
 #: Begins the insert of a waiter.
@@ -189,9 +188,11 @@ def bound(operator_slots: int | None, own_slots: int | None, declared_slots: int
     return next(each for each in (operator_slots, own_slots, declared_slots) if each is not None)
 
 
+#: An operator's number. A mutex has one slot, whatever number an operator gave it while it was a semaphore.
+OPERATOR: Final = "CASE WHEN kind = 'mutex' THEN 1 ELSE operator_slots END"
 #: Locks the semaphore's row until the transaction ends.
 LOCK: Final = (
-    "SELECT operator_slots, declared_slots, CASE WHEN {unpaused} THEN 0 ELSE 1 END, shrinking, {now}"
+    f"SELECT {OPERATOR}, declared_slots, CASE WHEN {{unpaused}} THEN 0 ELSE 1 END, shrinking, {{now}}, kind"
     " FROM sqlsem_semaphore{lock_hint}"
     " WHERE name_key = %(key)s{lock}"
 )

@@ -5,10 +5,19 @@
 \set lease_us '(' :lease ' * 1000000)::bigint'
 SELECT left(encode(sha256(convert_to(:'name', 'UTF8')), 'hex'), 32) AS key \gset
 
--- The rows of a name that is new, or has fewer slots than it should. A row stays when its slot is free.
 INSERT INTO sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking)
 VALUES (:'key', :'name', :'kind', :slots, :now, false, false) ON CONFLICT DO NOTHING;
 
+BEGIN;
+-- While this row is locked the name is of this kind: Django's processes make a mutex of a semaphore, and back.
+SELECT kind AS found, kind <> :'kind' AND NOT (kind = 'mutex' AND :'kind' = 'semaphore') AS wrong
+FROM sqlsem_semaphore WHERE name_key = :'key' FOR UPDATE \gset
+\if :wrong
+    \echo wrong kind :found
+    \quit
+\endif
+
+-- The rows of a name that is new, or has fewer slots than it should. A row stays when its slot is free.
 INSERT INTO sqlsem_slot (semaphore_key, slot, closed, beacon, token, lease_us, held_us, host, pid, thread, label,
     user_name, process_id, boot_id, channel, revoked_by)
 SELECT m.name_key, n, false, false, 0, 0, 0, '', 0, '', '', '', '', '', '', ''
@@ -17,13 +26,6 @@ WHERE m.name_key = :'key' AND m.kind = :'kind'
     AND NOT EXISTS (SELECT 1 FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key AND s.slot = n)
 ON CONFLICT DO NOTHING;
 
-SELECT kind <> :'kind' AS wrong, kind AS found FROM sqlsem_semaphore WHERE name_key = :'key' \gset
-\if :wrong
-    \echo wrong kind :found
-    \quit
-\endif
-
-BEGIN;
 -- While this row is locked nobody can hand a slot over to us.
 SELECT count(*) FROM (SELECT 1 FROM sqlsem_waiter WHERE ticket = :'ticket' FOR UPDATE) w \g /dev/null
 
@@ -44,10 +46,11 @@ SELECT count(*) > 0 AS held, COALESCE(min(slot), 0) AS slot, COALESCE(min(token)
         UPDATE sqlsem_slot SET token = GREATEST(token + 1, :now), permit_id = :'ticket', acquired_us = :now,
             expires_us = :now + :lease_us, lease_us = :lease_us, host = left(:'host', 255),
             pid = pg_backend_pid(), thread = '', label = 'psql', user_name = current_user, process_id = '',
-            boot_id = '', channel = '', beacon = false, suspect_us = NULL
+            boot_id = '', channel = '', beacon = false, suspect_us = NULL,
+            lock_mode = CASE :'kind' WHEN 'mutex' THEN 'mutex' ELSE '' END
         WHERE id = (
             SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key
-            WHERE s.semaphore_key = :'key' AND m.kind = :'kind' AND NOT m.paused AND NOT m.shrinking AND NOT s.closed
+            WHERE s.semaphore_key = :'key' AND NOT m.paused AND NOT m.shrinking AND NOT s.closed
                 AND s.slot <= COALESCE(m.operator_slots, :slots)
                 AND (s.expires_us IS NULL OR (s.expires_us <= :now AND s.lease_us <= :now - :since))
                 -- First come, first served: live waiters go first, but for those who came after us, and with the slots
@@ -69,9 +72,10 @@ SELECT count(*) > 0 AS held, COALESCE(min(slot), 0) AS slot, COALESCE(min(token)
 \elif :wait
     -- Our place in line. It counts for 2.1 seconds: call this again every half second.
     INSERT INTO sqlsem_waiter (ticket, semaphore_key, queued_us, expires_us, take, slots, lease_us, away, waiting,
-        host, pid, thread, label, user_name, process_id, boot_id, channel, beacon)
+        host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, lock_mode)
     VALUES (:'ticket', :'key', :now, :now + 2100000, 1, :slots, :lease_us, false, 1,
-        left(:'host', 255), pg_backend_pid(), '', 'psql', current_user, '', '', '', false)
+        left(:'host', 255), pg_backend_pid(), '', 'psql', current_user, '', '', '', false,
+        CASE :'kind' WHEN 'mutex' THEN 'mutex' ELSE '' END)
     ON CONFLICT (ticket) DO UPDATE SET expires_us = excluded.expires_us;
 \endif
 COMMIT;

@@ -15,6 +15,7 @@ from django.core.management import CommandError
 from django_sqlsem import (
     AcquireTimeoutError,
     control,
+    mutex,
     queries,
     semaphore,
 )
@@ -316,13 +317,26 @@ def test_a_session_that_has_it_already(program):
 
 
 def test_locks_of_other_kinds(program):
-    make_semaphore(ALIAS, NAME, slots=1, kind="mutex")
-    assert program.caught("EXEC sqlsem.acquire N'nightly', @slots = 2;") == 59302
-    assert program.acquire(NAME)[:2] == (0, 1)
-    program.give(NAME)
-    SemaphoreRow.objects.using(ALIAS).update(kind="rlock")
+    make_semaphore(ALIAS, NAME, slots=1, kind="rlock")
     assert "another kind, rlock" in message(program.acquire, NAME, 1)
+    assert program.caught("EXEC sqlsem.acquire N'nightly', @slots = 2;") == 59302
     assert program.mode(lock_names(NAME).base) == "NoLock"
+
+
+def test_a_mutex_is_alone_among_programs_too(program, another):
+    lock = mutex(NAME, timeout=0, using=ALIAS)
+    with lock as permit:
+        permit.detach()
+        assert (queries.semaphore(NAME, using=ALIAS).kind, holders()[0].mode) == ("mutex", "mutex")
+        assert program.acquire(NAME, 3, timeout_ms=0)[0] == -1
+        assert program.mode(lock_names(NAME).base) == "NoLock"
+    assert [each.acquire(NAME, 3)[:2] for each in (program, another)] == [(0, 1), (0, 2)]
+    assert queries.semaphore(NAME, using=ALIAS).kind == "semaphore"
+    assert lock.try_acquire() is None
+    program.give(NAME)
+    assert lock.try_acquire() is None
+    another.give(NAME)
+    lock.acquire().release()
 
 
 def test_a_gate_that_a_cancelled_call_has_left_closed(program, another):

@@ -29,9 +29,9 @@ WHERE semaphore_key = %(key)s;
 -- acquire.TAKE_NEW
 UPDATE sqlsem_slot
 SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
+      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
+      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
 
 -- beacons.BURY
@@ -143,6 +143,26 @@ DELETE
 FROM sqlsem_waiter
 WHERE ticket = %(permit_id)s AND away = %(yes)s;
 
+-- exclusive.AWAITED
+SELECT COUNT(*)
+FROM sqlsem_waiter w
+WHERE w.semaphore_key = %(key)s AND w.lock_mode = 'mutex' AND w.expires_us > {now} AND w.away = %(no)s;
+
+-- exclusive.BECOME
+UPDATE sqlsem_semaphore
+SET kind = %(becomes)s, shrinking = %(yes)s
+WHERE name_key = %(key)s;
+
+-- exclusive.CLEAR
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL
+WHERE semaphore_key = %(key)s AND slot > 1 AND expires_us IS NOT NULL;
+
+-- exclusive.CLOSE
+UPDATE sqlsem_slot
+SET closed = %(yes)s
+WHERE semaphore_key = %(key)s AND closed = %(no)s AND slot > 1;
+
 -- exclusive.FREE update
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
@@ -170,10 +190,38 @@ SET expires_us = NULL, permit_id = NULL
 WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL AND (expires_us IS NULL OR
       (expires_us <= {now} AND lease_us <= {now} - %(since)s));
 
+-- exclusive.MORE
+SELECT COUNT(*)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND slot > 1;
+
+-- exclusive.MORE_FREE
+SELECT s.id
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.slot > 1 AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
+      {now} - %(since)s));
+
+-- exclusive.MUTEX
+SELECT COUNT(*)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND lock_mode = 'mutex';
+
+-- exclusive.MUTEX_FREE
+SELECT s.id
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.lock_mode = 'mutex' AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND
+      s.lease_us <= {now} - %(since)s));
+
+-- exclusive.NO_MUTEX
+UPDATE sqlsem_slot
+SET lock_mode = '', expires_us = NULL, permit_id = NULL
+WHERE id = %(id)s;
+
 -- exclusive.OPEN
 UPDATE sqlsem_slot
 SET closed = %(no)s
-WHERE semaphore_key = %(key)s AND closed = %(yes)s AND slot > 0 AND slot <= COALESCE((SELECT operator_slots
+WHERE semaphore_key = %(key)s AND closed = %(yes)s AND slot > 0 AND slot <= COALESCE((SELECT CASE WHEN kind =
+      'mutex' THEN 1 ELSE operator_slots END
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), slot);
 
@@ -299,8 +347,9 @@ WHERE id = %(waiter)s;
 
 -- handoff.LOOK
 SELECT m.operator_slots, m.declared_slots, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) THEN 0 ELSE 1
-      END, m.shrinking, {now}, w.id, w.ticket, w.take, w.slots, w.lease_us, w.lock_mode, w.host, w.pid, w.thread,
-      w.label, w.user_name, w.process_id, w.boot_id, w.channel, w.beacon
+      END, m.shrinking, {now}, CASE kind WHEN 'mutex' THEN 'mutex' ELSE '' END, w.id, w.ticket, w.take, w.slots,
+      w.lease_us, w.lock_mode, w.host, w.pid, w.thread, w.label, w.user_name, w.process_id, w.boot_id, w.channel,
+      w.beacon
 FROM sqlsem_semaphore m
 LEFT JOIN sqlsem_waiter w ON w.semaphore_key = m.name_key AND w.expires_us > {now} AND w.away = %(no)s
 WHERE m.name_key = %(key)s
@@ -310,8 +359,8 @@ ORDER BY w.queued_us, w.id;
 UPDATE sqlsem_slot
 SET held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us +
       ({now} - acquired_us - held_us) / 8 END, token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now},
-      expires_us = {now} + %(lasts_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
+      expires_us = {now} + %(lasts_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = %(lock_mode)s, host
+      = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(row0)s AND permit_id = %(released)s AND closed = %(no)s;
 
@@ -321,8 +370,10 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN NOT EXISTS (SELECT 1
   FROM sqlsem_slot f
   WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
-      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 0 WHEN {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS
-      (SELECT 1
+      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 0 WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
+  FROM sqlsem_slot l
+  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN {now} - m.declared_us < 2000000 THEN 2
+      WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
   WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END
 FROM sqlsem_semaphore m
@@ -337,11 +388,11 @@ SELECT (SELECT COUNT(*)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
       'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us = sqlsem_waiter.queued_us AND w.id <
-      sqlsem_waiter.id))) = 0 THEN NULL ELSE 0 END
+      sqlsem_waiter.id))) = 0 THEN NULL ELSE 0 END, v.kind
 FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
       AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END)
       AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN
-      s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers
+      s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers, MIN(m.kind) AS kind
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v, sqlsem_waiter
@@ -353,8 +404,10 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN NOT EXISTS (SELECT 1
   FROM sqlsem_slot f
   WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
-      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 0 WHEN {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS
-      (SELECT 1
+      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 0 WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
+  FROM sqlsem_slot l
+  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN {now} - m.declared_us < 2000000 THEN 2
+      WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
   WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END, CASE WHEN (m.paused = %(no)s OR
       m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
@@ -380,10 +433,10 @@ INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot
       semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
 SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s,
       %(beacon)s, %(permit_id)s, m.name_key, {now} - %(age_us)s, {now} + %(patience_us)s, %(take)s, %(slots)s,
-      %(lease_us)s, %(no)s, %(mode)s, %(waiting)s
+      %(lease_us)s, %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
-WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND COALESCE(m.operator_slots, %(slots)s, m.declared_slots) >=
-      %(take)s AND EXISTS (SELECT 1
+WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
+      'mutex'))) AND COALESCE(m.operator_slots, %(slots)s, m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
   WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, %(slots)s, m.declared_slots));
 
@@ -394,10 +447,10 @@ SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, 
       %(beacon)s, %(permit_id)s, m.name_key, COALESCE((SELECT a.queued_us
   FROM sqlsem_waiter a
   WHERE a.ticket = %(rank)s), {now} - %(age_us)s), {now} + %(patience_us)s, %(take)s, %(slots)s, %(lease_us)s,
-      %(no)s, %(mode)s, %(waiting)s
+      %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
-WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND COALESCE(m.operator_slots, %(slots)s, m.declared_slots) >=
-      %(take)s AND EXISTS (SELECT 1
+WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
+      'mutex'))) AND COALESCE(m.operator_slots, %(slots)s, m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
   WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, %(slots)s, m.declared_slots));
 
@@ -406,16 +459,16 @@ INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot
       semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
 SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s,
       %(beacon)s, %(permit_id)s, m.name_key, {now} - %(age_us)s, {now} + %(patience_us)s, %(take)s, %(slots)s,
-      %(lease_us)s, %(no)s, %(mode)s, %(waiting)s
+      %(lease_us)s, %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
-WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND COALESCE(m.operator_slots, %(slots)s, m.declared_slots) >=
-      %(take)s AND EXISTS (SELECT 1
+WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
+      'mutex'))) AND COALESCE(m.operator_slots, %(slots)s, m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
   WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)) AND NOT
       (m.paused = %(no)s AND m.shrinking = %(no)s AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0
-      THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
+      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
       COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
     FROM sqlsem_semaphore n
     JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
@@ -445,7 +498,7 @@ WHERE ticket = %(rank)s;
 INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
       semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
 VALUES (%(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, '', %(no)s, %(rank)s,
-      %(key)s, {now}, {now} + %(away_us)s, %(take)s, %(slots)s, %(lease_us)s, %(yes)s, %(mode)s, 1);
+      %(key)s, {now}, {now} + %(away_us)s, %(take)s, %(slots)s, %(lease_us)s, %(yes)s, %(lock_mode)s, 1);
 
 -- queue.HAND_ON
 UPDATE sqlsem_waiter
@@ -499,7 +552,10 @@ SELECT (SELECT AVG(held_us)
   FROM sqlsem_waiter
   WHERE semaphore_key = %(key)s AND expires_us > {now} AND away = %(yes)s), (SELECT SUM(take)
   FROM sqlsem_waiter
-  WHERE semaphore_key = %(key)s AND NOT (expires_us > {now}) AND away = %(yes)s);
+  WHERE semaphore_key = %(key)s AND NOT (expires_us > {now}) AND away = %(yes)s), (SELECT MAX(CASE WHEN boot_id =
+      %(boot_id)s THEN acquired_us WHEN acquired_us IS NOT NULL THEN 0 END)
+  FROM sqlsem_slot
+  WHERE semaphore_key = %(key)s);
 
 -- reading.WAITERS
 SELECT host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, id, ticket, semaphore_key,
@@ -543,8 +599,8 @@ SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN 
 WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s;
 
 -- statements.LOCK
-SELECT operator_slots, declared_slots, CASE WHEN (paused = %(no)s OR paused_until_us <= {now}) THEN 0 ELSE 1 END,
-      shrinking, {now}
+SELECT CASE WHEN kind = 'mutex' THEN 1 ELSE operator_slots END, declared_slots, CASE WHEN (paused = %(no)s OR
+      paused_until_us <= {now}) THEN 0 ELSE 1 END, shrinking, {now}, kind
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s
 FOR UPDATE;
@@ -563,11 +619,11 @@ SELECT (SELECT COUNT(*)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
       'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us = sqlsem_waiter.queued_us AND w.id <
-      sqlsem_waiter.id))) = 0 THEN NULL ELSE 0 END
+      sqlsem_waiter.id))) = 0 THEN NULL ELSE 0 END, v.kind
 FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
       AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END)
       AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN
-      s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers
+      s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers, MIN(m.kind) AS kind
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v, sqlsem_waiter
@@ -581,13 +637,13 @@ WHERE semaphore_key = %(key)s AND away = %(no)s AND (expires_us > {now} + %(pati
 -- take barge
 UPDATE sqlsem_slot
 SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
+      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
+      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
-      AND lease_us <= {now} - %(since)s)) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN
-      w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+      AND lease_us <= {now} - %(since)s)) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
+      'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0) AND slot <= (SELECT
@@ -599,13 +655,31 @@ WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_u
 -- take newcomer
 UPDATE sqlsem_slot
 SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
+      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
+      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
-      AND lease_us <= {now} - %(since)s)) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN
-      w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+      AND lease_us <= {now} - %(since)s)) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
+      'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND slot <=
+      (SELECT COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
+  FROM sqlsem_semaphore m
+  WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      m.shrinking = %(no)s);
+
+-- take newcomer mutex
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
+      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
+      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
+      AND lease_us <= {now} - %(since)s)) AND lock_mode = 'mutex' AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take =
+      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots)
+      THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND slot <=
@@ -617,13 +691,13 @@ WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_u
 -- take ranked
 UPDATE sqlsem_slot
 SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
+      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
+      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
-      AND lease_us <= {now} - %(since)s)) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN
-      w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+      AND lease_us <= {now} - %(since)s)) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
+      'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
@@ -637,9 +711,9 @@ WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_u
 -- take two
 UPDATE sqlsem_slot
 SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
-      %(lease_us)s, suspect_us = NULL, lock_mode = '', host = %(host)s, pid = %(pid)s, thread = %(thread)s, label =
-      %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
-      %(channel)s, beacon = %(beacon)s
+      %(lease_us)s, suspect_us = NULL, lock_mode = %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread =
+      %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s,
+      channel = %(channel)s, beacon = %(beacon)s
 WHERE id IN (%(row0)s, %(row1)s) AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now} - %(since)s));
 
 -- taken
@@ -650,8 +724,9 @@ FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expi
   WHERE s.expires_us IS NOT NULL) d;
 
 -- wanted before barge
-SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0)
@@ -659,8 +734,9 @@ FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});
 
 -- wanted before newcomer
-SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update')
@@ -668,8 +744,9 @@ FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});
 
 -- wanted before ranked
-SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND

@@ -22,9 +22,9 @@ WHERE semaphore_key = %(key)s;
 -- acquire.TAKE_NEW
 UPDATE sqlsem_slot
 SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
+      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
+      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
 
 -- beacons.BURY
@@ -122,6 +122,26 @@ DELETE
 FROM sqlsem_waiter
 WHERE ticket = %(permit_id)s AND away = %(yes)s;
 
+-- exclusive.AWAITED
+SELECT COUNT(*)
+FROM sqlsem_waiter w
+WHERE w.semaphore_key = %(key)s AND w.lock_mode = 'mutex' AND w.expires_us > {now} AND w.away = %(no)s;
+
+-- exclusive.BECOME
+UPDATE sqlsem_semaphore
+SET kind = %(becomes)s, shrinking = %(yes)s
+WHERE name_key = %(key)s;
+
+-- exclusive.CLEAR
+UPDATE sqlsem_slot
+SET expires_us = NULL, permit_id = NULL
+WHERE semaphore_key = %(key)s AND slot > 1 AND expires_us IS NOT NULL;
+
+-- exclusive.CLOSE
+UPDATE sqlsem_slot
+SET closed = %(yes)s
+WHERE semaphore_key = %(key)s AND closed = %(no)s AND slot > 1;
+
 -- exclusive.FREE update
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
@@ -149,10 +169,38 @@ SET expires_us = NULL, permit_id = NULL
 WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL AND (expires_us IS NULL OR
       (expires_us <= {now} AND lease_us <= {now} - %(since)s));
 
+-- exclusive.MORE
+SELECT COUNT(*)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND slot > 1;
+
+-- exclusive.MORE_FREE
+SELECT s.id
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.slot > 1 AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
+      {now} - %(since)s));
+
+-- exclusive.MUTEX
+SELECT COUNT(*)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND lock_mode = 'mutex';
+
+-- exclusive.MUTEX_FREE
+SELECT s.id
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.lock_mode = 'mutex' AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND
+      s.lease_us <= {now} - %(since)s));
+
+-- exclusive.NO_MUTEX
+UPDATE sqlsem_slot
+SET lock_mode = '', expires_us = NULL, permit_id = NULL
+WHERE id = %(id)s;
+
 -- exclusive.OPEN
 UPDATE sqlsem_slot
 SET closed = %(no)s
-WHERE semaphore_key = %(key)s AND closed = %(yes)s AND slot > 0 AND slot <= COALESCE((SELECT operator_slots
+WHERE semaphore_key = %(key)s AND closed = %(yes)s AND slot > 0 AND slot <= COALESCE((SELECT CASE WHEN kind =
+      'mutex' THEN 1 ELSE operator_slots END
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), slot);
 
@@ -295,30 +343,31 @@ SELECT pg_notify(%(channel)s, %(note)s);
 
 -- handoff.PASS_IN_ONE
 WITH m AS ( SELECT operator_slots, declared_slots, (paused = %(no)s OR paused_until_us <= {now}) AS unpaused,
-      shrinking FROM sqlsem_semaphore WHERE name_key = %(key)s ), o AS MATERIALIZED ( SELECT w.id FROM sqlsem_waiter
-      w WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND (%(witness)s = %(no)s OR
-      NOT (w.beacon AND (CASE WHEN length(w.process_id) <> 32 OR translate(w.process_id, '0123456789abcdef', '') <>
-      '' THEN FALSE WHEN w.process_id = current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN
-      pg_try_advisory_lock_shared(1936813171, ('x' || substr(w.process_id, 1, 8))::bit(32)::int) THEN
-      pg_advisory_unlock_shared(1936813171, ('x' || substr(w.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)))
-      ORDER BY w.queued_us, w.id LIMIT 1 ), h AS MATERIALIZED ( SELECT w.id, w.take, w.slots FROM sqlsem_waiter w
-      WHERE w.id = (SELECT id
+      shrinking, CASE kind WHEN 'mutex' THEN 'mutex' ELSE '' END AS held_as FROM sqlsem_semaphore WHERE name_key =
+      %(key)s ), o AS MATERIALIZED ( SELECT w.id FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND
+      w.expires_us > {now} AND w.away = %(no)s AND (%(witness)s = %(no)s OR NOT (w.beacon AND (CASE WHEN
+      length(w.process_id) <> 32 OR translate(w.process_id, '0123456789abcdef', '') <> '' THEN FALSE WHEN
+      w.process_id = current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN pg_try_advisory_lock_shared(1936813171,
+      ('x' || substr(w.process_id, 1, 8))::bit(32)::int) THEN pg_advisory_unlock_shared(1936813171, ('x' ||
+      substr(w.process_id, 1, 8))::bit(32)::int) ELSE FALSE END))) ORDER BY w.queued_us, w.id LIMIT 1 ), h AS
+      MATERIALIZED ( SELECT w.id, w.take, w.slots, w.lock_mode FROM sqlsem_waiter w WHERE w.id = (SELECT id
   FROM o) FOR UPDATE SKIP LOCKED ), s AS MATERIALIZED ( SELECT id, slot, closed FROM sqlsem_slot WHERE id = %(row0)s
       AND permit_id = %(permit_id)s AND (EXISTS (SELECT 1
   FROM h) OR NOT EXISTS (SELECT 1
   FROM o)) FOR UPDATE ), w AS ( DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.id = h.id AND h.take = 1 AND
-      m.unpaused AND m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, h.slots,
-      m.declared_slots) RETURNING w.*, w.ticket AS permit_id, w.process_id = %(process_id)s AS here, CASE WHEN
-      w.process_id = %(process_id)s THEN w.lease_us ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us ), u AS (
-      UPDATE sqlsem_slot p SET held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} -
-      acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END, token = CASE WHEN token + 1 > {now} THEN
-      token + 1 ELSE {now} END, permit_id = w.permit_id, acquired_us = {now}, expires_us = {now} + w.lasts_us,
-      lease_us = w.lease_us, suspect_us = NULL, lock_mode = '', host = w.host, pid = w.pid, thread = w.thread, label
-      = w.label, user_name = w.user_name, process_id = w.process_id, boot_id = w.boot_id, channel = w.channel,
-      beacon = w.beacon FROM s, w WHERE p.id = s.id RETURNING p.id, p.slot, p.token, w.ticket, w.channel, w.here,
-      w.lasts_us ), f AS ( UPDATE sqlsem_slot p SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us
-      = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now}
-      - acquired_us - held_us) / 8 END FROM s WHERE p.id = s.id AND NOT EXISTS (SELECT 1
+      m.unpaused AND h.lock_mode = m.held_as AND h.lock_mode = %(held_as)s AND m.shrinking = %(no)s AND s.closed =
+      %(no)s AND s.slot <= COALESCE(m.operator_slots, h.slots, m.declared_slots) RETURNING w.*, w.ticket AS
+      permit_id, w.process_id = %(process_id)s AS here, CASE WHEN w.process_id = %(process_id)s THEN w.lease_us ELSE
+      LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us ), u AS ( UPDATE sqlsem_slot p SET held_us = CASE WHEN {now}
+      <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us -
+      held_us) / 8 END, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = w.permit_id,
+      acquired_us = {now}, expires_us = {now} + w.lasts_us, lease_us = w.lease_us, suspect_us = NULL, lock_mode =
+      w.lock_mode, host = w.host, pid = w.pid, thread = w.thread, label = w.label, user_name = w.user_name,
+      process_id = w.process_id, boot_id = w.boot_id, channel = w.channel, beacon = w.beacon FROM s, w WHERE p.id =
+      s.id RETURNING p.id, p.slot, p.token, w.ticket, w.channel, w.here, w.lasts_us ), f AS ( UPDATE sqlsem_slot p
+      SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN
+      held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END FROM
+      s WHERE p.id = s.id AND NOT EXISTS (SELECT 1
   FROM o) RETURNING p.id )
 SELECT CASE WHEN u.id IS NOT NULL OR f.id IS NOT NULL THEN 'done' WHEN o.id IS NOT NULL AND h.id IS NULL THEN
       'raced' WHEN s.id IS NULL THEN 'gone' ELSE 'open' END, u.ticket, u.id, u.slot, u.token, u.lasts_us, u.here,
@@ -369,8 +418,10 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
       CASE WHEN NOT EXISTS (SELECT 1
   FROM sqlsem_slot f
   WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
-      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 0 WHEN {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS
-      (SELECT 1
+      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 0 WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
+  FROM sqlsem_slot l
+  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN {now} - m.declared_us < 2000000 THEN 2
+      WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
   WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END
 FROM sqlsem_semaphore m
@@ -393,11 +444,12 @@ SELECT (SELECT COUNT(*)
       THEN FALSE WHEN d.process_id = current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN
       pg_try_advisory_lock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) THEN
       pg_advisory_unlock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)) ELSE
-      0 END
+      0 END, v.kind
 FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
       m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
       THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS
-      expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers
+      expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers,
+      MIN(m.kind) AS kind
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v, sqlsem_waiter
@@ -417,8 +469,10 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
       CASE WHEN NOT EXISTS (SELECT 1
   FROM sqlsem_slot f
   WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
-      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 0 WHEN {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS
-      (SELECT 1
+      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 0 WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
+  FROM sqlsem_slot l
+  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN {now} - m.declared_us < 2000000 THEN 2
+      WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
   WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END, CASE WHEN (m.paused = %(no)s OR
       m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
@@ -459,10 +513,11 @@ INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot
       semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
 SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s,
       %(beacon)s, %(permit_id)s, m.name_key, {now} - %(age_us)s, {now} + %(patience_us)s, %(take)s, CAST(%(slots)s
-      AS integer), %(lease_us)s, %(no)s, %(mode)s, %(waiting)s
+      AS integer), %(lease_us)s, %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
-WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
-      m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
+WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
+      'mutex'))) AND COALESCE(m.operator_slots, CAST(%(slots)s AS integer), m.declared_slots) >= %(take)s AND EXISTS
+      (SELECT 1
   FROM sqlsem_slot s
   WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
       m.declared_slots));
@@ -474,10 +529,11 @@ SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, 
       %(beacon)s, %(permit_id)s, m.name_key, COALESCE((SELECT a.queued_us
   FROM sqlsem_waiter a
   WHERE a.ticket = %(rank)s), {now} - %(age_us)s), {now} + %(patience_us)s, %(take)s, CAST(%(slots)s AS integer),
-      %(lease_us)s, %(no)s, %(mode)s, %(waiting)s
+      %(lease_us)s, %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
-WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
-      m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
+WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
+      'mutex'))) AND COALESCE(m.operator_slots, CAST(%(slots)s AS integer), m.declared_slots) >= %(take)s AND EXISTS
+      (SELECT 1
   FROM sqlsem_slot s
   WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
       m.declared_slots));
@@ -504,7 +560,7 @@ WHERE ticket = %(rank)s;
 INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
       semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
 VALUES (%(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, '', %(no)s, %(rank)s,
-      %(key)s, {now}, {now} + %(away_us)s, %(take)s, %(slots)s, %(lease_us)s, %(yes)s, %(mode)s, 1);
+      %(key)s, {now}, {now} + %(away_us)s, %(take)s, %(slots)s, %(lease_us)s, %(yes)s, %(lock_mode)s, 1);
 
 -- queue.HAND_ON
 UPDATE sqlsem_waiter
@@ -553,7 +609,10 @@ SELECT (SELECT AVG(held_us)
   FROM sqlsem_waiter
   WHERE semaphore_key = %(key)s AND expires_us > {now} AND away = %(yes)s), (SELECT SUM(take)
   FROM sqlsem_waiter
-  WHERE semaphore_key = %(key)s AND NOT (expires_us > {now}) AND away = %(yes)s);
+  WHERE semaphore_key = %(key)s AND NOT (expires_us > {now}) AND away = %(yes)s), (SELECT MAX(CASE WHEN boot_id =
+      %(boot_id)s THEN acquired_us WHEN acquired_us IS NOT NULL THEN 0 END)
+  FROM sqlsem_slot
+  WHERE semaphore_key = %(key)s);
 
 -- reading.WAITERS
 SELECT host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, id, ticket, semaphore_key,
@@ -588,8 +647,8 @@ SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN 
 WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s;
 
 -- statements.LOCK
-SELECT operator_slots, declared_slots, CASE WHEN (paused = %(no)s OR paused_until_us <= {now}) THEN 0 ELSE 1 END,
-      shrinking, {now}
+SELECT CASE WHEN kind = 'mutex' THEN 1 ELSE operator_slots END, declared_slots, CASE WHEN (paused = %(no)s OR
+      paused_until_us <= {now}) THEN 0 ELSE 1 END, shrinking, {now}, kind
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s
 FOR UPDATE;
@@ -600,7 +659,8 @@ SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(cha
 FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
       m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
       THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS
-      expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers
+      expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers,
+      MIN(m.kind) AS kind
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v
@@ -621,7 +681,7 @@ RETURNING (SELECT COUNT(*)
       THEN FALSE WHEN d.process_id = current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN
       pg_try_advisory_lock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) THEN
       pg_advisory_unlock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)) ELSE
-      0 END, set_config('synchronous_commit', 'off', true);
+      0 END, v.kind, set_config('synchronous_commit', 'off', true);
 
 -- sweep dead
 DELETE
@@ -635,14 +695,14 @@ WHERE semaphore_key = %(key)s AND away = %(no)s AND (expires_us > {now} + %(pati
 -- take barge
 UPDATE sqlsem_slot
 SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
+      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
+      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000
-      WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
+      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0) AND s.slot <=
@@ -655,14 +715,14 @@ RETURNING id, slot, token, (SELECT declared_slots
 -- take newcomer
 UPDATE sqlsem_slot
 SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
+      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
+      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000
-      WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
+      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND s.slot <=
@@ -672,17 +732,38 @@ RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
 
+-- take newcomer mutex
+UPDATE sqlsem_slot
+SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
+      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
+      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
+      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+  FROM sqlsem_semaphore n
+  JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+  WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND s.slot <=
+      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
+      AND s.lease_us <= {now} - %(since)s)) AND s.lock_mode = 'mutex' ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP
+      LOCKED )
+RETURNING id, slot, token, (SELECT declared_slots
+  FROM sqlsem_semaphore
+  WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
+
 -- take or stand
 WITH c AS (UPDATE sqlsem_slot
   SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
+      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
+      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
   WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000
-      WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
+      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
     FROM sqlsem_semaphore n
     JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
     WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND s.slot
@@ -694,9 +775,49 @@ WITH c AS (UPDATE sqlsem_slot
       (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket, semaphore_key, queued_us,
       expires_us, take, slots, lease_us, away, lock_mode, waiting) SELECT %(host)s, %(pid)s, %(thread)s, %(label)s,
       %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s, %(beacon)s, %(permit_id)s, m.name_key, {now} -
-      %(age_us)s, {now} + %(patience_us)s, %(take)s, CAST(%(slots)s AS integer), %(lease_us)s, %(no)s, %(mode)s,
-      %(waiting)s FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND
+      %(age_us)s, {now} + %(patience_us)s, %(take)s, CAST(%(slots)s AS integer), %(lease_us)s, %(no)s,
+      %(lock_mode)s, %(waiting)s FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND
       COALESCE(m.operator_slots, CAST(%(slots)s AS integer), m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
+  FROM sqlsem_slot s
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
+      m.declared_slots)) AND NOT EXISTS (SELECT 1
+  FROM c) RETURNING ( SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND w.expires_us > {now}
+      AND w.away = %(no)s) AS ahead)
+SELECT id, slot, token, declared_slots, NULL::bigint, NULL::text
+FROM c
+UNION ALL
+SELECT NULL, NULL, NULL, NULL, ahead, set_config('synchronous_commit', 'off', true)
+FROM i;
+
+-- take or stand mutex
+WITH c AS (UPDATE sqlsem_slot
+  SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
+      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
+      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+  WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
+      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
+      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+    FROM sqlsem_semaphore n
+    JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
+    WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND s.slot
+      <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
+      AND s.lease_us <= {now} - %(since)s)) AND s.lock_mode = 'mutex' ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP
+      LOCKED )
+  RETURNING id, slot, token, (SELECT declared_slots
+    FROM sqlsem_semaphore
+    WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true)), i AS ( INSERT INTO sqlsem_waiter
+      (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket, semaphore_key, queued_us,
+      expires_us, take, slots, lease_us, away, lock_mode, waiting) SELECT %(host)s, %(pid)s, %(thread)s, %(label)s,
+      %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s, %(beacon)s, %(permit_id)s, m.name_key, {now} -
+      %(age_us)s, {now} + %(patience_us)s, %(take)s, CAST(%(slots)s AS integer), %(lease_us)s, %(no)s,
+      %(lock_mode)s, %(waiting)s FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND EXISTS
+      (SELECT 1
+  FROM sqlsem_slot l
+  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') AND COALESCE(m.operator_slots, CAST(%(slots)s AS
+      integer), m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
   WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
       m.declared_slots)) AND NOT EXISTS (SELECT 1
@@ -711,14 +832,14 @@ FROM i;
 -- take ranked
 UPDATE sqlsem_slot
 SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = '', host =
-      %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
+      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
+      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000
-      WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
+      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
@@ -734,9 +855,9 @@ RETURNING id, slot, token, (SELECT declared_slots
 -- take two
 UPDATE sqlsem_slot
 SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
-      %(lease_us)s, suspect_us = NULL, lock_mode = '', host = %(host)s, pid = %(pid)s, thread = %(thread)s, label =
-      %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
-      %(channel)s, beacon = %(beacon)s
+      %(lease_us)s, suspect_us = NULL, lock_mode = %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread =
+      %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s,
+      channel = %(channel)s, beacon = %(beacon)s
 WHERE id IN (%(row0)s, %(row1)s) AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now} - %(since)s));
 
 -- taken
@@ -751,8 +872,9 @@ FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expi
   WHERE s.expires_us IS NOT NULL) d;
 
 -- wanted before barge
-SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0)
@@ -760,8 +882,9 @@ FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});
 
 -- wanted before newcomer
-SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update')
@@ -769,8 +892,9 @@ FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});
 
 -- wanted before ranked
-SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
+      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
+      n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND

@@ -54,14 +54,12 @@ BEGIN TRY
             @declared = @declared OUTPUT, @waited_ms = @waited_ms OUTPUT, @error = @error OUTPUT, @why = @why OUTPUT;
         IF @result = -10
             EXEC sqlsem.internal_declare_1 @key, @name, @kind, @bound;
-        ELSE IF @result = -11 AND @why = N'mutex' AND @kind <> @why AND @slots IN (0, 1)
-            SELECT @kind = N'mutex', @result = -10;      -- a semaphore of one slot
         SET @tries = @tries + 1;
     END;
     IF @result = -11
     BEGIN
-        SET @why = CONCAT(N'The name belongs to a lock of another kind, ', @why, N': it is no semaphore of ',
-            CASE WHEN @slots > 0 THEN @slots ELSE 1 END, N' slots.');
+        SET @why = CONCAT(N'The name belongs to a lock of another kind, ', @why, N'. Once nobody uses it,',
+            N' "manage.py locks purge --idle" frees the name.');
         THROW 59302, @why, 1;
     END;
     IF @result = -12

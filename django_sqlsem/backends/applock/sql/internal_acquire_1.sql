@@ -47,7 +47,7 @@ DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)), @own nvarcha
     -- An hour ago: for so long it counts what programs have said.
     @lately bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME()) - 3600000000,
     @fence nvarchar(60) = CONCAT(N'sqlsem:f:', LEFT(@key, 20)), @resource nvarchar(255) = N'',
-    @mode varchar(32) = CASE WHEN @lock_mode = N'whole' OR @kind = N'rlock' THEN 'Exclusive'
+    @mode varchar(32) = CASE WHEN @lock_mode = N'whole' OR @kind IN (N'rlock', N'mutex') THEN 'Exclusive'
         WHEN @lock_mode = N'update' THEN 'Update' WHEN @kind = N'rwlock' THEN 'Shared' ELSE 'IntentExclusive' END,
     -- The very slot that is taken; NULL: any.
     @place int = CASE WHEN @lock_mode = N'' THEN NULL WHEN @kind = N'rwlock' THEN 0 ELSE 1 END,
@@ -93,12 +93,16 @@ BEGIN TRY
                 @largest = CASE WHEN other_slots > declared_slots AND other_us > @lately THEN other_slots
                     ELSE declared_slots END
             FROM dbo.sqlsem_semaphore WITH (FORCESEEK) WHERE name_key = @key OPTION (KEEPFIXED PLAN);
+            -- A mutex has one slot, whatever number an operator gave it while it was a semaphore.
+            IF @kind = N'mutex' SET @operator = NULL;
             IF @operator IS NOT NULL OR @mode <> 'IntentExclusive' SELECT @fewest = 0, @largest = 0;
             SELECT @bound = COALESCE(@operator, CASE WHEN @slots > 0 THEN @slots ELSE COALESCE(@declared, 1) END),
                 @looked = @ms;
             SET @result = CASE
                 WHEN @seen IS NULL OR @top IS NULL THEN CASE WHEN @write = 1 THEN -10 END
-                WHEN @seen <> @kind THEN -11
+                -- The modes of the name keep a mutex alone, and let a semaphore's holders in beside one another.
+                WHEN @seen <> @kind AND NOT (@seen IN (N'semaphore', N'mutex') AND @kind IN (N'semaphore', N'mutex'))
+                    THEN -11
                 WHEN @take > @bound AND (@operator IS NULL
                     OR @take > CASE WHEN @slots > 0 THEN @slots ELSE @declared END) THEN -12
                 WHEN @top < @bound AND @write = 1 THEN -10
@@ -342,9 +346,13 @@ BEGIN TRY
         WHERE semaphore_key = @key AND slot BETWEEN @least AND @greatest
             AND CHARINDEX(CONCAT(N',', slot, N','), @taken) > 0 OPTION (KEEPFIXED PLAN);
         SET @token = CASE WHEN @token >= @now THEN @token + 1 ELSE @now END;
+        IF @seen <> @kind                    -- nobody who is in uses it as the other, and people are told of this one
+            UPDATE m SET kind = @kind FROM dbo.sqlsem_semaphore AS m WITH (ROWLOCK, FORCESEEK)
+            WHERE name_key = @key OPTION (KEEPFIXED PLAN);
         UPDATE s SET token = @token, permit_id = @permit, acquired_us = @now, expires_us = @now + 60000000,
-            lease_us = 60000000, suspect_us = NULL, lock_mode = @lock_mode, host = @host, pid = @pid, thread = @thread,
-            label = @label, user_name = @user, process_id = @process, session_id = @@SPID, session_us = @session_us
+            lease_us = 60000000, suspect_us = NULL, host = @host, pid = @pid, thread = @thread, label = @label,
+            lock_mode = CASE WHEN @lock_mode = N'' AND @kind = N'mutex' THEN N'mutex' ELSE @lock_mode END,
+            user_name = @user, process_id = @process, session_id = @@SPID, session_us = @session_us
         FROM dbo.sqlsem_slot AS s WITH (ROWLOCK, FORCESEEK)
         WHERE semaphore_key = @key AND slot BETWEEN @least AND @greatest
             AND CHARINDEX(CONCAT(N',', slot, N','), @taken) > 0 OPTION (KEEPFIXED PLAN);
@@ -367,7 +375,7 @@ BEGIN CATCH
     IF @error IN (207, 208) THROW;           -- a server that lets us catch that here
 END CATCH;
 
-IF @result = -11 SET @why = @seen;
+IF @seen <> @kind AND @result IN (-11, -1, 1) SET @why = @seen;
 SET @waited_ms = CASE WHEN @waited = 0 THEN 0 WHEN @ms > 2147483647 THEN 2147483647 ELSE @ms END;
 IF @answer = 1
     SELECT @result AS result, @taken AS taken, @token AS token, @declared AS declared, @bound AS bound, @mark AS mark,

@@ -16,10 +16,13 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_try_1
 AS
 SET NOCOUNT ON;
 DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)), @fence nvarchar(60), @resource nvarchar(255),
-    @lately bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME()) - 3600000000, @rc int, @named int = -1, @slot int = 0, @result int = -1, @token bigint, @now bigint, @done int;
+    @lately bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME()) - 3600000000,
+    @mode varchar(32) = CASE @kind WHEN N'mutex' THEN 'Exclusive' ELSE 'IntentExclusive' END,
+    @lock_mode nvarchar(8) = CASE @kind WHEN N'mutex' THEN @kind ELSE N'' END, @rc int, @named int = -1,
+    @slot int = 0, @result int = -1, @token bigint, @now bigint, @done int;
 BEGIN TRY
     IF APPLOCK_TEST(N'public', @gate, N'Exclusive', N'Session') = 1
-        EXEC @named = sys.sp_getapplock @base, 'IntentExclusive', 'Session', 0, 'public';
+        EXEC @named = sys.sp_getapplock @base, @mode, 'Session', 0, 'public';
     IF @named >= 0
     BEGIN
         SELECT @rc = -1, @fence = CONCAT(N'sqlsem:f:', LEFT(@key, 20));
@@ -47,7 +50,7 @@ BEGIN TRY
             SET @token = CASE WHEN @token >= @now THEN @token + 1 ELSE @now END;
             BEGIN TRANSACTION;
             UPDATE s SET token = @token, permit_id = @permit, acquired_us = @now, expires_us = @now + 60000000,
-                lease_us = 60000000, suspect_us = NULL, lock_mode = N'', host = @host, pid = @pid, thread = @thread,
+                lease_us = 60000000, suspect_us = NULL, lock_mode = @lock_mode, host = @host, pid = @pid, thread = @thread,
                 label = @label, user_name = @user, process_id = @process, session_id = @@SPID,
                 session_us = @session_us
             FROM dbo.sqlsem_slot AS s WITH (ROWLOCK, FORCESEEK)
