@@ -174,6 +174,7 @@ class RowClock:
             usual_hold=usual_hold,
             away=0 if counted else away,
             tokens=None if row.tokens is None else row.tokens + overdue,
+            template=row.template or "",
         )
 
 

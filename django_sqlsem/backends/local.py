@@ -28,7 +28,16 @@ from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import boot_now, stood_still
 from django_sqlsem.core.modes import EXCLUSIVE, RWLOCK, UPDATE, UPGRADE, WHOLE, WRITER
 from django_sqlsem.exceptions import never_met, wrong_kind
-from django_sqlsem.snapshots import HolderSnapshot, Loss, LossReason, SemaphoreSnapshot, SlotState, grouped
+from django_sqlsem.snapshots import (
+    HolderSnapshot,
+    Loss,
+    LossReason,
+    SemaphoreSnapshot,
+    SlotState,
+    TemplateSnapshot,
+    grouped,
+    templates_of,
+)
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -80,6 +89,7 @@ class LocalName:
     name: str
     kind: str
     declared: int
+    template: str = ""
     operator_slots: int | None = None
     #: What an operator has said that stops granting.
     pause: LocalPause | None = None
@@ -181,7 +191,15 @@ class LocalName:
         holders = grouped(self.holder(number) for number in sorted(self.held))
         tokens = self.tokens if self.kind == TOKENS else None
         found = SemaphoreSnapshot(
-            self.name, self.kind, self.slots, self.declared, self.operator_slots, self.paused, holders, tokens=tokens
+            self.name,
+            self.kind,
+            self.slots,
+            self.declared,
+            self.operator_slots,
+            self.paused,
+            holders,
+            tokens=tokens,
+            template=self.template,
         )
         if not found.paused or self.pause is None:
             return found
@@ -249,9 +267,9 @@ class LocalBackend(BaseSemaphoreBackend):
             self._worlds.append((block, {name: known.copy() for name, known in self._worlds[-1][1].items()}))
         return self._worlds[-1][1]
 
-    def _made(self, resource: Resource, declared: int, tokens: int = 0) -> LocalName:
+    def _made(self, resource: Resource, declared: int, tokens: int = 0, template: str = "") -> LocalName:
         name, kind = resource.name, resource.kind
-        known = self._world().setdefault(name, LocalName(name, kind, declared, tokens=tokens))
+        known = self._world().setdefault(name, LocalName(name, kind, declared, template, tokens=tokens))
         if known.kind != kind:
             raise wrong_kind(name, known.kind, kind)
         known.expire()
@@ -263,7 +281,7 @@ class LocalBackend(BaseSemaphoreBackend):
         with self._lock:
             if request.resource.kind == TOKENS:
                 return self._made(request.resource, request.slots or 0, request.slots or 0).grant(request)
-            known = self._made(request.resource, request.slots or 1)
+            known = self._made(request.resource, request.slots or 1, template=request.template)
             if request.slots is not None:
                 known.declared = request.slots
             if request.take > known.slots:
@@ -378,14 +396,22 @@ class LocalBackend(BaseSemaphoreBackend):
     # The operator's side.
 
     def inspect(
-        self, names: Collection[str] | None = None, *, prefix: str = "", at: RowClock | None = None
+        self,
+        names: Collection[str] | None = None,
+        *,
+        prefix: str = "",
+        template: str | None = None,
+        at: RowClock | None = None,
     ) -> list[SemaphoreSnapshot]:
         with self._lock:
             return [
                 known.snapshot()
                 for name, known in sorted(self._world().items())
-                if name.startswith(prefix) and (names is None or name in names)
+                if name.startswith(prefix) and template in (None, known.template) and (names is None or name in names)
             ]
+
+    def templates(self, *, at: RowClock | None = None) -> list[TemplateSnapshot]:
+        return list(templates_of(self.inspect()).values())
 
     def in_use(self, most: int) -> list[SemaphoreSnapshot]:
         return [each for each in self.inspect() if each.holders or each.waiters][:most]

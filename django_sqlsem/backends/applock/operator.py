@@ -48,6 +48,8 @@ _KILL: Final = (
     " SET NOCOUNT OFF;"
 )
 _UNSURE: Final = "Session {id} was not ended: {why}, so it cannot be told from a later one with the same number."
+#: A statement names so many keys.
+_AT_ONCE: Final = 500
 #: For so many seconds a login that may not see the server's views is not tried again.
 BLIND: Final = 60.0
 #: How long a revocation waits for the end of a transaction that is fenced with the permit, in seconds.
@@ -66,13 +68,28 @@ class Operator:
         self._blind, self._blind_until = "", 0.0
 
     def inspect(
-        self, names: Collection[str] | None = None, *, prefix: str = "", at: RowClock | None = None
+        self, names: Collection[str] | None = None, *, prefix: str = "", template: str | None = None
     ) -> list[SemaphoreSnapshot]:
         """Return snapshots ordered by name."""
         with database_errors(self.alias):
             keys = None if names is None else reading.keys_of(names)
-            results = self._results(reading.READ, (keys, prefix or None))
-            return reading.read(results, names=names, prefix=prefix, locks=self._locks())
+            results = self._results(reading.READ, (keys, prefix or None, template))
+            locks = self._locks()
+            others = self._others(template, locks) if template is not None and locks is not None else ()
+            return reading.read(results, names=names, prefix=prefix, locks=locks, others=others)
+
+    def _others(self, template: str, locks: Locks) -> Collection[str]:
+        """Return which names that are locked now are not this template's: what has no row was made by none."""
+        locked = {key_of(name): name for name in locks.semaphores()}
+        if template:
+            return locked.values()
+        rows = SemaphoreRow.objects.using(self.alias).exclude(template="")
+        keys = list(locked)
+        return [
+            locked[key]
+            for start in range(0, len(keys), _AT_ONCE)
+            for key in rows.filter(key__in=keys[start : start + _AT_ONCE]).values_list("pk", flat=True)
+        ]
 
     def notes(self) -> list[str]:
         """Say so if the login sees only what is recorded."""

@@ -74,6 +74,7 @@ def request_parameters(request: Request, place: Place | None = None) -> dict[str
     parameters = {
         "key": request.resource.key,
         "kind": request.resource.kind,
+        "template": request.template,
         "permit_id": request.permit_id,
         "slots": request.slots,
         "take": request.take,
@@ -153,8 +154,8 @@ def standing(**other: str) -> str:
 
 #: ``tokens``: NULL for any other kind of lock.
 NEW_SEMAPHORE: Final = (
-    "sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking, tokens)"
-    " VALUES (%(key)s, %(name)s, %(kind)s, %(declared)s, {now}, %(no)s, %(no)s, %(tokens)s)"
+    "sqlsem_semaphore (name_key, name, kind, template, declared_slots, declared_us, paused, shrinking, tokens)"
+    " VALUES (%(key)s, %(name)s, %(kind)s, %(template)s, %(declared)s, {now}, %(no)s, %(no)s, %(tokens)s)"
 )
 _BLANK: Final = {str: "''", bool: "%(no)s", int: "0"}
 _OF_SLOT: Final = {"semaphore_key": "%(key)s", "slot": "%(slot)s", "closed": "%(closed)s"}

@@ -196,7 +196,7 @@ def transact(
         return True
 
     def create(cursor: AnyCursor) -> bool:
-        more = {"name": resource.name, "kind": TOKENS, "declared": initial, "tokens": initial}
+        more = {"name": resource.name, "kind": TOKENS, "template": "", "declared": initial, "tokens": initial}
         Statements(cursor, named).insert(NEW_SEMAPHORE, **more)
         return True
 

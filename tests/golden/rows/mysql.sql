@@ -48,7 +48,7 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
 
 -- beacons.NAME
-SELECT name, kind
+SELECT name, kind, template
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
@@ -375,8 +375,9 @@ FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
 -- new semaphore
-INSERT IGNORE INTO sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking, tokens)
-VALUES (%(key)s, %(name)s, %(kind)s, %(declared)s, {now}, %(no)s, %(no)s, %(tokens)s);
+INSERT IGNORE INTO sqlsem_semaphore (name_key, name, kind, template, declared_slots, declared_us, paused, shrinking,
+      tokens)
+VALUES (%(key)s, %(name)s, %(kind)s, %(template)s, %(declared)s, {now}, %(no)s, %(no)s, %(tokens)s);
 
 -- new slot
 INSERT IGNORE INTO sqlsem_slot (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon,
@@ -501,8 +502,8 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
 
 -- reading.SEMAPHORE
-SELECT name_key, name, kind, declared_slots, declared_us, other_slots, other_us, operator_slots, paused, paused_us,
-      paused_until_us, paused_by, paused_reason, shrinking, tokens
+SELECT name_key, name, kind, template, declared_slots, declared_us, other_slots, other_us, operator_slots, paused,
+      paused_us, paused_until_us, paused_by, paused_reason, shrinking, tokens
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 

@@ -59,7 +59,7 @@ WHERE semaphore_key = %(key)s AND beacon = %(yes)s AND process_id <> %(process_i
       boot_id = %(boot_id)s);
 
 -- beacons.NAME
-SELECT name, kind
+SELECT name, kind, template
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
@@ -314,8 +314,10 @@ FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
 -- new semaphore
-INSERT INTO sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking, tokens)
-VALUES (%(key)s, %(name)s, %(kind)s, %(declared)s, {now}, %(no)s, %(no)s, %(tokens)s) ON CONFLICT DO NOTHING;
+INSERT INTO sqlsem_semaphore (name_key, name, kind, template, declared_slots, declared_us, paused, shrinking,
+      tokens)
+VALUES (%(key)s, %(name)s, %(kind)s, %(template)s, %(declared)s, {now}, %(no)s, %(no)s, %(tokens)s) ON CONFLICT DO
+      NOTHING;
 
 -- new slot
 INSERT INTO sqlsem_slot (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, semaphore_key,
@@ -432,8 +434,8 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
 
 -- reading.SEMAPHORE
-SELECT name_key, name, kind, declared_slots, declared_us, other_slots, other_us, operator_slots, paused, paused_us,
-      paused_until_us, paused_by, paused_reason, shrinking, tokens
+SELECT name_key, name, kind, template, declared_slots, declared_us, other_slots, other_us, operator_slots, paused,
+      paused_us, paused_until_us, paused_by, paused_reason, shrinking, tokens
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
