@@ -8,7 +8,7 @@ import abc
 import math
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from django.apps import apps
 from django.db.models import Count, Min, Q
@@ -253,6 +253,14 @@ class Ended:
     #: How many seconds ago its process proved last that it lives, and for how long it had held by then.
     ago: float
     held: float
+
+
+class Forgotten(NamedTuple):
+    """How many names were deleted, the key after which to look next, and whether there seem to be more."""
+
+    deleted: int = 0
+    after: str = ""
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -569,6 +577,14 @@ class BaseSemaphoreBackend(abc.ABC):
     @abc.abstractmethod
     def purge_idle(self, name: str) -> bool:
         """Atomically delete a name without holders and waiters. Return whether it was deleted."""
+
+    def forget(self, session: Session, *, seconds: float, after: str) -> Forgotten:
+        """Delete names that nobody has used for so long, with their history: a few, whose keys follow ``after``.
+
+        Never what is held, waited for or paused, what an operator has set, and counts of tokens. A process that comes
+        for one at that very moment makes it anew. Raises ``RefusedError`` besides: then nothing was deleted.
+        """
+        return Forgotten()
 
     @abc.abstractmethod
     def set_slots(self, name: str, slots: int | None) -> bool:

@@ -17,6 +17,7 @@ from django_sqlsem.backends.applock.upgrades import UpgradeLine, Upgrades
 from django_sqlsem.backends.base import (
     Acquired,
     BaseSemaphoreBackend,
+    Forgotten,
     Grant,
     Granted,
     Place,
@@ -220,6 +221,9 @@ class ApplockBackend(BaseSemaphoreBackend):
 
     def purge_idle(self, name: str) -> bool:
         return self._operator.purge_idle(name)
+
+    def forget(self, session: Session, *, seconds: float, after: str) -> Forgotten:
+        return self._operator.forget(session, seconds, after)
 
     def set_slots(self, name: str, slots: int | None) -> bool:
         return self._operator.set_slots(name, slots)

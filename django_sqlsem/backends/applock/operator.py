@@ -11,19 +11,25 @@ from django.db.models import F, Q
 from django.db.utils import Error
 
 from django_sqlsem.backends.applock import reading
-from django_sqlsem.backends.base import TOKENS, check_slots
+from django_sqlsem.backends.base import TOKENS, Forgotten, check_slots
 from django_sqlsem.backends.clock import RowClock
+from django_sqlsem.backends.idle import LONGEST, Idle, Look
 from django_sqlsem.conf import config
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.core.names import key_of, validate_slots
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.database.raw import results_of
+from django_sqlsem.database.sessions import briefly, used_by_orm
 from django_sqlsem.database.sqlserver import LockNames, lock_names
 from django_sqlsem.exceptions import BackendError, SemaphoreError, fenced, kill_needed
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 
 if TYPE_CHECKING:
+    from django.db.models import QuerySet
+
     from django_sqlsem.backends.applock.reading import Locks
+    from django_sqlsem.database.cursors import AnyCursor
+    from django_sqlsem.database.sessions import Session
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
 
@@ -234,20 +240,41 @@ class Operator:
 
     def purge_idle(self, name: str) -> bool:
         """Delete a name that nobody holds or waits for, unless an operator has set its slots or paused it."""
-        key, names = key_of(name), lock_names(name)
         with database_errors(self.alias), transaction.atomic(using=self.alias):
-            semaphore = SemaphoreRow.objects.using(self.alias).filter(key=key, operator_slots=None, paused=False)
+            semaphore = SemaphoreRow.objects.using(self.alias).filter(operator_slots=None, paused=False)
             # A count would be lost; and a new name would begin with new tokens.
             semaphore = semaphore.filter(Q(tokens=None) | Q(tokens=0, declared_slots=0))
-            slots = SlotRow.objects.using(self.alias).filter(semaphore=key)
-            # Counts have no locks: whoever changes one, or queues for it, waits for its row.
-            if not semaphore.update(shrinking=F("shrinking")) or self._counted_for(key):
-                return False
-            if not self._take_all(names, slots.values_list("slot", flat=True)):
-                return False
-            slots._raw_delete(self.alias)  # without Django's collector, which would read and cascade
-            WaiterRow.objects.using(self.alias).filter(semaphore=key)._raw_delete(self.alias)
-            return bool(semaphore._raw_delete(self.alias))
+            return self._delete(name, semaphore)
+
+    def forget(self, session: Session, seconds: float, after: str) -> Forgotten:
+        """Delete a few names that nobody has used for so long, each in a short transaction."""
+
+        def look(cursor: AnyCursor) -> tuple[Idle, Look]:
+            with used_by_orm(cursor.db):
+                idle = Idle(self.alias, seconds)
+                return idle, idle.look(after)
+
+        idle, found = session.run(look)
+        forgotten = [
+            briefly(session, lambda _cursor, name=name: self._delete(name, idle.names(), idle), LONGEST)  # type: ignore[misc]
+            for name in found.names.values()
+        ]
+        return Forgotten(sum(forgotten), found.after, found.more)
+
+    def _delete(self, name: str, among: QuerySet[SemaphoreRow], idle: Idle | None = None) -> bool:
+        """Delete a name, in the open transaction, if nobody uses it or has since ``idle``. Return whether it was."""
+        key, names = key_of(name), lock_names(name)
+        semaphore, slots = among.filter(key=key), SlotRow.objects.using(self.alias).filter(semaphore=key)
+        # Counts have no locks: whoever changes one, or queues for it, waits for its row.
+        if not semaphore.update(shrinking=F("shrinking")) or self._counted_for(key):
+            return False
+        if not self._take_all(names, slots.values_list("slot", flat=True)):
+            return False
+        if idle is not None and (slots.exclude(idle.free()).exists() or not idle.drop([key])):
+            return False
+        slots._raw_delete(self.alias)  # without Django's collector, which would read and cascade
+        WaiterRow.objects.using(self.alias).filter(semaphore=key)._raw_delete(self.alias)
+        return bool(semaphore._raw_delete(self.alias))
 
     def _counted_for(self, key: str) -> bool:
         """Whether a name is a count of tokens that somebody waits for, or has been handed and not taken."""

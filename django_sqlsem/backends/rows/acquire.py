@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from django_sqlsem.backends.base import Crowd, Grant, Granted, Queue, Request, Waited
 from django_sqlsem.backends.rows import exclusive, queue
 from django_sqlsem.backends.rows.beacons import suspects, take_from_suspects
+from django_sqlsem.backends.rows.exclusive import GONE
 from django_sqlsem.backends.rows.statements import (
     COUNT_LIVE,
     KEPT,
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 _DECLARE_EVERY: Final = 60.0
 #: How many names are remembered for that.
 _MOST_DECLARED: Final = 10_000
-#: For so long a name may be newer than a claim that did not find it, in microseconds.
-_YOUNG_US: Final = 2_000_000
 
 _WAITER: Final = " AND NOT EXISTS (SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {w.waits}"
 #: Who may go first. A newcomer yields to every live waiter; a task that comes back, to those that wait longer; who
@@ -80,16 +79,15 @@ _GRANTED: Final = (
     f"SELECT id, slot, token, ({_DECLARED}) FROM sqlsem_slot"
     " WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s ORDER BY slot"
 )
-#: What a refused claim wants to know, but for who is suspect. Last: whether there is a free slot, and
-#: somebody stands before it (1), or the name is so young that it may have been made since the claim (2).
+#: What a refused claim wants to know, but for who is suspect. Last: whether there is a free slot, and somebody stands
+#: before it (1), or (2) it was made or freed since the claim, or is locked: to be taken, or deleted with its name.
 _LOOK: Final = (
     "SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking,"
     " (SELECT COUNT(*) FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key AND s.slot > 0),"
-    f" {{suspects}}, CASE WHEN NOT EXISTS (SELECT 1 FROM sqlsem_slot f WHERE f.semaphore_key = m.name_key"
-    " AND f.closed = %(no)s AND f.slot > 0 AND {f.free}) THEN 0"
-    f" WHEN {{now}} - m.declared_us < {_YOUNG_US} THEN 2"
-    " WHEN EXISTS (SELECT 1 FROM sqlsem_waiter d WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1"
-    " ELSE 0 END{crowd}"
+    " {suspects}, CASE WHEN {m.unpaused} AND EXISTS (SELECT 1 FROM sqlsem_slot f WHERE f.semaphore_key = m.name_key"
+    f" AND f.closed = %(no)s AND f.slot BETWEEN 1 AND {_LIMIT} AND {{f.free}})"
+    " THEN CASE WHEN EXISTS (SELECT 1 FROM sqlsem_waiter d WHERE d.semaphore_key = m.name_key AND d.away = %(no)s)"
+    " THEN 1 ELSE 2 END ELSE 0 END{crowd}"
     " FROM sqlsem_semaphore m WHERE m.name_key = %(key)s"
 )
 #: And what one that is bounded wants to know: see ``Crowd``.
@@ -212,14 +210,14 @@ class SlotRequest:
         self._declare(declared_slots)
         if crowd and self._is_crowded(crowd, limit):
             return None
-        more = rows < limit or free == 2 or take_from_suspects(self.session, self.dialect, self.request, suspected)
-        if free and queue.sweep_dead(self.session, self.dialect, self.parameters):
+        more = rows < limit or take_from_suspects(self.session, self.dialect, self.request, suspected)
+        if free == 1 and queue.sweep_dead(self.session, self.dialect, self.parameters):
             more = True  # only the dead stood before it
-        if self.request.mode:
-            return exclusive.claim(self.session, self.request, self.parameters)
-        if self.request.take > 1 or shrinking:
-            return self._take_locked()
-        return self.take_one() if more or unseen else None
+        if not (self.request.mode or self.request.take > 1 or shrinking or free == 2):
+            return self.take_one() if more or unseen else None
+        mode = self.request.mode
+        grant = exclusive.claim(self.session, self.request, self.parameters) if mode else self._take_locked()
+        return self.look_and_take(unseen=True) if grant is GONE else grant
 
     def _is_crowded(self, row: Sequence[Any], slots: int, here: int = 0) -> bool:
         """Note why the request may not wait. Return whether nothing could be granted either."""
@@ -249,7 +247,7 @@ class SlotRequest:
             statements = Statements(cursor, self.parameters)
             found = statements.row(LOCK)
             if found is None:
-                return None
+                return GONE
             operator_slots, declared_slots, _paused, shrinking, _now = found
             above, whole = exclusive.settle(statements, operator_slots) if shrinking else (False, False)
             limit = bound(operator_slots, self.request.slots, declared_slots)
@@ -266,7 +264,7 @@ class SlotRequest:
             return Grant(slots, tokens, ids)
 
         grant = self.session.transaction(work, again=False)
-        return grant if grant is not None and grant.slots else None
+        return None if grant is _NOTHING else grant
 
     def _take(self, statements: Statements, before: Collection[int] = (), *, locked: bool = False) -> Any:
         """Take one slot; return the row's id, slot, token and the declared number of slots, or ``None``.
@@ -296,10 +294,12 @@ class SlotRequest:
             new = statements.insert(NEW_SEMAPHORE, name=request.resource.name, declared=slots, tokens=None)
             # Locked: while somebody has all slots, no more of them may be open.
             found = statements.row(LOCK)
+            if found is None:
+                return _NOTHING  # it was deleted at this very moment
             there = {row[0] for row in statements.rows(_SLOTS)}
             for slot in range(WRITER if request.resource.kind == RWLOCK else 1, slots + 1):
                 if slot not in there:
-                    statements.insert(NEW_SLOT, slot=slot, closed=bool(found and found[3]) or slot == WRITER)
+                    statements.insert(NEW_SLOT, slot=slot, closed=bool(found[3]) or slot == WRITER)
             if not new or there or request.mode or request.take > slots:
                 return _NOTHING
             statements.change(_TAKE_NEW)

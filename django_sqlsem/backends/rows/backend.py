@@ -10,6 +10,7 @@ from django_sqlsem.backends.base import (
     Acquired,
     BaseSemaphoreBackend,
     Crowd,
+    Forgotten,
     Grant,
     Granted,
     Place,
@@ -17,7 +18,18 @@ from django_sqlsem.backends.base import (
     Request,
     Waited,
 )
-from django_sqlsem.backends.rows import acquire, beacons, fences, handoff, operator, queue, reading, renewal, tokens
+from django_sqlsem.backends.rows import (
+    acquire,
+    beacons,
+    fences,
+    forgetting,
+    handoff,
+    operator,
+    queue,
+    reading,
+    renewal,
+    tokens,
+)
 from django_sqlsem.core.identity import process_id
 from django_sqlsem.core.modes import UPDATE, UPGRADE, WHOLE
 from django_sqlsem.database.dialects import dialect_for
@@ -160,7 +172,10 @@ class RowsBackend(BaseSemaphoreBackend):
         return operator.purge_slot(self.alias, name, slot, token)
 
     def purge_idle(self, name: str) -> bool:
-        return operator.purge_idle(self.alias, name)
+        return forgetting.purge_idle(self.alias, name)
+
+    def forget(self, session: Session, *, seconds: float, after: str) -> Forgotten:
+        return forgetting.forget(session, seconds, after)
 
     def set_slots(self, name: str, slots: int | None) -> bool:
         return operator.set_slots(self.alias, name, slots)

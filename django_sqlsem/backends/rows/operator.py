@@ -15,11 +15,11 @@ import functools
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from django.db import Error as DatabaseError
 from django.db import connections, transaction
-from django.db.models import F, Q, QuerySet
+from django.db.models import F, QuerySet
 
 from django_sqlsem.backends.base import TOKENS, check_slots
 from django_sqlsem.backends.clock import RowClock
@@ -34,7 +34,7 @@ from django_sqlsem.database.errors import database_errors, repeated
 from django_sqlsem.database.server import server_since
 from django_sqlsem.database.sessions import CallerSession
 from django_sqlsem.exceptions import BackendError, fenced
-from django_sqlsem.models import FenceRow, SemaphoreRow, SlotRow, WaiterRow
+from django_sqlsem.models import SemaphoreRow, SlotRow
 from django_sqlsem.snapshots import HolderSnapshot
 
 logger = logging.getLogger("django_sqlsem")
@@ -42,15 +42,12 @@ logger = logging.getLogger("django_sqlsem")
 #: How long a revocation waits for the end of a transaction that is fenced with the permit, in seconds.
 FENCED_PATIENCE: Final = 5.0
 #: How many rows one statement names; every database takes as many parameters.
-_AT_ONCE: Final = 500
-
-
-class _KeepError(Exception):
-    """Roll back: the name is in use."""
+AT_ONCE: Final = 500
 
 
 @contextlib.contextmanager
-def _act(alias: str, key: str) -> Iterator[RowClock]:
+def act(alias: str, key: str) -> Iterator[RowClock]:
+    """Begin an act on the name with this key, and lock it until the act's end."""
     with database_errors(alias):
         since = server_since(connections[alias])
         with transaction.atomic(using=alias):
@@ -76,7 +73,7 @@ def revoke(alias: str, name: str, slot: int, token: int, by: str) -> HolderSnaps
     give_up = time.monotonic() + FENCED_PATIENCE
     held = _taken(alias, name, slot, token)
     while True:
-        with _act(alias, key_of(name)) as clock:
+        with act(alias, key_of(name)) as clock:
             row = held.first()
             if row is None:
                 return None
@@ -98,7 +95,7 @@ def revoke(alias: str, name: str, slot: int, token: int, by: str) -> HolderSnaps
 def request_stop(alias: str, name: str, slot: int, token: int, by: str) -> HolderSnapshot | None:
     """Write the request beside the holder's token, and wake its process. Whoever asked first stays noted."""
     request = {"stop_token": F("token"), "stop_by": printable(by, MAX_USER_LENGTH)}
-    with _act(alias, key_of(name)) as clock:
+    with act(alias, key_of(name)) as clock:
         held = _taken(alias, name, slot, token).exclude(clock.expired())
         row = held.first()
         if row is None:
@@ -135,7 +132,7 @@ def _wake(alias: str, channel: str, permit_id: str) -> None:
 def purge_slot(alias: str, name: str, slot: int, token: int) -> bool:
     """Free a slot whose lease has run out by the database's clock and that still carries this token."""
     freed = {"expires_us": None, "permit_id": None}
-    with _act(alias, key_of(name)) as clock:
+    with act(alias, key_of(name)) as clock:
         expired = _taken(alias, name, slot, token).filter(clock.expired())
         row = expired.first()
         purged = bool(unfenced(expired, alias) and expired.update(**freed))
@@ -146,47 +143,10 @@ def purge_slot(alias: str, name: str, slot: int, token: int) -> bool:
 
 
 @repeated
-def purge_idle(alias: str, name: str) -> bool:
-    """Delete a name that nobody holds or waits for, unless an operator has set its slots or paused it."""
-    key = key_of(name)
-    slots, waiters = (
-        SlotRow.objects.using(alias).filter(semaphore=key),
-        WaiterRow.objects.using(alias).filter(semaphore=key),
-    )
-    semaphores = SemaphoreRow.objects.using(alias).filter(key=key)
-    try:
-        with _act(alias, key) as clock:
-            idle = unfenced(slots.filter(Q(expires_us=None) | clock.expired()), alias)
-            for start in range(0, len(idle), _AT_ONCE):
-                chunk = idle[start : start + _AT_ONCE]
-                _delete(slots.filter(pk__in=chunk))
-                _delete(FenceRow.objects.using(alias).filter(pk__in=chunk))
-            if slots.exists() or waiters.filter(clock.live()).exists():
-                raise _KeepError
-            counted = semaphores.filter(kind=TOKENS)
-            # What has been handed out and not taken counts; and a new name would begin with new tokens.
-            if counted.exclude(tokens=0, declared_slots=0).exists() or (
-                counted.exists() and waiters.filter(away=True).exists()
-            ):
-                raise _KeepError
-            _delete(waiters)
-            if not _delete(semaphores.filter(operator_slots=None).exclude(clock.paused())):
-                raise _KeepError
-    except _KeepError:
-        return False
-    return True
-
-
-def _delete(rows: QuerySet[Any]) -> int:
-    # Without Django's collector: it would read first, and cascade over rows that this act must not touch.
-    return rows._raw_delete(rows.db)
-
-
-@repeated
 def set_slots(alias: str, name: str, slots: int | None) -> bool:
     """Set the operator's number, and open and close slots to suit. ``ValueError`` for a lock with one slot."""
     key = key_of(name)
-    with _act(alias, key) as clock:
+    with act(alias, key) as clock:
         semaphore = SemaphoreRow.objects.using(alias).filter(key=key).first()
         if semaphore is None:
             return False
@@ -212,7 +172,7 @@ def _create_slots(alias: str, key: str, slots: int, *, closed: bool) -> None:
     missing = [SlotRow(semaphore_id=key, slot=number, closed=closed) for number in numbers]
     # A claim may be creating the same rows at this moment.
     rows.bulk_create(
-        missing, batch_size=_AT_ONCE, ignore_conflicts=connections[alias].features.supports_ignore_conflicts
+        missing, batch_size=AT_ONCE, ignore_conflicts=connections[alias].features.supports_ignore_conflicts
     )
 
 

@@ -313,13 +313,15 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   WHERE d.beacon AND (CASE WHEN CHAR_LENGTH(d.process_id) = 32 THEN IS_FREE_LOCK(CONCAT('sqlsem:', d.process_id))
       <=> 1 ELSE FALSE END)) + (SELECT COUNT(*)
   FROM sqlsem_slot x
-  WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token), CASE WHEN NOT EXISTS (SELECT 1
+  WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token), CASE WHEN (m.paused = %(no)s OR
+      m.paused_until_us <= {now}) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
-      <= {now} AND f.lease_us <= {now} - %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN 0 WHEN
-      {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS (SELECT 1
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
+      %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} -
+      %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN CASE WHEN {now} - m.declared_us < 2000000 THEN
+      2 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 3 END ELSE 0 END
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
@@ -358,14 +360,16 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   WHERE d.beacon AND (CASE WHEN CHAR_LENGTH(d.process_id) = 32 THEN IS_FREE_LOCK(CONCAT('sqlsem:', d.process_id))
       <=> 1 ELSE FALSE END)) + (SELECT COUNT(*)
   FROM sqlsem_slot x
-  WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token), CASE WHEN NOT EXISTS (SELECT 1
+  WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token), CASE WHEN (m.paused = %(no)s OR
+      m.paused_until_us <= {now}) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
-      <= {now} AND f.lease_us <= {now} - %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN 0 WHEN
-      {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS (SELECT 1
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
+      %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} -
+      %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN CASE WHEN {now} - m.declared_us < 2000000 THEN
+      2 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END, CASE WHEN (m.paused = %(no)s OR
-      m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 3 END ELSE 0 END, CASE WHEN (m.paused = %(no)s
+      OR m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = m.name_key AND w.expires_us > {now} AND w.away = %(no)s AND w.process_id <>
       %(process_id)s), (SELECT AVG(h.held_us)

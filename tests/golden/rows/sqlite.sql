@@ -265,13 +265,14 @@ WHERE id = %(id)s AND (expires_us IS NULL OR expires_us <= {now} OR boot_id <> %
 -- look
 SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN NOT EXISTS (SELECT 1
+  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <=
+      %(wall)s) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR f.expires_us
-      <= {now} OR f.boot_id <> %(boot_id)s)) THEN 0 WHEN {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS (SELECT
-      1
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
+      %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR f.expires_us <= {now} OR f.boot_id <> %(boot_id)s))
+      THEN CASE WHEN {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 3 END ELSE 0 END
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
@@ -297,14 +298,15 @@ WHERE sqlsem_waiter.ticket = %(permit_id)s;
 -- look bounded
 SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN NOT EXISTS (SELECT 1
+  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <=
+      %(wall)s) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR f.expires_us
-      <= {now} OR f.boot_id <> %(boot_id)s)) THEN 0 WHEN {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS (SELECT
-      1
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
+      %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR f.expires_us <= {now} OR f.boot_id <> %(boot_id)s))
+      THEN CASE WHEN {now} - m.declared_us < 2000000 THEN 2 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END, CASE WHEN (m.paused = %(no)s OR
-      m.paused_until_us <= %(wall)s) THEN 0 ELSE 1 END, m.paused_until_us - %(wall)s, (SELECT SUM(w.waiting)
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 3 END ELSE 0 END, CASE WHEN (m.paused = %(no)s
+      OR m.paused_until_us <= %(wall)s) THEN 0 ELSE 1 END, m.paused_until_us - %(wall)s, (SELECT SUM(w.waiting)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = m.name_key AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       w.process_id <> %(process_id)s), (SELECT AVG(h.held_us)

@@ -275,6 +275,10 @@ BEGIN TRY
         END;
     END;
 
+    -- Nobody used it for long, and it was deleted at this very moment: who does that has had its locks, and until the
+    -- end its row.
+    IF @result = -1 AND @write = 1 AND NOT EXISTS (SELECT 1 FROM dbo.sqlsem_semaphore WITH (FORCESEEK, READCOMMITTEDLOCK)
+        WHERE name_key = @key) SET @result = -10;
     -- The next in line goes on before anything is written: a commit may wait for a disk, or for another server.
     IF @head = 1 AND (@result <> -4 OR @keep = 0)
     BEGIN
@@ -298,8 +302,14 @@ BEGIN TRY
         FROM dbo.sqlsem_slot AS s WITH (ROWLOCK, FORCESEEK)
         WHERE semaphore_key = @key AND slot BETWEEN @least AND @greatest
             AND CHARINDEX(CONCAT(N',', slot, N','), @taken) > 0 OPTION (KEEPFIXED PLAN);
+        IF @@ROWCOUNT = 0 SET @result = -10;             -- the rows were deleted while it waited
         -- A crash that loses this loses the locks too, and the clock goes on: no token comes back.
         COMMIT TRANSACTION WITH (DELAYED_DURABILITY = ON);  -- noqa: PRS
+        IF @result < 0
+        BEGIN
+            EXEC sqlsem.internal_give_1 @base, @taken;
+            SELECT @taken = N',', @token = NULL;
+        END;
     END;
 END TRY
 BEGIN CATCH

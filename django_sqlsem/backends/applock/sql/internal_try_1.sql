@@ -55,11 +55,15 @@ BEGIN TRY
             COMMIT TRANSACTION WITH (DELAYED_DURABILITY = ON);  -- noqa: PRS
         END;
     END;
-    -- An operator may have made more slots of it, or it is another kind of lock.
+    -- An operator may have made more slots of it, it is another kind of lock, or nobody used it for long, and it was
+    -- deleted at this very moment: who does that has had its locks, and until the end its row.
     IF @result = -1 AND @permit IS NOT NULL
-        SELECT @result = -9 FROM dbo.sqlsem_semaphore WITH (FORCESEEK)
-        WHERE name_key = @key AND COALESCE(operator_slots, 0) > CASE kind WHEN @kind THEN @slots ELSE -1 END
+    BEGIN
+        SET @result = -9;
+        SELECT @result = -1 FROM dbo.sqlsem_semaphore WITH (FORCESEEK, READCOMMITTEDLOCK)
+        WHERE name_key = @key AND COALESCE(operator_slots, 0) <= CASE kind WHEN @kind THEN @slots ELSE -1 END
         OPTION (KEEPFIXED PLAN);
+    END;
 END TRY
 BEGIN CATCH
     SET @result = -9;
