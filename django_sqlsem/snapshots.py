@@ -354,9 +354,12 @@ class TemplateSnapshot:
     turned_away: int | None = None
 
     @property
-    def in_trouble(self) -> bool:
-        """Whether an operator should open it: something is stale, deadlocked, waited for or paused."""
-        return bool(self.stale or self.deadlocked or self.queues or self.paused)
+    def trouble(self) -> dict[str, int]:
+        """What an operator should look at, the worst first: slots that are stale, and names in other states."""
+        states = {
+            "stale": self.stale, "deadlocked": self.deadlocked, "waited for": self.queues, "paused": self.paused,
+        }  # fmt: skip
+        return {state: count for state, count in states.items() if count}
 
 
 #: How many templates are told of: those with the most names.

@@ -12,8 +12,7 @@ from django.db.utils import Error
 
 from django_sqlsem.backends.applock import reading
 from django_sqlsem.backends.base import TOKENS, Forgotten, check_slots
-from django_sqlsem.backends.clock import RowClock
-from django_sqlsem.backends.idle import LONGEST, Idle, Look
+from django_sqlsem.backends.clock import LONGEST_DELETION, Idle, IdleNames, RowClock
 from django_sqlsem.conf import config
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.core.names import key_of, validate_slots
@@ -249,14 +248,14 @@ class Operator:
     def forget(self, session: Session, seconds: float, after: str) -> Forgotten:
         """Delete a few names that nobody has used for so long, each in a short transaction."""
 
-        def look(cursor: AnyCursor) -> tuple[Idle, Look]:
+        def look(cursor: AnyCursor) -> tuple[Idle, IdleNames]:
             with used_by_orm(cursor.db):
                 idle = Idle(self.alias, seconds)
                 return idle, idle.look(after)
 
         idle, found = session.run(look)
         forgotten = [
-            briefly(session, lambda _cursor, name=name: self._delete(name, idle.names(), idle), LONGEST)  # type: ignore[misc]
+            briefly(session, lambda _cursor, name=name: self._delete(name, idle.names(), idle), LONGEST_DELETION)  # type: ignore[misc]
             for name in found.names.values()
         ]
         return Forgotten(sum(forgotten), found.after, found.more)
@@ -282,8 +281,9 @@ class Operator:
         return waiters.filter(RowClock.of(self.alias).live() | Q(away=True)).exists()
 
     def _take_all(self, names: LockNames, slots: Collection[int]) -> bool:
-        # Whoever waits, or holds a slot that has no row, is seen at the gate or at the name itself.
-        resources = [names.gate, names.base, *(names.slot(slot) for slot in slots)]
+        # First what tells a claim that it was refused for this; and whoever waits, or holds a slot that has no row, is
+        # seen at the gate or at the name itself.
+        resources = [names.deletion, names.gate, names.base, *(names.slot(slot) for slot in slots)]
         return all(self._take(resource) for resource in resources)
 
     def _take(self, resource: str) -> bool:

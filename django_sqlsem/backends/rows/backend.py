@@ -22,7 +22,6 @@ from django_sqlsem.backends.rows import (
     acquire,
     beacons,
     fences,
-    forgetting,
     handoff,
     operator,
     queue,
@@ -172,10 +171,10 @@ class RowsBackend(BaseSemaphoreBackend):
         return operator.purge_slot(self.alias, name, slot, token)
 
     def purge_idle(self, name: str) -> bool:
-        return forgetting.purge_idle(self.alias, name)
+        return operator.purge_idle(self.alias, name)
 
     def forget(self, session: Session, *, seconds: float, after: str) -> Forgotten:
-        return forgetting.forget(session, seconds, after)
+        return operator.forget(session, seconds, after)
 
     def set_slots(self, name: str, slots: int | None) -> bool:
         return operator.set_slots(self.alias, name, slots)

@@ -4,6 +4,10 @@ Every act is one short transaction that begins by writing to the semaphore's row
 database, and on SQLite it means that no read lock is ever upgraded. What an act then changes is named by slot
 and token in the statement's own WHERE, so that its row count decides.
 
+Whoever deletes a name has its row locked, so that no slot is made meanwhile, and all slots, so that none is taken. A
+claim that comes at that moment waits for the row, and makes the name anew. Who has just taken a place in line finds no
+slots there any more, and comes anew.
+
 A stop request is written beside the permit's token, for that grant alone. The holder's next renewal brings
 it along; a process that a bell or NOTIFY reaches is woken, and renews at once.
 """
@@ -15,14 +19,14 @@ import functools
 import logging
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error as DatabaseError
 from django.db import connections, transaction
-from django.db.models import F, QuerySet
+from django.db.models import F, Q, QuerySet
 
-from django_sqlsem.backends.base import TOKENS, check_slots
-from django_sqlsem.backends.clock import RowClock
+from django_sqlsem.backends.base import TOKENS, Forgotten, check_slots
+from django_sqlsem.backends.clock import IN_LINE, LONGEST_DELETION, Idle, IdleNames, RowClock
 from django_sqlsem.backends.rows import handoff, tokens
 from django_sqlsem.backends.rows.fences import unfenced
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
@@ -32,22 +36,27 @@ from django_sqlsem.database import bells
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.errors import database_errors, repeated
 from django_sqlsem.database.server import server_since
-from django_sqlsem.database.sessions import CallerSession
+from django_sqlsem.database.sessions import CallerSession, briefly, used_by_orm
 from django_sqlsem.exceptions import BackendError, fenced
-from django_sqlsem.models import SemaphoreRow, SlotRow
+from django_sqlsem.models import FenceRow, SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import HolderSnapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from django_sqlsem.database.cursors import AnyCursor
+    from django_sqlsem.database.sessions import Session
 
 logger = logging.getLogger("django_sqlsem")
 
 #: How long a revocation waits for the end of a transaction that is fenced with the permit, in seconds.
 FENCED_PATIENCE: Final = 5.0
 #: How many rows one statement names; every database takes as many parameters.
-AT_ONCE: Final = 500
+_AT_ONCE: Final = 500
 
 
 @contextlib.contextmanager
-def act(alias: str, key: str) -> Iterator[RowClock]:
-    """Begin an act on the name with this key, and lock it until the act's end."""
+def _act(alias: str, key: str) -> Iterator[RowClock]:
     with database_errors(alias):
         since = server_since(connections[alias])
         with transaction.atomic(using=alias):
@@ -73,7 +82,7 @@ def revoke(alias: str, name: str, slot: int, token: int, by: str) -> HolderSnaps
     give_up = time.monotonic() + FENCED_PATIENCE
     held = _taken(alias, name, slot, token)
     while True:
-        with act(alias, key_of(name)) as clock:
+        with _act(alias, key_of(name)) as clock:
             row = held.first()
             if row is None:
                 return None
@@ -95,7 +104,7 @@ def revoke(alias: str, name: str, slot: int, token: int, by: str) -> HolderSnaps
 def request_stop(alias: str, name: str, slot: int, token: int, by: str) -> HolderSnapshot | None:
     """Write the request beside the holder's token, and wake its process. Whoever asked first stays noted."""
     request = {"stop_token": F("token"), "stop_by": printable(by, MAX_USER_LENGTH)}
-    with act(alias, key_of(name)) as clock:
+    with _act(alias, key_of(name)) as clock:
         held = _taken(alias, name, slot, token).exclude(clock.expired())
         row = held.first()
         if row is None:
@@ -132,7 +141,7 @@ def _wake(alias: str, channel: str, permit_id: str) -> None:
 def purge_slot(alias: str, name: str, slot: int, token: int) -> bool:
     """Free a slot whose lease has run out by the database's clock and that still carries this token."""
     freed = {"expires_us": None, "permit_id": None}
-    with act(alias, key_of(name)) as clock:
+    with _act(alias, key_of(name)) as clock:
         expired = _taken(alias, name, slot, token).filter(clock.expired())
         row = expired.first()
         purged = bool(unfenced(expired, alias) and expired.update(**freed))
@@ -143,10 +152,88 @@ def purge_slot(alias: str, name: str, slot: int, token: int) -> bool:
 
 
 @repeated
+def purge_idle(alias: str, name: str) -> bool:
+    """Delete a name that nobody holds or waits for, unless an operator has set its slots or paused it."""
+    key = key_of(name)
+    with _act(alias, key) as clock:
+        rows = SemaphoreRow.objects.using(alias).filter(key=key, operator_slots=None).exclude(clock.paused())
+        row = rows.first()
+        if row is None:
+            return False
+        if row.kind == TOKENS:
+            away = WaiterRow.objects.using(alias).filter(semaphore=key, away=True)
+            # What has been handed out and not taken counts; and a new name would begin with new tokens.
+            if row.tokens or row.declared_slots or away.exists():
+                return False
+        unused = _unused(alias, [key], Q(expires_us=None) | clock.expired(), clock)
+        _delete(alias, unused)
+        return bool(unused)
+
+
+def forget(session: Session, seconds: float, after: str) -> Forgotten:
+    """Delete a few names that nobody has used for so long, of those whose keys follow ``after``.
+
+    Raises ``BackendError`` and ``RefusedError``.
+    """
+
+    def look(cursor: AnyCursor) -> tuple[Idle, IdleNames]:
+        with used_by_orm(cursor.db):
+            idle = Idle(cursor.db.alias, seconds)
+            return idle, idle.look(after)
+
+    def delete(cursor: AnyCursor) -> int:
+        # They may have been used since; and what somebody else has locked is used.
+        named = idle.names().filter(pk__in=list(found.names)).order_by("pk").values_list("pk", flat=True)
+        keys = list(named.select_for_update(skip_locked=cursor.db.features.has_select_for_update_skip_locked))
+        unused = _unused(idle.alias, keys, idle.free(), idle.clock)
+        if not idle.drop(unused):
+            return 0  # the rest of its history comes first, next time
+        _delete(idle.alias, unused)
+        return len(unused)
+
+    idle, found = session.run(look)
+    count = briefly(session, delete, LONGEST_DELETION, IN_LINE) if found.names else 0
+    return Forgotten(count, found.after, found.more)
+
+
+def _unused(alias: str, keys: Collection[str], free: Q, clock: RowClock) -> dict[str, list[int]]:
+    """Return those of these names, whose rows are locked, that nobody holds or waits for, each with its slots' rows.
+
+    Their slots are locked from then on. ``free``: the condition that a slot is.
+    """
+    slots = SlotRow.objects.using(alias).filter(semaphore__in=keys)
+    locked = set(unfenced(slots.filter(free), alias))
+    waiters = WaiterRow.objects.using(alias).filter(clock.live(), semaphore__in=keys)
+    found: dict[str, list[int]] = {key: [] for key in keys}
+    used = set(waiters.values_list("semaphore_id", flat=True))
+    for row, key in slots.values_list("pk", "semaphore_id"):
+        found[key].append(row)
+        if row not in locked:
+            used.add(key)
+    return {key: rows for key, rows in found.items() if key not in used}
+
+
+def _delete(alias: str, names: dict[str, list[int]]) -> None:
+    """Delete names by their keys, with their slots' rows."""
+    rows = [row for slots in names.values() for row in slots]
+    for start in range(0, len(rows), _AT_ONCE):
+        some = rows[start : start + _AT_ONCE]
+        _raw_delete(SlotRow.objects.using(alias).filter(pk__in=some))
+        _raw_delete(FenceRow.objects.using(alias).filter(pk__in=some))
+    _raw_delete(WaiterRow.objects.using(alias).filter(semaphore__in=list(names)))
+    _raw_delete(SemaphoreRow.objects.using(alias).filter(pk__in=list(names)))
+
+
+def _raw_delete(rows: QuerySet[Any]) -> None:
+    # Without Django's collector: it would read first, and cascade over rows that this act must not touch.
+    rows._raw_delete(rows.db)
+
+
+@repeated
 def set_slots(alias: str, name: str, slots: int | None) -> bool:
     """Set the operator's number, and open and close slots to suit. ``ValueError`` for a lock with one slot."""
     key = key_of(name)
-    with act(alias, key) as clock:
+    with _act(alias, key) as clock:
         semaphore = SemaphoreRow.objects.using(alias).filter(key=key).first()
         if semaphore is None:
             return False
@@ -172,7 +259,7 @@ def _create_slots(alias: str, key: str, slots: int, *, closed: bool) -> None:
     missing = [SlotRow(semaphore_id=key, slot=number, closed=closed) for number in numbers]
     # A claim may be creating the same rows at this moment.
     rows.bulk_create(
-        missing, batch_size=AT_ONCE, ignore_conflicts=connections[alias].features.supports_ignore_conflicts
+        missing, batch_size=_AT_ONCE, ignore_conflicts=connections[alias].features.supports_ignore_conflicts
     )
 
 

@@ -318,10 +318,9 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   FROM sqlsem_slot f
   WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
       %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} -
-      %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN CASE WHEN {now} - m.declared_us < 2000000 THEN
-      2 WHEN EXISTS (SELECT 1
+      %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN CASE WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 3 END ELSE 0 END
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
@@ -365,10 +364,9 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   FROM sqlsem_slot f
   WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
       %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} -
-      %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN CASE WHEN {now} - m.declared_us < 2000000 THEN
-      2 WHEN EXISTS (SELECT 1
+      %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN CASE WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 3 END ELSE 0 END, CASE WHEN (m.paused = %(no)s
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END, CASE WHEN (m.paused = %(no)s
       OR m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = m.name_key AND w.expires_us > {now} AND w.away = %(no)s AND w.process_id <>

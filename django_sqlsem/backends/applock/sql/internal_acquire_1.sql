@@ -51,7 +51,7 @@ DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)),
     @seen nvarchar(16), @operator int, @paused bit = 0, @top int = 0, @newest bigint, @turn int = 0, @looked bigint = 0, @chosen bigint = 0, @waited bit = 0,
     @may bit, @past bit = 0, @placed bit = 0, @named bit = 0, @full bit = 0, @most int, @some bit, @swept bigint = 0,
     @start int, @count int = 0, @least int = 2147483647, @greatest int = -1, @busy int = 0, @i int, @try int = 0,
-    @wait int, @step int = 0, @rc int, @done int, @bad int = 0, @strikes int = 0, @now bigint;
+    @wait int, @step int = 0, @rc int, @done int, @bad int = 0, @strikes int = 0, @now bigint, @gone bit;
 SELECT @result = NULL, @taken = N',', @token = NULL, @declared = NULLIF(@slots, 0),
     @bound = CASE WHEN @slots > 0 THEN @slots ELSE 1 END;
 -- In a caller's transaction rows would stay locked.
@@ -275,10 +275,11 @@ BEGIN TRY
         END;
     END;
 
-    -- Nobody used it for long, and it was deleted at this very moment: who does that has had its locks, and until the
-    -- end its row.
-    IF @result = -1 AND @write = 1 AND NOT EXISTS (SELECT 1 FROM dbo.sqlsem_semaphore WITH (FORCESEEK, READCOMMITTEDLOCK)
-        WHERE name_key = @key) SET @result = -10;
+    IF @result = -1 AND @write = 1
+    BEGIN
+        EXEC sqlsem.internal_gone_1 @key, @gone OUTPUT;
+        IF @gone = 1 SET @result = -10;
+    END;
     -- The next in line goes on before anything is written: a commit may wait for a disk, or for another server.
     IF @head = 1 AND (@result <> -4 OR @keep = 0)
     BEGIN

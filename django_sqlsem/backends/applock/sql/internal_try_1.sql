@@ -16,7 +16,7 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_try_1
 AS
 SET NOCOUNT ON;
 DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)), @fence nvarchar(60), @resource nvarchar(255),
-    @rc int, @named int = -1, @slot int = 0, @result int = -1, @token bigint, @now bigint, @done int;
+    @rc int, @named int = -1, @slot int = 0, @result int = -1, @token bigint, @now bigint, @done int, @gone bit;
 BEGIN TRY
     IF APPLOCK_TEST(N'public', @gate, N'Exclusive', N'Session') = 1
         EXEC @named = sys.sp_getapplock @base, 'IntentExclusive', 'Session', 0, 'public';
@@ -55,14 +55,14 @@ BEGIN TRY
             COMMIT TRANSACTION WITH (DELAYED_DURABILITY = ON);  -- noqa: PRS
         END;
     END;
-    -- An operator may have made more slots of it, it is another kind of lock, or nobody used it for long, and it was
-    -- deleted at this very moment: who does that has had its locks, and until the end its row.
+    -- An operator may have made more slots of it, or it is another kind of lock, or somebody deletes it.
     IF @result = -1 AND @permit IS NOT NULL
     BEGIN
-        SET @result = -9;
-        SELECT @result = -1 FROM dbo.sqlsem_semaphore WITH (FORCESEEK, READCOMMITTEDLOCK)
-        WHERE name_key = @key AND COALESCE(operator_slots, 0) <= CASE kind WHEN @kind THEN @slots ELSE -1 END
+        SELECT @result = -9 FROM dbo.sqlsem_semaphore WITH (FORCESEEK)
+        WHERE name_key = @key AND COALESCE(operator_slots, 0) > CASE kind WHEN @kind THEN @slots ELSE -1 END
         OPTION (KEEPFIXED PLAN);
+        EXEC sqlsem.internal_gone_1 @key, @gone OUTPUT;
+        IF @gone = 1 SET @result = -9;
     END;
 END TRY
 BEGIN CATCH
