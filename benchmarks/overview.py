@@ -2,11 +2,13 @@
 
 ``python -m benchmarks.overview --database postgres --names 10 1000 100000``. Each name has three slots that have been
 used; of a hundred slots one or so is held, of ten thousand one or so is stale, and some names are waited for or paused.
+``--templates 3``: three templates have made all of them, and there is a row for each, which opens.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -38,6 +40,10 @@ PAGES = {
     "refreshed part": "",
     "JSON": "snapshot.json",
     "JSON, page 500": "snapshot.json?p=500",
+    "one template": "?template=sync:{user.pk}:0",
+    "one template, p. 50": "?template=sync:{user.pk}:0&p=50",
+    "locks list": "",
+    "locks list, JSON": "",
 }
 HEADERS = "page                 queries median, ms least, ms  CPU, ms database, ms   kB"
 SLOTS = 3
@@ -56,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--database", default="postgres", type=one_of(["sqlite", "postgres", "mariadb"], "database"))
     add("--names", nargs="+", default=[10, 1000, 100_000], type=number(int, 10), metavar="N", help="how many names")
     add("--requests", default=15, type=number(int, 1), metavar="N", help="how often each page is asked for")
+    add("--templates", default=0, type=number(int, 0), metavar="N", help="how many templates have made them")
     add("--explain", action="store_true", help="print how PostgreSQL reads each page of the largest table")
     options = parser.parse_args(arguments)
     servers, missing = server_side.find([options.database])
@@ -82,7 +89,7 @@ def measure(options: argparse.Namespace) -> None:
     try:
         before = 0
         for count in sorted(map(int, options.names)):
-            fill(before, count)
+            fill(before, count, int(options.templates))
             before = count
             say(f"\n{count:,} names ({os.getloadavg()[0]:.1f} processes want one of {os.cpu_count()} CPUs)")
             say(HEADERS)
@@ -119,7 +126,7 @@ def ask(client: Any, title: str, query: str, times: int) -> str:
         spent: list[float] = []
         with noted(lambda _sql, took, spent=spent: spent.append(took)):
             used, started = cpu_seconds(), time.perf_counter()
-            response = client.get(url(query), headers=headers)
+            response = listed(title) if title.startswith("locks") else client.get(url(query), headers=headers)
             took = time.perf_counter() - started
         if response.status_code in (302, 400) and "p=500" in query:
             return f"{title:20} there are fewer pages"
@@ -133,6 +140,16 @@ def ask(client: Any, title: str, query: str, times: int) -> str:
         f"{title:20} {len(spent):7} {1000 * median(seconds):10.1f} {1000 * min(seconds):9.1f} {1000 * median(cpu):8.1f}"
         f" {1000 * median(sql):12.1f} {len(response.content) / 1000:4.0f}"
     )
+
+
+def listed(title: str) -> Any:
+    """Return what ``manage.py locks list`` prints, as an answer."""
+    from django.core.management import call_command
+    from django.http import HttpResponse
+
+    out = io.StringIO()
+    call_command("locks", "list", *(["--format", "json"] if "JSON" in title else []), stdout=out)
+    return HttpResponse(out.getvalue())
 
 
 def cpu_seconds() -> float:
@@ -181,13 +198,13 @@ def explain(client: Any) -> None:
                     say(f"    {row[:200]}")
 
 
-def fill(first: int, count: int) -> None:
+def fill(first: int, count: int, templates: int = 0) -> None:
     """Make the names from ``first`` on, up to ``count`` of them in all."""
     from django.db import connection
 
     from django_sqlsem.core.names import resource_for
     from django_sqlsem.database.dialects import dialect_for
-    from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
+    from django_sqlsem.models import MinuteRow, SemaphoreRow, SlotRow, WaiterRow
 
     with connection.cursor() as cursor:
         now = dialect_for(connection).now(cursor)
@@ -199,7 +216,7 @@ def fill(first: int, count: int) -> None:
         SemaphoreRow.objects.bulk_create(
             SemaphoreRow(
                 key=name.key, name=name.name, kind="mutex" if each % 10 == 7 else "semaphore", declared_slots=SLOTS,
-                paused=each % 4000 == 3,
+                paused=each % 4000 == 3, template=f"sync:{{user.pk}}:{each % templates}" if templates else "",
             )
             for each, name in names.items()
         )  # fmt: skip
@@ -218,13 +235,24 @@ def fill(first: int, count: int) -> None:
                     )
                 )  # fmt: skip
         SlotRow.objects.bulk_create(slots, batch_size=BATCH)
+        minute = dialect_for(connection).token_clock(now) // 60_000_000 * 60_000_000
+        MinuteRow.objects.bulk_create(
+            MinuteRow(
+                key=name.key, minute_us=minute, writer=1, until_us=minute + LASTING, granted=3, turned_away=1,
+                template=f"sync:{{user.pk}}:{each % templates}" if templates else "",
+            )
+            for each, name in names.items()
+        )  # fmt: skip
         WaiterRow.objects.bulk_create(
             WaiterRow(ticket=f"{each:032x}", semaphore_id=name.key, queued_us=now, expires_us=now + LASTING,
                       waiting=2, **who)
             for each, name in names.items() if each % 250 == 1
         )  # fmt: skip
     with connection.cursor() as cursor:
-        analyze = {"postgresql": "VACUUM ANALYZE", "mysql": "ANALYZE TABLE sqlsem_semaphore, sqlsem_slot"}
+        analyze = {
+            "postgresql": "VACUUM ANALYZE",
+            "mysql": "ANALYZE TABLE sqlsem_semaphore, sqlsem_slot, sqlsem_minute",
+        }
         cursor.execute(analyze.get(connection.vendor, "ANALYZE"))
 
 

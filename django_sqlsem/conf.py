@@ -20,6 +20,8 @@ from django_sqlsem.core.text import shown
 AUTO: Final = "auto"
 #: The shortest lease: below it, a slow statement or a busy machine would cost a permit.
 MIN_LEASE: Final = 1.0
+#: The shortest time after which names are forgotten: below it, they would come and go while they are in use.
+MIN_FORGET: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Config:
     history_acts: float = 30 * 86400.0
     #: How long the statistics of each minute are kept.
     history_minutes: float = 7 * 86400.0
+    #: How long names are kept that nobody uses; ``None``: for ever.
+    forget_after: float | None = 30 * 86400.0
     #: What is done about deadlocks: ``"report"``, ``"break"``, or ``"ignore"``.
     deadlocks: str = "report"
 
@@ -101,7 +105,7 @@ def _history(kept: dict[Any, Any], name: str) -> dict[str, Any]:
 
 def _value(key: str, value: object, name: str) -> object:
     if _TYPES[key] in ("float", "float | None"):
-        minimum = MIN_LEASE if key == "LEASE" else 0.0
+        minimum = {"LEASE": MIN_LEASE, "FORGET_AFTER": MIN_FORGET}.get(key, 0.0)
         return to_seconds(value, what=name, minimum=minimum, allow_none=_TYPES[key] == "float | None")
     if key == "VIEW_MAX_WAITING":
         return value if value == AUTO else validate_max_waiting(value, what=name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
@@ -12,9 +14,11 @@ from django_sqlsem.core.names import Name, literal_prefix, matcher, validate_nam
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.deadlocks import reading as deadlocks_reading
 from django_sqlsem.deadlocks.reading import deadlocks, waits
+from django_sqlsem.history.events import Totals
 from django_sqlsem.history.reading import clock as history_clock
-from django_sqlsem.history.reading import events, minutes, spans, totals
+from django_sqlsem.history.reading import events, minutes, spans, template_totals, totals
 from django_sqlsem.refresh import rows as refresh_rows
+from django_sqlsem.snapshots import longest
 
 if TYPE_CHECKING:
     import datetime
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
         SemaphoreSnapshot,
         Survey,
         SurveyState,
+        TemplateSnapshot,
         WaitSnapshot,
     )
 
@@ -54,6 +59,7 @@ __all__ = [
     "semaphores",
     "spans",
     "survey",
+    "templates",
     "totals",
     "waits",
 ]
@@ -102,6 +108,22 @@ class Reading:
         return self._backend.survey(at=self._clock)
 
     @cached_property
+    def templates(self) -> list[TemplateSnapshot]:
+        """What the names of each template amount to."""
+        found = self._backend.templates(at=self._clock)
+        if not found:
+            return []
+        recorded = conf.config(self.using).history
+        known = template_totals([each.template for each in found], using=self.using) if recorded else {}
+        bad = {name for deadlock in self.deadlocks for name in deadlock.names}
+        deadlocked = Counter(each.template for each in self.by_name(bad).values())
+        none = Totals() if recorded else None
+        return [
+            replace(_with_totals(each, known.get(each.template, none)), deadlocked=deadlocked[each.template])
+            for each in found
+        ]
+
+    @cached_property
     def waits(self) -> list[WaitSnapshot]:
         """Who waits while holding something. Asked for before ``deadlocks``, it answers those too."""
         found, self.deadlocks = deadlocks_reading.standing(self.using, at=self._clock)
@@ -130,13 +152,31 @@ class Reading:
         return {key: (age, self._clock.at(age)) for key, age in ages.items()}
 
 
+def _with_totals(found: TemplateSnapshot, totals: Totals | None) -> TemplateSnapshot:
+    """Add the last hour to what goes on now; ``None``: nothing is known of it."""
+    if totals is None:
+        return found
+    return replace(
+        found,
+        turned_away=totals.turned_away,
+        longest_hold=longest(found.longest_hold, totals.longest_hold),
+        longest_wait=longest(found.longest_wait, totals.longest_wait),
+    )
+
+
 def semaphores(
-    name_glob: str | None = None, *, state: State | None = None, using: str | None = None
+    name_glob: str | None = None,
+    *,
+    state: State | None = None,
+    template: str | None = None,
+    using: str | None = None,
 ) -> list[SemaphoreSnapshot]:
     """Return snapshots ordered by name.
 
     ``name_glob`` is a shell pattern with case (``reports:*``). ``state`` keeps the semaphores that have a slot or
-    a waiter in that state. Raises ``ValueError`` for an unknown state and ``BackendError`` if the database fails.
+    a waiter in that state. ``template`` keeps those that a decorator with this name has made
+    (``sync:{request.user.pk}``); empty: those that no template has made. Raises ``ValueError`` for an unknown state and
+    ``BackendError`` if the database fails.
     """
     if state is not None and state not in get_args(State):
         raise ValueError(f"state must be one of {', '.join(get_args(State))}, not {state!r}.")
@@ -144,7 +184,7 @@ def semaphores(
     if prefix is None:
         return []
     matches = matcher(name_glob)
-    found = get_backend(database_for(using)).inspect(prefix=prefix)
+    found = get_backend(database_for(using)).inspect(prefix=prefix, template=template)
     return [snapshot for snapshot in found if matches(snapshot.name) and (state is None or getattr(snapshot, state))]
 
 
@@ -231,6 +271,14 @@ def survey(using: str | None = None) -> Survey:
     A few reads, whatever the number of names. Raises ``BackendError``.
     """
     return get_backend(database_for(using)).survey()
+
+
+def templates(using: str | None = None) -> list[TemplateSnapshot]:
+    """Return what the names of each template amount to, by template: of the thousand with the most names.
+
+    A few reads, whatever the number of names. Raises ``BackendError``.
+    """
+    return Reading(using).templates
 
 
 def notes(using: str | None = None) -> list[str]:

@@ -197,6 +197,8 @@ class SemaphoreSnapshot:
     paused_at: datetime.datetime | None = None
     paused_until: datetime.datetime | None = None
     resumes_in: float | None = None
+    #: The decorator's name before a call's arguments filled it in: ``sync:{request.user.pk}``. Empty for other names.
+    template: str = ""
 
     @property
     def held(self) -> int:
@@ -338,6 +340,71 @@ def survey_of(snapshots: Iterable[SemaphoreSnapshot]) -> Survey:
         draining=len(counts["draining"]),
         names={state: Listed.of(each.items()) for state, each in counts.items()},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSnapshot:
+    """All names that one template has made, as sums at one instant. Lengths are seconds by the database's clock."""
+
+    #: ``sync:{request.user.pk}``.
+    template: str
+    #: How many names it has made that are not forgotten.
+    names: int
+    kind: str = ""
+    #: How many slots are taken by live permits, and how many belong to holders that seem gone.
+    held: int = 0
+    stale: int = 0
+    #: How many threads and tasks wait, and for how many of the names.
+    waiting: int = 0
+    queues: int = 0
+    #: How many of the names grant nothing; how many wait for each other in a circle.
+    paused: int = 0
+    deadlocked: int = 0
+    #: The longest hold and the longest wait: of those that go on, and with a history also of the last hour.
+    longest_hold: float | None = None
+    longest_wait: float | None = None
+    #: How many calls were refused in the last hour; ``None``: no history is kept.
+    turned_away: int | None = None
+
+    @property
+    def trouble(self) -> dict[str, int]:
+        """What an operator should look at, the worst first: slots that are stale, and names in other states."""
+        states = {
+            "stale": self.stale, "deadlocked": self.deadlocked, "waited for": self.queues, "paused": self.paused,
+        }  # fmt: skip
+        return {state: count for state, count in states.items() if count}
+
+
+#: How many templates are told of: those with the most names.
+MOST_TEMPLATES: Final = 1000
+
+
+def templates_of(snapshots: Iterable[SemaphoreSnapshot]) -> dict[str, TemplateSnapshot]:
+    """Return what snapshots of names amount to, by template."""
+    found: dict[str, TemplateSnapshot] = {}
+    for each in snapshots:
+        if each.template:
+            known = found.get(each.template) or TemplateSnapshot(each.template, 0)
+            holds = [holder.age for holder in each.holders if holder.recorded and not holder.expired]
+            waits = [waiter.age for waiter in each.waiters]
+            found[each.template] = replace(
+                known,
+                names=known.names + 1,
+                kind=each.kind,
+                held=known.held + each.held,
+                stale=known.stale + each.stale,
+                waiting=known.waiting + each.waiting,
+                queues=known.queues + bool(each.waiting),
+                paused=known.paused + each.paused,
+                longest_hold=longest(known.longest_hold, *holds),
+                longest_wait=longest(known.longest_wait, *waits),
+            )
+    return found
+
+
+def longest(*seconds: float | None) -> float | None:
+    """Return the longest of these lengths; ``None`` if none of them is known."""
+    return max((each for each in seconds if each is not None), default=None)
 
 
 #: The bounds of an estimate, in seconds.

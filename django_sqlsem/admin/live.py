@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from django.contrib.admin.options import IncorrectLookupParameters
@@ -25,6 +26,7 @@ from django.utils.translation import gettext as _
 from django_sqlsem import queries
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.serialize import as_json, as_plain
+from django_sqlsem.snapshots import TemplateSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,12 +182,18 @@ def _page(model_admin: Any, request: HttpRequest) -> dict[str, Any]:
             "number": found.page_num,
             "pages": found.paginator.num_pages,
             "per_page": found.list_per_page,
-            "names": found.result_count,
+            "names": found.result_count - len(found.groups),
+            "templates": len(found.groups),
         },
         "totals": {key: getattr(reading.survey, key) for key in ("held", "stale", "waiting", "paused", "draining")},
         "deadlocks": [str(deadlock) for deadlock in reading.deadlocks],
         "notes": queries.notes(),
-        "semaphores": [as_plain(row.known, row.lately, deadlocked=row.deadlocked) for row in found.result_list],
+        "templates": [asdict(row.known) for row in found.result_list if isinstance(row.known, TemplateSnapshot)],
+        "semaphores": [
+            as_plain(row.known, row.lately, deadlocked=row.deadlocked)
+            for row in found.result_list
+            if not isinstance(row.known, TemplateSnapshot)
+        ],
     }
 
 

@@ -10,14 +10,22 @@ from django.db.models.functions import Coalesce
 from django.utils.html import format_html
 from django.utils.safestring import SafeString, mark_safe
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy
+from django.utils.translation import gettext_lazy, ngettext
 
 from django_sqlsem.admin import actions, live, lock_page
 from django_sqlsem.admin.base import OperatorAdmin, column
 from django_sqlsem.admin.display import declared, drawn, kind_of, percent, users, visible
-from django_sqlsem.admin.overview import KindFilter, OverviewChangeList, OverviewStateFilter, overview_answer, searched
+from django_sqlsem.admin.overview import (
+    KindFilter,
+    OverviewChangeList,
+    OverviewStateFilter,
+    TemplateFilter,
+    overview_answer,
+    searched,
+)
 from django_sqlsem.core.durations import duration
 from django_sqlsem.models import SemaphoreRow
+from django_sqlsem.snapshots import TemplateSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +54,7 @@ class SemaphoreAdmin(OperatorAdmin):
         "lock_name", "cells", "held", "waiting", "stale", "utilisation", "longest_hold", "longest_wait", "turned_away",
         "kind_word", "declared",
     )  # fmt: skip
-    list_filter = (OverviewStateFilter, KindFilter)
+    list_filter = (OverviewStateFilter, KindFilter, TemplateFilter)
     list_per_page = 50
     search_fields = ("name",)
     ordering = ("name",)
@@ -85,7 +93,9 @@ class SemaphoreAdmin(OperatorAdmin):
         return lock_page.lock_page(self, request, object_id)
 
     def action_checkbox(self, row: SemaphoreRow) -> SafeString:
-        """Return what Django does, without a template for each row."""
+        """Return what Django does, without a template for each row; actions are for names, one by one."""
+        if isinstance(row.known, TemplateSnapshot):  # type: ignore[attr-defined]
+            return SafeString("")
         return format_html(
             '<input type="checkbox" name="{}" value="{}" class="action-select" aria-label="{}">',
             ACTION_CHECKBOX_NAME,
@@ -105,12 +115,14 @@ class SemaphoreAdmin(OperatorAdmin):
     longest_wait = column(gettext_lazy("longest wait"), lambda row: _length(row.lately.longest_wait))
     turned_away = column(gettext_lazy("turned away"), lambda row: _marked(row.lately.turned_away or 0, "away"))
     kind_word = column(gettext_lazy("kind"), lambda row: _kinds(row.known), ordering="kind")
-    declared = column(gettext_lazy("declared"), lambda row: declared(row.known))
+    declared = column(gettext_lazy("declared"), lambda row: _declared(row.known))
 
 
 def _cells(row: Any) -> SafeString | str:
     """Return the slots as cells, with what an operator must know of all of them in a word."""
     snapshot = row.known
+    if isinstance(snapshot, TemplateSnapshot):
+        return _names(snapshot)
     shown: SafeString | str = drawn(snapshot)
     if snapshot.units is not None:
         shown = _("%(units)d units") % {"units": snapshot.units}
@@ -126,15 +138,34 @@ def _cells(row: Any) -> SafeString | str:
     return shown
 
 
-def _kinds(snapshot: SemaphoreSnapshot) -> str:
+def _kinds(snapshot: SemaphoreSnapshot | TemplateSnapshot) -> str:
     """Return what kind of lock it is, and as which other one it is used at this moment."""
+    if isinstance(snapshot, TemplateSnapshot):
+        return kind_of(snapshot.kind)
     return ", ".join(kind_of(each) for each in (snapshot.kind, snapshot.other_kind) if each)
 
 
-def _held(snapshot: SemaphoreSnapshot) -> SafeString | str:
+def _names(template: TemplateSnapshot) -> SafeString:
+    """Return how many names a template has made, and what is wrong with them."""
+    shown = format_html("{}", ngettext("%(count)d name", "%(count)d names", template.names) % {"count": template.names})
+    words = {"stale": _("stale"), "deadlocked": _("deadlocked"), "waited for": _("waited for"), "paused": _("paused")}
+    looks = {"stale": "stale", "deadlocked": "bad", "waited for": "waiting", "paused": "paused"}
+    for state, count in template.trouble.items():
+        told = _("%(count)d %(state)s") % {"count": count, "state": words[state]}
+        shown = format_html('{} <span class="sqlsem-badge sqlsem-{}">{}</span>', shown, looks[state], told)
+    return shown
+
+
+def _held(snapshot: SemaphoreSnapshot | TemplateSnapshot) -> SafeString | str:
+    if isinstance(snapshot, TemplateSnapshot):
+        return _marked(snapshot.held, "held")
     if snapshot.units is not None:
         return NONE
     return _("%(held)d of %(slots)d") % {"held": snapshot.held, "slots": snapshot.slots}
+
+
+def _declared(snapshot: SemaphoreSnapshot | TemplateSnapshot) -> SafeString | str:
+    return NONE if isinstance(snapshot, TemplateSnapshot) else declared(snapshot)
 
 
 def _meter(used: float | None) -> SafeString:

@@ -1,18 +1,24 @@
 """The list of all locks, those in trouble first, at a cost that does not grow with their number.
 
+All names that one template has made are one row of it, which opens to a list of them. Who searches, or asks for a
+state, gets names.
+
 A few names, known by their keys, stand first in a long list: the database counts and sorts nothing for all the others.
 """
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, cast
+from urllib.parse import urlencode
 
 from django.contrib import admin
-from django.contrib.admin.views.main import ORDER_VAR, ChangeList
+from django.contrib.admin.views.main import ORDER_VAR, PAGE_VAR, ChangeList
 from django.db.models import Value
 from django.db.models.functions import Upper
 from django.db.models.lookups import Contains
 from django.template.response import TemplateResponse
+from django.urls import reverse
 from django.utils.text import smart_split, unescape_string_literal
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
@@ -23,7 +29,8 @@ from django_sqlsem.admin.display import KIND_WORDS, visible
 from django_sqlsem.admin.lists import StateFilter
 from django_sqlsem.core.names import key_of
 from django_sqlsem.models import SemaphoreRow
-from django_sqlsem.snapshots import MOST_NAMES, SURVEY_STATES
+from django_sqlsem.serialize import Lately
+from django_sqlsem.snapshots import MOST_NAMES, SURVEY_STATES, TemplateSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -38,6 +45,8 @@ if TYPE_CHECKING:
 FEW_NAMES: Final = 1000
 #: A search lists no more than this: to count all of a hundred thousand names takes longer than the page.
 SEARCHED: Final = 10_000
+#: The states that rank names and templates before all others, the worst first.
+TROUBLE: Final = ("stale", "deadlocked", "waited for", "paused")
 #: The columns that rank a few names before all others, which have none.
 RANKED: Final = ("held", "stale", "waiting")
 
@@ -74,26 +83,31 @@ def ranked(
     rows: QuerySet[SemaphoreRow],
     ranks: Mapping[str, Any],
     *,
+    groups: Mapping[str, TemplateSnapshot] | None = None,
     last: bool = False,
     names: Mapping[str, str] | None = None,
     most: int | None = None,
 ) -> Joined:
     """Return the names of ``rows`` in their order, with those of ``ranks`` before all others: the smallest rank first.
 
-    ``ranks``: by the keys of names. ``last``: behind all others, the smallest rank last. ``names``: the names of all
-    rows by their keys, if they are known. ``most``: so many rows are counted at the most.
+    ``ranks``: by the keys of names, and of ``groups``, which stand before all other names. ``last``: behind all
+    others, the smallest rank last. ``names``: the names of all rows by their keys, if they are known. ``most``: so many
+    rows are counted at the most.
     """
+    groups = groups or {}
     if names is not None:
         count, known = len(names), {key: name for key, name in names.items() if key in ranks}
     else:
         count = (rows if most is None else rows.order_by()[:most]).count()
         known = dict(rows.filter(pk__in=list(ranks)).order_by().values_list("pk", "name")) if ranks else {}
-    by_name = sorted(known, key=lambda key: known[key])
-    first = [known[key] for key in sorted(by_name, key=lambda key: ranks[key], reverse=last)]
+    labels = known | {key: group.template for key, group in groups.items() if key in ranks}
+    by_label = sorted(labels, key=lambda key: labels[key])
+    first = [groups.get(key) or known[key] for key in sorted(by_label, key=lambda key: ranks[key], reverse=last)]
+    calm = [group for key, group in groups.items() if key not in ranks]
     others: Any = (rows.exclude(pk__in=list(known)) if known else rows).values_list("name", flat=True)
     if names is not None and rows.query.order_by == ("name",):
         others = sorted(name for key, name in names.items() if key not in known)
-    parts = [(first, len(first)), (others, max(0, count - len(first)))]
+    parts = [(first, len(first)), (calm, len(calm)), (others, max(0, count - len(known)))]
     return Joined(*(reversed(parts) if last else parts))
 
 
@@ -128,7 +142,12 @@ class OverviewStateFilter(StateFilter):
     """Keeps the names of a state. The survey that the page needs anyway has most of them."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        survey = self.survey = live.reading_of(request).survey
+        reading = live.reading_of(request)
+        survey = self.survey = reading.survey
+        template = request.GET.get("template")
+        groups = reading.templates if template else []
+        #: Whose counts are told: those of all names, or of the template that is open.
+        self.told = next((each for each in groups if each.template == template), survey)
         return [
             ("held", ngettext("slot held", "slots held", survey.held)),
             ("stale", _("stale")),
@@ -150,7 +169,7 @@ class OverviewStateFilter(StateFilter):
     def choices(self, changelist: Any) -> Iterator[Any]:
         """Add how many there are."""
         for choice, state in zip(super().choices(changelist), ("", *SURVEY_STATES), strict=True):
-            yield {**choice, "state": state, "count": getattr(self.survey, state, "")}
+            yield {**choice, "state": state, "count": getattr(self.told, state, "")}
 
 
 class KindFilter(admin.SimpleListFilter):
@@ -169,9 +188,26 @@ class KindFilter(admin.SimpleListFilter):
         return queryset.filter(kind=kind) if kind in KIND_WORDS else queryset.none()
 
 
+class TemplateFilter(admin.SimpleListFilter):
+    """Keeps the names that one template has made."""
+
+    title = gettext_lazy("template")
+    parameter_name = "template"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        template = self.value()
+        return [(template, visible(template))] if template else []
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        template = self.value() or ""
+        return queryset.none() if "\0" in template else queryset.filter(template=template)
+
+
 class OverviewChangeList(ChangeList):
     """Locks, those in trouble first unless a column says otherwise. Its rows are made of snapshots."""
 
+    #: What stands for the names of a template, by a key that no name has.
+    groups: Mapping[str, TemplateSnapshot] = MappingProxyType({})
     #: Whether there may be more than are listed.
     cut_off = False
     #: A column of ``RANKED`` by which the list is ordered, with a minus for the largest first.
@@ -199,6 +235,10 @@ class OverviewChangeList(ChangeList):
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
         """Search and filter once: what finds few names is known by these from then on."""
         found = super().get_queryset(request, exclude_parameters)
+        if not (self.query or self.params.get("state") or self.params.get("template")):
+            kind = self.params.get("kind")
+            found = found.filter(template="")
+            self.groups = {f"{{{each.template}": each for each in self.reading.templates if kind in (None, each.kind)}
         if self.query or self.has_active_filters:
             few = MOST_NAMES if self.params.get("state") else FEW_NAMES
             names = dict(found.order_by().values_list("pk", "name")[: few + 1])
@@ -211,7 +251,7 @@ class OverviewChangeList(ChangeList):
         """Read the names of one page, and then their snapshots and what they were like in the last hour."""
         queryset, most = self.queryset, SEARCHED if self.query else None
         last = self.ranking in RANKED
-        names: Any = ranked(queryset, self._ranks(), last=last, names=self._names, most=most)
+        names: Any = ranked(queryset, self._ranks(), groups=self.groups, last=last, names=self._names, most=most)
         self.queryset = names
         super().get_results(request)
         self.queryset, self.result_list = queryset, self._rows(self.result_list[:])
@@ -220,21 +260,45 @@ class OverviewChangeList(ChangeList):
 
     def _ranks(self) -> dict[str, Any]:
         if self.ranking:
-            counts = self.reading.survey.listed(self.ranking.lstrip("-")).counts
+            state = self.ranking.lstrip("-")
+            counts = {key: getattr(group, state) for key, group in self.groups.items()}
+            counts |= self.reading.survey.listed(state).counts
             # With the others before them, the smallest rank comes last; the order of names is that of a page.
-            return {key: -count for key, count in counts.items()}
-        return {} if self.params.get(ORDER_VAR) else trouble(self.reading)
+            return {key: -count for key, count in counts.items() if count}
+        if self.params.get(ORDER_VAR):
+            return {}
+        worst = {key: next(iter(group.trouble), "") for key, group in self.groups.items()}
+        return {key: TROUBLE.index(state) for key, state in worst.items() if state} | trouble(self.reading)
 
-    def _rows(self, names: list[str]) -> list[Any]:
-        found = self.reading.by_name(names)
+    def url_for_result(self, result: Any) -> str:
+        """Return where a row leads: to the page of a lock, or to the names of a template."""
+        if not isinstance(result.known, TemplateSnapshot):
+            return super().url_for_result(result)
+        # Django adds the filters and the order of this page, and its number.
+        name = f"admin:{self.opts.app_label}_{self.opts.model_name}_changelist"
+        query = urlencode({"template": result.known.template, PAGE_VAR: 1})
+        return f"{reverse(name, current_app=self.model_admin.admin_site.name)}?{query}"
+
+    def _rows(self, entries: list[Any]) -> list[Any]:
+        """Return the rows of names and templates."""
+        found = self.reading.by_name(each for each in entries if isinstance(each, str))
         lately, bad = queries.lately(found.values()), set(deadlocked(self.reading))
         rows = []
-        for name in names:
-            if name in found:  # else it was purged just now
-                row: Any = SemaphoreRow(key=key_of(name), name=name, kind=found[name].kind)
-                row.known, row.lately, row.deadlocked = found[name], lately[name], row.key in bad
+        for each in entries:
+            if isinstance(each, TemplateSnapshot):
+                rows.append(_row_of_template(each))
+            elif each in found:  # else it was purged just now
+                row: Any = SemaphoreRow(key=key_of(each), name=each, kind=found[each].kind)
+                row.known, row.lately, row.deadlocked = found[each], lately[each], row.key in bad
                 rows.append(row)
         return rows
+
+
+def _row_of_template(group: TemplateSnapshot) -> Any:
+    row: Any = SemaphoreRow(name=group.template, kind=group.kind)
+    row.known, row.deadlocked = group, bool(group.deadlocked)
+    row.lately = Lately(turned_away=group.turned_away, longest_hold=group.longest_hold, longest_wait=group.longest_wait)
+    return row
 
 
 def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpResponse:
@@ -251,6 +315,7 @@ def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpRespons
         "sqlsem_deadlocks": [visible(str(each)) for each in changelist.reading.deadlocks],
         "sqlsem_states": filters["state"],
         "sqlsem_kinds": filters["kind"],
+        "sqlsem_template": visible(request.GET.get("template", "")),
     }
     if not live.is_fragment(request):
         return response

@@ -7,12 +7,12 @@ from __future__ import annotations
 import abc
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from django.apps import apps
-from django.db.models import Q
+from django.db.models import Count, Min, Q
 
 from django_sqlsem.core.modes import MUTEX, SHARED, UPGRADE, WHOLE, line_of
 from django_sqlsem.core.names import ONE_SLOT, key_of
@@ -22,7 +22,16 @@ from django_sqlsem.database.dialects import DatabaseNow, dialect_for
 from django_sqlsem.database.errors import database_errors, repeated
 from django_sqlsem.database.sessions import OwnSession
 from django_sqlsem.exceptions import SemaphoreError
-from django_sqlsem.snapshots import SlotState, Survey, SurveyState, survey_of
+from django_sqlsem.snapshots import (
+    MOST_NAMES,
+    MOST_TEMPLATES,
+    SlotState,
+    Survey,
+    SurveyState,
+    TemplateSnapshot,
+    survey_of,
+    templates_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -91,6 +100,8 @@ class Request:
     max_waiting: int | None = None
     #: Whether it is refused at once while the name is paused.
     heeds_pause: bool = False
+    #: The decorator's name before the call's arguments filled it in; empty for any other name.
+    template: str = ""
 
     @property
     def bounded(self) -> bool:
@@ -249,9 +260,18 @@ class Ended:
     grant: Grant
     holder: HolderIdentity
     mode: str
+    template: str
     #: How many seconds ago its process proved last that it lives, and for how long it had held by then.
     ago: float
     held: float
+
+
+class Forgotten(NamedTuple):
+    """How many names were deleted, the key after which to look next, and whether there seem to be more."""
+
+    deleted: int = 0
+    after: str = ""
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,10 +492,16 @@ class BaseSemaphoreBackend(abc.ABC):
 
     @abc.abstractmethod
     def inspect(
-        self, names: Collection[str] | None = None, *, prefix: str = "", at: RowClock | None = None
+        self,
+        names: Collection[str] | None = None,
+        *,
+        prefix: str = "",
+        template: str | None = None,
+        at: RowClock | None = None,
     ) -> list[SemaphoreSnapshot]:
         """Return snapshots, ordered by name: of ``names`` if given, else of all names that begin with ``prefix``.
 
+        ``template``: only the names that this template has made; empty: only those that none has.
         ``at``: the instant as of which they are read; omitted, now. A backend that tells the time by itself ignores it.
         """
 
@@ -491,6 +517,30 @@ class BaseSemaphoreBackend(abc.ABC):
         with database_errors(self.alias):
             names = [name for (name,) in slots.filter(expires_us__isnull=False).union(waiters)[:most]]
         return self.inspect(names)
+
+    def templates(self, *, at: RowClock | None = None) -> list[TemplateSnapshot]:
+        """Return what the names of each template amount to, by template: of those with the most names."""
+        named = apps.get_model("sqlsem", "SemaphoreRow")._default_manager.using(self.alias)
+        rows = named.exclude(template="").order_by().values_list("template")
+        paused = Q(paused=True) & (Q(paused_until_us=None) | Q(paused_until_us__gt=NOW_UNIX))
+        with database_errors(self.alias):
+            counted = rows.annotate(count=Count("pk"), of_kind=Min("kind")).order_by("-count", "template")
+            found = sorted(counted[:MOST_TEMPLATES])
+            stopped = dict(rows.filter(paused).annotate(Count("pk"))) if found else {}
+            sums = self.template_sums(at=at) if found else {}
+        return [
+            replace(
+                sums.get(template) or TemplateSnapshot(template, 0),
+                names=count,
+                kind=kind,
+                paused=stopped.get(template, 0),
+            )
+            for template, count, kind in found
+        ]
+
+    def template_sums(self, *, at: RowClock | None = None) -> Mapping[str, TemplateSnapshot]:
+        """Return what the names in use amount to, by template. One whose tables tell that at once overrides this."""
+        return templates_of(self.in_use(MOST_NAMES))
 
     def survey(self, *, at: RowClock | None = None) -> Survey:
         """Return how all names stand. A backend whose tables tell that at once overrides this and the next two."""
@@ -538,6 +588,14 @@ class BaseSemaphoreBackend(abc.ABC):
     @abc.abstractmethod
     def purge_idle(self, name: str) -> bool:
         """Atomically delete a name without holders and waiters. Return whether it was deleted."""
+
+    def forget(self, session: Session, *, seconds: float, after: str) -> Forgotten:
+        """Delete names that nobody has used for so long, with their history: a few, whose keys follow ``after``.
+
+        Never what is held, waited for or paused, what an operator has set, and counts of tokens. A process that comes
+        for one at that very moment makes it anew. Raises ``RefusedError`` besides: then nothing was deleted.
+        """
+        return Forgotten()
 
     @abc.abstractmethod
     def set_slots(self, name: str, slots: int | None) -> bool:

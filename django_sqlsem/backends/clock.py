@@ -1,22 +1,41 @@
-"""One instant of a lock database's clock, and what the rows mean at that instant."""
+"""One instant of a lock database's clock, what the rows mean at that instant, and which names are idle by then."""
 
 from __future__ import annotations
 
 import datetime
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from django.db import connections
-from django.db.models import BigIntegerField, Case, F, Q, Value, When
+from django.db.models import BigIntegerField, Case, Exists, F, OuterRef, Q, Subquery, Value, When
 from django.db.models.lookups import LessThan
 
+from django_sqlsem.backends.base import COUNTER
 from django_sqlsem.database.dialects import dialect_for
-from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
+from django_sqlsem.database.errors import database_errors
+from django_sqlsem.models import EventRow, MinuteRow, RefreshRow, SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import SOMEBODY, HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot, grouped
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from django.db.models import QuerySet
+
 
 #: For how long another number of slots counts as declared lately.
 DISAGREEMENT_US: Final = 3_600_000_000
 #: Within so many seconds a grant that was handed over has been confirmed.
 CONFIRMED: Final = 2.0
+#: A look goes through so many names, and finds so many of them with so many slots; one name may have more.
+LOOKED_AT: Final = 500
+IDLE_AT_ONCE: Final = 100
+MOST_SLOTS: Final = 1000
+#: So many rows of a name's history are deleted at once.
+MOST_NOTES: Final = 500
+#: A transaction of a deletion takes no longer, in seconds; and waits so long for SQLite's one writer.
+LONGEST_DELETION: Final = 1.0
+IN_LINE: Final = 0.1
+#: Before all keys.
+FIRST: Final = "0"
 
 
 class RowClock:
@@ -174,9 +193,89 @@ class RowClock:
             usual_hold=usual_hold,
             away=0 if counted else away,
             units=None if row.units is None else row.units + overdue,
+            template=row.template or "",
         )
 
 
 def stop_by(row: SlotRow) -> str:
     """Return by whom the holder of a slot was asked to stop; a request to another grant of the slot is none to it."""
     return (row.stop_by or SOMEBODY) if row.stop_token == row.token else ""
+
+
+class IdleNames(NamedTuple):
+    """Names that are idle, by their keys, and the key after which to look next."""
+
+    names: dict[str, str]
+    after: str
+    #: Whether it stopped because it had found enough.
+    more: bool
+
+
+class Idle:
+    """What is idle at one instant: names that were used last before ``seconds`` ago. Backends delete their rows.
+
+    A look goes through a few names and finds a few, so that its cost does not grow with their number.
+    """
+
+    def __init__(self, alias: str, seconds: float) -> None:
+        self.alias = alias
+        self.clock = RowClock.of(alias)
+        self._us = round(seconds * 1e6)
+        # By the clock of tokens, which goes on when the host is started anew.
+        self._before_us = self.clock.unix - self._us
+
+    def names(self) -> QuerySet[SemaphoreRow]:
+        """Return the names that may be forgotten once they are unused: no operator has set them, they are no counts."""
+        rows = SemaphoreRow.objects.using(self.alias).filter(operator_slots=None, paused=False)
+        return rows.exclude(kind=COUNTER)
+
+    def free(self) -> Q:
+        """Return the condition that a slot is free, and has been for long: each grant has a token of its time."""
+        return Q(expires_us=None, token__lte=self._before_us)
+
+    def look(self, after: str) -> IdleNames:
+        """Look for idle names among the next few whose keys follow ``after``."""
+        with database_errors(self.alias):
+            rows = SemaphoreRow.objects.using(self.alias).filter(pk__gt=after).order_by("pk")
+            last = next(iter(rows.values_list("pk", flat=True)[LOOKED_AT - 1 : LOOKED_AT]), None)
+            slots = SlotRow.objects.using(self.alias).filter(semaphore=OuterRef("pk"))
+            highest = [Subquery(slots.order_by(f"-{each}").values(each)[:1]) for each in ("slot", "token")]
+            among = self._unused(after, last).order_by("pk").values_list("pk", "name", "declared_us", *highest)
+            found = list(among[:IDLE_AT_ONCE])
+        names: dict[str, str] = {}
+        total = 0
+        for key, name, declared_us, slot, token in found:
+            total += slot or 0
+            if names and total > MOST_SLOTS:
+                return IdleNames(names, after, True)
+            after = key
+            if token or declared_us <= self.clock.now - self._us:  # else it was never granted, and may be new
+                names[key] = name
+        return IdleNames(names, after, True) if len(found) == IDLE_AT_ONCE else IdleNames(names, last or FIRST, False)
+
+    def _unused(self, after: str, last: str | None) -> QuerySet[SemaphoreRow]:
+        """Return the names after one key, up to another one, that nobody has used, or waits for."""
+        rows, alias, before_us = self.names().filter(pk__gt=after), self.alias, self._before_us
+        values = RefreshRow._default_manager.using(alias).filter(key=OuterRef("pk"))
+        for used in (
+            SlotRow.objects.using(alias).filter(semaphore=OuterRef("pk")).exclude(self.free()),
+            WaiterRow.objects.using(alias).filter(self.clock.live(), semaphore=OuterRef("pk")),
+            # The end of a hold that was longer than that, and what operators did, are in the history.
+            MinuteRow._default_manager.using(alias).filter(key=OuterRef("pk"), minute_us__gt=before_us),
+            EventRow._default_manager.using(alias).filter(key=OuterRef("pk"), at_us__gt=before_us),
+            values.filter(token__gt=before_us),
+            values.filter(token__gt=Value(self.clock.unix) - F("period_us")),  # it is not due
+        ):
+            rows = rows.filter(~Exists(used))
+        return rows.filter(pk__lte=last) if last else rows
+
+    def drop(self, keys: Collection[str]) -> bool:
+        """Delete what is known of names but the rows of the locks. Return whether that is all of it."""
+        for model in (MinuteRow, EventRow):
+            rows = model._default_manager.using(self.alias)
+            ids = list(rows.filter(key__in=keys).values_list("pk", flat=True)[:MOST_NOTES])
+            rows.filter(pk__in=ids)._raw_delete(self.alias)
+            if len(ids) == MOST_NOTES:
+                return False
+        RefreshRow._default_manager.using(self.alias).filter(key__in=keys)._raw_delete(self.alias)
+        return True

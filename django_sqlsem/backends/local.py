@@ -30,7 +30,16 @@ from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import boot_now, stood_still
 from django_sqlsem.core.modes import EXCLUSIVE, MUTEX, RWLOCK, UPDATE, UPGRADE, WHOLE, WRITER, interchangeable
 from django_sqlsem.exceptions import never_met, wrong_kind
-from django_sqlsem.snapshots import HolderSnapshot, Loss, LossReason, SemaphoreSnapshot, SlotState, grouped
+from django_sqlsem.snapshots import (
+    HolderSnapshot,
+    Loss,
+    LossReason,
+    SemaphoreSnapshot,
+    SlotState,
+    TemplateSnapshot,
+    grouped,
+    templates_of,
+)
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -82,6 +91,7 @@ class LocalName:
     name: str
     kind: str
     declared: int
+    template: str = ""
     operator_slots: int | None = None
     #: What an operator has said that stops granting.
     pause: LocalPause | None = None
@@ -214,7 +224,15 @@ class LocalName:
         holders = grouped(self.holder(number) for number in sorted(self.held))
         units = self.units if self.kind == COUNTER else None
         found = SemaphoreSnapshot(
-            self.name, self.kind, self.slots, self.declared, self.operator_slots, self.paused, holders, units=units
+            self.name,
+            self.kind,
+            self.slots,
+            self.declared,
+            self.operator_slots,
+            self.paused,
+            holders,
+            units=units,
+            template=self.template,
         )
         if not found.paused or self.pause is None:
             return found
@@ -282,9 +300,9 @@ class LocalBackend(BaseSemaphoreBackend):
             self._worlds.append((block, {name: known.copy() for name, known in self._worlds[-1][1].items()}))
         return self._worlds[-1][1]
 
-    def _made(self, resource: Resource, declared: int, units: int = 0) -> LocalName:
+    def _made(self, resource: Resource, declared: int, units: int = 0, template: str = "") -> LocalName:
         name, kind = resource.name, resource.kind
-        known = self._world().setdefault(name, LocalName(name, kind, declared, units=units))
+        known = self._world().setdefault(name, LocalName(name, kind, declared, template, units=units))
         known.expire()
         if not interchangeable(known.kind, kind):
             raise wrong_kind(name, known.kind, kind, self.alias, known.snapshot())
@@ -296,7 +314,7 @@ class LocalBackend(BaseSemaphoreBackend):
         with self._lock:
             if request.resource.kind == COUNTER:
                 return self._made(request.resource, request.slots or 0, request.slots or 0).grant(request)
-            known = self._made(request.resource, request.slots or 1)
+            known = self._made(request.resource, request.slots or 1, template=request.template)
             if request.slots is not None:
                 known.declared = request.slots
             if not known.adopt(request.resource.kind):
@@ -412,14 +430,22 @@ class LocalBackend(BaseSemaphoreBackend):
     # The operator's side.
 
     def inspect(
-        self, names: Collection[str] | None = None, *, prefix: str = "", at: RowClock | None = None
+        self,
+        names: Collection[str] | None = None,
+        *,
+        prefix: str = "",
+        template: str | None = None,
+        at: RowClock | None = None,
     ) -> list[SemaphoreSnapshot]:
         with self._lock:
             return [
                 known.snapshot()
                 for name, known in sorted(self._world().items())
-                if name.startswith(prefix) and (names is None or name in names)
+                if name.startswith(prefix) and template in (None, known.template) and (names is None or name in names)
             ]
+
+    def templates(self, *, at: RowClock | None = None) -> list[TemplateSnapshot]:
+        return list(templates_of(self.inspect()).values())
 
     def in_use(self, most: int) -> list[SemaphoreSnapshot]:
         return [each for each in self.inspect() if each.holders or each.waiters][:most]

@@ -22,6 +22,8 @@ PREFIX: Final = "sqlsem:"
 GATE: Final = f"{PREFIX}g:"
 #: Begins what a transaction holds that is fenced with a permit.
 FENCE: Final = f"{PREFIX}f:"
+#: Begins what a transaction holds that deletes a name.
+DELETION: Final = f"{PREFIX}d:"
 DIGEST_UNITS: Final = 20
 #: A resource is cut after so many UTF-16 units, without an error.
 MAX_UNITS: Final = 255
@@ -44,6 +46,11 @@ class LockNames:
     def fence(self) -> str:
         """Return what a transaction holds that is fenced with a permit of this name."""
         return f"{FENCE}{self.gate[len(GATE) : len(GATE) + DIGEST_UNITS]}"
+
+    @property
+    def deletion(self) -> str:
+        """Return what a transaction holds that deletes the name, before it takes all other locks of it."""
+        return f"{DELETION}{self.gate[len(GATE) : len(GATE) + DIGEST_UNITS]}"
 
     def slot(self, number: int) -> str:
         """Return the resource of a slot, counted from 1."""

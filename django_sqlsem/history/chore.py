@@ -72,6 +72,7 @@ class HistoryChore(Chore):
             fair=True,
             holder=hold.holder,
             mode=hold.mode,
+            template=hold.template,
         )
         detail = f"{LossReason.EXPIRED}: its process is gone"
         self.recorder.note(LOST, request, hold.grant, at=boot_now() - hold.ago, held=hold.held, detail=detail)

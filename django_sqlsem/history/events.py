@@ -100,15 +100,15 @@ class Minute:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What happened to one name in a while: as ``Minute``."""
+    """What happened to one name, or to those of one template, in a while: as ``Minute``."""
 
-    granted: int
-    released: int
-    turned_away: int
-    lost: int
-    held: float
-    longest_hold: float
-    longest_wait: float
+    granted: int = 0
+    released: int = 0
+    turned_away: int = 0
+    lost: int = 0
+    held: float = 0.0
+    longest_hold: float = 0.0
+    longest_wait: float = 0.0
 
 
 def several(slots: tuple[int, ...]) -> str:

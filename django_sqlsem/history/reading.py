@@ -107,16 +107,27 @@ def totals(names: Collection[str], *, window: float = 3600.0, using: str | None 
 
     Those to which nothing did are left out. Raises ``BackendError``.
     """
-    alias = database_for(using)
     by_key = {key_of(name): name for name in names}
-    keys, found = list(by_key), {}
+    found = _totals(database_for(using), "key", list(by_key), window)
+    return {by_key[key]: totals for key, totals in found.items()}
+
+
+def template_totals(
+    templates: Collection[str], *, window: float = 3600.0, using: str | None = None
+) -> dict[str, Totals]:
+    """Return what happened to the names of each of these templates, as ``totals()`` does of names."""
+    return _totals(database_for(using), "template", list(templates), window)
+
+
+def _totals(alias: str, column: str, wanted: list[str], window: float) -> dict[str, Totals]:
+    found = {}
     with database_errors(alias):
-        for start in range(0, len(keys), _PAGE):
-            page = MinuteRow._default_manager.using(alias).filter(key__in=keys[start : start + _PAGE])
-            counted = page.filter(minute_us__gt=DatabaseNow(unix=True) - int(window * 1e6)).values_list("key")
+        for start in range(0, len(wanted), _PAGE):
+            page = MinuteRow._default_manager.using(alias).filter(**{f"{column}__in": wanted[start : start + _PAGE]})
+            counted = page.filter(minute_us__gt=DatabaseNow(unix=True) - int(window * 1e6)).values_list(column)
             for key, *numbers in counted.annotate(*_SUMS, *_LONGEST):
                 granted, released, turned_away, lost, held, hold, wait = (int(number or 0) for number in numbers)
-                found[by_key[key]] = Totals(granted, released, turned_away, lost, held / 1e6, hold / 1e6, wait / 1e6)
+                found[key] = Totals(granted, released, turned_away, lost, held / 1e6, hold / 1e6, wait / 1e6)
     return found
 
 

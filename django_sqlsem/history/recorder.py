@@ -160,6 +160,7 @@ class Tally:
     """What happened to one name in one minute, in this process."""
 
     resource: Resource
+    template: str = ""
     granted: int = 0
     released: int = 0
     turned_away: int = 0
@@ -174,6 +175,7 @@ class Tally:
     def count(self, entry: Entry) -> None:
         """Count one more."""
         self.changed = True
+        self.template = self.template or entry.request.template
         if entry.what == GRANTED:
             self.granted += 1
         elif entry.what == RELEASED:

@@ -135,6 +135,7 @@ def minute_row(at_us: int, tally: Tally, writer: int, settings: Config) -> Minut
     """Return the row of what was counted in a minute."""
     return MinuteRow(
         key=tally.resource.key,
+        template=tally.template,
         minute_us=at_us,
         writer=writer,
         until_us=at_us + MINUTE_US + round(settings.history_minutes * 1e6),

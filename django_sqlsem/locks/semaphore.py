@@ -324,6 +324,7 @@ class Semaphore:
             durable=settings.durable if self.durable is None else self.durable,
             max_waiting=bound.max_waiting,
             heeds_pause=bound.heeds_pause,
+            template=self.template if self.template != self.name else "",
         )
 
     def _refuse(self, waited: float, snapshot: SemaphoreSnapshot, timeout: float | None) -> NoReturn:

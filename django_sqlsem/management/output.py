@@ -13,7 +13,14 @@ from typing import Any, Final
 from django_sqlsem import queries, serialize
 from django_sqlsem.control import PurgePlan
 from django_sqlsem.core.durations import duration
-from django_sqlsem.snapshots import HolderSnapshot, RefreshSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot
+from django_sqlsem.snapshots import (
+    HolderSnapshot,
+    RefreshSnapshot,
+    SemaphoreSnapshot,
+    SlotState,
+    TemplateSnapshot,
+    WaiterSnapshot,
+)
 
 HEADERS: Final = ("NAME", "SLOT", "STATE", "HOLDER", "WORK", "USER", "AGE", "LEASE LEFT")
 #: The columns that give way when the terminal is narrow, and the width that they keep.
@@ -241,6 +248,26 @@ def _waiter_rows(snapshot: SemaphoreSnapshot) -> list[tuple[str, ...]]:
     ]
 
 
+_TEMPLATE_HEADERS: Final = ("TEMPLATE", "NAMES", "HELD", "WAITING", "REFUSED", "LONGEST HOLD", "TROUBLE")
+
+
+def template_table(templates: Iterable[TemplateSnapshot]) -> list[str]:
+    """Return a table of what the names of each template amount to, with a header; refusals are of the last hour."""
+    body = [
+        (
+            each.template,
+            str(each.names),
+            str(each.held or ""),
+            str(each.waiting or ""),
+            str(each.turned_away or ""),
+            duration(each.longest_hold) if each.longest_hold else "",
+            ", ".join(f"{count} {word}" for word, count in each.trouble.items()),
+        )
+        for each in templates
+    ]
+    return table(cleaned(body), _TEMPLATE_HEADERS, fit=False)
+
+
 def table(body: Sequence[tuple[str, ...]], head: Sequence[str] = HEADERS, *, fit: bool) -> list[str]:
     """Return aligned lines; with ``fit`` they are cut to the width of the terminal."""
     lines = [head, *body]
@@ -327,6 +354,7 @@ def due(refresh: RefreshSnapshot) -> str:
 def as_json(
     snapshots: Sequence[SemaphoreSnapshot],
     refreshes: Iterable[RefreshSnapshot],
+    templates: Iterable[TemplateSnapshot] = (),
     *,
     using: str | None,
     whole: bool,
@@ -335,11 +363,15 @@ def as_json(
 ) -> str:
     """Return the semaphores as JSON with what they were like in the last hour, those of values with ``refresh``.
 
+    ``templates``: what the names that are not among the ``snapshots`` amount to; it comes first.
     ``whole``: also the values of which nothing is known as a semaphore, since that was purged. ``only``: the one
     semaphore itself, not a list.
     """
     values = {each.name: each for each in refreshes}
     known = {snapshot.name for snapshot in snapshots}
+    grouped = list(templates)
+    if grouped:
+        known |= queries.by_name(values.keys() - known, using=using).keys()
     purged = [SemaphoreSnapshot(name, "refresh", 1, 1, None, False) for name in values if name not in known]
     shown = sorted([*snapshots, *purged], key=lambda snapshot: snapshot.name) if whole else snapshots
     lately, deadlocked = queries.lately(shown, using=using), queries.deadlocked(using=using)
@@ -348,4 +380,4 @@ def as_json(
         | ({"refresh": dataclasses.asdict(values[snapshot.name])} if snapshot.name in values else {})
         for snapshot in shown
     ]
-    return serialize.as_json(found[0] if only else found, indent=indent)
+    return serialize.as_json(found[0] if only else [*map(dataclasses.asdict, grouped), *found], indent=indent)

@@ -43,6 +43,8 @@ class SemaphoreRow(models.Model):
     key = ExactCharField(_("key"), max_length=32, primary_key=True, editable=False, db_column="name_key")
     name = ExactCharField(_("name"), max_length=200, db_index=True)
     kind = ExactCharField(_("kind"), max_length=16, default="semaphore")
+    #: The decorator's name before a call's arguments filled it in: ``sync:{request.user.pk}``. Empty for other names.
+    template = ExactCharField(_("template"), max_length=200, default="", db_default="", blank=True)
     declared_slots = models.PositiveIntegerField(_("declared slots"))
     declared_us = models.BigIntegerField(_("declared at"), default=0)
     other_slots = models.PositiveIntegerField(_("slots declared otherwise"), null=True)
@@ -62,7 +64,10 @@ class SemaphoreRow(models.Model):
         db_table = "sqlsem_semaphore"
         verbose_name = _("semaphore")
         verbose_name_plural = _("semaphores")
-        indexes = [models.Index(fields=["paused"], name="sqlsem_semaphore_paused")]
+        indexes = [
+            models.Index(fields=["paused"], name="sqlsem_semaphore_paused"),
+            models.Index(fields=["template", "name"], name="sqlsem_semaphore_template"),
+        ]
         permissions = [
             ("operate_semaphorerow", "Can revoke permits and purge stale slots"),
             ("configure_semaphorerow", "Can set slots, pause and resume"),
@@ -375,6 +380,7 @@ class MinuteRow(models.Model):
 
     id = models.BigAutoField(primary_key=True)
     key = ExactCharField(_("key"), max_length=32, editable=False, db_column="semaphore_key")
+    template = ExactCharField(_("template"), max_length=200, default="", db_default="", blank=True)
     minute_us = models.BigIntegerField(_("minute"))
     #: A random number of the process.
     writer = models.BigIntegerField(_("writer"), default=0)
@@ -395,7 +401,10 @@ class MinuteRow(models.Model):
         verbose_name = _("minute")
         verbose_name_plural = _("minutes")
         constraints = [models.UniqueConstraint(fields=["key", "minute_us", "writer"], name="sqlsem_minute_uniq")]
-        indexes = [models.Index(fields=["until_us"], name="sqlsem_minute_until")]
+        indexes = [
+            models.Index(fields=["until_us"], name="sqlsem_minute_until"),
+            models.Index(fields=["template", "minute_us"], name="sqlsem_minute_template"),
+        ]
         default_permissions = ()
 
     def __str__(self) -> str:

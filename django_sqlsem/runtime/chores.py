@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import random
+import secrets
 import time
 from collections.abc import Callable
 from typing import ClassVar, Final
@@ -16,9 +17,10 @@ from typing import ClassVar, Final
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_sqlsem.backends.base import Ended, Request
+from django_sqlsem.conf import config
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.names import Resource
-from django_sqlsem.database.sessions import OwnSession
+from django_sqlsem.database.sessions import OwnSession, RefusedError
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.runtime import callers, events
 from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State, renewal_interval
@@ -41,6 +43,8 @@ TIDY_SOON: Final = 1.6
 TIDY_SHARE: Final = 100
 #: And for the first time, so long after the first acquire.
 TIDY_FIRST: Final = 2.0
+#: Idle names are looked for so often, in seconds; sooner where there are more of them than one look takes.
+FORGET_EVERY: Final = 60.0
 
 
 class Chore:
@@ -324,7 +328,10 @@ class BeaconChore(Chore):
 
 
 class Housekeeping(Chore):
-    """Ends what is over though nobody is there to end it: pauses whose time has passed, and holds of the dead."""
+    """Ends what is over though nobody is there to end it: pauses whose time has passed, and holds of the dead.
+
+    And it forgets names that nobody has used for long.
+    """
 
     name = "housekeeping"
     wakes = False
@@ -336,6 +343,9 @@ class Housekeeping(Chore):
         self._at = boot_now() + TIDY_FIRST
         self._proofs: dict[tuple[int, int], int] = {}
         self._turn = False
+        self._forget_at = self._at
+        #: The key after which it looks for idle names: no two processes begin with the same ones.
+        self._after = secrets.token_hex(16)
 
     def next_at(self) -> float:
         return self._at if self._session.is_open or not self._shares else math.inf
@@ -352,12 +362,26 @@ class Housekeeping(Chore):
             if not (self._turn and self._keeper.backend.supports_renewal):
                 for name in self._keeper.backend.end_pauses(self._session):
                     logger.info("The pause of %r is over.", name, extra={"semaphore": name, "what": "pause_over"})
-        except BackendError as error:
+            if now >= self._forget_at:
+                self._forget(now)
+        except (BackendError, RefusedError) as error:
             logger.debug("Nothing could be tidied up at %r: %s", self._keeper.alias, error)
         finally:
             self._session.last_used = used  # no connection stays open longer for this
             took = boot_now() - now  # where there are very many names, it looks less often
             self._at = now + TIDY_SOON if soon else max(self._at, now + took * TIDY_SHARE)
+
+    def _forget(self, now: float) -> None:
+        """Delete a few idle names; if there are more, go on in a moment."""
+        self._forget_at = now + FORGET_EVERY
+        seconds = config(self._keeper.alias).forget_after
+        if seconds is None:
+            return
+        deleted, self._after, more = self._keeper.backend.forget(self._session, seconds=seconds, after=self._after)
+        if deleted:
+            logger.debug("%d idle names at %r are forgotten.", deleted, self._keeper.alias)
+        if more:
+            self._forget_at, self._at = now, now + TIDY_SOON
 
     def _end_dead(self) -> bool:
         """End the holds of the dead. Return whether somebody seems to be dead, so that this turn is to come again."""

@@ -61,7 +61,7 @@ def adds_only(operation):
     if isinstance(operation, migrations.AddField):
         return operation.field.null or operation.field.db_default is not NOT_PROVIDED
     if isinstance(operation, migrations.RunPython):  # stored procedures, whose last version stays beside the new one
-        return operation.code.__module__.endswith("0003_procedures") and operation.reversible
+        return operation.code.__module__.endswith("0004_procedures") and operation.reversible
     return isinstance(operation, (migrations.AddConstraint, migrations.AddIndex, migrations.CreateModel))
 
 

@@ -203,7 +203,8 @@ class Claims:
     def _declare(self, session: LockSession, request: Request, slots: int) -> None:
         """Make the rows of a name that has none, or too few; say how many slots it has here."""
         name = {"key": request.resource.key, "name": request.resource.name, "kind": request.resource.kind}
-        session.run(calls.DECLARE, name | {"slots": slots}, waits=True)  # thousands of rows take a while
+        values = name | {"slots": slots, "template": request.template}
+        session.run(calls.DECLARE, values, waits=True)  # thousands of rows take a while
 
     def _declare_again(self, session: LockSession, request: Request, slots: int | None) -> None:
         """Say that this process's number of slots differs; two processes that disagree say so once a minute."""

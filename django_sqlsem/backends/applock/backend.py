@@ -17,6 +17,7 @@ from django_sqlsem.backends.applock.upgrades import UpgradeLine, Upgrades
 from django_sqlsem.backends.base import (
     Acquired,
     BaseSemaphoreBackend,
+    Forgotten,
     Grant,
     Granted,
     Place,
@@ -187,7 +188,7 @@ class ApplockBackend(BaseSemaphoreBackend):
         while True:
             with self.pool.shared("") as own:
                 try:
-                    results = own.results(reading.READ, (resource.key, None))
+                    results = own.results(reading.READ, (resource.key, None, None))
                 except BackendError as error:
                     if not error.stale_connection:  # else it had died unnoticed, and another one may do better
                         raise
@@ -200,9 +201,14 @@ class ApplockBackend(BaseSemaphoreBackend):
         return self._operator.notes()
 
     def inspect(
-        self, names: Collection[str] | None = None, *, prefix: str = "", at: RowClock | None = None
+        self,
+        names: Collection[str] | None = None,
+        *,
+        prefix: str = "",
+        template: str | None = None,
+        at: RowClock | None = None,
     ) -> list[SemaphoreSnapshot]:
-        return self._operator.inspect(names, prefix=prefix)
+        return self._operator.inspect(names, prefix=prefix, template=template)
 
     def revoke(self, name: str, slot: int, token: int, *, by: str, kill: bool = False) -> HolderSnapshot | None:
         return self._operator.revoke(name, slot, token, by=by, kill=kill)
@@ -215,6 +221,9 @@ class ApplockBackend(BaseSemaphoreBackend):
 
     def purge_idle(self, name: str) -> bool:
         return self._operator.purge_idle(name)
+
+    def forget(self, session: Session, *, seconds: float, after: str) -> Forgotten:
+        return self._operator.forget(session, seconds, after)
 
     def set_slots(self, name: str, slots: int | None) -> bool:
         return self._operator.set_slots(name, slots)

@@ -34,6 +34,7 @@ TYPES: Final = {
     "session_us": "bigint",
     "stamp": "varchar(60)",
     "taken": "nvarchar(max)",
+    "template": "nvarchar(400)",
     "thread": "nvarchar(200)",
     "ticket": "nvarchar(32)",
     "token": "bigint",
@@ -84,7 +85,7 @@ WAITING: Final = _call("internal_waiting_1", "ticket", "key", "waiting", "age", 
 BE_WRITER: Final = _call("internal_upgrade_1", "base", "key", "slots", "timeout", "close", "permit", "record")
 BE_READER: Final = _call("internal_downgrade_1", "base", "key", "keep", "permit", "record")
 FENCE_OFF: Final = _call("internal_fence_1", "key", "taken", "timeout")
-DECLARE: Final = _call("internal_declare_1", "key", "name", "kind", "slots")
+DECLARE: Final = _call("internal_declare_1", "key", "name", "kind", "slots", "template")
 
 #: What a call answers as ``result``; below -3 and above -10 the documented numbers of ``sqlsem.acquire``.
 TAKEN_AT_ONCE: Final = 0

@@ -11,19 +11,24 @@ from django.db.models import F, Q
 from django.db.utils import Error
 
 from django_sqlsem.backends.applock import reading
-from django_sqlsem.backends.base import COUNTER, check_slots
-from django_sqlsem.backends.clock import RowClock
+from django_sqlsem.backends.base import COUNTER, Forgotten, check_slots
+from django_sqlsem.backends.clock import LONGEST_DELETION, Idle, IdleNames, RowClock
 from django_sqlsem.conf import config
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.core.names import key_of, validate_slots
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.database.raw import results_of
+from django_sqlsem.database.sessions import briefly, used_by_orm
 from django_sqlsem.database.sqlserver import LockNames, lock_names
 from django_sqlsem.exceptions import BackendError, SemaphoreError, fenced, kill_needed
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 
 if TYPE_CHECKING:
+    from django.db.models import QuerySet
+
     from django_sqlsem.backends.applock.reading import Locks
+    from django_sqlsem.database.cursors import AnyCursor
+    from django_sqlsem.database.sessions import Session
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
 
@@ -48,6 +53,8 @@ _KILL: Final = (
     " SET NOCOUNT OFF;"
 )
 _UNSURE: Final = "Session {id} was not ended: {why}, so it cannot be told from a later one with the same number."
+#: A statement names so many keys.
+_AT_ONCE: Final = 500
 #: For so many seconds a login that may not see the server's views is not tried again.
 BLIND: Final = 60.0
 #: How long a revocation waits for the end of a transaction that is fenced with the permit, in seconds.
@@ -66,13 +73,28 @@ class Operator:
         self._blind, self._blind_until = "", 0.0
 
     def inspect(
-        self, names: Collection[str] | None = None, *, prefix: str = "", at: RowClock | None = None
+        self, names: Collection[str] | None = None, *, prefix: str = "", template: str | None = None
     ) -> list[SemaphoreSnapshot]:
         """Return snapshots ordered by name."""
         with database_errors(self.alias):
             keys = None if names is None else reading.keys_of(names)
-            results = self._results(reading.READ, (keys, prefix or None))
-            return reading.read(results, names=names, prefix=prefix, locks=self._locks())
+            results = self._results(reading.READ, (keys, prefix or None, template))
+            locks = self._locks()
+            others = self._others(template, locks) if template is not None and locks is not None else ()
+            return reading.read(results, names=names, prefix=prefix, locks=locks, others=others)
+
+    def _others(self, template: str, locks: Locks) -> Collection[str]:
+        """Return which names that are locked now are not this template's: what has no row was made by none."""
+        locked = {key_of(name): name for name in locks.semaphores()}
+        if template:
+            return locked.values()
+        rows = SemaphoreRow.objects.using(self.alias).exclude(template="")
+        keys = list(locked)
+        return [
+            locked[key]
+            for start in range(0, len(keys), _AT_ONCE)
+            for key in rows.filter(key__in=keys[start : start + _AT_ONCE]).values_list("pk", flat=True)
+        ]
 
     def notes(self) -> list[str]:
         """Say so if the login sees only what is recorded."""
@@ -217,20 +239,41 @@ class Operator:
 
     def purge_idle(self, name: str) -> bool:
         """Delete a name that nobody holds or waits for, unless an operator has set its slots or paused it."""
-        key, names = key_of(name), lock_names(name)
         with database_errors(self.alias), transaction.atomic(using=self.alias):
-            semaphore = SemaphoreRow.objects.using(self.alias).filter(key=key, operator_slots=None, paused=False)
+            semaphore = SemaphoreRow.objects.using(self.alias).filter(operator_slots=None, paused=False)
             # A count would be lost; and a new name would begin anew.
             semaphore = semaphore.filter(Q(units=None) | Q(units=0, declared_slots=0))
-            slots = SlotRow.objects.using(self.alias).filter(semaphore=key)
-            # Counts have no locks: whoever changes one, or queues for it, waits for its row.
-            if not semaphore.update(shrinking=F("shrinking")) or self._counted_for(key):
-                return False
-            if not self._take_all(names, slots.values_list("slot", flat=True)):
-                return False
-            slots._raw_delete(self.alias)  # without Django's collector, which would read and cascade
-            WaiterRow.objects.using(self.alias).filter(semaphore=key)._raw_delete(self.alias)
-            return bool(semaphore._raw_delete(self.alias))
+            return self._delete(name, semaphore)
+
+    def forget(self, session: Session, seconds: float, after: str) -> Forgotten:
+        """Delete a few names that nobody has used for so long, each in a short transaction."""
+
+        def look(cursor: AnyCursor) -> tuple[Idle, IdleNames]:
+            with used_by_orm(cursor.db):
+                idle = Idle(self.alias, seconds)
+                return idle, idle.look(after)
+
+        idle, found = session.run(look)
+        forgotten = [
+            briefly(session, lambda _cursor, name=name: self._delete(name, idle.names(), idle), LONGEST_DELETION)  # type: ignore[misc]
+            for name in found.names.values()
+        ]
+        return Forgotten(sum(forgotten), found.after, found.more)
+
+    def _delete(self, name: str, among: QuerySet[SemaphoreRow], idle: Idle | None = None) -> bool:
+        """Delete a name, in the open transaction, if nobody uses it or has since ``idle``. Return whether it was."""
+        key, names = key_of(name), lock_names(name)
+        semaphore, slots = among.filter(key=key), SlotRow.objects.using(self.alias).filter(semaphore=key)
+        # Counts have no locks: whoever changes one, or queues for it, waits for its row.
+        if not semaphore.update(shrinking=F("shrinking")) or self._counted_for(key):
+            return False
+        if not self._take_all(names, slots.values_list("slot", flat=True)):
+            return False
+        if idle is not None and (slots.exclude(idle.free()).exists() or not idle.drop([key])):
+            return False
+        slots._raw_delete(self.alias)  # without Django's collector, which would read and cascade
+        WaiterRow.objects.using(self.alias).filter(semaphore=key)._raw_delete(self.alias)
+        return bool(semaphore._raw_delete(self.alias))
 
     def _counted_for(self, key: str) -> bool:
         """Whether a name is a counter that somebody waits for, or has been handed and not taken."""
@@ -238,8 +281,9 @@ class Operator:
         return waiters.filter(RowClock.of(self.alias).live() | Q(away=True)).exists()
 
     def _take_all(self, names: LockNames, slots: Collection[int]) -> bool:
-        # Whoever waits, or holds a slot that has no row, is seen at the gate or at the name itself.
-        resources = [names.gate, names.base, *(names.slot(slot) for slot in slots)]
+        # First what tells a claim that it was refused for this; and whoever waits, or holds a slot that has no row, is
+        # seen at the gate or at the name itself.
+        resources = [names.deletion, names.gate, names.base, *(names.slot(slot) for slot in slots)]
         return all(self._take(resource) for resource in resources)
 
     def _take(self, resource: str) -> bool:

@@ -198,8 +198,8 @@ def refusal(error: Exception) -> str:
 #: Four results of ``READ``, each a list of rows by column: the server's time, names, slots, waiters.
 Results: TypeAlias = Sequence[Sequence[dict[str, Any]]]
 
-#: Answers by ``Results``; its parameters are keys with commas between them, or ``None``, and a prefix or ``None``.
-READ: Final = "EXEC sqlsem.internal_read_1 @keys = ?, @prefix = ?"
+#: Answers by ``Results``; its parameters are keys with commas between them, a prefix, and a template, or ``None``.
+READ: Final = "EXEC sqlsem.internal_read_1 @keys = ?, @prefix = ?, @template = ?"
 
 
 def keys_of(names: Collection[str]) -> str:
@@ -208,15 +208,23 @@ def keys_of(names: Collection[str]) -> str:
 
 
 def read(
-    results: Results, *, names: Collection[str] | None = None, prefix: str = "", locks: Locks | None = None
+    results: Results,
+    *,
+    names: Collection[str] | None = None,
+    prefix: str = "",
+    locks: Locks | None = None,
+    others: Collection[str] = (),
 ) -> list[SemaphoreSnapshot]:
-    """Return snapshots ordered by name: of ``names`` if given, else of all names that begin with ``prefix``."""
+    """Return snapshots ordered by name: of ``names`` if given, else of all names that begin with ``prefix``.
+
+    ``others``: names that are not asked for, though they are locked and not in the results.
+    """
     times, semaphores, all_slots, all_waiters = results
     clock = RowClock(int(times[0]["now_us"]), "")
     slots, waiters = _by_key(all_slots), _by_key(all_waiters)
     found = [_snapshot(clock, row, slots.get(row["key"], []), waiters.get(row["key"], []), locks) for row in semaphores]
     if locks is not None:
-        known = {each.name for each in found}
+        known = {each.name for each in found}.union(others)
         for name, taken in locks.semaphores().items():
             if name not in known and (name.startswith(prefix) if names is None else name in names):
                 found.append(_unrecorded(clock, name, taken, locks))

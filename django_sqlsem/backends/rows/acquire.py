@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from django_sqlsem.backends.base import Crowd, Grant, Granted, Queue, Request, Waited, tell_of_two_kinds
 from django_sqlsem.backends.rows import exclusive, handoff, queue, reading
 from django_sqlsem.backends.rows.beacons import suspects, take_from_suspects
+from django_sqlsem.backends.rows.exclusive import GONE
 from django_sqlsem.backends.rows.statements import (
     KEPT,
     LOCK,
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 _DECLARE_EVERY: Final = 60.0
 #: How many names are remembered for that.
 _MOST_DECLARED: Final = 10_000
-#: For so long a name may be newer than a claim that did not find it, in microseconds.
-_YOUNG_US: Final = 2_000_000
 
 #: To whom a claim yields: a newcomer to every live waiter; a task that comes back, to those that wait longer; who
 #: barges, to those that want everybody to leave. Who waits for the writer's place beside readers is in nobody's way.
@@ -63,7 +62,7 @@ _TAKE: Final = f"UPDATE sqlsem_slot SET {granting(NEXT_TOKEN, lasts='%(lease_us)
 #: A semaphore gives; ``m`` is its row.
 _GIVES: Final = "m.kind = %(kind)s AND {m.unpaused}"
 _LIMIT: Final = "COALESCE(m.operator_slots, %(slots)s, m.declared_slots)"
-#: What a mutex takes by one statement, ``{t}`` being the slot's table, and whether there is such a slot: see ``exclusive``.
+#: What a mutex takes by one statement, ``{t}`` being the slot's table; whether there is such a slot: see ``exclusive``.
 _MUTEX: Final = " AND {t}lock_mode = 'mutex'"
 _WAS_MUTEX: Final = "EXISTS (SELECT 1 FROM sqlsem_slot l WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex')"
 
@@ -94,18 +93,17 @@ _GRANTED: Final = (
     f"SELECT id, slot, token, ({_DECLARED}) FROM sqlsem_slot"
     " WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s ORDER BY slot"
 )
-#: What a refused claim wants to know, but for who is suspect. Last: whether there is a free slot, and
-#: somebody stands before it (1), or the name is so young that it may have been made since the claim (2), or the name is
-#: a mutex, and its slot was somebody else's (3).
+#: What a refused claim wants to know, but for who is suspect. Last: whether there is a free slot, and the name is a
+#: mutex whose slot was somebody else's (3), or somebody stands before it (1), or (2) it was made or freed since the
+#: claim, or is locked: to be taken, or deleted with its name.
 _LOOK: Final = (
     "SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking,"
     " (SELECT COUNT(*) FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key AND s.slot > 0),"
-    f" {{suspects}}, CASE WHEN NOT EXISTS (SELECT 1 FROM sqlsem_slot f WHERE f.semaphore_key = m.name_key"
-    " AND f.closed = %(no)s AND f.slot > 0 AND {f.free}) THEN 0"
-    f" WHEN m.kind = 'mutex' AND NOT {_WAS_MUTEX} THEN 3"
-    f" WHEN {{now}} - m.declared_us < {_YOUNG_US} THEN 2"
-    " WHEN EXISTS (SELECT 1 FROM sqlsem_waiter d WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1"
-    " ELSE 0 END{crowd}"
+    " {suspects}, CASE WHEN {m.unpaused} AND EXISTS (SELECT 1 FROM sqlsem_slot f WHERE f.semaphore_key = m.name_key"
+    f" AND f.closed = %(no)s AND f.slot BETWEEN 1 AND {_LIMIT} AND {{f.free}})"
+    f" THEN CASE WHEN m.kind = 'mutex' AND NOT {_WAS_MUTEX} THEN 3"
+    " WHEN EXISTS (SELECT 1 FROM sqlsem_waiter d WHERE d.semaphore_key = m.name_key AND d.away = %(no)s)"
+    " THEN 1 ELSE 2 END ELSE 0 END{crowd}"
     " FROM sqlsem_semaphore m WHERE m.name_key = %(key)s"
 )
 #: And what one that is bounded wants to know: see ``Crowd``.
@@ -236,19 +234,20 @@ class SlotRequest:
         self._declare(declared_slots)
         if crowd and self._is_crowded(crowd, limit):
             return None
-        more = rows < limit or free == 2 or take_from_suspects(self.session, self.dialect, self.request, suspected)
-        if free and queue.sweep_dead(self.session, self.dialect, self.parameters):
+        more = rows < limit or take_from_suspects(self.session, self.dialect, self.request, suspected)
+        if free in (1, 3) and queue.sweep_dead(self.session, self.dialect, self.parameters):
             more = True  # only the dead stood before it
         if self.request.mode:
-            return exclusive.claim(self.session, self.request, self.parameters)
-        if kind != wanted:
+            grant = exclusive.claim(self.session, self.request, self.parameters)
+        elif kind != wanted or self.request.take > 1 or shrinking or free in (2, 3):
             grant = self._take_locked()
-            if grant is None:
-                tell_of_two_kinds(self.session.connection.alias, self.request.resource)
-            return grant
-        if self.request.take > 1 or shrinking or free == 3:
-            return self._take_locked()
-        return self.take_one() if more or unseen else None
+        else:
+            return self.take_one() if more or unseen else None
+        if grant is GONE:
+            return self.look_and_take(unseen=True)
+        if grant is None and kind != wanted:
+            tell_of_two_kinds(self.session.connection.alias, self.request.resource)
+        return grant
 
     def _is_crowded(self, row: Sequence[Any], slots: int, here: int = 0) -> bool:
         """Note why the request may not wait. Return whether nothing could be granted either."""
@@ -280,10 +279,12 @@ class SlotRequest:
         def work(cursor: AnyCursor) -> Grant | None:
             statements = Statements(cursor, self.parameters)
             found = statements.row(LOCK)
-            adopts = found is not None and found[5] != kind
+            if found is None:
+                return GONE
+            adopts = found[5] != kind
             if adopts and interchangeable(found[5], kind) and exclusive.adopt(statements, kind):
                 found = statements.row(LOCK)
-            wanted = statements.row(wanted_sql(self._turn)) if found is not None else None
+            wanted = statements.row(wanted_sql(self._turn))
             if wanted is None:
                 return None
             operator_slots, declared_slots, _paused, shrinking, now, _kind = found
@@ -295,7 +296,7 @@ class SlotRequest:
             return handoff.give(statements, free, int(now), self.parameters["lease_us"])
 
         grant = self.session.transaction(work, again=False)
-        return grant if grant is not None and grant.slots else None
+        return None if grant is _NOTHING else grant
 
     @property
     def _turn(self) -> str:
@@ -323,10 +324,12 @@ class SlotRequest:
             new = statements.insert(NEW_SEMAPHORE, name=request.resource.name, declared=slots, units=None)
             # Locked: while somebody has all slots, no more of them may be open.
             found = statements.row(LOCK)
+            if found is None:
+                return _NOTHING  # it was deleted at this very moment
             there = {row[0] for row in statements.rows(_SLOTS)}
             for slot in range(WRITER if request.resource.kind == RWLOCK else 1, slots + 1):
                 if slot not in there:
-                    closed = bool(found and (found[3] or (found[5] == MUTEX and slot > 1))) or slot == WRITER
+                    closed = bool(found[3] or (found[5] == MUTEX and slot > 1)) or slot == WRITER
                     statements.insert(NEW_SLOT, slot=slot, closed=closed)
             if not new or there or request.mode or request.take > slots:
                 return _NOTHING

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from django_sqlsem.backends.base import (
@@ -10,6 +10,7 @@ from django_sqlsem.backends.base import (
     Acquired,
     BaseSemaphoreBackend,
     Crowd,
+    Forgotten,
     Grant,
     Granted,
     Place,
@@ -17,7 +18,17 @@ from django_sqlsem.backends.base import (
     Request,
     Waited,
 )
-from django_sqlsem.backends.rows import acquire, beacons, counters, fences, handoff, operator, queue, reading, renewal
+from django_sqlsem.backends.rows import (
+    acquire,
+    beacons,
+    counters,
+    fences,
+    handoff,
+    operator,
+    queue,
+    reading,
+    renewal,
+)
 from django_sqlsem.core.identity import process_id
 from django_sqlsem.core.modes import UPDATE, UPGRADE, WHOLE
 from django_sqlsem.database.dialects import dialect_for
@@ -31,7 +42,7 @@ if TYPE_CHECKING:
     from django_sqlsem.backends.clock import RowClock
     from django_sqlsem.core.names import Resource
     from django_sqlsem.database.sessions import Session
-    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, Survey, SurveyState
+    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, Survey, SurveyState, TemplateSnapshot
 
 
 class RowsBackend(BaseSemaphoreBackend):
@@ -129,9 +140,17 @@ class RowsBackend(BaseSemaphoreBackend):
     # The operator's side.
 
     def inspect(
-        self, names: Collection[str] | None = None, *, prefix: str = "", at: RowClock | None = None
+        self,
+        names: Collection[str] | None = None,
+        *,
+        prefix: str = "",
+        template: str | None = None,
+        at: RowClock | None = None,
     ) -> list[SemaphoreSnapshot]:
-        return reading.inspect(self.alias, names, prefix, at=at)
+        return reading.inspect(self.alias, names, prefix, template, at=at)
+
+    def template_sums(self, *, at: RowClock | None = None) -> Mapping[str, TemplateSnapshot]:
+        return reading.template_sums(self.alias, at=at)
 
     def survey(self, *, at: RowClock | None = None) -> Survey:
         return reading.survey(self.alias, at=at)
@@ -153,6 +172,9 @@ class RowsBackend(BaseSemaphoreBackend):
 
     def purge_idle(self, name: str) -> bool:
         return operator.purge_idle(self.alias, name)
+
+    def forget(self, session: Session, *, seconds: float, after: str) -> Forgotten:
+        return operator.forget(session, seconds, after)
 
     def set_slots(self, name: str, slots: int | None) -> bool:
         return operator.set_slots(self.alias, name, slots)

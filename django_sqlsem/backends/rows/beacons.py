@@ -193,7 +193,7 @@ _TAKEN: Final = (
     "SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN {s.free} THEN 1 ELSE 0 END AS ran_out"
     " FROM sqlsem_slot s WHERE s.expires_us IS NOT NULL"
 )
-_NAME: Final = "SELECT name, kind FROM sqlsem_semaphore WHERE name_key = %(key)s"
+_NAME: Final = "SELECT name, kind, template FROM sqlsem_semaphore WHERE name_key = %(key)s"
 _GONE_OF: Final = (
     "SELECT id, slot, token, permit_id, acquired_us, expires_us, lease_us, {now}, host, pid, thread, label, user_name,"
     " process_id, lock_mode, boot_id, suspect_us, CASE WHEN {free} THEN 1 ELSE 0 END"
@@ -263,13 +263,14 @@ def _end_of(
         here = not dialect.boot_id or first[15] == dialect.boot_id  # else nobody knows when that was
         ended.append(
             Ended(
-                resource=resource_for(*named),
+                resource=resource_for(*named[:2]),
                 permit_id=first[3] or "",
                 grant=Grant(
                     tuple(row[1] for row in rows), tuple(row[2] for row in rows), tuple(row[0] for row in rows)
                 ),
                 holder=HolderIdentity(*first[8:14]),
                 mode=first[14],
+                template=named[2] or "",
                 ago=max(0.0, (first[7] - proof) / 1e6) if here else 0.0,
                 held=max(0.0, (proof - first[4]) / 1e6) if here and first[4] is not None else 0.0,
             )

@@ -198,7 +198,7 @@ def transact(
         return True
 
     def create(cursor: AnyCursor) -> bool:
-        more = {"name": resource.name, "kind": COUNTER, "declared": initial, "units": initial}
+        more = {"name": resource.name, "kind": COUNTER, "template": "", "declared": initial, "units": initial}
         Statements(cursor, named).insert(NEW_SEMAPHORE, **more)
         return True
 

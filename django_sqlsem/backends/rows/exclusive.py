@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from django_sqlsem.database.sessions import Session
 
 
+#: Stands for a grant where the name was deleted: a claim makes it anew.
+GONE: Final = Grant((), (), ())
 #: Which slots each mode is about.
 _SLOTS: Final = {WHOLE: "slot >= 0", UPGRADE: "slot > 0", UPDATE: "slot = 0"}
 #: How many slots a mode wants, how many of those are live, and whether anybody has them all.
@@ -106,12 +108,14 @@ def take(statements: Statements, mode: str, who: dict[str, Any], now: int, lasts
 
 
 def claim(session: Session, request: Request, parameters: dict[str, Any]) -> Grant | None:
-    """Take all slots, or the writer's place, unless somebody is in the way or waits."""
+    """Take all slots, or the writer's place, unless somebody is in the way or waits. ``GONE``: there is no name."""
 
     def work(cursor: AnyCursor) -> Grant | None:
         statements = Statements(cursor, parameters)
         found = statements.row(LOCK)
-        if found is None or found[2]:  # paused
+        if found is None:
+            return GONE
+        if found[2]:  # paused
             return None
         if request.mode != UPGRADE and statements.row(_WAITED_FOR[request.mode, bool(request.rank)])[0]:
             return None

@@ -4,6 +4,10 @@ Every act is one short transaction that begins by writing to the semaphore's row
 database, and on SQLite it means that no read lock is ever upgraded. What an act then changes is named by slot
 and token in the statement's own WHERE, so that its row count decides.
 
+Whoever deletes a name has its row locked, so that no slot is made meanwhile, and all slots, so that none is taken. A
+claim that comes at that moment waits for the row, and makes the name anew. Who has just taken a place in line finds no
+slots there any more, and comes anew.
+
 A stop request is written beside the permit's token, for that grant alone. The holder's next renewal brings
 it along; a process that a bell or NOTIFY reaches is woken, and renews at once.
 """
@@ -15,14 +19,14 @@ import functools
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error as DatabaseError
 from django.db import connections, transaction
 from django.db.models import F, Q, QuerySet
 
-from django_sqlsem.backends.base import COUNTER, check_slots
-from django_sqlsem.backends.clock import RowClock
+from django_sqlsem.backends.base import COUNTER, Forgotten, check_slots
+from django_sqlsem.backends.clock import IN_LINE, LONGEST_DELETION, Idle, IdleNames, RowClock
 from django_sqlsem.backends.rows import counters, handoff
 from django_sqlsem.backends.rows.fences import unfenced
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
@@ -32,10 +36,16 @@ from django_sqlsem.database import bells
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.errors import database_errors, repeated
 from django_sqlsem.database.server import server_since
-from django_sqlsem.database.sessions import CallerSession
+from django_sqlsem.database.sessions import CallerSession, briefly, used_by_orm
 from django_sqlsem.exceptions import BackendError, fenced
 from django_sqlsem.models import FenceRow, SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import HolderSnapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from django_sqlsem.database.cursors import AnyCursor
+    from django_sqlsem.database.sessions import Session
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -43,10 +53,6 @@ logger = logging.getLogger("django_sqlsem")
 FENCED_PATIENCE: Final = 5.0
 #: How many rows one statement names; every database takes as many parameters.
 _AT_ONCE: Final = 500
-
-
-class _KeepError(Exception):
-    """Roll back: the name is in use."""
 
 
 @contextlib.contextmanager
@@ -149,37 +155,78 @@ def purge_slot(alias: str, name: str, slot: int, token: int) -> bool:
 def purge_idle(alias: str, name: str) -> bool:
     """Delete a name that nobody holds or waits for, unless an operator has set its slots or paused it."""
     key = key_of(name)
-    slots, waiters = (
-        SlotRow.objects.using(alias).filter(semaphore=key),
-        WaiterRow.objects.using(alias).filter(semaphore=key),
-    )
-    semaphores = SemaphoreRow.objects.using(alias).filter(key=key)
-    try:
-        with _act(alias, key) as clock:
-            idle = unfenced(slots.filter(Q(expires_us=None) | clock.expired()), alias)
-            for start in range(0, len(idle), _AT_ONCE):
-                chunk = idle[start : start + _AT_ONCE]
-                _delete(slots.filter(pk__in=chunk))
-                _delete(FenceRow.objects.using(alias).filter(pk__in=chunk))
-            if slots.exists() or waiters.filter(clock.live()).exists():
-                raise _KeepError
-            counted = semaphores.filter(kind=COUNTER)
+    with _act(alias, key) as clock:
+        rows = SemaphoreRow.objects.using(alias).filter(key=key, operator_slots=None).exclude(clock.paused())
+        row = rows.first()
+        if row is None:
+            return False
+        if row.kind == COUNTER:
+            away = WaiterRow.objects.using(alias).filter(semaphore=key, away=True)
             # What has been handed out and not taken counts; and a new name would begin anew.
-            if counted.exclude(units=0, declared_slots=0).exists() or (
-                counted.exists() and waiters.filter(away=True).exists()
-            ):
-                raise _KeepError
-            _delete(waiters)
-            if not _delete(semaphores.filter(operator_slots=None).exclude(clock.paused())):
-                raise _KeepError
-    except _KeepError:
-        return False
-    return True
+            if row.units or row.declared_slots or away.exists():
+                return False
+        unused = _unused(alias, [key], Q(expires_us=None) | clock.expired(), clock)
+        _delete(alias, unused)
+        return bool(unused)
 
 
-def _delete(rows: QuerySet[Any]) -> int:
+def forget(session: Session, seconds: float, after: str) -> Forgotten:
+    """Delete a few names that nobody has used for so long, of those whose keys follow ``after``.
+
+    Raises ``BackendError`` and ``RefusedError``.
+    """
+
+    def look(cursor: AnyCursor) -> tuple[Idle, IdleNames]:
+        with used_by_orm(cursor.db):
+            idle = Idle(cursor.db.alias, seconds)
+            return idle, idle.look(after)
+
+    def delete(cursor: AnyCursor) -> int:
+        # They may have been used since; and what somebody else has locked is used.
+        named = idle.names().filter(pk__in=list(found.names)).order_by("pk").values_list("pk", flat=True)
+        keys = list(named.select_for_update(skip_locked=cursor.db.features.has_select_for_update_skip_locked))
+        unused = _unused(idle.alias, keys, idle.free(), idle.clock)
+        if not idle.drop(unused):
+            return 0  # the rest of its history comes first, next time
+        _delete(idle.alias, unused)
+        return len(unused)
+
+    idle, found = session.run(look)
+    count = briefly(session, delete, LONGEST_DELETION, IN_LINE) if found.names else 0
+    return Forgotten(count, found.after, found.more)
+
+
+def _unused(alias: str, keys: Collection[str], free: Q, clock: RowClock) -> dict[str, list[int]]:
+    """Return those of these names, whose rows are locked, that nobody holds or waits for, each with its slots' rows.
+
+    Their slots are locked from then on. ``free``: the condition that a slot is.
+    """
+    slots = SlotRow.objects.using(alias).filter(semaphore__in=keys)
+    locked = set(unfenced(slots.filter(free), alias))
+    waiters = WaiterRow.objects.using(alias).filter(clock.live(), semaphore__in=keys)
+    found: dict[str, list[int]] = {key: [] for key in keys}
+    used = set(waiters.values_list("semaphore_id", flat=True))
+    for row, key in slots.values_list("pk", "semaphore_id"):
+        found[key].append(row)
+        if row not in locked:
+            used.add(key)
+    return {key: rows for key, rows in found.items() if key not in used}
+
+
+def _delete(alias: str, names: dict[str, list[int]]) -> None:
+    """Delete names by their keys, with their slots' rows."""
+    rows = [row for slots in names.values() for row in slots]
+    for start in range(0, len(rows), _AT_ONCE):
+        some = rows[start : start + _AT_ONCE]
+        _raw_delete(SlotRow.objects.using(alias).filter(pk__in=some))
+        _raw_delete(FenceRow.objects.using(alias).filter(pk__in=some))
+    _raw_delete(WaiterRow.objects.using(alias).filter(semaphore__in=list(names)))
+    _raw_delete(SemaphoreRow.objects.using(alias).filter(pk__in=list(names)))
+
+
+def _raw_delete(rows: QuerySet[Any]) -> None:
     # Without Django's collector: it would read first, and cascade over rows that this act must not touch.
-    return rows._raw_delete(rows.db)
+    rows._raw_delete(rows.db)
 
 
 @repeated

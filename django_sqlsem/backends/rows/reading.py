@@ -10,15 +10,18 @@ changes with every claim, and an index on it would end the updates in place that
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
 from django.db.models import (
+    Aggregate,
     Avg,
     BigIntegerField,
     Count,
     FloatField,
     Max,
+    Min,
     Model,
     OuterRef,
     Q,
@@ -34,10 +37,18 @@ from django_sqlsem.core.modes import UPDATE, WRITER
 from django_sqlsem.core.names import key_of
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
-from django_sqlsem.snapshots import MOST_NAMES, HolderSnapshot, Listed, SemaphoreSnapshot, Survey, WaiterSnapshot
+from django_sqlsem.snapshots import (
+    MOST_NAMES,
+    HolderSnapshot,
+    Listed,
+    SemaphoreSnapshot,
+    Survey,
+    TemplateSnapshot,
+    WaiterSnapshot,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from django_sqlsem.core.names import Resource
     from django_sqlsem.database.cursors import AnyCursor
@@ -55,14 +66,22 @@ def _selected(model: type[Model]) -> str:
 
 
 def inspect(
-    alias: str, names: Collection[str] | None, prefix: str, *, at: RowClock | None = None
+    alias: str,
+    names: Collection[str] | None,
+    prefix: str,
+    template: str | None = None,
+    *,
+    at: RowClock | None = None,
 ) -> list[SemaphoreSnapshot]:
-    """Return snapshots ordered by name, in three reads per 500 ``names``, or in three reads of a prefix."""
+    """Return snapshots ordered by name, in three reads per 500 ``names``, or in three reads of a prefix or template."""
     with database_errors(alias):
         clock = at or RowClock.of(alias)
         if names is None:
             # Some databases fold case here, so the prefix is tested once more.
-            found = _read(alias, clock, Q(name__startswith=prefix), Q(semaphore__name__startswith=prefix))
+            wanted, related = Q(name__startswith=prefix), Q(semaphore__name__startswith=prefix)
+            if template is not None:
+                wanted, related = wanted & Q(template=template), related & Q(semaphore__template=template)
+            found = _read(alias, clock, wanted, related)
             found = [snapshot for snapshot in found if snapshot.name.startswith(prefix)]
         else:
             keys = sorted({key_of(name) for name in names})
@@ -138,8 +157,7 @@ def survey(alias: str, *, at: RowClock | None = None) -> Survey:
     with database_errors(alias):
         clock = at or RowClock.of(alias)
         _ask_of_all(alias, clock)
-        # A writer or an upgradable reader has its place, slot 0, besides slots that count.
-        live = clock.live() & (~Q(slot=WRITER) | Q(mode=UPDATE))
+        live = _live(clock)
         counts = {"held": Count("pk", filter=live), "stale": Count("pk", filter=clock.stale())}
         taken = SlotRow.objects.using(alias).filter(expires_us__isnull=False)
         by_name: QuerySet[Any, Any] = taken.order_by().values("semaphore").annotate(**counts)
@@ -173,6 +191,40 @@ def survey(alias: str, *, at: RowClock | None = None) -> Survey:
             draining=len(drained.counts),
             names={"held": held, "stale": stale, "waiting": waiting, "paused": paused, "draining": drained},
         )
+
+
+def template_sums(alias: str, *, at: RowClock | None = None) -> dict[str, TemplateSnapshot]:
+    """Return what the names in use amount to, by template: one pass over the slots, and one over the waiters."""
+    with database_errors(alias):
+        clock = at or RowClock.of(alias)
+        _ask_of_all(alias, clock)
+        taken = SlotRow.objects.using(alias).filter(expires_us__isnull=False)
+        states = [Count("pk", filter=_live(clock)), Count("pk", filter=clock.stale())]
+        held = _by_template(taken, *states, Min("acquired_us", filter=clock.live()))
+        names = Count("semaphore", distinct=True)
+        waits = _by_template(_waiters(alias, clock), Sum("waiting"), names, Min("queued_us"))
+        found = {
+            template: TemplateSnapshot(template, 0, held=count, stale=stale, longest_hold=_since(clock, since))
+            for template, count, stale, since in held
+        }
+        for template, count, queues, since in waits:
+            known = found.get(template) or TemplateSnapshot(template, 0)
+            found[template] = replace(known, waiting=count, queues=queues, longest_wait=_since(clock, since))
+    return found
+
+
+def _by_template(rows: QuerySet[Any], *sums: Aggregate) -> Iterable[Any]:
+    named: Any = rows.exclude(semaphore__template="").order_by().values_list("semaphore__template")
+    return named.annotate(**{f"sum_{nth}": each for nth, each in enumerate(sums)})  # type: ignore[no-any-return]
+
+
+def _live(clock: RowClock) -> Q:
+    """Slots that live permits have. A writer or an upgradable reader has slot 0 besides those that count."""
+    return clock.live() & (~Q(slot=WRITER) | Q(mode=UPDATE))
+
+
+def _since(clock: RowClock, instant: int | None) -> float | None:
+    return None if instant is None else max(0.0, clock.age(instant, clock.boot_id))
 
 
 def _waiters(alias: str, clock: RowClock) -> QuerySet[WaiterRow]:

@@ -76,6 +76,7 @@ def request_parameters(request: Request, place: Place | None = None) -> dict[str
     parameters = {
         "key": request.resource.key,
         "kind": request.resource.kind,
+        "template": request.template,
         "permit_id": request.permit_id,
         "slots": request.slots,
         "take": request.take,
@@ -168,8 +169,8 @@ def standing(**other: str) -> str:
 
 #: ``units``: NULL for any other kind of lock.
 NEW_SEMAPHORE: Final = (
-    "sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking, units)"
-    " VALUES (%(key)s, %(name)s, %(kind)s, %(declared)s, {now}, %(no)s, %(no)s, %(units)s)"
+    "sqlsem_semaphore (name_key, name, kind, template, declared_slots, declared_us, paused, shrinking, units)"
+    " VALUES (%(key)s, %(name)s, %(kind)s, %(template)s, %(declared)s, {now}, %(no)s, %(no)s, %(units)s)"
 )
 _BLANK: Final = {str: "''", bool: "%(no)s", int: "0"}
 _OF_SLOT: Final = {"semaphore_key": "%(key)s", "slot": "%(slot)s", "closed": "%(closed)s"}

@@ -1,4 +1,4 @@
-"""Lists who holds and who waits, and the names that are idle."""
+"""Lists who holds and who waits, and the names that are idle; those that one template has made as one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from django_sqlsem.core.durations import parse_duration
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.management import arguments, output
 from django_sqlsem.management.console import Console
-from django_sqlsem.snapshots import SemaphoreSnapshot
+from django_sqlsem.snapshots import SemaphoreSnapshot, TemplateSnapshot
 
 
 @arguments.checked
@@ -32,6 +32,8 @@ def add_arguments(parser: CommandParser) -> None:
     which.add_argument("--stale", action="store_true", help="only slots whose holder seems gone")
     which.add_argument("--busy", action="store_true", help="only names that are held, waited for or paused")
     arguments.add_glob(parser)
+    told = "only the names that this template has made, one by one: 'sync:{request.user.pk}'"
+    parser.add_argument("--template", help=told)
     arguments.add_format(parser, "table", "json", "csv")
     told = "repeat, every 2 s by default"
     parser.add_argument("--watch", metavar="SECONDS", nargs="?", const=2.0, type=_interval, help=told)
@@ -64,30 +66,48 @@ def _print(
     stale: bool,
     busy: bool,
     name_glob: str | None,
+    template: str | None,
     database: str | None,
     header: bool = True,
     indent: int | None = 2,
     **_: Any,
 ) -> None:
-    found = queries.semaphores(name_glob, state="stale" if stale else None, using=database)
+    grouped = not (stale or busy or name_glob or template) and form != "csv"
+    wanted = "" if grouped else template
+    found = queries.semaphores(name_glob, state="stale" if stale else None, template=wanted, using=database)
+    groups = queries.templates(using=database) if grouped else []
     if busy:
         found = [each for each in found if _is_busy(each)]
     shown = [output.only_stale(snapshot) for snapshot in found] if stale else found
     if form == "json":
         values = queries.refreshes(name_glob, using=database)
-        console.say(output.as_json(shown, values, using=database, whole=not stale and not busy, indent=indent))
+        whole = not (stale or busy or template)
+        console.say(output.as_json(shown, values, groups, using=database, whole=whole, indent=indent))
     elif form == "csv":
         if text := output.as_csv(shown, header=header):
             console.say(text)
     else:
-        _print_table(console, shown, found, stale=stale, glob=name_glob)
-        if not stale:
+        among = f" among the names of {output.clean(template)!r}" if template else ""
+        among += f" among names like {output.clean(name_glob)!r}" if name_glob else ""
+        _print_groups(console, groups)
+        if shown or not groups:
+            _print_table(console, shown, found, stale=stale, among=among)
+        if not stale and not template:
             console.lines(output.refresh_table(queries.refreshes(name_glob, using=database)))
         console.lines(map(output.clean, queries.notes(using=database)))
 
 
+def _print_groups(console: Console, groups: list[TemplateSnapshot]) -> None:
+    header, *lines = output.template_table(groups)
+    if groups:
+        console.heading(header)
+        for line, group in zip(lines, groups, strict=True):
+            console.say(console.style.WARNING(line) if group.trouble else line)
+        console.say("")
+
+
 def _print_table(
-    console: Console, shown: list[SemaphoreSnapshot], found: list[SemaphoreSnapshot], *, stale: bool, glob: str | None
+    console: Console, shown: list[SemaphoreSnapshot], found: list[SemaphoreSnapshot], *, stale: bool, among: str
 ) -> None:
     body = output.rows(shown)
     idle = [] if stale else output.idle_rows(shown)
@@ -100,7 +120,6 @@ def _print_table(
         console.say("")
     console.lines(map(output.summary, filter(_is_busy, found)))
     if not body:
-        among = f" among names like {output.clean(glob)!r}" if glob else ""
         known = output.count(len(found), "name")
         nobody = f"Nothing is held and nobody waits{among}: {known} known."
         console.say(f"Nothing is stale{among}." if stale else nobody)

@@ -197,10 +197,10 @@ def test_every_procedure_is_called_and_every_type_is_used() -> None:
     )
 
 
-def test_what_reads_has_two_parameters() -> None:
-    wanted = parameters("internal_read_1")
-    assert re.fullmatch(r"EXEC sqlsem\.internal_read_1 @keys = \?, @prefix = \?", reading.READ)
-    assert {name: each.type for name, each in wanted.items()} == {"keys": "nvarchar(max)", "prefix": "nvarchar(400)"}
+def test_what_reads_is_given_its_parameters() -> None:
+    wanted = {"keys": "nvarchar(max)", "prefix": "nvarchar(400)", "template": "nvarchar(400)"}
+    assert f"EXEC sqlsem.internal_read_1 {', '.join(f'@{name} = ?' for name in wanted)}" == reading.READ
+    assert {name: each.type for name, each in parameters("internal_read_1").items()} == wanted
 
 
 # --- Variables ---

@@ -19,7 +19,7 @@ SELECT @@SPID AS session_id, CASE WHEN SUBSTRING(@before, 1, 7) = 0x73716C73656D
     AS session_us;
 
 -- read
-EXEC sqlsem.internal_read_1 @keys = ?, @prefix = ?;
+EXEC sqlsem.internal_read_1 @keys = ?, @prefix = ?, @template = ?;
 
 -- call acquire
 EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @permit = ?, @host = ?, @pid = ?, @thread
@@ -41,7 +41,7 @@ EXEC sqlsem.internal_upgrade_1 @base = ?, @key = ?, @slots = ?, @timeout = ?, @c
 EXEC sqlsem.internal_clean_1 @base = ?, @key = ?, @last = ?, @record = ?, @answer = 1;
 
 -- call declare
-EXEC sqlsem.internal_declare_1 @key = ?, @name = ?, @kind = ?, @slots = ?, @answer = 1;
+EXEC sqlsem.internal_declare_1 @key = ?, @name = ?, @kind = ?, @slots = ?, @template = ?, @answer = 1;
 
 -- call fence_off
 EXEC sqlsem.internal_fence_1 @key = ?, @taken = ?, @timeout = ?, @answer = 1;

@@ -48,7 +48,7 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
 
 -- beacons.NAME
-SELECT name, kind
+SELECT name, kind, template
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
@@ -417,16 +417,17 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   WHERE d.beacon AND (CASE WHEN CHAR_LENGTH(d.process_id) = 32 THEN IS_FREE_LOCK(CONCAT('sqlsem:', d.process_id))
       <=> 1 ELSE FALSE END)) + (SELECT COUNT(*)
   FROM sqlsem_slot x
-  WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token), CASE WHEN NOT EXISTS (SELECT 1
+  WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token), CASE WHEN (m.paused = %(no)s OR
+      m.paused_until_us <= {now}) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
-      <= {now} AND f.lease_us <= {now} - %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN 0 WHEN
-      m.kind = 'mutex' AND NOT EXISTS (SELECT 1
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
+      %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} -
+      %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN CASE WHEN m.kind = 'mutex' AND NOT EXISTS
+      (SELECT 1
   FROM sqlsem_slot l
-  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN {now} - m.declared_us < 2000000 THEN 2
-      WHEN EXISTS (SELECT 1
+  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
@@ -467,17 +468,18 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   WHERE d.beacon AND (CASE WHEN CHAR_LENGTH(d.process_id) = 32 THEN IS_FREE_LOCK(CONCAT('sqlsem:', d.process_id))
       <=> 1 ELSE FALSE END)) + (SELECT COUNT(*)
   FROM sqlsem_slot x
-  WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token), CASE WHEN NOT EXISTS (SELECT 1
+  WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token), CASE WHEN (m.paused = %(no)s OR
+      m.paused_until_us <= {now}) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
-      <= {now} AND f.lease_us <= {now} - %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN 0 WHEN
-      m.kind = 'mutex' AND NOT EXISTS (SELECT 1
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
+      %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} -
+      %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN CASE WHEN m.kind = 'mutex' AND NOT EXISTS
+      (SELECT 1
   FROM sqlsem_slot l
-  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN {now} - m.declared_us < 2000000 THEN 2
-      WHEN EXISTS (SELECT 1
+  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END, CASE WHEN (m.paused = %(no)s OR
-      m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END, CASE WHEN (m.paused = %(no)s
+      OR m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = m.name_key AND w.expires_us > {now} AND w.away = %(no)s AND w.process_id <>
       %(process_id)s), (SELECT AVG(h.held_us)
@@ -487,8 +489,9 @@ FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
 -- new semaphore
-INSERT IGNORE INTO sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking, units)
-VALUES (%(key)s, %(name)s, %(kind)s, %(declared)s, {now}, %(no)s, %(no)s, %(units)s);
+INSERT IGNORE INTO sqlsem_semaphore (name_key, name, kind, template, declared_slots, declared_us, paused, shrinking,
+      units)
+VALUES (%(key)s, %(name)s, %(kind)s, %(template)s, %(declared)s, {now}, %(no)s, %(no)s, %(units)s);
 
 -- new slot
 INSERT IGNORE INTO sqlsem_slot (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon,
@@ -615,8 +618,8 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
 
 -- reading.SEMAPHORE
-SELECT name_key, name, kind, declared_slots, declared_us, other_slots, other_us, operator_slots, paused, paused_us,
-      paused_until_us, paused_by, paused_reason, shrinking, units
+SELECT name_key, name, kind, template, declared_slots, declared_us, other_slots, other_us, operator_slots, paused,
+      paused_us, paused_until_us, paused_by, paused_reason, shrinking, units
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 

@@ -48,7 +48,7 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
 
 -- beacons.NAME
-SELECT name, kind
+SELECT name, kind, template
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
@@ -415,15 +415,15 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
       THEN FALSE WHEN d.process_id = current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN
       pg_try_advisory_lock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) THEN
       pg_advisory_unlock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)),
-      CASE WHEN NOT EXISTS (SELECT 1
+      CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
-      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 0 WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
+      %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} -
+      %(since)s))) THEN CASE WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
   FROM sqlsem_slot l
-  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN {now} - m.declared_us < 2000000 THEN 2
-      WHEN EXISTS (SELECT 1
+  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
@@ -466,16 +466,16 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
       THEN FALSE WHEN d.process_id = current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN
       pg_try_advisory_lock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) THEN
       pg_advisory_unlock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)),
-      CASE WHEN NOT EXISTS (SELECT 1
+      CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > 0 AND (f.expires_us IS NULL OR (f.expires_us
-      <= {now} AND f.lease_us <= {now} - %(since)s))) THEN 0 WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
+      %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} -
+      %(since)s))) THEN CASE WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
   FROM sqlsem_slot l
-  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN {now} - m.declared_us < 2000000 THEN 2
-      WHEN EXISTS (SELECT 1
+  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 0 END, CASE WHEN (m.paused = %(no)s OR
-      m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
+  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END, CASE WHEN (m.paused = %(no)s
+      OR m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = m.name_key AND w.expires_us > {now} AND w.away = %(no)s AND w.process_id <>
       %(process_id)s), (SELECT AVG(h.held_us)
@@ -485,8 +485,9 @@ FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
 -- new semaphore
-INSERT INTO sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking, units)
-VALUES (%(key)s, %(name)s, %(kind)s, %(declared)s, {now}, %(no)s, %(no)s, %(units)s) ON CONFLICT DO NOTHING;
+INSERT INTO sqlsem_semaphore (name_key, name, kind, template, declared_slots, declared_us, paused, shrinking, units)
+VALUES (%(key)s, %(name)s, %(kind)s, %(template)s, %(declared)s, {now}, %(no)s, %(no)s, %(units)s) ON CONFLICT DO
+      NOTHING;
 
 -- new slot
 INSERT INTO sqlsem_slot (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, semaphore_key,
@@ -597,8 +598,8 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
 
 -- reading.SEMAPHORE
-SELECT name_key, name, kind, declared_slots, declared_us, other_slots, other_us, operator_slots, paused, paused_us,
-      paused_until_us, paused_by, paused_reason, shrinking, units
+SELECT name_key, name, kind, template, declared_slots, declared_us, other_slots, other_us, operator_slots, paused,
+      paused_us, paused_until_us, paused_by, paused_reason, shrinking, units
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 

@@ -56,7 +56,7 @@ DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)), @own nvarcha
     @seen nvarchar(16), @operator int, @paused bit = 0, @top int = 0, @newest bigint, @turn int = 0, @looked bigint = 0, @chosen bigint = 0, @waited bit = 0,
     @may bit, @past bit = 0, @placed bit = 0, @named bit = 0, @full bit = 0, @most int, @some bit, @swept bigint = 0,
     @start int, @count int = 0, @least int = 2147483647, @greatest int = -1, @busy int = 0, @i int, @try int = 0,
-    @wait int, @step int = 0, @rc int, @done int, @bad int = 0, @strikes int = 0, @now bigint;
+    @wait int, @step int = 0, @rc int, @done int, @bad int = 0, @strikes int = 0, @now bigint, @gone bit;
 SET @own = @gate;                            -- the one at which this call stands
 SELECT @result = NULL, @taken = N',', @token = NULL, @declared = NULLIF(@slots, 0),
     @bound = CASE WHEN @slots > 0 THEN @slots ELSE 1 END;
@@ -329,6 +329,11 @@ BEGIN TRY
         END;
     END;
 
+    IF @result = -1 AND @write = 1
+    BEGIN
+        EXEC sqlsem.internal_gone_1 @key, @gone OUTPUT;
+        IF @gone = 1 SET @result = -10;
+    END;
     -- The next in line goes on before anything is written: a commit may wait for a disk, or for another server.
     IF @head = 1 AND (@result <> -4 OR @keep = 0 OR @own <> @gate)
     BEGIN
@@ -356,8 +361,14 @@ BEGIN TRY
         FROM dbo.sqlsem_slot AS s WITH (ROWLOCK, FORCESEEK)
         WHERE semaphore_key = @key AND slot BETWEEN @least AND @greatest
             AND CHARINDEX(CONCAT(N',', slot, N','), @taken) > 0 OPTION (KEEPFIXED PLAN);
+        IF @@ROWCOUNT = 0 SET @result = -10;             -- the rows were deleted while it waited
         -- A crash that loses this loses the locks too, and the clock goes on: no token comes back.
         COMMIT TRANSACTION WITH (DELAYED_DURABILITY = ON);  -- noqa: PRS
+        IF @result < 0
+        BEGIN
+            EXEC sqlsem.internal_give_1 @base, @taken;
+            SELECT @taken = N',', @token = NULL;
+        END;
     END;
 END TRY
 BEGIN CATCH

@@ -4,14 +4,15 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_declare_1
     @name nvarchar(400),
     @kind nvarchar(16),
     @slots int,
+    @template nvarchar(400) = N'',           -- of a decorator; empty: the name was written as it is
     @answer bit = 0                          -- 1: a row
 AS
 SET NOCOUNT ON;
 SET XACT_ABORT OFF;                          -- a row that another session has just created is no failure
 DECLARE @now bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME()), @slot int, @first int;
 BEGIN TRY
-    INSERT INTO dbo.sqlsem_semaphore (name_key, name, kind, declared_slots, declared_us, paused, shrinking)
-    SELECT @key, @name, @kind, @slots, @now, 0, 0
+    INSERT INTO dbo.sqlsem_semaphore (name_key, name, kind, template, declared_slots, declared_us, paused, shrinking)
+    SELECT @key, @name, @kind, @template, @slots, @now, 0, 0
     WHERE NOT EXISTS (SELECT 1 FROM dbo.sqlsem_semaphore WITH (FORCESEEK) WHERE name_key = @key);
 END TRY
 BEGIN CATCH

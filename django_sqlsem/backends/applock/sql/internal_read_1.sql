@@ -1,7 +1,8 @@
 -- What the rows say, in four results: the server's time; names; their slots; who waits for them.
 CREATE OR ALTER PROCEDURE sqlsem.internal_read_1
     @keys nvarchar(max),                     -- of the names, with commas between them; NULL: all
-    @prefix nvarchar(400)                    -- only names that begin with it; NULL: any
+    @prefix nvarchar(400),                   -- only names that begin with it; NULL: any
+    @template nvarchar(400) = NULL           -- only names that it has made; empty: that none has; NULL: any
 AS
 SET NOCOUNT ON;
 DECLARE @now bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME());
@@ -10,10 +11,11 @@ IF @keys IS NOT NULL
     INSERT INTO @wanted SELECT DISTINCT value FROM STRING_SPLIT(@keys, N',');
 ELSE
     INSERT INTO @wanted SELECT name_key FROM dbo.sqlsem_semaphore
-    WHERE @prefix IS NULL OR CHARINDEX(@prefix, name COLLATE Latin1_General_100_BIN2) = 1;
+    WHERE (@prefix IS NULL OR CHARINDEX(@prefix, name COLLATE Latin1_General_100_BIN2) = 1)
+        AND (@template IS NULL OR template = @template);
 SELECT @now AS now_us;
-SELECT m.name_key AS [key], m.name, m.kind, m.declared_slots, m.declared_us, m.operator_slots, m.paused, m.paused_us,
-    m.paused_until_us, m.paused_by, m.paused_reason, m.other_slots, m.other_us, m.units,
+SELECT m.name_key AS [key], m.name, m.kind, m.template, m.declared_slots, m.declared_us, m.operator_slots, m.paused,
+    m.paused_us, m.paused_until_us, m.paused_by, m.paused_reason, m.other_slots, m.other_us, m.units,
     (SELECT MAX(s.acquired_us) FROM dbo.sqlsem_slot AS s WHERE s.semaphore_key = m.name_key) AS last_grant_us,
     (SELECT AVG(s.held_us) FROM dbo.sqlsem_slot AS s WHERE s.semaphore_key = m.name_key AND s.held_us > 0) AS usual_us,
     (SELECT SUM(w.take) FROM dbo.sqlsem_waiter AS w

@@ -19,7 +19,7 @@ DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)), @fence nvarc
     @lately bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME()) - 3600000000,
     @mode varchar(32) = CASE @kind WHEN N'mutex' THEN 'Exclusive' ELSE 'IntentExclusive' END,
     @lock_mode nvarchar(8) = CASE @kind WHEN N'mutex' THEN @kind ELSE N'' END, @rc int, @named int = -1,
-    @slot int = 0, @result int = -1, @token bigint, @now bigint, @done int;
+    @slot int = 0, @result int = -1, @token bigint, @now bigint, @done int, @gone bit;
 BEGIN TRY
     IF APPLOCK_TEST(N'public', @gate, N'Exclusive', N'Session') = 1
         EXEC @named = sys.sp_getapplock @base, @mode, 'Session', 0, 'public';
@@ -58,12 +58,16 @@ BEGIN TRY
             COMMIT TRANSACTION WITH (DELAYED_DURABILITY = ON);  -- noqa: PRS
         END;
     END;
-    -- An operator may have made more slots of it, others go by fewer, or it is another kind of lock.
+    -- An operator may have made more slots of it, others go by fewer, it is another kind of lock, or somebody deletes it.
     IF @result = -1 AND @permit IS NOT NULL
+    BEGIN
         SELECT @result = -9 FROM dbo.sqlsem_semaphore WITH (FORCESEEK)
         WHERE name_key = @key AND (COALESCE(operator_slots, 0) > CASE kind WHEN @kind THEN @slots ELSE -1 END
             OR (operator_slots IS NULL AND (declared_slots <> @slots OR COALESCE(other_us, 0) > @lately)))
         OPTION (KEEPFIXED PLAN);
+        EXEC sqlsem.internal_gone_1 @key, @gone OUTPUT;
+        IF @gone = 1 SET @result = -9;
+    END;
 END TRY
 BEGIN CATCH
     SET @result = -9;
