@@ -13,7 +13,7 @@ from django_sqlsem.database.errors import database_errors
 from django_sqlsem.deadlocks import reading as deadlocks_reading
 from django_sqlsem.deadlocks.reading import deadlocks, waits
 from django_sqlsem.history.reading import clock as history_clock
-from django_sqlsem.history.reading import events, minutes, spans, totals
+from django_sqlsem.history.reading import events, minutes, since, spans, totals
 from django_sqlsem.refresh import rows as refresh_rows
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ __all__ = [
     "refreshes",
     "semaphore",
     "semaphores",
+    "since",
     "spans",
     "survey",
     "totals",
