@@ -64,7 +64,8 @@ class SemaphoreRow(models.Model):
         verbose_name_plural = _("semaphores")
         indexes = [models.Index(fields=["paused"], name="sqlsem_semaphore_paused")]
         permissions = [
-            ("operate_semaphorerow", "Can revoke permits and purge stale slots"),
+            ("stop_semaphorerow", "Can ask holders to stop"),
+            ("revoke_semaphorerow", "Can revoke permits and purge stale slots"),
             ("configure_semaphorerow", "Can set slots, pause and resume"),
         ]
         default_permissions = ("view",)
