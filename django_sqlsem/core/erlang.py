@@ -1,9 +1,10 @@
 """How long a queue before several slots gets: the formulas of A. K. Erlang (1917) for calls that come at random.
 
-``load`` is in erlangs: arrivals per second times the mean hold in seconds, the number of slots that are busy on average.
-The formulas are those of R. B. Cooper, Introduction to Queueing Theory, 2nd edition (1981), sections 3.3 and 3.4: calls
-arrive independently of each other, holds are spread exponentially, who finds all slots busy is lost (B), or waits in
-order of arrival for as long as it takes (C).
+``load`` is in erlangs: arrivals per second times the mean hold in seconds, which is how many slots are busy on average.
+The formulas are those of R. B. Cooper, Introduction to Queueing Theory, 2nd edition (1981), chapter 3: calls arrive
+independently of each other, holds are spread exponentially, who finds all slots busy is lost (B), or waits in order of
+arrival for as long as it takes (C). Between these two is who gives up after some time: D. Y. Barrer, Queuing with
+Impatient Customers and Ordered Service, Operations Research 5 (1957).
 """
 
 from __future__ import annotations
@@ -40,26 +41,35 @@ class Forecast:
     used: float
     #: The part of the calls that would not get a slot at once.
     waits: float
-    #: ``inf``: the queue grows for as long as calls come like that.
+    #: Of all calls, those that give up too. ``inf``: the queue grows for as long as calls come like that.
     mean_wait: float
-    p95_wait: float
-    #: The part of the calls that would give up: ``None`` if nobody is known to.
-    refused: float | None
+    #: The part of the calls that would give up.
+    refused: float
+
+
+#: Beyond this power of e nothing changes any more, and within this one its powers are lost in rounding.
+_MOST, _LEAST = 700.0, 1e-5
 
 
 def forecast(load: float, hold: float, slots: int, patience: float | None) -> Forecast:
     """Return what is to be expected.
 
-    ``hold``: the mean hold, in seconds. ``patience``: after so many seconds a call gives up; 0: at once, and nobody
-    waits; ``None``: never.
+    ``hold``: the mean hold, in seconds. ``patience``: after so many seconds a call gives up; ``None``: never.
     """
-    used = min(1.0, load / slots)
-    if patience == 0:
-        lost = erlang_b(load, slots)
-        return Forecast(slots, load * (1 - lost) / slots, lost, 0.0, 0.0, lost)
-    waits, spare = erlang_c(load, slots), slots - load
-    if spare <= 0:  # those who cannot be served give up, whatever they wait
-        return Forecast(slots, used, waits, math.inf, math.inf, None if patience is None else 1 - slots / load)
-    p95 = hold / spare * math.log(waits / 0.05) if waits > 0.05 else 0.0
-    refused = None if patience is None else waits * math.exp(-spare * patience / hold)
-    return Forecast(slots, used, waits, waits * hold / spare, p95, refused)
+    rate, serves = load / hold, slots / hold  # calls that come, and at most are served, in a second
+    spare = serves - rate
+    if patience is None:
+        if spare <= 0:
+            return Forecast(slots, 1.0, 1.0, math.inf, 0.0)
+        waits = erlang_c(load, slots)
+        return Forecast(slots, load / slots, waits, waits / spare, 0.0)
+    # By the chance that a call finds one slot free: that it waits at all, its mean wait, and that it gives up.
+    end = math.exp(min(_MOST, -spare * patience))
+    if abs(spare * patience) < _LEAST:
+        waits, mean = patience, patience * patience / 2
+    else:
+        waits, mean = (1 - end) / spare, (1 - end * (1 + spare * patience)) / spare**2
+    waits, mean, refused = rate * (waits + end / serves), rate * (mean + patience * end / serves), rate * end / serves
+    one_free = 1 / (1 / erlang_b(load, slots - 1) + waits)
+    used = load * (1 - one_free * refused) / slots
+    return Forecast(slots, used, one_free * waits, one_free * mean, one_free * refused)

@@ -116,7 +116,7 @@ def minutes(
 
 
 def since(name: Name, *, using: str | None = None) -> datetime.datetime | None:
-    """Return the oldest minute of which anything is known of a name; ``None`` if nothing is. Raises ``BackendError``."""
+    """Return the oldest minute of which anything is known of a name, or ``None``. Raises ``BackendError``."""
     alias = database_for(using)
     with database_errors(alias):
         rows = MinuteRow._default_manager.using(alias).filter(key=key_of(validate_name(name)))

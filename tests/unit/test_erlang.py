@@ -36,31 +36,42 @@ def test_a_thousand_slots_overflow_nothing() -> None:
 
 def test_one_slot_waits_as_the_textbook_says() -> None:
     """M/M/1: the mean wait is hold * load / (1 - load)."""
-    found = forecast(0.8, 10.0, 1, 30.0)
-    assert found.mean_wait == pytest.approx(40.0)
-    assert found.p95_wait == pytest.approx(50.0 * math.log(16))
-    assert found.refused == pytest.approx(0.8 * math.exp(-0.6))
-    assert forecast(0.8, 10.0, 1, None).refused is None
+    found = forecast(0.8, 10.0, 1, None)
+    assert (found.mean_wait, found.waits, found.refused) == (pytest.approx(40.0), pytest.approx(0.8), 0)
 
 
-def test_too_few_slots_and_no_patience() -> None:
-    found = forecast(4.0, 2.0, 3, 5.0)
-    assert (found.used, found.waits, found.mean_wait, found.refused) == (1.0, 1.0, math.inf, 0.25)
-    found = forecast(2.0, 2.0, 3, 0)
-    assert (found.refused, found.mean_wait) == (pytest.approx(4 / 19), 0)
+def test_patience_lies_between_the_two_formulas() -> None:
+    found = [forecast(2.0, 2.0, 3, patience) for patience in (0, 1.0, 5.0, 1000.0, None)]
+    assert found[0].refused == pytest.approx(erlang_b(2, 3))
+    assert found[-2].waits == pytest.approx(found[-1].waits) == pytest.approx(erlang_c(2, 3))
+    assert found[-2].mean_wait == pytest.approx(found[-1].mean_wait, rel=1e-6)
+    for part in ("waits", "mean_wait", "used"):
+        values = [getattr(each, part) for each in found[:-1]]
+        assert values == sorted(values), part
 
 
-def test_a_queue_that_is_played_through_does_the_same() -> None:
+def test_too_few_slots() -> None:
+    assert forecast(4.0, 2.0, 3, None).mean_wait == math.inf
+    for patience in (1000.0, 1e6):  # the others are served
+        assert forecast(4.0, 2.0, 3, patience).refused == pytest.approx(0.25)
+    assert forecast(3.0, 2.0, 3, 5.0).refused == pytest.approx(forecast(3.0001, 2.0, 3, 5.0).refused, rel=1e-3)
+
+
+# Seconds between two calls: three slots can keep up with the first, and cannot with the other.
+@pytest.mark.parametrize(("patience", "apart"), [(None, 1.8), (3.0, 1.8), (3.0, 1.2)])
+def test_a_queue_that_is_played_through_does_the_same(patience: float | None, apart: float) -> None:
+    slots, hold = 3, 4.0
     chance = random.Random(7)
-    slots, hold, apart = 3, 4.0, 1.8  # seconds
-    free, now, waits = [0.0] * slots, 0.0, []
-    for _ in range(200_000):
+    free, now, waits, refused = [0.0] * slots, 0.0, [], 0
+    for _ in range(150_000):
         now += chance.expovariate(1 / apart)
-        begins = max(now, free[0])
-        waits.append(begins - now)
-        heapq.heapreplace(free, begins + chance.expovariate(1 / hold))
-    found = forecast(hold / apart, hold, slots, 5.0)
+        wait = max(0.0, free[0] - now)
+        if patience is not None and wait > patience:
+            refused, wait = refused + 1, patience
+        else:
+            heapq.heapreplace(free, now + wait + chance.expovariate(1 / hold))
+        waits.append(wait)
+    found = forecast(hold / apart, hold, slots, patience)
     assert sum(each > 0 for each in waits) / len(waits) == pytest.approx(found.waits, rel=0.05)
     assert sum(waits) / len(waits) == pytest.approx(found.mean_wait, rel=0.1)
-    assert sorted(waits)[int(0.95 * len(waits))] == pytest.approx(found.p95_wait, rel=0.1)
-    assert sum(each > 5 for each in waits) / len(waits) == pytest.approx(found.refused, rel=0.1)
+    assert refused / len(waits) == pytest.approx(found.refused, rel=0.05, abs=1e-9)
