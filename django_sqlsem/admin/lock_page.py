@@ -290,8 +290,10 @@ def _recent(reading: Reading, snapshot: SemaphoreSnapshot, rare: list[Event], ch
     window = min(chosen.seconds, max(60.0, known))
     step = next((each for each in _STEPS if window / each <= _MOST_STEPS), _STEPS[-1])
     scale = TimeScale(now, window, step)
-    minutes = queries.minutes(name, window=window, step=step, now=now)
-    covered = max(1.0, (now - minutes[0].at).total_seconds())
+    young = window < chosen.seconds
+    # Of all that is known the oldest step counts as a whole.
+    minutes = queries.minutes(name, window=window + step if young else window, step=step, now=now)
+    covered = max(60.0, min(window, (now - minutes[0].at).total_seconds()))
     spans = queries.spans(name, window=window, now=now) if window <= _SINGLE else []
     latest = queries.events(name, limit=_MAX_EVENTS)
     marks = _marks(rare, scale)
@@ -301,8 +303,8 @@ def _recent(reading: Reading, snapshot: SemaphoreSnapshot, rare: list[Event], ch
     return {
         "up_to": up_to,
         "zone": f"{up_to:%Z}",
-        "title": _("Last %(window)s") % {"window": duration(window)} if window < chosen.seconds else chosen.title,
-        "young": window < chosen.seconds,
+        "title": _("Last %(window)s") % {"window": duration(window)} if young else chosen.title,
+        "young": young,
         "drawing": drawing.together(panels, marks, scale),
         "notes": _notes(snapshot, lanes, spans, minutes),
         "bars": tables.bars(spans) if lanes else None,
