@@ -122,6 +122,9 @@ def request_label(method: str, path: str, trace_id: str = "") -> str:
     return f"{method} {path[: MAX_LABEL_LENGTH - len(method) - len(trace_id) - 4]} [{trace_id}]"
 
 
+#: By the library that traces: what returns the id of the trace that runs, or nothing. ``contrib`` registers them.
+trace_ids: dict[str, Callable[[], str]] = {}
+
 #: By the module without which there is nothing to ask: what returns how operators are shown the running task, or
 #: nothing. ``contrib`` registers them.
 task_labels: dict[str, Callable[[], str]] = {}

@@ -127,7 +127,9 @@ _REQUEST_ID = re.compile(r"(?P<id>[\w.:/+=-]{1,64})", re.ASCII)
 
 
 def _trace_id(request: HttpRequest) -> str:
-    """Return the id by which logs and traces know a request, if it came with one."""
+    """Return the id by which traces and logs know a request: of the trace that runs, or what it came with."""
+    if running := next(filter(None, (ask() for ask in identity.trace_ids.values())), ""):
+        return running
     meta = request.META
     found = _TRACE_PARENT.fullmatch(meta.get("HTTP_TRACEPARENT", ""))
     found = found or _REQUEST_ID.fullmatch(meta.get("HTTP_X_REQUEST_ID", ""))
