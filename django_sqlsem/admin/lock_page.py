@@ -124,14 +124,15 @@ def audit_log(model_admin: Any, request: HttpRequest, object_id: str) -> HttpRes
     table = tables.happened(
         "sqlsem-audit", _("What operators did"), done, _("Nothing is recorded."), most=_MAX_AUDIT, dated=True
     )
-    days = duration(config(queries.locks_database()).history_acts)
+    days = math.ceil(config(queries.locks_database()).history_acts / 86400)
     context = {
         "title": _("Audit log: %(name)s") % {"name": visible(row.name)},
         "subtitle": None,
         "shown_name": users(row.name),
         "object": row,
         "table": table,
-        "kept": _("By the admin, the command and programs, with their reasons. Kept for %(days)s.") % {"days": days},
+        "kept": _("By the admin, the command and programs, with their reasons; kept for %(days)d days.")
+        % {"days": days},
         "entries": LogEntry.objects.filter(
             object_id=unquote(object_id), content_type=get_content_type_for_model(model_admin.model)
         ).select_related("user").order_by("-action_time")[:_MAX_AUDIT],
@@ -227,12 +228,12 @@ def _facts(snapshot: SemaphoreSnapshot) -> list[Said]:
 
 def _set_by(snapshot: SemaphoreSnapshot, last: Event | None) -> str:
     """Return what an operator has set instead of what the code says: who, when and why."""
-    told = {"slots": snapshot.slots, "declared": snapshot.declared_slots, "who": _("an operator"), "at": ""}
-    reason = ""
+    who, at, reason = _("an operator"), "", ""
     if last is not None:
-        told |= {"who": visible(last.by) or told["who"], "at": f"{timezone.localtime(last.at):%Y-%m-%d %H:%M %Z}"}
-        reason = last.detail.partition(": ")[2]
-    text = _("Slots set to %(slots)d by %(who)s %(at)s; the code declares %(declared)d.") % told
+        who, reason = visible(last.by) or who, last.detail.partition(": ")[2]
+        at = f", {timezone.localtime(last.at):%Y-%m-%d %H:%M %Z}"
+    told = {"slots": snapshot.slots, "declared": snapshot.declared_slots, "who": f"{who}{at}"}
+    text = _("Slots set to %(slots)d by %(who)s; the code declares %(declared)d.") % told
     return f"{text} {_('Reason: %(reason)s') % {'reason': visible(reason)}}" if reason else text
 
 

@@ -198,7 +198,7 @@ def test_the_audit_log_has_what_the_command_did_too(operator: Client, alias: str
     page = operator.get(url("history"))
     shown = text(page)
     assert "<b>" not in page.content.decode()
-    for said_there in ("asked to stop", "INC-12 <b>", "2 slots: calm down", "paused", "INC-13", "Kept for 30 d"):
+    for said_there in ("asked to stop", "INC-12 <b>", "2 slots: calm down", "paused", "INC-13", "kept for 30 days"):
         assert said_there in shown
     assert login("nobody").get(url("history")).status_code == 403
     assert operator.get(url("history", "gone")).status_code == 302

@@ -84,7 +84,7 @@ def test_everything_is_said(database: str, settings: Any) -> None:
     shown = text(operator.get(address()))
     assert "reports semaphore" in shown
     assert "1 slot is stale" in shown
-    assert re.search(r"Slots set to 3 by ann \d{4}-\d\d-\d\d \d\d:\d\d \w+; the code declares 2\.", shown)
+    assert re.search(r"Slots set to 3 by ann, \d{4}-\d\d-\d\d \d\d:\d\d \w+; the code declares 2\.", shown)
     holders = part(html, "sqlsem-holders")
     assert re.search(r"1 held web1 pid 4711 · MainThread GET /reports/ ann 1\d s [\d:]+ (4|5)\d s 7", holders)
     assert re.search(r"2 stale asked to stop by ann web9 pid 4711 .* 1 min \d\d s [\d:]+ ran out \d.* 8", holders)

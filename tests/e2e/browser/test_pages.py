@@ -24,9 +24,9 @@ GRAVE = ("serious", "critical")
 def scene(server: Server) -> None:
     """Locks in all states."""
     make_semaphore("default")
-    hold("default", slot=1)
+    hold("default", slot=1, left=600)
     hold("default", slot=2, token=8, left=-5, label="<b>&quot;</b>", user="o'neill")
-    hold("default", slot=3, token=9, stop_token=9, stop_by="ann")
+    hold("default", slot=3, token=9, left=600, stop_token=9, stop_by="ann")
     wait("default")
     make_semaphore("default", "calm", slots=60, paused=True)
     hold("default", "calm", slot=60, token=3)
