@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from string import Formatter
 from typing import Any, Final
 
 from django.conf import settings
@@ -65,15 +68,27 @@ class Config:
     forget_after: float | None = 30 * 86400.0
     #: What is done about deadlocks: ``"report"``, ``"break"``, or ``"ignore"``.
     deadlocks: str = "report"
+    #: Templates of the addresses that the admin's pages lead to, by the keys of ``LINKS``.
+    links: Mapping[str, str] = field(default_factory=dict)
 
 
 DEADLOCKS: Final = ("report", "break", "ignore")
 #: What ``HISTORY`` may hold: how long each is kept.
 HISTORY: Final = ("GRANTS", "ACTS", "MINUTES")
 
+#: What ``LINKS`` may hold: which fields each template may have; one of the first group it must have.
+LINKS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "task": (("task_id",), ("task",)),
+    "trace": (("trace_id",), ()),
+    "logs": (
+        ("name", "host", "pid", "thread", "user", "task_id", "trace_id"),
+        ("task", "since", "until", "since_ms", "until_ms"),
+    ),
+}
+
 #: The type of each key's values, as ``Config`` writes it: a float is a number of seconds.
-_TYPES: Final = {field.name.upper(): field.type for field in fields(Config) if not field.name.startswith("history_")}
-_NOT_PER_ALIAS = ("DATABASE", "VIEW_TIMEOUT", "VIEW_MAX_WAITING", "TASK_TIMEOUT", "BUSY_STATUS", "DATABASES")
+_TYPES: Final = {each.name.upper(): each.type for each in fields(Config) if not each.name.startswith("history_")}
+_NOT_PER_ALIAS = ("DATABASE", "VIEW_TIMEOUT", "VIEW_MAX_WAITING", "TASK_TIMEOUT", "BUSY_STATUS", "DATABASES", "LINKS")
 KEYS: Final = (*sorted(_TYPES), "DATABASES")
 
 
@@ -86,6 +101,8 @@ def _read(raw: dict[str, Any], where: str, allowed: tuple[str, ...]) -> dict[str
         try:
             if key == "HISTORY" and isinstance(value, dict):
                 values |= _history(value, name)
+            elif key == "LINKS":
+                values["links"] = _links(value, name)
             else:
                 values[str(key).lower()] = _value(key, value, name)
         except (TypeError, ValueError) as error:
@@ -101,6 +118,31 @@ def _history(kept: dict[Any, Any], name: str) -> dict[str, Any]:
             raise ValueError(f"{name} has an unknown key {shown(key)}; allowed are {', '.join(HISTORY)}.")
         values[f"history_{key.lower()}"] = to_seconds(value, what=f"{name}[{key!r}]")
     return values
+
+
+def _links(templates: object, name: str) -> dict[str, str]:
+    """Return the templates, each of an address with fields that can be filled in."""
+    if not isinstance(templates, dict):
+        raise TypeError(f"{name} must be a dict of {', '.join(LINKS)}, not {shown(templates)}.")
+    for key, template in templates.items():
+        if key not in LINKS:
+            raise ValueError(f"{name} has an unknown key {shown(key)}; allowed are {', '.join(LINKS)}.")
+        what, (needed, others) = f"{name}[{key!r}]", LINKS[key]
+        if not isinstance(template, str) or not re.fullmatch(r"https?://[^\s\x00-\x1f]+", template):
+            raise ValueError(f"{what} must be an address that begins with http:// or https://, not {shown(template)}.")
+        try:
+            parts = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
+        except ValueError as error:
+            raise ValueError(f"{what} is {shown(template)}: {error}. Write {{{{ and }}}} for braces.") from None
+        for field_name, spec, conversion in parts:
+            if field_name not in (*needed, *others) or spec or conversion:
+                allowed = ", ".join(f"{{{each}}}" for each in (*needed, *others))
+                raise ValueError(f"{what} has a field {shown(field_name)}; allowed are {allowed}, as they are.")
+        if not {field_name for field_name, *_ in parts} & set(needed):
+            raise ValueError(
+                f"{what} needs {' or '.join(f'{{{each}}}' for each in needed)}: {shown(template)} has none."
+            )
+    return templates
 
 
 def _value(key: str, value: object, name: str) -> object:

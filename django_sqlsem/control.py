@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("django_sqlsem")
 
-#: What fits into the column of a pause's reason.
+#: So much of a reason is kept.
 MAX_REASON_LENGTH: Final = 200
 
 
@@ -65,13 +65,15 @@ def revoke(
     by: str,
     using: str | None = None,
     kill: bool = False,
+    reason: str = "",
 ) -> list[HolderSnapshot]:
     """Take slots away from their holders, live ones too, and return those who lost them.
 
     Without ``slot`` all holders of this moment; without ``token`` the holder of this moment; with a ``token`` only
     the holder who has it. A holder that changes meanwhile is not disturbed. ``by`` is told to the holder.
     ``kill``: where a lock belongs to a database session, end that session; whatever else it holds goes with it. Raises
-    ``KillNeededError`` where that is needed and was not said.
+    ``KillNeededError`` where that is needed and was not said. ``reason`` is kept in the history, in 200 characters, as
+    with all that follows.
     """
     name = validate_name(name)
     backend = get_backend(database_for(using))
@@ -80,12 +82,18 @@ def revoke(
         holder = backend.revoke(name, number, shown, by=by, kill=kill)
         if holder is not None:
             revoked.append(holder)
-            _acted(backend, "revoke", name, by, holder=holder)
+            _acted(backend, "revoke", name, by, holder=holder, reason=reason)
     return revoked
 
 
 def request_stop(
-    name: Name, slot: int | None = None, token: int | None = None, *, by: str, using: str | None = None
+    name: Name,
+    slot: int | None = None,
+    token: int | None = None,
+    *,
+    by: str,
+    using: str | None = None,
+    reason: str = "",
 ) -> list[HolderSnapshot]:
     """Ask holders to stop, and return those who were asked. Nothing is taken from them: they decide.
 
@@ -96,7 +104,7 @@ def request_stop(
     """
     name = validate_name(name)
     backend = get_backend(database_for(using))
-    return _ask(backend, name, _meant(backend, name, slot, token), by)
+    return _ask(backend, name, _meant(backend, name, slot, token), by, reason)
 
 
 def drain(name: Name, *, by: str, using: str | None = None, duration: Seconds | None = None, reason: str = "") -> bool:
@@ -112,17 +120,19 @@ def drain(name: Name, *, by: str, using: str | None = None, duration: Seconds | 
     if not _pause(backend, "drain", name, by, duration, reason):
         return False
     holders = [holder for snapshot in backend.inspect([name]) for holder in snapshot.holders]
-    _ask(backend, name, [(holder.slot, holder.token) for holder in holders if holder.recorded], by)
+    _ask(backend, name, [(holder.slot, holder.token) for holder in holders if holder.recorded], by, reason)
     return True
 
 
-def _ask(backend: BaseSemaphoreBackend, name: str, meant: list[tuple[int, int]], by: str) -> list[HolderSnapshot]:
+def _ask(
+    backend: BaseSemaphoreBackend, name: str, meant: list[tuple[int, int]], by: str, reason: str
+) -> list[HolderSnapshot]:
     asked = []
     for number, shown in meant:
         holder = backend.request_stop(name, number, shown, by=by or SOMEBODY)
         if holder is not None:
             asked.append(holder)
-            _acted(backend, "stop", name, by, holder=holder)
+            _acted(backend, "stop", name, by, holder=holder, reason=reason)
     return asked
 
 
@@ -181,26 +191,26 @@ def _is_idle(snapshot: SemaphoreSnapshot, seconds: float) -> bool:
     return not touched and not used and (snapshot.idle is None or snapshot.idle >= seconds)
 
 
-def execute_purge(plan: PurgePlan, *, by: str) -> PurgeResult:
+def execute_purge(plan: PurgePlan, *, by: str, reason: str = "") -> PurgeResult:
     """Do what ``plan`` says, except where a slot or name has come to life since. Never touches a live holder."""
     backend = get_backend(plan.alias)
     freed, changed, deleted, in_use = [], [], [], []
     for holder in plan.slots:
         if backend.purge_slot(holder.name, holder.slot, holder.token):
             freed.append(holder)
-            _acted(backend, "purge", holder.name, by, holder=holder)
+            _acted(backend, "purge", holder.name, by, holder=holder, reason=reason)
         else:
             changed.append(holder)
     for snapshot in plan.names:
         if backend.purge_idle(snapshot.name):
             deleted.append(snapshot.name)
-            _acted(backend, "purge", snapshot.name, by, "deleted: idle")
+            _acted(backend, "purge", snapshot.name, by, "deleted: idle", reason=reason)
         else:
             in_use.append(snapshot.name)
     return PurgeResult(tuple(freed), tuple(deleted), tuple(changed), tuple(in_use))
 
 
-def set_slots(name: Name, slots: int | None, *, by: str, using: str | None = None) -> bool:
+def set_slots(name: Name, slots: int | None, *, by: str, using: str | None = None, reason: str = "") -> bool:
     """Set the number of slots, whatever the code says; ``None`` leaves it to the code again.
 
     No holder is interrupted: after a shrink nothing is granted until fewer are held. Returns ``False`` if there is
@@ -212,7 +222,8 @@ def set_slots(name: Name, slots: int | None, *, by: str, using: str | None = Non
     backend = get_backend(database_for(using))
     done = backend.set_slots(name, slots)
     if done:
-        _acted(backend, "set slots", name, by, "as declared by the code" if slots is None else f"{slots} slots")
+        told = "as declared by the code" if slots is None else f"{slots} slots"
+        _acted(backend, "set slots", name, by, told, reason=reason)
     return done
 
 
@@ -226,13 +237,13 @@ def pause(name: Name, *, by: str, using: str | None = None, duration: Seconds | 
     return _pause(get_backend(database_for(using)), "pause", name, by, duration, reason)
 
 
-def resume(name: Name, *, by: str, using: str | None = None) -> bool:
+def resume(name: Name, *, by: str, using: str | None = None, reason: str = "") -> bool:
     """Grant again. ``False`` if there is no such name."""
     name = validate_name(name)
     backend = get_backend(database_for(using))
     done = backend.resume(name)
     if done:
-        _acted(backend, "resume", name, by)
+        _acted(backend, "resume", name, by, reason=reason)
     return done
 
 
@@ -260,12 +271,14 @@ def _pause(
     backend: BaseSemaphoreBackend, action: str, name: str, by: str, duration: Seconds | None, reason: str
 ) -> bool:
     seconds = to_seconds(duration, what="duration", allow_none=True)
-    who, why = printable(by, MAX_USER_LENGTH), printable(" ".join(reason.split()), MAX_REASON_LENGTH)
-    done = backend.pause(name, by=who, seconds=seconds, reason=why)
+    done = backend.pause(name, by=printable(by, MAX_USER_LENGTH), seconds=seconds, reason=_reason(reason))
     if done:
-        told = "" if seconds is None else f"for {duration_text(seconds)}"
-        _acted(backend, action, name, by, ": ".join(filter(None, (told, why))))
+        _acted(backend, action, name, by, "" if seconds is None else f"for {duration_text(seconds)}", reason=reason)
     return done
+
+
+def _reason(text: str) -> str:
+    return printable(" ".join(text.split()), MAX_REASON_LENGTH)
 
 
 def _acted(
@@ -275,15 +288,17 @@ def _acted(
     by: str,
     detail: str = "",
     holder: HolderSnapshot | None = None,
+    reason: str = "",
 ) -> None:
-    detail = detail or str(holder or "")
+    why = _reason(reason)
+    told = ": ".join(filter(None, (detail or str(holder or ""), why)))
     level = logging.WARNING if action == "revoke" else logging.INFO
-    extra = {"semaphore": name, "what": "acted", "action": action, "by": by, "detail": detail}
-    told = f": {detail}" if detail else ""
-    logger.log(level, "%s of %r by %s%s", action, name, by or "somebody", told, extra=extra)
+    extra = {"semaphore": name, "what": "acted", "action": action, "by": by, "detail": told, "reason": why}
+    logger.log(level, "%s of %r by %s%s", action, name, by or "somebody", told and f": {told}", extra=extra)
     if not backend.process_local:
-        acts.record(backend.alias, action, name, by, detail, holder)
-    for receiver, result in operator_acted.send_robust(sender=None, action=action, name=name, by=by, detail=detail):
+        acts.record(backend.alias, action, name, by, ": ".join(filter(None, (detail, why))), holder)
+    sent = {"action": action, "name": name, "by": by, "detail": told, "reason": why}
+    for receiver, result in operator_acted.send_robust(sender=None, **sent):
         if isinstance(result, Exception):  # the act is done: a receiver's fault must not hide that
             extra = {"semaphore": name, "what": "receiver_failed"}
             logger.error("operator_acted receiver %r failed", receiver, exc_info=result, extra=extra)

@@ -16,7 +16,7 @@ from django_sqlsem.deadlocks import reading as deadlocks_reading
 from django_sqlsem.deadlocks.reading import deadlocks, waits
 from django_sqlsem.history.events import Totals
 from django_sqlsem.history.reading import clock as history_clock
-from django_sqlsem.history.reading import events, minutes, spans, template_totals, totals
+from django_sqlsem.history.reading import events, minutes, since, spans, template_totals, totals
 from django_sqlsem.refresh import rows as refresh_rows
 from django_sqlsem.snapshots import longest
 
@@ -57,6 +57,7 @@ __all__ = [
     "refreshes",
     "semaphore",
     "semaphores",
+    "since",
     "spans",
     "survey",
     "templates",

@@ -35,8 +35,10 @@ class Lately:
     longest_wait: float | None = None
 
 
-def lately(snapshot: SemaphoreSnapshot, totals: Totals | None, *, recorded: bool = True) -> Lately:
-    """Return what ``totals`` of the last hour and the holders and waiters of this moment amount to.
+def lately(
+    snapshot: SemaphoreSnapshot, totals: Totals | None, *, recorded: bool = True, window: float = WINDOW
+) -> Lately:
+    """Return what ``totals`` of the last ``window`` seconds and the holders and waiters of this moment amount to.
 
     ``recorded``: whether a history is kept; then no totals means that nothing has ended.
     """
@@ -49,10 +51,10 @@ def lately(snapshot: SemaphoreSnapshot, totals: Totals | None, *, recorded: bool
         waits.append(totals.longest_wait)
     used = None
     if snapshot.units is None and snapshot.slots:
-        # A hold that ended counts as a whole, even if it had begun before the hour.
+        # A hold that ended counts as a whole, even if it had begun before.
         held = totals.held if totals else 0.0
-        held += sum(min(holder.age, WINDOW) * (len(holder.slots) or 1) for holder in snapshot.holders)
-        used = min(1.0, held / (snapshot.slots * WINDOW))
+        held += sum(min(holder.age, window) * (len(holder.slots) or 1) for holder in snapshot.holders)
+        used = min(1.0, held / (snapshot.slots * window))
     return Lately(
         granted=totals.granted if totals else 0,
         released=totals.released if totals else 0,

@@ -47,5 +47,5 @@ permit_forgotten = PermitSignal()
 permit_stop_requested = PermitSignal()
 #: No slot was free in time. Arguments: ``semaphore``, ``error``, ``waited`` (seconds).
 acquire_timed_out = PermitSignal()
-#: An operator acted. Arguments: ``action``, ``name``, ``by``, ``detail``.
+#: An operator acted. Arguments: ``action``, ``name``, ``by``, ``detail``, ``reason``.
 operator_acted = Signal()

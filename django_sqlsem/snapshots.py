@@ -425,14 +425,7 @@ def retry_after(snapshot: SemaphoreSnapshot, before: int | None = None) -> float
     """
     if snapshot.paused:
         return PAUSED_ESTIMATE if snapshot.resumes_in is None else max(LEAST, snapshot.resumes_in)
-    holders = [holder for holder in snapshot.holders if not holder.expired for _ in holder.numbers]
-    hold = snapshot.usual_hold
-    if hold is None:
-        # Nothing was released yet: holders are about half done.
-        hold = 2 * statistics.fmean(holder.age for holder in holders) if holders else 0.0
-    free_in = [max(hold - holder.age, hold / 10) for holder in holders]
-    free_in += [0.0] * (snapshot.slots - len(free_in))
-    heapq.heapify(free_in)
+    hold, free_in = _free_in(snapshot)
     if before is None:
         before = snapshot.waiting + snapshot.away
     if hold > 0:
@@ -441,6 +434,47 @@ def retry_after(snapshot: SemaphoreSnapshot, before: int | None = None) -> float
                 break
             heapq.heapreplace(free_in, free_in[0] + hold)
     return min(LONGEST_ESTIMATE, max(LEAST, free_in[0]))
+
+
+def _free_in(snapshot: SemaphoreSnapshot) -> tuple[float, list[float]]:
+    """Return how long a slot is held, and, as a heap, in how many seconds each slot may be free."""
+    holders = [holder for holder in snapshot.holders if not holder.expired for _ in holder.numbers]
+    hold = snapshot.usual_hold
+    if hold is None:
+        # Nothing was released yet: holders are about half done.
+        hold = 2 * statistics.fmean(holder.age for holder in holders) if holders else 0.0
+    free_in = [max(hold - holder.age, hold / 10) for holder in holders]
+    free_in += [0.0] * (snapshot.slots - len(free_in))
+    heapq.heapify(free_in)
+    return hold, free_in
+
+
+#: Of so many threads and tasks of one process the queue is played through: those behind them wait longer.
+_PLAYED: Final = 1000
+
+
+def expected_waits(snapshot: SemaphoreSnapshot) -> list[float | None]:
+    """Estimate in how many seconds each of ``waiters`` may be served, as ``retry_after()`` does, but without bounds.
+
+    ``None`` where nobody can tell: of counters and readers and writers, of a pause without an end, and while nothing is
+    known of how long slots are held.
+    """
+    hold, free_in = _free_in(snapshot)
+    shared = any(each.mode for each in snapshot.holders) or any(each.mode for each in snapshot.waiters)
+    unknown = snapshot.units is not None or shared
+    if unknown or not hold or not free_in or (snapshot.paused and snapshot.resumes_in is None):
+        return [None] * len(snapshot.waiters)
+    free_in = [max(each, snapshot.resumes_in or 0.0) for each in free_in]  # a heap still
+    found: list[float | None] = []
+    for waiter in snapshot.waiters:
+        take = min(waiter.take or len(free_in), len(free_in))
+        for number in range(min(waiter.waiting, _PLAYED)):  # whoever waits in one process stands at one place
+            begins = [heapq.heappop(free_in) for _ in range(take)][-1]
+            for _ in range(take):
+                heapq.heappush(free_in, begins + hold)
+            if not number:
+                found.append(begins)
+    return found
 
 
 #: So many of one side are named in a sentence.

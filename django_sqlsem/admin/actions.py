@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
 
-@admin.action(description=gettext_lazy("Ask to stop"), permissions=["operate"])
+@admin.action(description=gettext_lazy("Ask to stop"), permissions=["stop"])
 def stop(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
     """Ask holders to stop, and leave them their slots until they do."""
 
@@ -70,7 +70,7 @@ def stop(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> Htt
     )
 
 
-@admin.action(description=gettext_lazy("Revoke permits"), permissions=["operate"])
+@admin.action(description=gettext_lazy("Revoke permits"), permissions=["revoke"])
 def revoke(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
     """Take slots away from their holders."""
 
@@ -104,7 +104,7 @@ def revoke(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> H
     )
 
 
-@admin.action(description=gettext_lazy("Purge stale slots"), permissions=["operate"])
+@admin.action(description=gettext_lazy("Purge stale slots"), permissions=["revoke"])
 def purge_stale(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
     """Free slots whose lease has run out."""
 
@@ -136,7 +136,7 @@ def purge_stale(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any])
         found = live.reading_of(request).by_name([name]).values()
         held = [each for snapshot in found for each in snapshot.holders if (each.slot, each.token) == (slot, token)]
         plan = control.PurgePlan(queries.locks_database(), slots=tuple(each for each in held if each.expired))
-        return control.execute_purge(plan, by=confirm.by(request)).freed
+        return control.execute_purge(plan, by=confirm.by(request), reason=confirm.reason(request)).freed
 
     return _on_holders(
         model_admin,
@@ -151,7 +151,7 @@ def purge_stale(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any])
 
 
 def _who(request: HttpRequest) -> dict[str, Any]:
-    return {"by": confirm.by(request), "using": queries.locks_database()}
+    return {"by": confirm.by(request), "using": queries.locks_database(), "reason": confirm.reason(request)}
 
 
 def _on_holders(
@@ -169,10 +169,11 @@ def _on_holders(
         page = ask(confirm.shown(request, queryset)[1])
         if isinstance(page, Page):
             targets = [(holder.name, holder.slot, holder.token) for holder in page.holders]
-            return confirm.confirmation(model_admin, request, replace(page, action=action, targets=targets))
+            page = replace(page, action=action, targets=targets, form=ReasonForm(auto_id=_IDS))
+            return confirm.confirmation(model_admin, request, page)
         model_admin.message_user(request, page, messages.INFO)
         return None
-    count, changed = 0, []
+    count, changed = 0, set()
     for name, slot, token in confirm.targets(request, action):
         try:
             holders = act(name, slot, token)
@@ -180,7 +181,7 @@ def _on_holders(
             model_admin.message_user(request, visible(str(error)), messages.ERROR)
             continue
         if not holders:
-            changed.append(confirm.place(name, slot))
+            changed.add((name, slot))
         for holder in holders:
             count += 1
             confirm.log(model_admin, request, name, entry % {"holder": holder})
@@ -190,8 +191,45 @@ def _on_holders(
     return None
 
 
-class SlotsForm(forms.Form):
-    """An operator's number of slots."""
+_IDS: Final = "id_sqlsem_%s"
+
+
+class ReasonForm(forms.Form):
+    """Why an operator acts."""
+
+    field_order = ("slots", "seconds", "reason")
+
+    reason = forms.CharField(
+        label=gettext_lazy("Reason"),
+        required=False,
+        widget=forms.TextInput(attrs={"maxlength": control.MAX_REASON_LENGTH, "class": "sqlsem-wide"}),
+        help_text=gettext_lazy("Shown on the page of the lock and in the audit log: provider down, INC-12"),
+    )
+
+
+class PauseForm(ReasonForm):
+    """For how long nothing is granted, and why."""
+
+    seconds = forms.TypedChoiceField(
+        label=gettext_lazy("For"),
+        coerce=int,
+        empty_value=None,
+        required=False,
+        choices=(
+            ("", gettext_lazy("until somebody resumes it")),
+            (300, gettext_lazy("5 minutes")),
+            (900, gettext_lazy("15 minutes")),
+            (1800, gettext_lazy("30 minutes")),
+            (3600, gettext_lazy("1 hour")),
+            (4 * 3600, gettext_lazy("4 hours")),
+            (86400, gettext_lazy("1 day")),
+        ),
+        help_text=gettext_lazy("Afterwards it is resumed by itself."),
+    )
+
+
+class SlotsForm(ReasonForm):
+    """An operator's number of slots, and why."""
 
     slots = forms.IntegerField(
         label=gettext_lazy("Slots"),
@@ -208,8 +246,7 @@ _KEEP: Final = gettext_lazy("Holders, who keep their slots")
 @admin.action(description=gettext_lazy("Set slots"), permissions=["configure"])
 def set_slots(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
     """Set the number of slots, whatever the code says."""
-    confirmed = confirm.is_confirmed(request)
-    form = SlotsForm(request.POST if confirmed else None, auto_id="id_sqlsem_%s")
+    form = SlotsForm(request.POST if confirm.is_confirmed(request) else None, auto_id=_IDS)
     slots = form.cleaned_data["slots"] if form.is_valid() else None
     page = Page(
         action="set_slots",
@@ -220,21 +257,45 @@ def set_slots(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -
         others_title=str(_KEEP),
         form=form,
     )  # fmt: skip
-    message = _("Slots as declared by the code.") if slots is None else _("Slots set to %(slots)d.") % {"slots": slots}
-    return _on_names(model_admin, request, queryset, page, partial(control.set_slots, slots=slots), message)
+    done = _CODES if slots is None else gettext_lazy("Slots of %(names)s set to %(slots)d.")
+    return _on_names(model_admin, request, queryset, page, partial(control.set_slots, slots=slots), done, slots=slots)
+
+
+_CODES: Final = gettext_lazy("Slots of %(names)s are as the code declares.")
+
+
+@admin.action(description=gettext_lazy("Use the code's number of slots"), permissions=["configure"])
+def undo_slots(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
+    """Undo what an operator has set."""
+    page = Page(
+        action="undo_slots",
+        title=_("Use the code's number of slots"),
+        question=_(
+            "The number that the code declares counts again, at once. No holder is interrupted by a smaller one."
+        ),
+        confirm=_("Yes, as the code declares"),
+        others_title=str(_KEEP),
+        form=ReasonForm(auto_id=_IDS),
+        done_already=lambda snapshot: snapshot.operator_slots is None,
+    )
+    return _on_names(model_admin, request, queryset, page, partial(control.set_slots, slots=None), _CODES)
 
 
 @admin.action(description=gettext_lazy("Pause"), permissions=["configure"])
 def pause(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
     """Stop granting."""
+    form = PauseForm(request.POST if confirm.is_confirmed(request) else None, auto_id=_IDS)
     page = Page(
         action="pause",
         title=_("Pause"),
         question=_("Nothing more will be granted until these are resumed. Whoever waits goes on waiting."),
         confirm=_("Yes, pause"),
         others_title=str(_KEEP),
+        form=form,
+        done_already=lambda snapshot: snapshot.paused,
     )
-    return _on_names(model_admin, request, queryset, page, control.pause, _("Paused."))
+    act = partial(control.pause, duration=form.cleaned_data["seconds"] if form.is_valid() else None)
+    return _on_names(model_admin, request, queryset, page, act, gettext_lazy("Paused: %(names)s."))
 
 
 @admin.action(description=gettext_lazy("Resume"), permissions=["configure"])
@@ -246,13 +307,16 @@ def resume(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> H
         question=_("Slots will be granted again, first to those who have waited longest."),
         confirm=_("Yes, resume"),
         others_title=str(_KEEP),
+        form=ReasonForm(auto_id=_IDS),
+        done_already=lambda snapshot: not snapshot.paused,
     )
-    return _on_names(model_admin, request, queryset, page, control.resume, _("Resumed."))
+    return _on_names(model_admin, request, queryset, page, control.resume, gettext_lazy("Resumed: %(names)s."))
 
 
 @admin.action(description=gettext_lazy("Drain"), permissions=["drain"])
 def drain(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
     """Stop granting, and ask every holder to stop."""
+    form = PauseForm(request.POST if confirm.is_confirmed(request) else None, auto_id=_IDS)
     page = Page(
         action="drain",
         title=_("Drain"),
@@ -262,47 +326,87 @@ def drain(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> Ht
         ),
         confirm=_("Yes, drain"),
         others_title=_("Holders, who are asked to stop"),
+        form=form,
     )
-    return _on_names(model_admin, request, queryset, page, control.drain, _("Draining: holders are asked to stop."))
+    act = partial(control.drain, duration=form.cleaned_data["seconds"] if form.is_valid() else None)
+    done = gettext_lazy("Draining %(names)s: holders are asked to stop.")
+    return _on_names(model_admin, request, queryset, page, act, done)
 
 
 def _on_names(
-    model_admin: Any, request: HttpRequest, queryset: QuerySet[Any], page: Page, act: Any, message: str
+    model_admin: Any,
+    request: HttpRequest,
+    queryset: QuerySet[Any],
+    page: Page,
+    act: Any,
+    done: _StrPromise,
+    **told: Any,
 ) -> HttpResponse | None:
-    """Show the page; after a confirmation without mistakes, act on every name, log it, and say what happened."""
-    form, names = page.form, confirm.targets(request, page.action) if confirm.is_confirmed(request) else None
-    if names is None or (form is not None and not form.is_valid()):
-        if names is None:
-            semaphores = confirm.shown(request, queryset)[0]
-        else:
-            semaphores = list(live.reading_of(request).by_name(names).values())
-        if form is not None and len(semaphores) == 1:
-            form.initial["slots"] = semaphores[0].operator_slots
-        targets, holders = [each.name for each in semaphores], [each for found in semaphores for each in found.holders]
-        page = replace(page, targets=targets, semaphores=semaphores, others=holders)
-        return confirm.confirmation(model_admin, request, page)
-    done = 0
-    for name in names:
+    """Show the page; after a confirmation without mistakes, act on every name, log it, and say what happened.
+
+    A name that is not as it was shown is left alone, and the message says what it is now.
+    """
+    form, targets = page.form, confirm.targets(request, page.action) if confirm.is_confirmed(request) else None
+    if targets is None or (form is not None and form.is_bound and not form.is_valid()):
+        return _shown(model_admin, request, queryset, page, targets)
+    reading, names = live.reading_of(request), []
+    for name, *state in targets:
+        found = reading.by_name([name]).get(name)
+        if found is not None and [found.operator_slots, found.paused] != state:
+            text = _("%(name)s has changed since it was shown, and nothing was done. Now: %(now)s.")
+            told_now = {"name": visible(name), "now": confirm.standing(found)}
+            model_admin.message_user(request, text % told_now, messages.WARNING)
+            continue
         try:
             known = act(name, **_who(request))
         except (SemaphoreError, TypeError, ValueError) as error:
             model_admin.message_user(request, visible(str(error)), messages.ERROR)
             continue
         if known:
-            done += 1
-            confirm.log(model_admin, request, name, message)
+            names.append(name)
+            confirm.log(model_admin, request, name, str(done % {"names": name, **told}))
         else:
             text = _("There is no semaphore %(name)s any more.") % {"name": visible(name)}
             model_admin.message_user(request, text, messages.WARNING)
-    if done:
-        text = ngettext("%(count)d semaphore: %(message)s", "%(count)d semaphores: %(message)s", done)
-        model_admin.message_user(request, text % {"count": done, "message": message}, messages.SUCCESS)
+    if names:
+        many = ngettext("%(count)d lock", "%(count)d locks", len(names)) % {"count": len(names)}
+        listed = ", ".join(map(visible, names)) if len(names) <= _MOST_NAMED else many
+        model_admin.message_user(request, done % {"names": listed, **told}, messages.SUCCESS)
     return None
+
+
+#: So many names are listed in a message.
+_MOST_NAMED: Final = 5
+
+
+def _shown(
+    model_admin: Any, request: HttpRequest, queryset: QuerySet[Any], page: Page, targets: list[Any] | None
+) -> HttpResponse | None:
+    """Return the page that asks, or say that there is nothing to do; ``targets``: those of a page with mistakes."""
+    if targets is None:
+        semaphores = confirm.shown(request, queryset)[0]
+        useful = [each for each in semaphores if page.done_already is None or not page.done_already(each)]
+        if semaphores and not useful:
+            told = {"title": page.title, "now": "; ".join(map(confirm.standing, semaphores[:_MOST_NAMED]))}
+            model_admin.message_user(
+                request, _("%(title)s: done already, nothing was changed. Now: %(now)s.") % told, messages.WARNING
+            )
+            return None
+        semaphores = useful
+    else:
+        semaphores = list(live.reading_of(request).by_name(name for name, *_state in targets).values())
+    if page.form is not None and len(semaphores) == 1:
+        page.form.initial["slots"] = semaphores[0].operator_slots
+    meant = [(each.name, each.operator_slots, each.paused) for each in semaphores]
+    holders = [each for found in semaphores for each in found.holders]
+    return confirm.confirmation(
+        model_admin, request, replace(page, targets=meant, semaphores=semaphores, others=holders)
+    )
 
 
 #: By the names that they have on lists, which are those of the functions.
 ACTIONS: Final[dict[str, Any]] = {
-    act.__name__: act for act in (stop, revoke, purge_stale, set_slots, pause, resume, drain)
+    act.__name__: act for act in (stop, revoke, purge_stale, set_slots, undo_slots, pause, resume, drain)
 }
 
 
@@ -339,7 +443,10 @@ class Buttons:
     def __init__(self, model_admin: Any, request: HttpRequest, snapshot: SemaphoreSnapshot) -> None:
         self._may = {act for act in ACTIONS if permitted(model_admin, request, act)}
         self.url = _address(model_admin, "act", key_of(snapshot.name))
-        self.lock = self._of_the_lock(snapshot)
+        of_the_lock = {button.value: button for button in self._of_the_lock(snapshot)}
+        #: What undoes what an operator has set: it stands beside the notice of that.
+        self.undo = {act: of_the_lock.pop(act) for act in ("undo_slots", "resume") if act in of_the_lock}
+        self.lock = list(of_the_lock.values())
 
     def __bool__(self) -> bool:
         """Whether the user may do anything at all."""
@@ -359,6 +466,7 @@ class Buttons:
         texts = {
             "stop": (_("Ask all to stop"), len(unasked) > 1),
             "set_slots": (_("Set slots"), snapshot.units is None and snapshot.kind not in ONE_SLOT),
+            "undo_slots": (_("Undo: slots as the code declares"), snapshot.operator_slots is not None),
             "pause": (_("Pause"), not snapshot.paused),
             "resume": (_("Resume"), snapshot.paused),
             "drain": (_("Drain"), not snapshot.paused or bool(unasked)),
@@ -413,7 +521,7 @@ def _view(model_admin: Any, request: HttpRequest, key: str) -> HttpResponse:
     except (confirm.DamagedFormError, ValidationError):
         model_admin.message_user(request, _("The form came back damaged: nothing was done."), messages.ERROR)
     except confirm.ChangedError as error:
-        confirm.report_changed(model_admin, request, [str(error)])
+        confirm.report_changed(model_admin, request, [error.args])
     except (BackendError, DatabaseError) as error:
         model_admin.message_user(request, live.first_line(error), messages.ERROR)
     return back

@@ -101,7 +101,7 @@ class OperatorAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         except confirm.DamagedFormError:
             self.message_user(request, _("The form came back damaged: nothing was done."), messages.ERROR)
         except confirm.ChangedError as error:
-            confirm.report_changed(self, request, [str(error)])
+            confirm.report_changed(self, request, [error.args])
         return HttpResponseRedirect(reverse("admin:index", current_app=self.admin_site.name))
 
     def render_change_form(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
@@ -120,12 +120,15 @@ class OperatorAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     has_add_permission = has_change_permission = has_delete_permission = _never
 
-    def has_operate_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("sqlsem.operate_semaphorerow")
+    def has_stop_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("sqlsem.stop_semaphorerow")
+
+    def has_revoke_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("sqlsem.revoke_semaphorerow")
 
     def has_configure_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("sqlsem.configure_semaphorerow")
 
     def has_drain_permission(self, request: HttpRequest) -> bool:
         """To drain is to pause and to ask holders to stop."""
-        return self.has_configure_permission(request) and self.has_operate_permission(request)
+        return self.has_configure_permission(request) and self.has_stop_permission(request)

@@ -15,13 +15,15 @@ from django.urls import reverse
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
+from django_sqlsem import queries
 from django_sqlsem.admin import live, tables
 from django_sqlsem.admin.display import users, visible
+from django_sqlsem.control import MAX_REASON_LENGTH
 from django_sqlsem.core.names import key_of
 from django_sqlsem.models import SemaphoreRow
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from django import forms
     from django.db.models import QuerySet
@@ -41,7 +43,7 @@ class DamagedFormError(Exception):
 
 
 class ChangedError(Exception):
-    """Whom a button was beside is gone: the message says where."""
+    """Whom a button was beside is gone: the arguments are the name and the slot."""
 
 
 class ActionForm(helpers.ActionForm):
@@ -69,6 +71,8 @@ class Page:
     semaphores: Sequence[SemaphoreSnapshot] = ()
     form: forms.Form | None = None
     dangerous: bool = False
+    #: Whether a lock is already as the act would make it.
+    done_already: Callable[[SemaphoreSnapshot], bool] | None = None
 
 
 def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResponse:
@@ -82,8 +86,8 @@ def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResp
         "tables": [
             tables.semaphores(page.semaphores),
             tables.meant("sqlsem-meant", _("Holders"), page.holders),
-            tables.meant("sqlsem-others", page.others_title, page.others),
         ],
+        "others": tables.meant("sqlsem-others", page.others_title, page.others),
         "targets": signing.dumps(page.targets, salt=_SALT + page.action),
         # Any one row makes the list view call the action again; whom it means is said by the targets alone.
         "selected": request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)[:1],
@@ -155,13 +159,20 @@ def shown(request: HttpRequest, queryset: QuerySet[Any]) -> tuple[list[Semaphore
     if beside is not None:
         holders = [holder for holder in holders if (holder.slot, holder.token) == beside]
         if not holders:
-            raise ChangedError(place(snapshots[0].name if snapshots else "", beside[0]))
+            raise ChangedError(snapshots[0].name if snapshots else "", beside[0])
     return snapshots, holders
 
 
 def log(model_admin: Any, request: HttpRequest, name: str, message: str) -> None:
-    """Note an act in Django's log, under the semaphore's name."""
+    """Note an act with its reason in Django's log, under the semaphore's name."""
+    if why := reason(request):
+        message = _("%(message)s Reason: %(reason)s") % {"message": message, "reason": why}
     model_admin.log_change(request, SemaphoreRow(key=key_of(name), name=name), visible(message))
+
+
+def reason(request: HttpRequest) -> str:
+    """Return why the operator acts, as the confirmation says."""
+    return " ".join(request.POST.get("reason", "").split())[:MAX_REASON_LENGTH]
 
 
 def by(request: HttpRequest) -> str:
@@ -169,15 +180,35 @@ def by(request: HttpRequest) -> str:
     return str(request.user.get_username())
 
 
-def report_changed(model_admin: Any, request: HttpRequest, changed: Sequence[str]) -> None:
-    """Say which holders were left alone."""
-    if changed:
-        text = ngettext(
-            "The holder of %(slots)s has changed since it was shown: nobody there was disturbed.",
-            "The holders of %(slots)s have changed since they were shown: nobody there was disturbed.",
-            len(changed),
-        )
-        model_admin.message_user(request, text % {"slots": ", ".join(changed)}, messages.WARNING)
+def report_changed(model_admin: Any, request: HttpRequest, changed: Collection[tuple[str, int]]) -> None:
+    """Say which holders were left alone, by name and slot, and who is there now."""
+    if not changed:
+        return
+    text = ngettext(
+        "The holder of %(slots)s has changed since it was shown: nobody there was disturbed. Now: %(now)s.",
+        "The holders of %(slots)s have changed since they were shown: nobody there was disturbed. Now: %(now)s.",
+        len(changed),
+    )
+    found, now = queries.by_name({name for name, _slot in changed}), []
+    for name, slot in sorted(changed):
+        holders = found[name].holders if name in found else ()
+        there = next((str(each) for each in holders if slot in each.numbers), None)
+        now.append(visible(there or _("slot %(slot)d is free") % {"slot": slot}))
+    told = {"slots": ", ".join(place(name, slot) for name, slot in sorted(changed)), "now": "; ".join(now)}
+    model_admin.message_user(request, text % told, messages.WARNING)
+
+
+def standing(snapshot: SemaphoreSnapshot) -> str:
+    """Return how a lock stands, in a few words."""
+    parts = [_("%(held)d of %(slots)d held") % {"held": snapshot.held, "slots": snapshot.slots}]
+    if snapshot.operator_slots is not None:
+        parts.append(_("slots set by an operator"))
+    if snapshot.paused:
+        by = snapshot.paused_by
+        parts.append(_("paused by %(user)s") % {"user": visible(by)} if by else _("paused"))
+    else:
+        parts.append(_("not paused"))
+    return _("%(name)s: %(standing)s") % {"name": visible(snapshot.name), "standing": ", ".join(parts)}
 
 
 def place(name: str, slot: int) -> str:

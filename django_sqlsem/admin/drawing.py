@@ -1,5 +1,6 @@
-"""Where things stand in the drawings of the last hour: scales, charts, and the timeline. Templates draw them.
+"""The drawings of one lock: panels above each other on one time axis. Templates draw them.
 
+A plot is as wide as there is room, and stretched sideways: so nothing in it is text, which stands beside or above it.
 Looks come from classes: a strict Content-Security-Policy allows no inline style.
 """
 
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -21,73 +22,68 @@ from django_sqlsem.admin.display import length, visible
 if TYPE_CHECKING:
     from django.utils.safestring import SafeString
 
-    from django_sqlsem.history.events import Minute, Percentiles
+    from django_sqlsem.history.events import Percentiles
 
 
-#: All drawings are as wide, so that one minute stands above the same minute of the others.
-DRAWING_WIDTH: Final = 960.0
-PLOT_LEFT: Final = 56.0
-PLOT_RIGHT: Final = DRAWING_WIDTH - 130.0
-TICK: Final = datetime.timedelta(minutes=10)
-#: One step of the charts, in seconds.
-MINUTE: Final = 60.0
+#: All plots are so wide, in units of their own: one instant stands above the same instant of the others.
+WIDTH: Final = 1000.0
+#: So many words stand along the time axis at most.
+_MOST_TICKS: Final = 8
+#: How far apart these may be, in seconds.
+_APART: Final = (10, 60, 120, 300, 600, 1800, 3600, 3 * 3600, 6 * 3600, 86400)
 #: What a logarithmic axis may be marked with, in seconds.
 _STEPS: Final = (0.001, 0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 36000.0, 360000.0, 3600000.0)
 
 
 def svg_number(value: float) -> str:
-    """Return a coordinate, in as few characters as a tenth of a pixel needs, whatever the language."""
+    """Return a coordinate, in as few characters as a tenth of a unit needs, whatever the language."""
     return f"{value:.1f}".removesuffix(".0")
-
-
-def _drawing(
-    template: str, scale: TimeScale, *, key: str, title: str, about: str, top: float, bottom: float, **parts: Any
-) -> SafeString:
-    """Return a whole drawing with its time axis; ``key`` is part of its ids, ``top`` and ``bottom`` bound the plot."""
-    places = {"left": PLOT_LEFT, "right": PLOT_RIGHT, "beside": PLOT_RIGHT + 8, "before": PLOT_LEFT - 6}
-    places |= {"top": top, "bottom": bottom, "foot": bottom + 4, "words": bottom + 16}
-    places |= {"width": DRAWING_WIDTH, "height": bottom + 26}
-    ticks = [(scale.x(tick), tick) for tick in scale.ticks()]
-    shown = {name: svg_number(place) for name, place in places.items()} | {
-        "key": key,
-        "title": visible(title),
-        "about": visible(about),
-        "ticks": [(svg_number(x), f"{tick:%H:%M}" if PLOT_RIGHT - x > 40 else "") for x, tick in ticks],
-    }
-    return render_to_string(f"admin/sqlsem/{template}", shown | parts)
 
 
 @dataclass(frozen=True, slots=True)
 class TimeScale:
-    """From an instant to its place on the time axis. ``now`` is the right end, ``window`` seconds the whole."""
+    """From an instant to its place on the time axis.
+
+    ``now`` is the right end, ``window`` seconds the whole, and ``step`` the seconds that one figure is about.
+    """
 
     now: datetime.datetime
     window: float
+    step: float = 60.0
 
     @property
-    def pixels(self) -> float:
-        """How many pixels a second has."""
-        return (PLOT_RIGHT - PLOT_LEFT) / self.window
+    def units(self) -> float:
+        """How many units of a plot a second has."""
+        return WIDTH / self.window
 
     def x(self, at: datetime.datetime) -> float:
         """Return where an instant is; what is outside is at the edge."""
         before = (self.now - at).total_seconds()
-        return PLOT_RIGHT - min(self.window, max(0.0, before)) * self.pixels
+        return WIDTH - min(self.window, max(0.0, before)) * self.units
 
-    def minute(self, at: datetime.datetime) -> tuple[float, float]:
-        """Return where the minute that begins at an instant stands, and its width; it ends now at the latest."""
+    def of_step(self, at: datetime.datetime) -> tuple[float, float]:
+        """Return where the step that begins at an instant stands, and its width within the plot."""
         left = self.x(at)
-        return left, min(PLOT_RIGHT - left, MINUTE * self.pixels)
+        return left, self.x(at + datetime.timedelta(seconds=self.step)) - left
 
-    def ticks(self) -> list[datetime.datetime]:
-        """Return the round instants within, in the current time zone."""
-        local = timezone.localtime(self.now)
-        # Counted in UTC: hours on the wall are missing or come twice when the clocks are changed.
-        at = local.replace(minute=local.minute // 10 * 10, second=0, microsecond=0).astimezone(datetime.UTC)
+    def words(self, at: datetime.datetime) -> str:
+        """Return an instant as a short text: with the day, if the axis is longer than one."""
+        local = timezone.localtime(at)
+        return f"{local:%d.%m. %H:%M}" if self.window > 86400 else f"{local:%H:%M}"
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Return where the round instants within are, in the current time zone, and their words."""
+        apart = next((each for each in _APART if self.window / each <= _MOST_TICKS), _APART[-1])
+        # Looked for in UTC: hours on the wall are missing or come twice when the clocks are changed.
+        fine = math.gcd(apart, 900)
+        at = int(self.now.timestamp()) // fine * fine
         found = []
-        while (self.now - at).total_seconds() < self.window:
-            found.append(timezone.localtime(at))
-            at -= TICK
+        while (before := self.now.timestamp() - at) < self.window:
+            local = timezone.localtime(datetime.datetime.fromtimestamp(at, datetime.UTC))
+            if (local.hour * 3600 + local.minute * 60 + local.second) % apart == 0:
+                word = f"{local:%d.%m.}" if apart >= 86400 else f"{local:%H:%M:%S}" if apart < 60 else f"{local:%H:%M}"
+                found.append((WIDTH - before * self.units, word))
+            at -= fine
         return found[::-1]
 
 
@@ -115,122 +111,119 @@ class LengthScale:
         return self.bottom - min(1.0, share) * (self.bottom - self.top)
 
 
-def spread(wanted: Sequence[float], gap: float, top: float, bottom: float) -> list[float]:
-    """Return heights near the ``wanted`` ones, in their order, at least ``gap`` apart if there is room."""
-    order = sorted(range(len(wanted)), key=lambda number: wanted[number])
-    placed: dict[int, float] = {}
-    least = top
-    for number in order:
-        placed[number] = max(wanted[number], least)
-        least = placed[number] + gap
-    most = bottom
-    for number in reversed(order):
-        placed[number] = min(placed[number], most)
-        most = placed[number] - gap
-    return [placed[number] for number in range(len(wanted))]
-
-
-_TOP, _BOTTOM = 14.0, 124.0
-#: The lines of a chart of lengths, with their words.
+#: The height of a plot, and of one with lines.
+_HIGH, _HIGHER = 44.0, 66.0
+#: The lines of a plot of lengths, with their words.
 _LINES: Final = (("longest", "max"), ("p95", "p95"), ("p50", "p50"))
-#: The middle line of the chart of numbers: granted above, turned away below.
-_MIDDLE: Final = 96.0
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One plot with its heading; without a ``height`` the heading says that there is nothing to draw."""
+
+    key: str
+    title: str
+    #: What stands beside the title, each with a class.
+    beside: Sequence[tuple[str, str]] = ()
+    about: str = ""
+    height: str = ""
+    #: The words left of the plot, each with its height and a class.
+    words: Sequence[tuple[str, str, str]] = ()
+    grid: Sequence[str] = ()
+    #: Whatever is drawn, as the template wants it.
+    bars: Sequence[dict[str, Any]] = ()
+    columns: Sequence[tuple[str, ...]] = ()
+    lines: Sequence[tuple[str, str]] = ()
+    hovers: Sequence[tuple[str, str, str]] = ()
+
+
+def together(panels: Sequence[Panel], marks: Sequence[Mark], scale: TimeScale) -> SafeString:
+    """Return the panels as HTML, above one time axis, with the marks across all of them."""
+    shown = []
+    for x, word in scale.ticks():
+        beside_an_end = x < 0.03 * WIDTH or x > 0.92 * WIDTH
+        shown.append((svg_number(x), f"{x / WIDTH:.2%}", "" if beside_an_end else word))
+    placed = _placed(marks, scale)
+    context = {"panels": panels, "ticks": shown, "marks": placed, "width": svg_number(WIDTH)}
+    return render_to_string("admin/sqlsem/_drawing.html", context)
 
 
 def lengths(
     key: str, title: str, minutes: Sequence[tuple[datetime.datetime, Percentiles | None]], scale: TimeScale
-) -> SafeString | None:
-    """Return the chart of one kind of lengths, each minute as a level line; ``None`` if there is nothing to draw.
-
-    Minutes in which nothing was counted are gaps.
-    """
+) -> Panel:
+    """Return the panel of one kind of lengths, each step as a level line. Steps in which none ended are gaps."""
     known = [(at, found) for at, found in minutes if found is not None and found.count]
     if not known:
-        return None
-    heights = LengthScale.of([value for _at, each in known for value in (each.p50, each.longest)], _TOP, _BOTTOM)
+        return Panel(key, title, [(_("none ended"), "none")])
+    top, bottom = 6.0, _HIGHER - 2
+    heights = LengthScale.of([value for _at, each in known for value in (each.p50, each.longest)], top, bottom)
     last = known[-1][1]
-    places = spread([heights.y(getattr(last, name)) for name, _word in _LINES], 14, _TOP, _BOTTOM)
-    about = _("Each minute of the last hour. The latest: %(latest)s. The longest of all: %(longest)s.") % {
+    about = _("The latest: %(latest)s. The longest of all: %(longest)s.") % {
         "latest": ", ".join(_said(last)),
         "longest": length(max(each.longest for _at, each in known)),
     }
-    return _chart(
+    steps = heights.steps if len(heights.steps) <= 4 else heights.steps[:: -(-len(heights.steps) // 4)]
+    hovers = [(at, [*_said(each), _("%(count)d counted") % {"count": each.count}]) for at, each in known]
+    return Panel(
         key,
         title,
+        [(f"{word} {length(getattr(last, name))}", name) for name, word in reversed(_LINES)],
         about,
-        scale,
-        grid=[(heights.y(step), length(step), "grid") for step in heights.steps],
+        svg_number(_HIGHER),
+        [(svg_number(min(heights.y(step) + 3, _HIGHER - 1)), length(step), "tick") for step in steps],
+        [svg_number(heights.y(step)) for step in steps],
         lines=[(name, _path(name, known, scale, heights)) for name, _word in _LINES],
-        labels=[
-            (y + 4, f"{word} {length(getattr(last, name))}", name)
-            for (name, word), y in zip(_LINES, places, strict=True)
-        ],
-        hovers=[(at, [*_said(each), _("%(count)d counted") % {"count": each.count}]) for at, each in known],
+        hovers=_hovers(hovers, scale),
     )
 
 
-def numbers(key: str, title: str, minutes: Sequence[Minute], scale: TimeScale) -> SafeString | None:
-    """Return the chart of how many were granted, upwards, and turned away, downwards; ``None`` if there were none."""
-    granted, away = [each.granted for each in minutes], [each.turned_away for each in minutes]
-    most = max([*granted, *away], default=0)
-    if not most:
-        return None
-    up = (_MIDDLE - _TOP) / most
-    # Downwards there is less room: what would not fit is drawn smaller, but to the same scale while it can be.
-    down = min(up, (_BOTTOM - _MIDDLE) / max(away)) if any(away) else up
-    columns, hovers = [], []
-    said = _("%(granted)d granted"), _("%(away)d turned away"), _("%(lost)d lost")
-    for each in minutes:
-        left, wide = scale.minute(each.at)
-        bars = ("granted", -each.granted * up), ("away", each.turned_away * down)
-        for name, high in ((name, high) for name, high in bars if high):
-            high = math.copysign(max(1.5, abs(high)), high)
-            columns.append((left + 1, min(_MIDDLE, _MIDDLE + high), max(1.0, wide - 2), abs(high), name))
-        if each.granted or each.turned_away or each.lost:
-            counts = {"granted": each.granted, "away": each.turned_away, "lost": each.lost}
-            hovers.append((each.at, [word % counts for word in said]))
-    totals = {"granted": sum(granted), "away": sum(away), "lost": sum(each.lost for each in minutes)}
-    places = zip((_MIDDLE - 26, _MIDDLE + 14, _MIDDLE + 28), said, totals, strict=True)
-    return _chart(
-        key,
-        title,
-        _("In the last hour: %(granted)d granted, %(away)d turned away, %(lost)d lost.") % totals,
-        scale,
-        grid=[(_TOP, str(most), "grid"), (_MIDDLE, "0", "axis")],
-        columns=[(*map(svg_number, place), name) for *place, name in columns],
-        labels=[(y, word % totals, name) for y, word, name in places if name != "lost" or totals["lost"]],
-        hovers=hovers,
-    )
-
-
-def _chart(
+def amounts(
     key: str,
     title: str,
-    about: str,
+    found: Sequence[tuple[datetime.datetime, float]],
     scale: TimeScale,
     *,
-    grid: Sequence[tuple[float, str, str]],
-    labels: Sequence[tuple[float, str, str]],
-    hovers: Sequence[tuple[datetime.datetime, Sequence[str]]],
-    **parts: Any,
-) -> SafeString:
-    return _drawing(
-        "_chart.html",
-        scale,
-        key=key,
-        title=title,
-        about=about,
-        top=_TOP,
-        bottom=_BOTTOM,
-        high=svg_number(_BOTTOM - _TOP),
-        grid=[(svg_number(y), svg_number(y + 4), word, kind) for y, word, kind in grid],
-        labels=[(svg_number(y), word, kind) for y, word, kind in labels],
-        hovers=[
-            (*map(svg_number, scale.minute(at)), f"{timezone.localtime(at):%H:%M}: {', '.join(said)}")
-            for at, said in hovers
-        ],
-        **parts,
+    kind: str,
+    said: Callable[[float], str],
+    beside: Sequence[tuple[str, str]],
+    most: float = 0.0,
+) -> Panel:
+    """Return the panel of one figure, each step as a column; ``most``: what has to have room at least."""
+    highest = max([most, *(value for _at, value in found)], default=0.0)
+    if not any(value for _at, value in found):
+        return Panel(key, title, beside)
+    top = _round_up(highest)
+    columns = []
+    for at, value in found:
+        left, wide = scale.of_step(at)
+        high = max(1.5, value / top * (_HIGH - 4))
+        if value and wide > 0:
+            place = (left + min(0.6, wide / 8), _HIGH - high, max(0.5, wide - min(1.2, wide / 4)), high)
+            columns.append((*map(svg_number, place), kind))
+    return Panel(
+        key,
+        title,
+        beside,
+        ", ".join(word for word, _kind in beside),
+        svg_number(_HIGH),
+        [(svg_number(9.0), f"{top:g}", "tick"), (svg_number(_HIGH - 1), "0", "tick")],
+        [svg_number(4.0)],
+        columns=columns,
+        hovers=_hovers([(at, [said(value)]) for at, value in found if value], scale),
     )
+
+
+def _round_up(value: float) -> float:
+    """Return the next of 1, 2, 3, 4, 5, 6, 8, 10 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(each * power for each in (1, 2, 3, 4, 5, 6, 8, 10) if each * power >= value * 0.999999)
+
+
+def _hovers(found: Sequence[tuple[datetime.datetime, Sequence[str]]], scale: TimeScale) -> list[tuple[str, str, str]]:
+    return [
+        (*(svg_number(each) for each in scale.of_step(at)), f"{scale.words(at)}: {', '.join(said)}")  # type: ignore[misc]
+        for at, said in found
+    ]
 
 
 def _path(
@@ -239,9 +232,9 @@ def _path(
     path: list[str] = []
     before: datetime.datetime | None = None
     for at, each in known:
-        left, wide = scale.minute(at)
+        left, wide = scale.of_step(at)
         y = svg_number(heights.y(getattr(each, name)))
-        joined = before is not None and abs((at - before).total_seconds() - MINUTE) < 1
+        joined = before is not None and abs((at - before).total_seconds() - scale.step) < 1
         path.append(f"V{y}" if joined else f"M{svg_number(left)} {y}")
         path.append(f"H{svg_number(left + wide)}")
         before = at
@@ -258,9 +251,9 @@ MAX_BARS: Final = 400
 MAX_MARKS: Final = 30
 #: Past bars that are narrower are merged, in pixels.
 _LEAST: Final = 1.5
-_LANE, _BAR, _LANES_TOP = 22.0, 14.0, 34.0
+_LANE, _BAR = 18.0, 12.0
 #: The words over the marks: so many rows of them, each character about so wide.
-_ROWS, _CHARACTER = 2, 6.2
+_ROWS, _CHARACTER = 2, 11.0
 
 PAST, HELD, STALE, LOST, DENSE = "past", "held", "stale", "lost", "dense"
 
@@ -291,11 +284,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One slot, with its word on the left and what is to be said of it now on the right."""
+    """One slot, with its word on the left, and its state now."""
 
     slot: int
     word: str
-    now: str
     kind: str
 
 
@@ -316,7 +308,7 @@ def fewer(bars: Sequence[Bar], most: int = MAX_BARS) -> list[Bar]:
     while True:
         wide = [bar for bar in past if bar.width >= least]
         narrow = _merged([bar for bar in past if bar.width < least], max(4.0, least))
-        if len(kept) + len(wide) + len(narrow) <= most or least > PLOT_RIGHT:
+        if len(kept) + len(wide) + len(narrow) <= most or least > WIDTH:
             return [*narrow, *wide, *kept]
         least *= 2
 
@@ -325,7 +317,7 @@ def _merged(narrow: Sequence[Bar], wide: float) -> list[Bar]:
     """Return one bar for all that begin in the same ``wide`` pixels of a lane: the denser, the more they fill it."""
     bins: dict[tuple[int | None, int], list[Bar]] = {}
     for bar in narrow:
-        bins.setdefault((bar.slot, math.floor((bar.x - PLOT_LEFT) / wide)), []).append(bar)
+        bins.setdefault((bar.slot, math.floor(bar.x / wide)), []).append(bar)
     found = []
     for (slot, number), parts in bins.items():
         if len(parts) == 1:
@@ -333,42 +325,23 @@ def _merged(narrow: Sequence[Bar], wide: float) -> list[Bar]:
             continue
         title = ngettext("slot %(slot)s: %(count)d hold", "slot %(slot)s: %(count)d short holds", len(parts))
         title %= {"slot": slot, "count": len(parts)}
-        left = PLOT_LEFT + number * wide
+        left = number * wide
         filled = density(sum(part.width for part in parts) / wide)
-        found.append(Bar(slot, left, min(wide, PLOT_RIGHT - left), DENSE, title, filled, len(parts)))
+        found.append(Bar(slot, left, min(wide, WIDTH - left), DENSE, title, filled, len(parts)))
     return found
 
 
-def draw(
-    lanes: Sequence[Lane],
-    bars: Sequence[Bar],
-    marks: Sequence[Mark],
-    scale: TimeScale,
-    *,
-    title: str,
-    description: str,
-) -> SafeString:
-    """Return the timeline as SVG."""
-    place = {lane.slot: _LANES_TOP + number * _LANE for number, lane in enumerate(lanes)}
-    bottom = _LANES_TOP + len(lanes) * _LANE
-    drawn = [_drawn(bar, _LANES_TOP, bottom - _LANES_TOP) for bar in bars if bar.slot is None]
+def timeline(lanes: Sequence[Lane], bars: Sequence[Bar], *, title: str, description: str) -> Panel:
+    """Return the panel of who held which slot, with a lane for each slot."""
+    place = {lane.slot: 2 + number * _LANE for number, lane in enumerate(lanes)}
+    height = 4 + len(lanes) * _LANE
+    drawn = [_drawn(bar, 2, height - 4) for bar in bars if bar.slot is None]
     shown = fewer([bar for bar in bars if bar.slot in place])
     drawn += [_drawn(bar, place[cast("int", bar.slot)] + (_LANE - _BAR) / 2, _BAR) for bar in shown]
-    return _drawing(
-        "_timeline.html",
-        scale,
-        key="sqlsem-timeline",
-        title=title,
-        about=description,
-        top=_LANES_TOP - 4,
-        bottom=bottom,
-        lanes=[
-            {"y": svg_number(y + _LANE / 2), "words": svg_number(y + _LANE / 2 + 4), "lane": lane}
-            for lane, y in zip(lanes, place.values(), strict=True)
-        ],
-        bars=drawn,
-        marks=_marks(marks, scale),
-    )
+    middles = [y + _LANE / 2 for y in place.values()]
+    words = [(svg_number(y + 4), lane.word, lane.kind) for lane, y in zip(lanes, middles, strict=True)]
+    grid = [svg_number(y) for y in middles]
+    return Panel("sqlsem-timeline", title, (), description, svg_number(height), words, grid, bars=drawn)
 
 
 def _drawn(bar: Bar, top: float, high: float) -> dict[str, Any]:
@@ -376,27 +349,23 @@ def _drawn(bar: Bar, top: float, high: float) -> dict[str, Any]:
     width = bar.width - 0.6 if bar.width > 3 else max(1.0, bar.width)
     found: dict[str, Any] = {"kind": bar.kind, "title": visible(bar.title), "density": bar.density}
     found |= {"x": svg_number(bar.x), "y": svg_number(top), "width": svg_number(width), "height": svg_number(high)}
-    found["round"] = width > 4 and bar.slot is not None
     if bar.kind == LOST:
-        x, y = min(bar.x + width, PLOT_RIGHT - 4), top + high / 2
-        ends = ((x - 4, y + 4), (x + 4, y - 4)), ((x - 4, y - 4), (x + 4, y + 4))
-        found["cross"] = "".join("M{} {}L{} {}".format(*map(svg_number, (*one, *two))) for one, two in ends)
+        found |= {"end": svg_number(min(bar.x + width, WIDTH - 1)), "foot": svg_number(top + high)}
     return found
 
 
-def _marks(marks: Sequence[Mark], scale: TimeScale) -> list[dict[str, Any]]:
+def _placed(marks: Sequence[Mark], scale: TimeScale) -> list[dict[str, Any]]:
     """Return the marks, the newest last; a word that has no room is left to the line's own title."""
     found = []
-    free = [PLOT_LEFT] * _ROWS  # where the next word of each row may begin
+    free = [0.0] * _ROWS  # where the next word of each row may begin
     for mark in sorted(marks, key=lambda each: each.at)[-MAX_MARKS:]:
         x = scale.x(mark.at)
         wide = len(mark.word) * _CHARACTER
-        left = min(x, DRAWING_WIDTH - wide)
+        left = min(x, WIDTH - wide)
         row = next((number for number, least in enumerate(free) if left >= least), None)
-        top = _LANES_TOP - 6 if row is None else 4.0 + row * 13
-        places = {"x": x, "top": top, "word_x": left + 3, "word_y": top + 8}
-        shown = {name: svg_number(place) for name, place in places.items()}
-        found.append({**shown, "title": visible(mark.title), "word": "" if row is None else visible(mark.word)})
+        shown = {"x": svg_number(x), "left": f"{left / WIDTH:.2%}", "title": visible(mark.title), "word": ""}
         if row is not None:
+            shown |= {"word": visible(mark.word), "y": svg_number(10.0 + row * 13)}
             free[row] = left + wide + 6
+        found.append(shown)
     return found

@@ -92,6 +92,13 @@ class SemaphoreAdmin(OperatorAdmin):
         """Show one lock, or what changes of it."""
         return lock_page.lock_page(self, request, object_id)
 
+    def history_view(
+        self, request: HttpRequest, object_id: str, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show what operators did to one lock, whatever they did it by."""
+        found = lock_page.audit_log(self, request, object_id)
+        return super().history_view(request, object_id, extra_context) if found is None else found
+
     def action_checkbox(self, row: SemaphoreRow) -> SafeString:
         """Return what Django does, without a template for each row; actions are for names, one by one."""
         if isinstance(row.known, TemplateSnapshot):  # type: ignore[attr-defined]

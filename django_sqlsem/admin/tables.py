@@ -6,6 +6,7 @@ import datetime
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 from django.utils import timezone
 from django.utils.html import format_html, format_html_join
@@ -13,8 +14,11 @@ from django.utils.translation import gettext as _
 from django.utils.translation import ngettext, pgettext_lazy
 
 from django_sqlsem.admin.display import EMPTY, STATES, held_since, instant, lease_left, length, users
+from django_sqlsem.conf import config
+from django_sqlsem.core.identity import ids_of
 from django_sqlsem.core.names import key_of
 from django_sqlsem.history import events
+from django_sqlsem.snapshots import expected_waits
 
 if TYPE_CHECKING:
     from django.utils.functional import _StrPromise
@@ -31,7 +35,7 @@ MAX_ROWS: Final = 25
 _WORDS: Final[dict[str, _StrPromise]] = {
     events.GRANTED: pgettext_lazy("event", "granted"),
     events.RELEASED: pgettext_lazy("event", "released"),
-    events.TIMED_OUT: pgettext_lazy("event", "turned away"),
+    events.TIMED_OUT: pgettext_lazy("event", "refused"),
     events.LOST: pgettext_lazy("event", "lost"),
     events.DEADLOCK: pgettext_lazy("event", "deadlock"),
     events.STOP_ASKED: pgettext_lazy("event", "asked to stop"),
@@ -65,11 +69,21 @@ class Table:
     note: str = ""
     #: What is said instead if there are no rows.
     empty: str = ""
+    #: Where there is little room: ``cards``, ``lines``; else it stays a table, and scrolls.
+    look: str = ""
 
     @property
     def has_buttons(self) -> bool:
         """Whether any row has buttons, which need a column."""
         return any(row.buttons for row in self.rows)
+
+    @property
+    def labelled(self) -> list[tuple[Row, list[tuple[Any, Any, bool]]]]:
+        """Each row with its cells: under what heading, what, and whether that is nothing."""
+        return [
+            (row, [(column, cell, cell == EMPTY) for column, cell in zip(self.columns, row.cells, strict=True)])
+            for row in self.rows
+        ]
 
 
 def holders(snapshot: SemaphoreSnapshot, beside: Callable[[HolderSnapshot], Sequence[Any]]) -> Table:
@@ -82,21 +96,19 @@ def holders(snapshot: SemaphoreSnapshot, beside: Callable[[HolderSnapshot], Sequ
         for each in found[:MAX_ROWS]
     ]
     note = _left_out(len(snapshot.holders), _("the stale ones and the oldest are listed"))
-    return Table("sqlsem-holders", _("Holders"), _holder_columns(), rows, note, _("Nobody holds it."))
+    return Table("sqlsem-holders", _("Holders"), _holder_columns(), rows, note, _("Nobody holds it."), "cards")
 
 
 def meant(key: str, caption: str, found: Sequence[HolderSnapshot]) -> Table:
     """Return the holders that an act is about, or not about, with all that tells them from others."""
-    rows = []
-    for each in found:
-        since = f"{each.acquired_at:%Y-%m-%d %H:%M:%S} UTC" if each.recorded else EMPTY
-        row = f"{key} {key_of(each.name)} {each.slot} {each.token}"
-        rows.append(Row(row, [users(each.name), *_holder(each), since]))
-    return Table(key, caption, [_("Name"), *_holder_columns(), _("Since")], rows)
+    rows = [
+        Row(f"{key} {key_of(each.name)} {each.slot} {each.token}", [users(each.name), *_holder(each)]) for each in found
+    ]
+    return Table(key, caption, [_("Name"), *_holder_columns()], rows, look="cards")
 
 
 def _holder_columns() -> list[str]:
-    return [_("Slot"), _("State"), _("Held by"), _("Work, user"), _("For, token"), _("Lease left")]
+    return [_("Slot"), _("State"), _("Held by"), _("Work, user"), _("For, since"), _("Lease left, token")]
 
 
 def _holder(holder: HolderSnapshot, role: str = "") -> list[Any]:
@@ -110,9 +122,11 @@ def _holder(holder: HolderSnapshot, role: str = "") -> list[Any]:
         holder.place,
         format_html('<span class="sqlsem-state sqlsem-{}">{}</span>', holder.state.value, state),
         _program(holder),
-        _work(holder),
-        format_html('{} <span class="sqlsem-second"><code>{}</code></span>', held_since(holder), holder.token),
-        lease_left(holder),
+        _work(holder, holder.acquired_at if holder.recorded else None),
+        format_html('{} <span class="sqlsem-second">{}</span>', held_since(holder), moment(holder.acquired_at))
+        if holder.recorded
+        else EMPTY,
+        format_html('{} <span class="sqlsem-second"><code>{}</code></span>', lease_left(holder), holder.token),
     ]
 
 
@@ -124,55 +138,69 @@ def semaphores(found: Sequence[SemaphoreSnapshot]) -> Table:
         cells = [users(each.name), each.slots, each.declared_slots, each.held, each.waiting, paused]
         rows.append(Row(f"semaphore {key_of(each.name)}", cells))
     columns = [_("Name"), _("Slots"), _("Declared by the code"), _("Held"), _("Waiting"), _("Paused")]
-    return Table("sqlsem-semaphores", _("Semaphores"), columns, rows)
+    return Table("sqlsem-semaphores", _("Locks"), columns, rows, look="cards")
 
 
 def waiters(snapshot: SemaphoreSnapshot) -> Table:
-    """Return who waits: a process has one place, whatever waits inside it."""
+    """Return who waits, in order: a process has one place, whatever waits inside it."""
+    expected = expected_waits(snapshot)
     rows = [
         Row(
             f"waiter {waiter.host} {waiter.pid} {waiter.waiting_since.timestamp():.2f}",
             [
+                place,
                 instant(waiter.age, waiter.waiting_since),
+                _soon(seconds),
                 _program(waiter),
-                _work(waiter),
+                _work(waiter, waiter.waiting_since),
                 waiter.waiting,
                 _wanted(snapshot, waiter),
             ],
         )
-        for waiter in snapshot.waiters[:MAX_ROWS]
+        for place, (waiter, seconds) in enumerate(zip(snapshot.waiters[:MAX_ROWS], expected, strict=False), 1)
     ]
     return Table(
         "sqlsem-waiters",
-        _("Waiters, first come first"),
-        [_("For"), _("Waits in"), _("Work, user"), _("How many"), _("Wants")],
+        _("Queue"),
+        [_("Place"), _("Waiting for"), _("Served in about"), _("Waits in"), _("Work, user"), _("How many"), _("Wants")],
         rows,
         _left_out(len(snapshot.waiters), _("those who came first are listed")),
         _("Nobody waits."),
+        "cards",
     )
 
 
-def happened(key: str, caption: str, found: Sequence[Event], empty: str) -> Table:
-    """Return events, the newest first."""
+def happened(
+    key: str, caption: str, found: Sequence[Event], empty: str, *, most: int = MAX_ROWS, dated: bool = False
+) -> Table:
+    """Return events, the newest first; of what comes and goes with the work, a run of the same is one row.
+
+    ``dated``: with the day, also of today.
+    """
+    runs: list[list[Event]] = []
+    for event in found:
+        if runs and event.what == runs[-1][0].what and event.what in events.PASSING:
+            runs[-1].append(event)
+        else:
+            runs.append([event])
     rows = [
         Row(
-            f"{key} {event.at.timestamp():.6f} {event.what} {event.slot} {event.pid}",
+            f"{key} {run[-1].at.timestamp():.6f} {run[-1].what} {run[-1].slot} {run[-1].pid}",
             [
-                moment(event.at),
-                format_html('<span class="sqlsem-event sqlsem-{}">{}</span>', event.what, word(event.what)),
-                EMPTY if event.slot is None else ", ".join(map(str, event.slots[:8])),
-                users(_place(event)) or EMPTY,
-                users(event.label) or EMPTY,
-                EMPTY if event.waited is None else length(event.waited),
-                EMPTY if event.held is None else length(event.held),
-                users(event.by) or EMPTY,
-                users(event.detail) or EMPTY,
+                _times(run[-1].at, run[0].at, dated=dated),
+                _counted(run),
+                _slots_of(run),
+                _some([_place(run[0])] if len(run) == 1 else [event.host for event in run]),
+                _work(run[0], run[0].at) if len(run) == 1 else _some(event.label for event in run),
+                _longest(event.waited for event in run),
+                _longest(event.held for event in run),
+                _act(run[0]),
             ],
         )
-        for event in found[:MAX_ROWS]
+        for run in runs[:most]
     ]
-    columns = [_("When"), _("What"), _("Slot"), _("Who"), _("Work"), _("Waited"), _("Held"), _("By"), _("Detail")]
-    return Table(key, caption, columns, rows, empty=empty)
+    columns = [_("When"), _("What"), _("Slot"), _("Who"), _("Work"), _("Waited"), _("Held"), _("By, detail")]
+    return Table(key, caption, columns, rows, empty=empty, look="lines")
 
 
 def bars(found: Sequence[Span]) -> Table:
@@ -186,7 +214,7 @@ def bars(found: Sequence[Span]) -> Table:
                 moment(span.start),
                 moment(span.end),
                 length((span.end - span.start).total_seconds()),
-                format_html("{} {}", _program(span.event), users(span.event.label)),
+                format_html("{} {}", _program(span.event), _work(span.event, span.start, span.end)),
                 word(span.event.what),
             ],
         )
@@ -197,13 +225,13 @@ def bars(found: Sequence[Span]) -> Table:
     return Table("sqlsem-spans", _("Past holds"), columns, rows, note, _("No hold has ended."))
 
 
-def by_minute(found: Sequence[Minute]) -> Table:
-    """Return the figures of the charts, the newest minute first; those in which nothing happened are left out."""
+def by_minute(found: Sequence[Minute], words: Callable[[datetime.datetime], str]) -> Table:
+    """Return the figures of the drawing, the newest first; steps in which nothing happened are left out."""
     rows = [
         Row(
             f"minute {each.at.timestamp():.0f}",
             [
-                f"{timezone.localtime(each.at):%H:%M}",
+                words(each.at),
                 each.granted,
                 each.turned_away,
                 each.lost,
@@ -214,9 +242,9 @@ def by_minute(found: Sequence[Minute]) -> Table:
         for each in reversed(found)
         if each.granted or each.released or each.turned_away or each.lost or each.waits or each.holds
     ]
-    columns = [_("Minute"), _("Granted"), _("Turned away"), _("Lost")]
+    columns = [_("From"), _("Granted"), _("Refused"), _("Lost")]
     columns += [_("Wait p50"), _("Wait p95"), _("Longest wait"), _("Hold p50"), _("Hold p95"), _("Longest hold")]
-    return Table("sqlsem-minutes", _("Minute by minute"), columns, rows, empty=_("Nothing is recorded."))
+    return Table("sqlsem-minutes", _("Step by step"), columns, rows, empty=_("Nothing is recorded."))
 
 
 def word(what: str) -> str:
@@ -224,10 +252,10 @@ def word(what: str) -> str:
     return str(_WORDS.get(what, what))
 
 
-def moment(at: datetime.datetime) -> SafeString:
-    """Return an instant in the current time zone; with the date, if that is not today."""
+def moment(at: datetime.datetime, *, dated: bool = False) -> SafeString:
+    """Return an instant in the current time zone; with the date, if that is not today or wanted."""
     local = timezone.localtime(at)
-    today = timezone.localtime().date() == local.date()
+    today = not dated and timezone.localtime().date() == local.date()
     text = f"{local:%H:%M:%S}" if today else f"{local:%Y-%m-%d %H:%M:%S}"
     return format_html(
         '<time datetime="{}" title="{}">{}</time>', at.isoformat(), f"{local:%Y-%m-%d %H:%M:%S %Z}", text
@@ -255,9 +283,108 @@ def _program(someone: HolderSnapshot | WaiterSnapshot | Event) -> SafeString:
     return format_html('{} <span class="sqlsem-second">{}</span>', users(someone.host) or EMPTY, second)
 
 
-def _work(someone: HolderSnapshot | WaiterSnapshot) -> SafeString:
-    work, user = users(someone.label) or EMPTY, users(someone.user)
-    return format_html('{} <span class="sqlsem-second">{}</span>', work, user) if user else format_html("{}", work)
+def _work(
+    someone: HolderSnapshot | WaiterSnapshot | Event,
+    since: datetime.datetime | None,
+    until: datetime.datetime | None = None,
+) -> SafeString:
+    """Return the work, its user, and where more is known of it, as ``SQLSEM["LINKS"]`` says."""
+    work = users(someone.label) or EMPTY
+    links = [
+        format_html('<a href="{}" target="_blank" rel="noopener noreferrer">{}</a>', address, word)
+        for word, address in _links(someone, since, until)
+    ]
+    second = [users(someone.user), *links]
+    shown = format_html_join(" \N{MIDDLE DOT} ", "{}", ((each,) for each in second if each))
+    return format_html('{} <span class="sqlsem-second">{}</span>', work, shown) if shown else format_html("{}", work)
+
+
+#: What the links are called.
+_LINK_WORDS: Final[dict[str, _StrPromise]] = {
+    "task": pgettext_lazy("link", "Task"),
+    "trace": pgettext_lazy("link", "Trace"),
+    "logs": pgettext_lazy("link", "Logs"),
+}
+#: So much around a piece of work is looked for in logs.
+_AROUND: Final = datetime.timedelta(minutes=1)
+
+
+def _links(
+    someone: HolderSnapshot | WaiterSnapshot | Event, since: datetime.datetime | None, until: datetime.datetime | None
+) -> Iterable[tuple[_StrPromise, str]]:
+    templates = config().links
+    if not templates or not (someone.host or someone.label):
+        return
+    begin, end = (since or timezone.now()) - _AROUND, (until or timezone.now()) + _AROUND
+    known = ids_of(someone.label) | {"name": someone.name, "host": someone.host, "pid": str(someone.pid)}
+    known |= {"thread": someone.thread, "user": someone.user}
+    known |= {"since": begin.isoformat(), "since_ms": f"{begin.timestamp() * 1000:.0f}"}
+    known |= {"until": end.isoformat(), "until_ms": f"{end.timestamp() * 1000:.0f}"}
+    fields = {key: quote(text, safe="") for key, text in known.items()}
+    for key, word in _LINK_WORDS.items():
+        if key in templates:
+            try:
+                yield word, templates[key].format_map(fields)
+            except KeyError:  # no task, say
+                continue
+
+
+def _soon(seconds: float | None) -> str:
+    """Return when somebody may be served."""
+    if seconds is None:
+        return EMPTY
+    return length(float(round(seconds))) if seconds >= 1 else _("1 s")
+
+
+def _times(first: datetime.datetime, last: datetime.datetime, *, dated: bool) -> SafeString:
+    """Return when a run of events was: ``21:43:01 to 05``."""
+    if (last - first).total_seconds() < 1:
+        return moment(last, dated=dated)
+    one, other = timezone.localtime(first), timezone.localtime(last)
+    end = f"{other:%S}" if f"{one:%d %H:%M}" == f"{other:%d %H:%M}" else f"{other:%H:%M:%S}"
+    return format_html(_("{} to {}"), moment(first), end)
+
+
+def _counted(run: Sequence[Event]) -> SafeString:
+    what, many = run[0].what, f" \N{MULTIPLICATION SIGN} {len(run)}" if len(run) > 1 else ""
+    return format_html('<span class="sqlsem-event sqlsem-{}">{}{}</span>', what, word(what), many)
+
+
+def _slots_of(run: Sequence[Event]) -> str:
+    slots = sorted({slot for event in run for slot in event.slots})
+    if len(slots) > 8:
+        return _("%(count)d slots") % {"count": len(slots)}
+    return ", ".join(map(str, slots)) or EMPTY
+
+
+def _act(event: Event) -> SafeString | str:
+    """Return who did it, and why."""
+    by, detail = users(event.by), users(event.detail)
+    if by and detail:
+        return format_html('{} <span class="sqlsem-second">{}</span>', by, detail)
+    return by or detail or EMPTY
+
+
+def _some(texts: Iterable[str]) -> SafeString | str:
+    """Return a few of several texts, each once."""
+    found = [each for each in dict.fromkeys(texts) if each]
+    if not found:
+        return EMPTY
+    shown = format_html_join(", ", "{}", ((users(each),) for each in found[:3]))
+    more = len(found) - 3
+    if more <= 0:
+        return shown
+    return format_html(ngettext("{} and {} other", "{} and {} others", more), shown, more)
+
+
+def _longest(found: Iterable[float | None]) -> str:
+    """Return a length of time, or of several the longest."""
+    known = [each for each in found if each is not None]
+    if not known:
+        return EMPTY
+    if len(known) == 1 or length(min(known)) == length(max(known)):
+        return length(known[0])
+    return _("%(least)s to %(most)s") % {"least": length(min(known)), "most": length(max(known))}
 
 
 def _wanted(snapshot: SemaphoreSnapshot, waiter: WaiterSnapshot) -> str:

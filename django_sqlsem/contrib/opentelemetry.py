@@ -15,6 +15,7 @@ from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.trace import Status, StatusCode
 
 from django_sqlsem.contrib.metrics import HOLD_BUCKETS, MOST, WAIT_BUCKETS, Labels, Receivers, Standing
+from django_sqlsem.core import identity
 from django_sqlsem.exceptions import BackendError
 
 logger = logging.getLogger("django_sqlsem")
@@ -102,7 +103,14 @@ def install(
     if standing:
         _gauges(meter, Standing(labels, (using,) if isinstance(using, str) else using))
     receivers.connect()
+    identity.trace_ids[SCOPE] = _trace_id
     return receivers
+
+
+def _trace_id() -> str:
+    """Return the id of the trace that runs: operators are shown it with the requests that hold and wait."""
+    context = trace.get_current_span().get_span_context()
+    return trace.format_trace_id(context.trace_id) if context.is_valid else ""
 
 
 def _gauges(meter: metrics.Meter, standing: Standing) -> None:

@@ -104,6 +104,27 @@ def _host() -> str:
     return printable(socket.gethostname(), 255)
 
 
+#: ``task.name[task-id]``, and ``GET /path [trace-id]``: what ``contrib`` and ``decorators`` make labels of.
+_OF_TASK: Final = re.compile(r"(?P<task>[^\[\]\s]+)\[(?P<task_id>[^\[\]\s]+)\]")
+_OF_REQUEST: Final = re.compile(r"[A-Z]+ /.* \[(?P<trace_id>[\w.:/+=-]+)\]")
+
+
+def ids_of(label: str) -> dict[str, str]:
+    """Return the ids that a label tells: ``task`` and ``task_id`` of a task, ``trace_id`` of a request."""
+    found = _OF_TASK.fullmatch(label) or _OF_REQUEST.fullmatch(label)
+    return found.groupdict() if found else {}
+
+
+def request_label(method: str, path: str, trace_id: str = "") -> str:
+    """Return how operators are shown a request: ``GET /path``, with its trace or request id if that is known."""
+    if not trace_id:
+        return f"{method} {path}"
+    return f"{method} {path[: MAX_LABEL_LENGTH - len(method) - len(trace_id) - 4]} [{trace_id}]"
+
+
+#: By the library that traces: what returns the id of the trace that runs, or nothing. ``contrib`` registers them.
+trace_ids: dict[str, Callable[[], str]] = {}
+
 #: By the module without which there is nothing to ask: what returns how operators are shown the running task, or
 #: nothing. ``contrib`` registers them.
 task_labels: dict[str, Callable[[], str]] = {}

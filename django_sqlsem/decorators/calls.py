@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -36,9 +37,9 @@ class Call:
 
     @property
     def label(self) -> str:
-        """The work in a few words: ``GET /path`` or ``task.name[task-id]``; empty for other calls."""
+        """The work in a few words: ``GET /path [trace-id]`` or ``task.name[task-id]``; empty for other calls."""
         if self.request is not None:
-            return f"{self.request.method} {self.request.path}"
+            return identity.request_label(str(self.request.method), self.request.path, _trace_id(self.request))
         return self.task.label if self.task is not None else ""
 
     @contextlib.contextmanager
@@ -118,6 +119,21 @@ def classify(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Call:
         if module in sys.modules and (task := system.running(wrapper, args)) is not None:
             return Call(task=task)
     return PLAIN
+
+
+#: The trace's id of a ``traceparent`` (W3C Trace Context), and what a request id may look like.
+_TRACE_PARENT = re.compile(r"[0-9a-f]{2}-(?P<id>[0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*", re.ASCII)
+_REQUEST_ID = re.compile(r"(?P<id>[\w.:/+=-]{1,64})", re.ASCII)
+
+
+def _trace_id(request: HttpRequest) -> str:
+    """Return the id by which traces and logs know a request: of the trace that runs, or what it came with."""
+    if running := next(filter(None, (ask() for ask in identity.trace_ids.values())), ""):
+        return running
+    meta = request.META
+    found = _TRACE_PARENT.fullmatch(meta.get("HTTP_TRACEPARENT", ""))
+    found = found or _REQUEST_ID.fullmatch(meta.get("HTTP_X_REQUEST_ID", ""))
+    return found["id"] if found else ""
 
 
 def _user_name(given: object, request: HttpRequest | None) -> str:

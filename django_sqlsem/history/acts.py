@@ -12,7 +12,17 @@ from django_sqlsem.conf import config
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.core.names import key_of
 from django_sqlsem.database.dialects import dialect_for
-from django_sqlsem.history.events import DRAINED, PAUSED, PURGED, RESIZED, RESUMED, REVOKED, STOP_ASKED, several
+from django_sqlsem.history.events import (
+    DRAINED,
+    PAUSED,
+    PURGED,
+    RESIZED,
+    RESUMED,
+    REVOKED,
+    STOP_ASKED,
+    parse_slots,
+    several,
+)
 from django_sqlsem.models import EventRow
 
 if TYPE_CHECKING:
@@ -50,7 +60,8 @@ def record(alias: str, action: str, name: str, by: str, detail: str, holder: Hol
         row.host, row.pid, row.thread = holder.host, holder.pid, holder.thread
         row.label, row.user = holder.label, holder.user
         row.held_us = round(holder.age * 1e6) if what in _ENDS and holder.recorded else None
-        row.detail = several(holder.numbers)
+        told = detail if parse_slots(detail.removeprefix("slots ")) == () else f"({detail})"  # else it passes for slots
+        row.detail = ": ".join(filter(None, (several(holder.numbers), told)))
     row.detail = printable(row.detail, 500)
     try:
         # A savepoint, if the operator's request is a transaction: it must not fail with this.

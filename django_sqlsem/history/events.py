@@ -79,6 +79,7 @@ class Percentiles:
     p50: float
     p95: float
     longest: float
+    mean: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
-from django.db.models import Max, Sum
+from django.db.models import Count, F, Max, Min, Sum
 
 from django_sqlsem.backends import database_for
 from django_sqlsem.core.names import Name, key_of, validate_name
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MINUTE_US: Final = 60_000_000
 #: No timeline shows more.
 MAX_SPANS: Final = 1000
+#: Of more rows of minutes than these, every second, third, ... tells how waits and holds were spread.
+MAX_HISTOGRAMS: Final = 3000
 #: A statement names so many keys.
 _PAGE: Final = 500
 _ENDS: Final = (RELEASED, LOST, REVOKED, PURGED)
@@ -87,19 +89,39 @@ def minutes(
 ) -> list[Minute]:
     """Return what happened in each ``step`` (whole minutes, in seconds) of ``window`` seconds up to ``now``.
 
-    The oldest first, and those too in which nothing did. The last one is not over yet. Raises ``BackendError``.
+    The oldest first, and those too in which nothing did. The last one is not over yet. Counts are exact; of very many
+    rows a sample tells how waits and holds were spread. Raises ``BackendError``.
     """
     alias = database_for(using)
     step_us = max(1, round(step / 60)) * MINUTE_US
     last = _microseconds(now or clock(alias)) // step_us * step_us
     first = last - (max(1, math.ceil(window * 1e6 / step_us)) - 1) * step_us
-    steps: dict[int, list[MinuteRow]] = {at: [] for at in range(first, last + 1, step_us)}
+    steps = {at: _Step(at) for at in range(first, last + 1, step_us)}
+    rows = MinuteRow._default_manager.using(alias).filter(key=key_of(validate_name(name)), minute_us__gte=first)
+    counted = rows.order_by().values_list("minute_us").annotate(*_SUMS, *_LONGEST, Count("id"))
+    in_all = 0
     with database_errors(alias):
-        rows = MinuteRow._default_manager.using(alias).filter(key=key_of(validate_name(name)), minute_us__gte=first)
-        for row in rows:
+        for minute_us, *numbers, count in counted:
+            in_all += count
             # One that was written a moment after the clock was asked is of the last step.
-            steps[min(last, row.minute_us // step_us * step_us)].append(row)
-    return [_minute(at, rows_of_step) for at, rows_of_step in steps.items()]
+            steps[min(last, minute_us // step_us * step_us)].add([int(number or 0) for number in numbers])
+        every = max(1, math.ceil(in_all / MAX_HISTOGRAMS))
+        if every > 1:
+            rows = rows.annotate(rest=F("id") % every).filter(rest=0)
+        for minute_us, waits, holds in rows.values_list("minute_us", "waits", "holds"):
+            of_step = steps[min(last, minute_us // step_us * step_us)]
+            of_step.waits.append(waits)
+            of_step.holds.append(holds)
+    return [each.minute(every) for each in steps.values()]
+
+
+def since(name: Name, *, using: str | None = None) -> datetime.datetime | None:
+    """Return the oldest minute of which anything is known of a name, or ``None``. Raises ``BackendError``."""
+    alias = database_for(using)
+    with database_errors(alias):
+        rows = MinuteRow._default_manager.using(alias).filter(key=key_of(validate_name(name)))
+        found = rows.aggregate(first=Min("minute_us"))["first"]
+    return None if found is None else _instant(found)
 
 
 def totals(names: Collection[str], *, window: float = 3600.0, using: str | None = None) -> dict[str, Totals]:
@@ -169,18 +191,33 @@ def _event(row: EventRow) -> Event:
     )
 
 
-def _minute(at: int, rows: Sequence[MinuteRow]) -> Minute:
-    return Minute(
-        at=_instant(at),
-        granted=sum(row.granted for row in rows),
-        released=sum(row.released for row in rows),
-        turned_away=sum(row.turned_away for row in rows),
-        lost=sum(row.lost for row in rows),
-        held=sum(row.held_us for row in rows) / 1e6,
-        waits=recorder.percentiles(
-            recorder.add_up(row.waits for row in rows), max((row.longest_wait_us for row in rows), default=0)
-        ),
-        holds=recorder.percentiles(
-            recorder.add_up(row.holds for row in rows), max((row.longest_hold_us for row in rows), default=0)
-        ),
-    )
+class _Step:
+    """What is known of one step of time while its rows are read."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.sums = [0] * len(_SUMS)
+        self.longest = [0] * len(_LONGEST)
+        self.waits: list[str] = []
+        self.holds: list[str] = []
+
+    def add(self, numbers: Sequence[int]) -> None:
+        """Add the sums and the longest of one minute."""
+        sums, longest = numbers[: len(_SUMS)], numbers[len(_SUMS) :]
+        self.sums = [one + other for one, other in zip(self.sums, sums, strict=True)]
+        self.longest = [max(one, other) for one, other in zip(self.longest, longest, strict=True)]
+
+    def minute(self, every: int) -> Minute:
+        """Return it; the histograms are those of every so manieth row."""
+        granted, released, turned_away, lost, held_us = self.sums
+        hold_us, wait_us = self.longest
+        return Minute(
+            at=_instant(self.at),
+            granted=granted,
+            released=released,
+            turned_away=turned_away,
+            lost=lost,
+            held=held_us / 1e6,
+            waits=recorder.percentiles(recorder.add_up(self.waits), wait_us, every),
+            holds=recorder.percentiles(recorder.add_up(self.holds), hold_us, every),
+        )

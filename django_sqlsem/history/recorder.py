@@ -122,13 +122,17 @@ def add_up(texts: Iterable[str]) -> Counter[int]:
     return sum(map(from_text, texts), Counter())
 
 
-def percentiles(counts: Mapping[int, int], longest_us: int) -> Percentiles | None:
-    """Return what a histogram says, in seconds; ``None`` if it is empty. ``longest_us``: the longest, exactly."""
+def percentiles(counts: Mapping[int, int], longest_us: int, every: int = 1) -> Percentiles | None:
+    """Return what a histogram says, in seconds; ``None`` if it is empty. ``longest_us``: the longest, exactly.
+
+    ``every``: of how many it counts one.
+    """
     count = sum(counts.values())
     if not count:
         return None
     return Percentiles(
-        count=count,
+        count=count * every,
+        mean=min(sum(middle(number) * each for number, each in counts.items()) / count, float(longest_us)) / 1e6,
         p50=_at(counts, 0.50 * count, longest_us) / 1e6,
         p95=_at(counts, 0.95 * count, longest_us) / 1e6,
         longest=longest_us / 1e6,

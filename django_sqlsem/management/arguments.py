@@ -93,10 +93,14 @@ def add_usual(parser: CommandParser, usual: Iterable[argparse.Action]) -> None:
 
 
 def add_pause(parser: CommandParser) -> None:
-    """Add for how long, and why, nothing is granted."""
+    """Add for how long nothing is granted."""
     told = "resume by itself after so long: 90s, 30m, 2h; default: when you say so"
     parser.add_argument("--for", dest="duration", metavar="AGE", type=age, help=told)
-    parser.add_argument("--reason", metavar="TEXT", default="", help="why: it is shown wherever the pause is")
+
+
+def add_reason(parser: CommandParser) -> None:
+    """Add why an operator acts."""
+    parser.add_argument("--reason", metavar="TEXT", default="", help="why: it is kept with what you did, and shown")
 
 
 def add_database(parser: CommandParser, option: str = "--database") -> None:

@@ -69,7 +69,8 @@ class SemaphoreRow(models.Model):
             models.Index(fields=["template", "name"], name="sqlsem_semaphore_template"),
         ]
         permissions = [
-            ("operate_semaphorerow", "Can revoke permits and purge stale slots"),
+            ("stop_semaphorerow", "Can ask holders to stop"),
+            ("revoke_semaphorerow", "Can revoke permits and purge stale slots"),
             ("configure_semaphorerow", "Can set slots, pause and resume"),
         ]
         default_permissions = ("view",)

@@ -13,11 +13,11 @@ from django.db import connections
 from django.test import Client, RequestFactory
 from django.urls import resolve, reverse
 
-from django_sqlsem import queries
+from django_sqlsem import control, queries
 from django_sqlsem.admin import SemaphoreAdmin
 from django_sqlsem.admin.actions import ACTIONS, Buttons
 from django_sqlsem.models import SemaphoreRow
-from tests.support.operators import hold, make_semaphore, slot_row
+from tests.support.operators import hold, locks, make_semaphore, slot_row
 from tests.unit.test_admin import SEMAPHORES, key, login, said, text
 
 pytestmark = pytest.mark.leaves_held
@@ -59,7 +59,7 @@ def buttons(client: Client, name: str = "reports", **permissions: bool) -> tuple
     acts = Buttons(SemaphoreAdmin(SemaphoreRow, admin.site), request, snapshot)
     assert acts.url == url("act", name)
     beside = {button.value for holder in snapshot.holders for button in acts.beside(holder)}
-    return {button.value for button in acts.lock}, beside
+    return {button.value for button in (*acts.lock, *acts.undo.values())}, beside
 
 
 def test_buttons_go_by_permissions(operator: Client, alias: str) -> None:
@@ -68,16 +68,18 @@ def test_buttons_go_by_permissions(operator: Client, alias: str) -> None:
     hold(alias, slot=2, token=8, left=-5)
     hold(alias, slot=3, token=9, stop_token=9, stop_by="ann")
     viewer = login("viewer", "view_semaphorerow")
-    helper = login("helper", "view_semaphorerow", "operate_semaphorerow")
+    helper = login("helper", "view_semaphorerow", "stop_semaphorerow", "revoke_semaphorerow")
+    asker = login("asker", "view_semaphorerow", "stop_semaphorerow")
     owner = login("owner", "view_semaphorerow", "configure_semaphorerow")
     beside = {"stop 1 7", "revoke 1 7", "purge_stale 2 8", "revoke 3 9"}
     assert buttons(viewer) == (set(), set())
     assert buttons(helper) == (set(), beside)  # one holder is left to be asked, and has a button of its own
+    assert buttons(asker) == (set(), {"stop 1 7"})
     assert buttons(owner) == ({"set_slots", "pause"}, set())
     assert buttons(operator) == ({"set_slots", "pause", "drain"}, beside)
-    SemaphoreRow.objects.update(paused=True)
+    SemaphoreRow.objects.update(paused=True, operator_slots=3)
     hold(alias, slot=2, token=10)
-    assert buttons(operator)[0] == {"stop", "set_slots", "resume", "drain"}
+    assert buttons(operator)[0] == {"stop", "set_slots", "undo_slots", "resume", "drain"}
 
 
 def test_a_lock_with_one_slot_has_no_button_for_more(operator: Client, alias: str) -> None:
@@ -94,7 +96,7 @@ def test_revoke_one_of_several(operator: Client, alias: str) -> None:
     assert "web9 pid 4711" in shown
     assert "web1" not in shown
     assert "will lose their slots" in shown
-    assert re.search(r" 8 .*\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", shown)
+    assert re.search(r" 1\d s \d\d:\d\d:\d\d .* 8 ", shown)
     assert f'href="{url("change")}"' in page.content.decode()
     response = confirm(operator, page)
     assert (response.status_code, response["Location"]) == (302, url("change"))
@@ -135,19 +137,74 @@ def test_the_lock_as_a_whole(operator: Client, alias: str) -> None:
     page = press(operator, "set_slots")
     again = confirm(operator, page, slots="0")
     assert "greater than or equal to 1" in text(again)
-    assert said(confirm(operator, again, slots="5")) == ["1 semaphore: Slots set to 5."]
+    assert said(confirm(operator, again, slots="5", reason=" too\n busy ")) == ["Slots of reports set to 5."]
     assert 'value="5"' in press(operator, "set_slots").content.decode()
-    assert said(confirm(operator, press(operator, "pause"))) == ["1 semaphore: Paused."]
-    assert said(confirm(operator, press(operator, "resume"))) == ["1 semaphore: Resumed."]
-    assert said(confirm(operator, press(operator, "drain"))) == ["1 semaphore: Draining: holders are asked to stop."]
+    assert said(confirm(operator, press(operator, "undo_slots"))) == ["Slots of reports are as the code declares."]
+    assert SemaphoreRow.objects.get().operator_slots is None
+    assert said(confirm(operator, press(operator, "pause"), seconds="900", reason="INC-12")) == ["Paused: reports."]
+    assert 14 * 60 < (queries.by_name(["reports"])["reports"].resumes_in or 0) <= 15 * 60
+    assert said(confirm(operator, press(operator, "resume"), reason="over")) == ["Resumed: reports."]
+    drained = confirm(operator, press(operator, "drain"), reason="deploy")
+    assert said(drained) == ["Draining reports: holders are asked to stop."]
     assert SemaphoreRow.objects.get().paused
     assert slot_row(alias).stop_by == "boss"
-    assert LogEntry.objects.count() == 4
-    told = [(event.what, event.by) for event in queries.events("reports")]
-    assert sorted(told) == sorted((what, "boss") for what in ("resized", "paused", "resumed", "drained", "stop_asked"))
+    assert LogEntry.objects.count() == 5
+    assert "Reason: INC-12" in LogEntry.objects.order_by("pk")[2].change_message
+    told = {(event.what, event.by, event.detail) for event in queries.events("reports")}
+    assert told == {
+        ("resized", "boss", "5 slots: too busy"),
+        ("resized", "boss", "as declared by the code"),
+        ("paused", "boss", "for 15 min 00 s: INC-12"),
+        ("resumed", "boss", "over"),
+        ("drained", "boss", "deploy"),
+        ("stop_asked", "boss", "deploy"),
+    }
 
 
-CHANGED = "The holder of reports slot 1 has changed since it was shown: nobody there was disturbed."
+def test_what_has_changed_since_it_was_shown_is_refused_with_what_it_is_now(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    page = press(operator, "set_slots")
+    control.pause("reports", by="bob")
+    (message,) = said(confirm(operator, page, slots="5"))
+    assert "has changed since it was shown, and nothing was done" in message
+    assert message.endswith("0 of 3 held, paused by bob.")
+    assert SemaphoreRow.objects.get().operator_slots is None
+    (message,) = said(press(operator, "pause"))
+    assert "done already, nothing was changed. Now: reports: 0 of 3 held, paused by bob." in message
+    (message,) = said(press(operator, "undo_slots"))
+    assert "done already" in message
+
+
+def test_a_pause_is_for_a_time_that_is_offered(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    again = confirm(operator, press(operator, "pause"), seconds="17")
+    assert "Select a valid choice" in text(again)
+    assert not SemaphoreRow.objects.get().paused
+
+
+def test_a_reason_never_passes_for_slots(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    hold(alias)
+    confirm(operator, press(operator, "revoke 1 7"), reason="slots 1-3 are stuck")
+    assert (queries.events("reports")[0].slots, queries.events("reports")[0].detail) == ((1,), "(slots 1-3 are stuck)")
+
+
+def test_the_audit_log_has_what_the_command_did_too(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    hold(alias)
+    locks("stop", "reports", "--reason", "INC-12 <b>")
+    locks("set", "reports", "--slots", "2", "--reason", "calm down")
+    confirm(operator, press(operator, "pause"), reason="INC-13")
+    page = operator.get(url("history"))
+    shown = text(page)
+    assert "<b>" not in page.content.decode()
+    for said_there in ("asked to stop", "INC-12 <b>", "2 slots: calm down", "paused", "INC-13", "kept for 30 days"):
+        assert said_there in shown
+    assert login("nobody").get(url("history")).status_code == 403
+    assert operator.get(url("history", "gone")).status_code == 302
+
+
+CHANGED = "The holder of reports slot 1 has changed since it was shown: nobody there was disturbed. Now: slot 1: "
 
 
 @pytest.mark.parametrize("act", ["stop", "revoke"])
@@ -158,7 +215,8 @@ def test_a_stale_button_or_confirmation_acts_on_nobody(operator: Client, alias: 
     hold(alias, token=8, host="web9")
     for response in (confirm(operator, page), press(operator, f"{act} 1 7")):
         assert (response.status_code, response["Location"]) == (302, url("change"))
-        assert said(response) == [CHANGED]
+        (message,) = said(response)
+        assert message.startswith(f"{CHANGED}web9 pid 4711")
     row = slot_row(alias)
     assert (row.permit_id is None, row.revoked_token, row.stop_token) == (False, None, None)
     assert not LogEntry.objects.exists()
@@ -168,14 +226,14 @@ def test_a_stale_button_or_confirmation_acts_on_nobody(operator: Client, alias: 
 def test_the_server_checks_permissions_again(operator: Client, alias: str, act: str, needed: str) -> None:
     make_semaphore(alias)
     hold(alias)
-    other = {"operate": "configure", "configure": "operate", "drain": "configure"}[needed]
+    other = {"stop": "revoke", "revoke": "stop", "configure": "stop", "drain": "configure"}[needed]
     page = press(operator, act)
     for client in (login("viewer", "view_semaphorerow"), login("half", "view_semaphorerow", f"{other}_semaphorerow")):
         assert press(client, act).status_code == 403
         if page.status_code == 200:
             assert confirm(client, page, slots="9").status_code == 403
         assert client.post(reverse(SEMAPHORES), {"action": act, "_selected_action": key()}).status_code == 403
-    blind = login("blind", "operate_semaphorerow", "configure_semaphorerow")
+    blind = login("blind", "stop_semaphorerow", "revoke_semaphorerow", "configure_semaphorerow")
     assert press(blind, act).status_code == 403
     row = SemaphoreRow.objects.get()
     assert (row.paused, row.operator_slots, slot_row(alias).stop_token) == (False, None, None)

@@ -576,6 +576,19 @@ class TestViews:
         assert names == expected
         assert released == expected[::-1]
 
+    @pytest.mark.parametrize(
+        ("headers", "known"),
+        [
+            ({"traceparent": f"00-{'4b' * 16}-{'f0' * 8}-01", "X-Request-ID": "r-1"}, f" [{'4b' * 16}]"),
+            ({"X-Request-ID": "r-1"}, " [r-1]"),
+            ({"X-Request-ID": "<b> ]", "traceparent": "none"}, ""),
+            ({"X-Request-ID": "r" * 65}, ""),
+        ],
+    )
+    def test_the_label_tells_the_trace_that_a_request_came_with(self, seen, headers, known):
+        Client().get("/plain", headers=headers)
+        assert seen[0]["label"] == f"GET /plain{known}"
+
     def test_the_name_is_filled_in_from_the_user(self, seen, client):
         client.force_login(User.objects.create(username="ann", pk=5))
         with held("user:5", total=1), pytest.raises(AssertionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 
 import pytest
@@ -16,6 +17,7 @@ from django_sqlsem.snapshots import (
     SemaphoreSnapshot,
     SlotState,
     WaiterSnapshot,
+    expected_waits,
     retry_after,
 )
 
@@ -81,3 +83,30 @@ def test_how_long_slots_are_held_is_measured_at_the_release(database):
 def refused(lock):
     with callers.as_stranger():
         lock.acquire()
+
+
+@pytest.mark.parametrize(
+    ("shot", "expected"),
+    [
+        pytest.param(snapshot([4.0], usual=10.0, waiting=2), [6.0], id="what is left of the usual hold"),
+        pytest.param(snapshot([0.0, 5.0], usual=10.0), [], id="nobody waits"),
+        pytest.param(snapshot([4.0], waiting=1), [4.0], id="nothing measured: half done"),
+        pytest.param(snapshot([], slots=2, waiting=1), [None], id="nothing is known"),
+        pytest.param(dataclasses.replace(snapshot([4.0], usual=10.0, waiting=1), paused=True), [None], id="paused"),
+        pytest.param(
+            dataclasses.replace(snapshot([4.0], usual=10.0, waiting=1), paused=True, resumes_in=90.0),
+            [90.0],
+            id="paused for a time",
+        ),
+    ],
+)
+def test_how_soon_each_waiter_is_served(shot, expected):
+    assert expected_waits(shot) == [each if each is None else pytest.approx(each) for each in expected]
+
+
+def test_who_wants_more_waits_for_more_and_keeps_those_behind_waiting():
+    takes = [(1, 2), (1, 1), (0, 1)]  # slots, threads of the process; 0: all slots
+    line = tuple(WaiterSnapshot("x", "h", 1, "t", "", "", NOW, 1.0, threads, take) for take, threads in takes)
+    shot = dataclasses.replace(snapshot([2.0, 6.0], usual=10.0), waiters=line)
+    # The slots are free in 4 and 8 s; the first process takes both for 10 s each, the second the first of these.
+    assert expected_waits(shot) == [4.0, 14.0, 24.0]

@@ -14,7 +14,7 @@ from django.test.utils import CaptureQueriesContext
 from django_sqlsem import queries
 from django_sqlsem.core.names import resource_for
 from django_sqlsem.database.dialects import dialect_for
-from django_sqlsem.history import recorder
+from django_sqlsem.history import reading, recorder
 from django_sqlsem.history.events import Totals, parse_slots, several
 from django_sqlsem.models import EventRow, MinuteRow
 
@@ -114,6 +114,33 @@ def test_minutes_add_up_what_each_process_counted(database: str) -> None:
     hours = queries.minutes("reports", window=7200, step=3600, using=database)
     assert len(hours) == 2
     assert sum(each.granted for each in queries.minutes("reports", window=4 * 3600, step=3600, using=database)) == 1020
+
+
+@pytest.mark.process_side("postgres", "mariadb")
+def test_of_very_many_rows_counts_are_exact_and_a_sample_tells_the_spread(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "MAX_HISTOGRAMS", 10)
+    holds = recorder.to_text({recorder.bucket(4_000_000): 2})
+    for writer in range(1, 41):
+        minute(database, ago=5, writer=writer, granted=2, released=2, holds=holds, longest_hold_us=4_000_000 + writer)
+    (found,) = [each for each in queries.minutes("reports", using=database) if each.granted]
+    assert (found.granted, found.released) == (80, 80)
+    assert found.holds is not None
+    assert 60 <= found.holds.count <= 100  # as many as there were, about
+    assert found.holds.longest == pytest.approx(4.00004)
+    assert found.holds.mean == pytest.approx(4.0, rel=0.1)
+
+
+@pytest.mark.process_side("postgres", "mariadb")
+def test_since_when_anything_is_known(database: str) -> None:
+    assert queries.since("reports", using=database) is None
+    minute(database, ago=5, granted=1)
+    minute(database, ago=500, granted=1)
+    minute(database, ago=900, name="other", granted=1)
+    known = queries.since("reports", using=database)
+    assert known is not None
+    assert 499 * 60 <= (queries.history_clock(database) - known).total_seconds() <= 502 * 60
 
 
 def test_totals_of_a_page_are_one_statement(database: str) -> None:

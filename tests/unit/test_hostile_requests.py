@@ -63,7 +63,8 @@ def test_what_a_button_sends_may_go_to_a_list(operator: Client, alias: str, url:
     chosen = key() if url == SEMAPHORES else row.pk
     response = operator.post(reverse(url), {"action": "revoke", "_selected_action": chosen, "do": "revoke 1 99"})
     assert response.status_code == 302
-    assert said(response) == [CHANGED]
+    (message,) = said(response)
+    assert message.startswith(CHANGED)
     assert slot_row(alias).permit_id
 
 
@@ -169,7 +170,7 @@ def test_numbers_are_numbers_in_every_language(operator: Client, alias: str, set
     assert 'value="revoke 1 1763677312004417"' in html
     assert "<code>1763677312004417</code>" in html
     assert 'data-sqlsem-refresh="3"' in html
-    svg = html.partition('class="sqlsem-drawing')[2].partition("</svg>")[0]
+    svg = html.partition('class="sqlsem-drawing')[2].partition("<details")[0]
     assert "<rect" in svg
     assert not [part for part in svg.split('"') if part.replace(",", "").isdigit() and "," in part]
     assert operator.get(of_lock("snapshot", key())).json()["holders"][0]["token"] == 1_763_677_312_004_417

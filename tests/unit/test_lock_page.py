@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from html import unescape
 from typing import Any
 
 import pytest
@@ -83,25 +84,25 @@ def test_everything_is_said(database: str, settings: Any) -> None:
     shown = text(operator.get(address()))
     assert "reports semaphore" in shown
     assert "1 slot is stale" in shown
-    assert "slots 3 set by ann; the code declares 2" in shown
+    assert re.search(r"Slots set to 3 by ann, \d{4}-\d\d-\d\d \d\d:\d\d \w+; the code declares 2\.", shown)
     holders = part(html, "sqlsem-holders")
-    assert re.search(r"1 held web1 pid 4711 · MainThread GET /reports/ ann 1\d s 7 (4|5)\d s", holders)
-    assert re.search(r"2 stale asked to stop by ann web9 pid 4711 .* 1 min \d\d s 8 ran out \d", holders)
-    assert re.search(r"\d\.\d s web2 pid 99 · worker GET /wait/ bob 2 1 slot", part(html, "sqlsem-waiters"))
-    assert "granted 4 turned away 2 lost 1" in shown
+    assert re.search(r"1 held web1 pid 4711 · MainThread GET /reports/ ann 1\d s [\d:]+ (4|5)\d s 7", holders)
+    assert re.search(r"2 stale asked to stop by ann web9 pid 4711 .* 1 min \d\d s [\d:]+ ran out \d.* 8", holders)
+    assert re.search(r"1 \d\.\d s \d+ s web2 pid 99 · worker GET /wait/ bob 2 1 slot", part(html, "sqlsem-waiters"))
+    assert "granted 4 refused 2 lost 1" in shown
     drawn = part(html, "sqlsem-timeline")
     assert re.search(r"slot 1: web1 pid 7, GET /x, held 10 min from [\d:]+ to [\d:]+, released", drawn)
     assert "slot 2: web1 pid 7, GET /x, held 1 min" in drawn
     assert re.search(r"slot 1: web1 pid 4711, GET /reports/, held 1\d s up to now, held", drawn)
     assert re.search(r"[\d:]+ paused by bob", drawn)
-    assert "4 granted" in part(html, "sqlsem-numbers")
+    assert "2 refused" in part(html, "sqlsem-refused")
     assert "p50 240 ms, p95 240 ms, max 250 ms" in part(html, "sqlsem-waits")
     assert "max 10 min" in part(html, "sqlsem-holds")
     rare = part(html, "sqlsem-rare")
-    lost = "lost 2 web1 pid 7 GET /x - 1 min - expired"
-    assert re.search(rf"paused - - - - - bob - .* {lost} .* slots set - - - - - ann 3 slots", rare)
-    assert "turned away - web1 pid 7 GET /x 5 s - -" in part(html, "sqlsem-events")
-    assert "web1 pid 7 GET /x released" in re.sub(r"\s+·\s+", " ", part(html, "sqlsem-spans")).replace("  ", " ")
+    lost = "lost 2 web1 pid 7 GET /x ann - 1 min expired"
+    assert re.search(rf"paused - - - - - bob .* {lost} .* slots set - - - - - ann 3 slots", rare)
+    assert "refused - web1 pid 7 GET /x ann 5 s - -" in part(html, "sqlsem-events")
+    assert "web1 pid 7 GET /x ann released" in re.sub(r"\s+·\s+", " ", part(html, "sqlsem-spans")).replace("  ", " ")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_each_kind_has_its_word(operator: Client, alias: str, kind: str, word: s
     hold(alias, slot=1)
     shown = text(operator.get(address()))
     assert f"reports {word}" in shown
-    assert ("reader" in shown.split("Holders")[1].split("Waiters")[0]) is (kind == "rwlock")
+    assert ("reader" in shown.split("Holders")[1].split("Queue")[0]) is (kind == "rwlock")
 
 
 def test_a_count_of_tokens_has_neither_slots_nor_a_timeline(operator: Client, alias: str) -> None:
@@ -186,7 +187,7 @@ def test_a_deadlock_is_shown_with_both_sides(operator: Client, alias: str) -> No
         assert shown.index("Deadlock:") < shown.index("Holders")
         for side in ("left", "right"):
             assert side in shown[shown.index("Deadlock:") : shown.index("Holders")]
-        edges = shown[shown.index("Who waits for whom") : shown.index("The last hour")]
+        edges = shown[shown.index("Who waits for whom") : shown.index("Last ")]
         assert re.search(
             r"left pid 1 \(GET /left/\) has waited \d\.\d s for 'b', held by right .*, and holds 'a'", edges
         )
@@ -284,8 +285,8 @@ def test_very_much_is_bounded(operator: Client, alias: str) -> None:
     assert len(operator.get(address(), headers={live.HEADER: "1", live.LIGHT: "1"}).content) < 60_000
     assert f"{tables.MAX_ROWS} of 1000" in text(answer)
     assert f"{drawing.MAX_LANES} of 1000 slots are drawn" in text(answer)
-    assert "holds ended in this hour" in text(answer)
-    assert html.count('class="sqlsem-lane"') == drawing.MAX_LANES
+    assert "holds ended in this time" in text(answer)
+    assert html.count('text-anchor="end" class="sqlsem-held"') == drawing.MAX_LANES
     assert html.count("<rect") < drawing.MAX_BARS + drawing.MAX_LANES + 500
 
 
@@ -300,7 +301,7 @@ def test_rows_can_be_told_apart_when_they_move(operator: Client, alias: str) -> 
     for table in ("holders", "waiters", "events", "rare", "spans", "minutes"):
         found = re.search(rf'<table id="sqlsem-{table}".*?</table>', html, re.DOTALL)
         assert found, table
-        keys = re.findall(r'<tr data-sqlsem-key="(.*?)"', found.group())
+        keys = re.findall(r'<tr role="row" data-sqlsem-key="(.*?)"', found.group())
         assert len(keys) == len(set(keys)) > 0, table
     ids = re.findall(r'\bid="(.*?)"', html)
     assert len(ids) == len(set(ids))
@@ -311,7 +312,150 @@ def test_buttons_go_by_permissions(alias: str, committed: None) -> None:
     hold(alias)
     viewer = login("viewer", "view_semaphorerow").get(address()).content.decode()
     assert "sqlsem-act" not in viewer.replace("sqlsem-acts", "")
-    helper = login("helper", "view_semaphorerow", "operate_semaphorerow").get(address()).content.decode()
+    helper = login("helper", "view_semaphorerow", "revoke_semaphorerow").get(address()).content.decode()
     assert 'value="revoke 1 7"' in helper
     assert 'value="pause"' not in helper
     assert SemaphoreRow.objects.using(alias).count() == 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "old", "title"),
+    [
+        ("", 120, "Last hour up to"),
+        ("5m", 120, "Last 5 minutes up to"),
+        ("24h", 5, "Last 5 min"),
+        ("24h", 2000, "Last 24 hours up to"),
+        ("7d", 3000, "Last 2 d 02 h"),
+        ("a year", 120, "Last hour up to"),
+    ],
+)
+def test_a_range_is_never_longer_than_what_is_known(
+    operator: Client, alias: str, chosen: str, old: int, title: str
+) -> None:
+    make_semaphore(alias)
+    minute(alias, ago=old, granted=1)
+    minute(alias, ago=1, granted=3)
+    shown = text(operator.get(address(), {"range": chosen} if chosen else {}))
+    assert title in shown
+    assert ("nothing older is known" in shown) is ("up to" not in title)
+    granted = {"5m": 3}.get(chosen, 4 if old <= 60 or title.startswith(("Last 2 d", "Last 24 hours ")) else 3)
+    if "24 hours" in title:
+        granted = 3
+    assert f"granted {granted} " in shown
+
+
+def test_the_page_says_which_range_it_shows_and_keeps_to_it(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    html = operator.get(address(), {"range": "24h", "_changelist_filters": "state=held"}).content.decode()
+    assert re.findall(r'aria-current="true">(.*?)<', html) == ["24 h"]
+    assert "range=7d&amp;_changelist_filters=state%3Dheld#sqlsem-range" in html or (
+        "_changelist_filters=state%3Dheld&amp;range=7d#sqlsem-range" in html
+    )
+    assert "?range=24h" in re.findall(r'data-sqlsem-url="(.*?)"', html)[0]
+    assert re.findall(r'data-sqlsem-light="(\d+)"', html) == ["19"]
+
+
+def test_a_week_of_many_processes_is_added_up_exactly_and_drawn_in_few_steps(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    clock = clock_us(alias) // (60 * SECOND) * 60 * SECOND
+    holds = recorder.to_text({recorder.bucket(4 * SECOND): 2})
+    MinuteRow.objects.using(alias).bulk_create(
+        [
+            MinuteRow(key=key(), minute_us=clock - ago * 60 * SECOND, until_us=clock + 10**12, writer=writer, granted=2,
+                      released=2, held_us=8 * SECOND, longest_hold_us=5 * SECOND, holds=holds)
+            for ago in range(0, 7 * 24 * 60 - 200, 2) for writer in (1, 2)
+        ],
+        batch_size=500,
+    )  # fmt: skip
+    minutes = (7 * 24 * 60 - 200) // 2
+    answer = operator.get(address(), {"range": "7d"})
+    assert f"granted {4 * minutes} " in text(answer)
+    assert answer.content.count(b'class="sqlsem-column sqlsem-granted"') <= 100
+    assert "max 5 s" in part(answer.content.decode(), "sqlsem-holds")
+    assert len(answer.content) < 100_000
+
+
+def test_runs_of_the_same_are_one_row(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    clock = clock_us(alias)
+    minute_us = clock // (60 * SECOND) * 60 * SECOND - 120 * SECOND
+    common: dict[str, Any] = {"key": key(), "name": "reports", "until_us": clock + 10**12}
+    for number in range(14):
+        EventRow.objects.using(alias).create(
+            at_us=minute_us + SECOND + number * SECOND * 4 // 13, what="timed_out", host=f"web{number % 5}", pid=1,
+            label="GET /x", waited_us=5 * SECOND, **common,
+        )  # fmt: skip
+    for number in range(3):  # an operator's are never folded
+        EventRow.objects.using(alias).create(
+            at_us=minute_us + 30 * SECOND + number, what="paused", by="ann", detail=f"INC-{number}", **common
+        )
+    shown = part(operator.get(address()).content.decode(), "sqlsem-events")
+    assert re.search(r"\d\d:\d\d:01 to 05 refused × 14 - web3 , web2 , web1 and 2 others GET /x 5 s -", shown)
+    assert shown.count("paused") == 3
+    assert re.search(r"ann INC-2 .*ann INC-1 .*ann INC-0", shown)
+
+
+LINKS = {
+    "task": "https://flower.example/task/{task_id}?name={task}",
+    "trace": "https://traces.example/{trace_id}",
+    "logs": "https://logs.example/?q={name}+{host}+{user}&from={since_ms}&to={until_ms}",
+}
+
+
+def test_links_lead_to_the_task_the_trace_and_the_logs(operator: Client, alias: str, settings: Any) -> None:
+    settings.SQLSEM = {"LINKS": LINKS}
+    make_semaphore(alias, "a&b")
+    hold(alias, "a&b", slot=1, label="shop.tasks.send[1f-2e]", user='"><b>')
+    hold(alias, "a&b", slot=2, token=8, label="GET /x/ [4bf9]")
+    hold(alias, "a&b", slot=3, token=9, label="GET /[x]")
+    event(alias, "lost", name="a&b", slot=1, held_us=SECOND, host="w", pid=1, label="shop.tasks.send[33]")
+    html = operator.get(address("a&b")).content.decode()
+    addresses = [
+        each.replace("&amp;", "&") for each in re.findall(r'href="(https://[^"]*)" target="_blank" rel=', html)
+    ]
+    assert "https://flower.example/task/1f-2e?name=shop.tasks.send" in addresses
+    assert "https://flower.example/task/33?name=shop.tasks.send" in addresses
+    assert addresses.count("https://traces.example/4bf9") == 1
+    logs = [each for each in addresses if each.startswith("https://logs.example/?q=a%26b+web1+")]
+    assert len(logs) == 3
+    assert "%22%3E%3Cb%3E" in logs[0]
+    since, until = (int(found) for found in re.findall(r"(?:from|to)=(\d{13})", logs[0]))
+    assert 60_000 < until - since < 200_000
+    assert not [each for each in addresses if "{" in each]
+
+
+def test_without_links_there_are_none(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    hold(alias, label="shop.tasks.send[1f-2e]")
+    assert "_blank" not in operator.get(address()).content.decode()
+
+
+def test_how_many_slots_is_said_beside_what_happened(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    waits = recorder.to_text({0: 10, recorder.bucket(2 * SECOND): 10})
+    holds = recorder.to_text({recorder.bucket(4 * SECOND): 20})
+    for ago in range(1, 31):  # 21 calls a minute, 4 s each: 1.4 slots are busy
+        minute(alias, ago=ago, granted=20, released=20, turned_away=1, held_us=80 * SECOND, waits=waits, holds=holds,
+               longest_wait_us=5 * SECOND, longest_hold_us=4 * SECOND)  # fmt: skip
+    event(alias, "timed_out", ago=100, waited_us=5 * SECOND, name="reports")
+    html = operator.get(address()).content.decode()
+    table = unescape(part(html, "sqlsem-sizing"))
+    shown = re.findall(r"(\d \([+-]\d\)|3, [a-z ]+?) (\d+ %) ([\d.]+ m?s|< 1 ms) ((?:< )?\d+ %)", table)
+    assert [row[0] for row in shown] == ["2 (-1)", "3, as computed", "3, what happened", "4 (+1)", "5 (+2)"]
+    used, refused = ([int(row[place].strip("< %")) for row in shown] for place in (1, 3))
+    assert used == sorted(used, reverse=True) or used[1] >= used[2]
+    assert refused[0] > refused[1] >= refused[3] >= refused[4]
+    assert refused[2] == 4
+    assert "630 calls, held for 4 s on average" in text(operator.get(address()))
+    assert "nobody waits longer than 5 s" in text(operator.get(address()))
+
+
+@pytest.mark.parametrize(("kind", "granted"), [("semaphore", 1), ("mutex", 20), ("rwlock", 20)])
+def test_how_many_slots_is_not_said_of_little_data_or_of_other_kinds(
+    operator: Client, alias: str, kind: str, granted: int
+) -> None:
+    make_semaphore(alias, kind=kind)
+    for ago in range(1, 31):
+        minute(alias, ago=ago, granted=granted, released=granted, held_us=4 * SECOND * granted,
+               holds=recorder.to_text({recorder.bucket(4 * SECOND): granted}))  # fmt: skip
+    assert "How many slots" not in text(operator.get(address()))

@@ -359,7 +359,7 @@ def test_set(database: str, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("set", "a", "--slots", "2", "--for", "1h"), "--for and --reason are of a pause: give --pause too"),
+        (("set", "a", "--slots", "2", "--for", "1h"), "--for is of a pause: give --pause too"),
         (("set", "a", "--pause", "--for", "long"), "'long' is no length of time"),
         (("list", "--stale", "--busy"), "not allowed with argument"),
         (("odd",), "odd"),

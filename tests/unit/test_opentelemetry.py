@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from django.db import connections
+from django.http import HttpResponse
 
 from django_sqlsem import mutex
 from django_sqlsem.exceptions import AcquireTimeoutError
@@ -65,6 +66,22 @@ def telemetry() -> Iterator[Telemetry]:
         made.receivers.disconnect()
     made.meters.shutdown()
     made.tracers.shutdown()
+
+
+def test_operators_see_the_trace_of_a_request(telemetry: Telemetry, committed: None, rf: Any) -> None:
+    telemetry.install(standing=False)
+    shown = []
+
+    @mutex("traced")
+    def view(request: Any) -> HttpResponse:
+        (holder,) = mutex("traced").status().holders
+        shown.append(holder.label)
+        return HttpResponse()
+
+    view(rf.get("/x/"))
+    with telemetry.tracers.get_tracer("test").start_as_current_span("a request") as span:
+        view(rf.get("/x/", headers={"X-Request-ID": "r-1"}))
+    assert shown == ["GET /x/", f"GET /x/ [{span.get_span_context().trace_id:032x}]"]
 
 
 def in_thread(work: Any) -> list[BaseException]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -234,3 +236,45 @@ print(generate_latest(registry).decode())
     assert 'sqlsem_wait_seconds_count{database="default",semaphore="shared"} 6.0' in done.stdout, done.stderr
     assert "sqlsem_up 1.0" in done.stdout
     assert os.listdir(tmp_path)
+
+
+def exported() -> dict[str, set[str]]:
+    """Return what is exported, with its labels: by the names that queries use."""
+    with installed() as registry:
+        lock = semaphore("exported", 1, timeout=0)
+        with lock:
+            refused(lock)
+        found: dict[str, set[str]] = {}
+        for family in registry.collect():
+            for sample in family.samples:
+                found.setdefault(sample.name, set()).update(sample.labels)
+    return found | {"sqlsem_losses_total": {"database", "semaphore", "reason"}}
+
+
+@pytest.mark.leaves_held
+def test_the_dashboard_and_the_alerts_ask_for_what_is_exported(committed: None) -> None:
+    yaml = pytest.importorskip("yaml")
+    folder = ROOT / "docs" / "grafana"
+    dashboard = json.loads((folder / "dashboard.json").read_text(encoding="utf-8"))
+    alerts = yaml.safe_load((folder / "alerts.yaml").read_text(encoding="utf-8"))
+    rules = [rule for group in alerts["groups"] for rule in group["rules"]]
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [each["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
+    queries += [rule["expr"] for rule in rules]
+    known = exported()
+    asked = set()
+    for query in queries:
+        names = re.findall(r"sqlsem_\w+", query)
+        assert names, query
+        asked.update(names)
+        labels = {label for group in re.findall(r"by \(([^)]*)\)", query) for label in re.split(r",\s*", group)}
+        labels |= set(re.findall(r"(\w+)=~?\"", query)) | set(re.findall(r"label_values\(.*, (\w+)\)", query))
+        for name in names:
+            assert labels <= known[name], query
+        assert query.count("(") == query.count(")"), query
+    assert {name.removesuffix("_created") for name in asked} <= set(known)
+    of_families = {re.sub(r"_(bucket|count|sum|total|created)$", "", name) for name in known}
+    assert {re.sub(r"_(bucket|count|total)$", "", name) for name in asked} == of_families, "every metric is shown"
+    used = {label for rule in rules for label in re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))}
+    assert used == {"semaphore", "reason"}
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])

@@ -24,6 +24,7 @@ def add_arguments(parser: CommandParser) -> None:
     told = "wait so long for the holders to leave: 90s, 15m, none (for ever); default: not at all"
     parser.add_argument("--wait", metavar="AGE", type=arguments.timeout, default=UNSET, help=told)
     arguments.add_pause(parser)
+    arguments.add_reason(parser)
 
 
 def handle(

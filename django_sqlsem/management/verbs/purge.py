@@ -17,12 +17,13 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("--older-than", metavar="AGE", type=arguments.age, help=told)
     arguments.add_glob(parser)
     parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    arguments.add_reason(parser)
     arguments.add_noinput(parser)
 
 
 def handle(
-    console: Console, *, idle: bool, older_than: float | None, name_glob: str | None, dry_run: bool, interactive: bool,
-    database: str | None, **_: Any,
+    console: Console, *, idle: bool, older_than: float | None, name_glob: str | None, dry_run: bool, reason: str,
+    interactive: bool, database: str | None, **_: Any,
 ) -> None:  # fmt: skip
     """Say what would be purged, ask, and do just that."""
     plan = control.plan_purge(idle=0 if idle else None, older_than=older_than, name_glob=name_glob, using=database)
@@ -32,7 +33,7 @@ def handle(
     elif dry_run:
         console.say("Dry run: nothing was changed.")
     elif console.agreed(interactive):
-        done = control.execute_purge(plan, by=console.by)
+        done = control.execute_purge(plan, by=console.by, reason=reason)
         freed, deleted = output.count(len(done.freed), "slot"), output.count(len(done.deleted), "name")
         console.done(f"Freed {freed}, deleted {deleted}.")
         console.lines((f"Not touched, it has changed: {output.sentence(holder)}" for holder in done.changed), "  ")

@@ -16,12 +16,14 @@ def add_arguments(parser: CommandParser) -> None:
     arguments.add_name(parser)
     arguments.add_slot(parser)
     parser.add_argument("--kill", action="store_true", help="SQL Server: end the holders' sessions, with all they hold")
+    arguments.add_reason(parser)
     arguments.add_noinput(parser)
 
 
 def handle(
-    console: Console, *, name: str, slot: int | None, kill: bool, interactive: bool, database: str | None, **_: Any
-) -> None:
+    console: Console, *, name: str, slot: int | None, kill: bool, reason: str, interactive: bool, database: str | None,
+    **_: Any,
+) -> None:  # fmt: skip
     """Name the holders, and what goes with them; ask, and take the slots from just those."""
     shown = [each for each in console.known(name, database).holders if slot is None or slot in each.numbers]
     if not shown:
@@ -37,12 +39,8 @@ def handle(
         console.lines(map(output.sentence, others), "  ")
     if not console.agreed(interactive):
         return
-    by = console.by
-    changed = [
-        holder.place
-        for holder in shown
-        if not control.revoke(name, holder.slot, holder.token, by=by, using=database, kill=kill)
-    ]
+    how: dict[str, Any] = {"by": console.by, "using": database, "kill": kill, "reason": reason}
+    changed = [holder.place for holder in shown if not control.revoke(name, holder.slot, holder.token, **how)]
     console.done(f"Revoked {output.count(len(shown) - len(changed), 'slot')}.")
     if changed:
         raise CommandError(f"The holder of slot {', '.join(changed)} has changed since: the new one was not disturbed.")

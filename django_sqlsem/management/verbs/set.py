@@ -25,6 +25,7 @@ def add_arguments(parser: CommandParser) -> None:
     what.add_argument("--pause", action="store_true", help="grant nothing more; holders are not disturbed")
     what.add_argument("--resume", action="store_true", help="grant again")
     arguments.add_pause(parser)
+    arguments.add_reason(parser)
 
 
 def handle(
@@ -40,15 +41,16 @@ def handle(
     **_: Any,
 ) -> None:
     """Change one semaphore."""
-    if (duration is not None or reason) and not pause:
-        raise CommandError("--for and --reason are of a pause: give --pause too.", returncode=2)
+    if duration is not None and not pause:
+        raise CommandError("--for is of a pause: give --pause too.", returncode=2)
+    who: dict[str, Any] = {"by": console.by, "using": database, "reason": reason}
     try:
         if pause:
-            done = control.pause(name, by=console.by, using=database, duration=duration, reason=reason)
+            done = control.pause(name, duration=duration, **who)
         elif resume:
-            done = control.resume(name, by=console.by, using=database)
+            done = control.resume(name, **who)
         else:
-            done = control.set_slots(name, slots, by=console.by, using=database)
+            done = control.set_slots(name, slots, **who)
     except ValueError as error:
         raise CommandError(str(error)) from error
     snapshot = console.known(name, database)

@@ -16,15 +16,18 @@ def add_arguments(parser: CommandParser) -> None:
     arguments.add_name(parser)
     arguments.add_slot(parser)
     parser.add_argument("--token", metavar="TOKEN", type=int, help="only if its holder still has this token")
+    arguments.add_reason(parser)
 
 
-def handle(console: Console, *, name: str, slot: int | None, token: int | None, database: str | None, **_: Any) -> None:
+def handle(
+    console: Console, *, name: str, slot: int | None, token: int | None, reason: str, database: str | None, **_: Any
+) -> None:
     """Ask the holders, and say whom."""
     if token is not None and slot is None:
         raise CommandError("A token belongs to a slot: give --slot too.", returncode=2)
     console.known(name, database)
     try:
-        asked = control.request_stop(name, slot, token, by=console.by, using=database)
+        asked = control.request_stop(name, slot, token, by=console.by, using=database, reason=reason)
     except BackendError:
         raise
     except SemaphoreError as error:

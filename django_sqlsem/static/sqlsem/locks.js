@@ -8,19 +8,25 @@
   live.dataset.sqlsemRuns = "";
   const HEADER = "X-Sqlsem-Fragment";
   const PERIOD = 1000 * (Number(live.dataset.sqlsemRefresh) || 3);
-  const [STALE, LONGEST_PAUSE, TIMEOUT, EVERY] = [10000, 30000, 10000, 5];
+  const [STALE, LONGEST_PAUSE, TIMEOUT] = [10000, 30000, 10000];
   const age = bar.querySelector("[data-sqlsem-age]");
   const problem = bar.querySelector("[data-sqlsem-error]");
   const toggle = bar.querySelector("[data-sqlsem-toggle]");
   const text = bar.dataset;
   let asked = 0; // when the view that is shown was asked for: 0 is when this page was
-  let [pause, paused, timer, busy] = [PERIOD, false, 0, false];
+  let [pause, paused, timer, busy, touched] = [PERIOD, false, 0, false, false];
+  const EVERY = 1 + (Number(live.dataset.sqlsemLight) || 4);
   let light = EVERY - 1; // so many more answers need not have what costs most
+
+  // Nothing moves while the pointer is on a row with buttons, or a finger is down: the next click is meant for it.
+  const mouse = matchMedia("(hover: hover)");
+  const isStill = () => touched || (mouse.matches && live.querySelector("[data-sqlsem-still]:hover") !== null);
 
   const showAge = () => {
     const old = performance.now() - asked;
-    const stale = old > STALE;
-    const words = paused ? text.textPaused : stale ? text.textStale : text.textAge;
+    const still = isStill();
+    const stale = old > STALE && !still;
+    const words = paused ? text.textPaused : still ? text.textHeld : stale ? text.textStale : text.textAge;
     const shown = words.replace("%s", Math.round(old / 1000));
     if (age.textContent !== shown) age.textContent = shown;
     for (const each of [bar, live]) each.classList.toggle("sqlsem-old", stale);
@@ -93,7 +99,7 @@
     const field = "select, textarea, input:not([type=checkbox]):not([type=radio]):not([type=submit]):not([type=button])";
     const selection = document.getSelection();
     const marked = selection && !selection.isCollapsed && live.contains(selection.anchorNode);
-    return marked || (live.contains(active) && active.matches(field) && !active.closest("[data-sqlsem-keep]"));
+    return isStill() || marked || (live.contains(active) && active.matches(field) && !active.closest("[data-sqlsem-keep]"));
   };
 
   const replace = (html) => {
@@ -163,10 +169,11 @@
     showAge();
     again();
   });
+  live.addEventListener("pointerdown", () => (touched = true));
+  for (const each of ["pointerup", "pointercancel"]) window.addEventListener(each, () => setTimeout(() => (touched = false)));
   document.addEventListener("visibilitychange", again);
   window.addEventListener("pageshow", (event) => event.persisted && again());
   live.tabIndex = -1;
-  for (const box of live.querySelectorAll("[data-sqlsem-end]")) box.scrollLeft = box.scrollWidth; // where "now" is
   setInterval(showAge, 1000);
   showAge();
   schedule(PERIOD);

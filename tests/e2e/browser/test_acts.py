@@ -51,16 +51,22 @@ def test_the_lock_as_a_whole(operator: Visitor, holder: tuple[Child, int, int]) 
     page = operator.lock()
     operator.press("set_slots")
     page.get_by_role("spinbutton", name="Slots").fill("5")
-    operator.confirm("Slots set to 5.")
+    page.get_by_label("Reason").fill("INC-7")
+    operator.confirm("Slots of reports set to 5.", "Slots set to 5 by user0", "Reason: INC-7")
     assert lock().slots == 5
+    operator.press("undo_slots")
+    operator.confirm("Slots of reports are as the code declares.")
+    assert lock().operator_slots is None
     operator.press("pause")
-    operator.confirm("Paused.")
+    page.get_by_label("For", exact=False).select_option("15 minutes")
+    page.get_by_label("Reason").fill("provider down, INC-12")
+    operator.confirm("Paused: reports.", "It is resumed by itself at", "Reason: provider down, INC-12")
     assert lock().paused
     operator.press("resume")
-    operator.confirm("Resumed.")
+    operator.confirm("Resumed: reports.")
     assert not lock().paused
     operator.press("drain")
-    operator.confirm("Draining")
+    operator.confirm("Draining reports")
     assert lock().paused
     assert slot_row("default", slot=holder[1]).stop_by == "user0"
 
@@ -90,7 +96,7 @@ def test_a_stale_confirmation_acts_on_nobody(operator: Visitor, server: Server, 
     child.expect("released")
     with Child("hold", server.alias, "reports", 3) as other:
         assert other.expect("held").split()[0] == str(slot)
-        operator.confirm(f"The holder of reports slot {slot} has changed since it was shown")
+        operator.confirm(f"The holder of reports slot {slot} has changed since it was shown", f"pid {other.pid}")
         row = slot_row("default", slot=slot)
         assert (row.pid, row.revoked_token) == (other.pid, None)
         other.send()
@@ -101,10 +107,11 @@ def test_a_stale_confirmation_acts_on_nobody(operator: Visitor, server: Server, 
     ("codenames", "buttons", "actions"),
     [
         ((), [], []),
-        (("operate_semaphorerow",), ["stop 1 7", "revoke 1 7"], ["stop", "revoke", "purge_stale"]),
-        (("configure_semaphorerow",), ["set_slots", "pause"], ["set_slots", "pause", "resume"]),
+        (("stop_semaphorerow",), ["stop 1 7"], ["stop"]),
+        (("revoke_semaphorerow",), ["revoke 1 7"], ["revoke", "purge_stale"]),
+        (("configure_semaphorerow",), ["set_slots", "pause"], ["set_slots", "undo_slots", "pause", "resume"]),
     ],
-    ids=["view", "operate", "configure"],
+    ids=["view", "stop", "revoke", "configure"],
 )
 def test_permissions(
     server: Server, visit: Callable[..., Visitor], codenames: tuple[str, ...], buttons: list[str], actions: list[str]
@@ -165,7 +172,7 @@ def test_without_javascript(server: Server, visit: Callable[..., Visitor], holde
     visitor.press(f"stop {slot} {token}")
     visitor.confirm("Asked 1 holder to stop.")
     visitor.press("pause")
-    visitor.confirm("Paused.")
+    visitor.confirm("Paused: reports.")
     assert lock().paused
 
 

@@ -9,7 +9,8 @@ import pytest
 from django.contrib.sessions.models import Session
 from playwright.sync_api import Page, Request, expect
 
-from tests.e2e.browser.site import PATIENCE, Server, Visitor
+from django_sqlsem import control
+from tests.e2e.browser.site import PATIENCE, Server, Visitor, address
 from tests.support import databases
 from tests.support.operators import hold, make_semaphore
 from tests.support.processes import Child
@@ -96,10 +97,10 @@ def test_an_operator_can_stop_it_and_sees_how_old_the_view_is(page: Page) -> Non
     for _ in range(3):
         page.clock.run_for(10_000)
     assert not requests
-    expect(page.locator("[data-sqlsem-age]")).to_have_text(re.compile(r"paused: as of \d\d s ago"))
+    expect(page.locator("[data-sqlsem-age]")).to_have_text(re.compile(r"Paused: updated \d\d s ago"))
     with page.expect_response(lambda answer: answer.status == 200):
         page.get_by_role("button", name="Go on refreshing").press("Enter")
-    expect(page.locator("[data-sqlsem-age]")).to_have_text(re.compile(r"as of \d s ago"))
+    expect(page.locator("[data-sqlsem-age]")).to_have_text(re.compile(r"Updated \d s ago"))
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_a_failing_database_is_said_and_the_view_stays(
     message = page.locator("[data-sqlsem-error]")
     expect(message).to_contain_text("could not be read")
     assert len(page.locator("#sqlsem-live").inner_text()) > len(before) // 2
-    expect(page.locator("[data-sqlsem-age]")).to_contain_text("stale")
+    expect(page.locator("[data-sqlsem-age]")).to_contain_text("Stale")
     broken(False)
     expect(message).to_be_empty(timeout=RECOVERY)
     assert_stayed(page)
@@ -176,3 +177,41 @@ def test_a_session_that_has_ended(operator: Visitor) -> None:
     expect(message).to_contain_text("session has ended")
     message.get_by_role("link").click()
     expect(page.locator("input[name=username]")).to_be_visible()
+
+
+def test_nothing_moves_under_the_pointer(operator: Visitor, server: Server) -> None:
+    """A row that is pointed at stays where it is, and what is pressed is what was read."""
+    make_semaphore("default")
+    hold("default", slot=2, token=8)
+    page = operator.lock()
+    button = page.locator('button[value="revoke 2 8"]')
+    button.hover()
+    place = button.bounding_box()
+    requests = asked(page)
+    hold("default", slot=1)  # would stand above it
+    expect(page.locator("[data-sqlsem-age]")).to_contain_text("Held still under the pointer")
+    page.wait_for_function("() => /updated [4-9] s/.test(document.querySelector('[data-sqlsem-age]').textContent)")
+    assert button.bounding_box() == place
+    assert not requests
+    page.mouse.move(2, 2)
+    expect(page.locator('button[value="revoke 1 7"]')).to_be_visible()
+    moved = button.bounding_box()
+    assert moved is not None
+    assert place is not None
+    assert moved["y"] > place["y"]
+    operator.press("revoke 2 8")
+
+
+def test_a_click_on_what_has_changed_is_refused_with_what_it_is_now(operator: Visitor) -> None:
+    make_semaphore("default")
+    hold("default")
+    page = operator.lock()
+    page.locator('button[value="stop 1 7"]').hover()
+    hold("default", token=8, host="web9", label="GET /other/")
+    page.mouse.down()
+    page.mouse.up()
+    expect(page.get_by_text("nobody there was disturbed. Now: slot 1: web9 pid 4711, GET /other/")).to_be_visible()
+    control.pause("reports", by="bob", reason="INC-12")
+    cookie = next(each["value"] for each in operator.context.cookies() if each["name"] == "csrftoken")
+    answer = page.request.post(address(view="act"), form={"do": "pause", "csrfmiddlewaretoken": cookie})
+    assert "done already, nothing was changed. Now: reports: 1 of 3 held, paused by bob." in answer.text()

@@ -24,9 +24,9 @@ GRAVE = ("serious", "critical")
 def scene(server: Server) -> None:
     """Locks in all states."""
     make_semaphore("default")
-    hold("default", slot=1)
+    hold("default", slot=1, left=600)
     hold("default", slot=2, token=8, left=-5, label="<b>&quot;</b>", user="o'neill")
-    hold("default", slot=3, token=9, stop_token=9, stop_by="ann")
+    hold("default", slot=3, token=9, left=600, stop_token=9, stop_by="ann")
     wait("default")
     make_semaphore("default", "calm", slots=60, paused=True)
     hold("default", "calm", slot=60, token=3)
@@ -42,6 +42,7 @@ PAGES: dict[str, Callable[[Visitor], Any]] = {
     "paused": lambda visitor: visitor.lock("calm"),
     "idle": lambda visitor: visitor.lock("one"),
     "revoke": lambda visitor: (visitor.lock(), visitor.press("revoke 1 7")),
+    "pause": lambda visitor: (visitor.lock(), visitor.press("pause")),
     "set slots": lambda visitor: (visitor.lock(), visitor.press("set_slots")),
     "slots": lambda visitor: visitor.open(reverse("admin:sqlsem_slotrow_changelist")),
     "history": lambda visitor: visitor.open(address(view="history")),
@@ -84,14 +85,81 @@ def test_the_policy_would_be_seen_to_refuse(operator: Visitor, scene: None) -> N
     operator.refused.clear()
 
 
-@pytest.mark.parametrize("which", ["overview", "lock", "revoke"])
-def test_a_narrow_screen_scrolls_no_page_sideways(
-    server: Server, visit: Callable[..., Visitor], scene: None, which: str
+WIDTHS = (1400, 1024, 390)
+#: Nothing of a page's content ends beyond the screen, unless it scrolls in a box of its own.
+BEYOND = """
+() => [...document.querySelectorAll("#content *")].filter((each) => {
+  const box = each.getBoundingClientRect();
+  if (!box.width || !box.height || each.closest(".sqlsem-over, .sqlsem-left, .sqlsem-plot, thead")) return false;
+  const scrolls = each.closest(".sqlsem-scroll");
+  const fits = !scrolls || scrolls.scrollWidth <= scrolls.clientWidth;
+  return box.right > innerWidth + 1 && (fits || each === scrolls);
+}).map((each) => each.outerHTML.slice(0, 200))
+"""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("which", ["overview", "lock", "revoke", "history", "pause"])
+def test_no_page_scrolls_sideways(
+    server: Server, visit: Callable[..., Visitor], scene: None, which: str, width: int
 ) -> None:
-    visitor = visit(server, viewport={"width": 390, "height": 844})
+    visitor = visit(server, viewport={"width": width, "height": 900})
     PAGES[which](visitor)
-    width = visitor.page.evaluate("document.documentElement.scrollWidth")
-    assert width <= 390
+    assert visitor.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_all_of_a_lock_is_on_the_screen(server: Server, visit: Callable[..., Visitor], scene: None, width: int) -> None:
+    """Holders, their buttons and the drawings fit, whatever the names; what scrolls is tables of figures alone."""
+    hostile = "<img src=x onerror=alert(1)>\u202e" + "x" * 160
+    make_semaphore("default", hostile, slots=2)
+    hold("default", hostile, label="</td><script>\u2066" + "w" * 170, user="u" * 150, thread="t" * 100)
+    wait("default", hostile)
+    visitor = visit(server, viewport={"width": width, "height": 900})
+    for name in ("reports", hostile):
+        page = visitor.lock(name)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+        assert page.evaluate(BEYOND) == [], name
+        for button in page.locator("button[name=do]").all():
+            box = button.bounding_box()
+            assert box is not None
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= width, name
+        plot = page.locator("#sqlsem-timeline").bounding_box()
+        assert plot is not None
+        assert plot["x"] + plot["width"] <= width  # where "now" is
+    expect(page.locator("h1")).to_contain_text("[U+202E]")
+
+
+def test_holders_are_cards_on_a_phone(server: Server, visit: Callable[..., Visitor], scene: None) -> None:
+    wide, phone = (
+        visit(server, viewport={"width": 1400, "height": 900}),
+        visit(server, viewport={"width": 390, "height": 844}),
+    )
+    assert (
+        wide.lock().locator("#sqlsem-holders tbody tr").first.evaluate("(row) => getComputedStyle(row).display")
+        == "table-row"
+    )
+    page = phone.lock()
+    row = page.locator("#sqlsem-holders tbody tr").first
+    assert row.evaluate("(row) => getComputedStyle(row).display") == "block"
+    revoke = page.locator('button[value="revoke 1 7"]')
+    box, card = revoke.bounding_box(), row.bounding_box()
+    assert box is not None
+    assert card is not None
+    assert card["y"] < box["y"] < card["y"] + card["height"]
+    assert box["height"] >= 44, "a finger is no mouse"
+    phone.press("revoke 1 7")
+
+
+@pytest.mark.parametrize("javascript", [True, False])
+def test_ranges_by_address(server: Server, visit: Callable[..., Visitor], scene: None, javascript: bool) -> None:
+    visitor = visit(server, java_script_enabled=javascript)
+    page = visitor.lock()
+    for words, name in (("24 h", "24h"), ("7 d", "7d"), ("5 min", "5m"), ("1 h", "1h")):
+        page.locator(".sqlsem-ranges").get_by_role("link", name=words, exact=True).click()
+        page.wait_for_url(f"**?range={name}#sqlsem-range")
+        expect(page.locator(".sqlsem-ranges [aria-current]")).to_have_text(words)
 
 
 def test_json_for_scripts(server: Server, visit: Callable[..., Visitor], scene: None) -> None:
@@ -115,11 +183,11 @@ def test_under_unfold(unfold: Server, visit: Callable[..., Visitor], scene: None
     page.locator(f'input[name=_selected_action][value="{key("calm")}"]').check()
     page.locator("select[name=action]").first.select_option("resume")
     page.locator("button[name=index]").first.click()
-    visitor.confirm("Resumed.")
+    visitor.confirm("Resumed: calm.")
     page.locator("#sqlsem-live").get_by_role("link", name="reports", exact=True).click()
     expect(page.locator("#sqlsem-live")).to_contain_text("4711")
     visitor.press("pause")
-    visitor.confirm("Paused.")
+    visitor.confirm("Paused: reports.")
     assert dict(SemaphoreRow.objects.values_list("name", "paused")) == {"reports": True, "calm": False, "one": False}
     page = visitor.open(reverse("admin:sqlsem_slotrow_changelist"))
     page.locator(f'input[name=_selected_action][value="{slot_row("default").pk}"]').check()
