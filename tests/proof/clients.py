@@ -108,12 +108,15 @@ class Client:
         raise AssertionError(f"client {self.number} does not come back from: {self.text}")
 
     def _waits_for_a_lock(self) -> bool:
-        pid = self._raw.info.backend_pid if self._raw is not None else 0
+        if self._raw is None or self._raw.closed:
+            return False
+        pid = self._raw.info.backend_pid
         return bool(self._monitor.execute("SELECT cardinality(pg_blocking_pids(%s)) > 0", (pid,)).fetchone()[0])
 
     def end_session(self) -> None:
         """Have the server end its session, and wait until that is done."""
-        self._monitor.execute("SELECT pg_terminate_backend(%s, 5000)", (self._raw.info.backend_pid,))
+        if self._raw is not None and not self._raw.closed:
+            self._monitor.execute("SELECT pg_terminate_backend(%s, 5000)", (self._raw.info.backend_pid,))
 
     # In its own thread.
 
@@ -184,6 +187,8 @@ class Client:
         word = self._word
         self.saw((kind, word))
         if word == CRASH:
+            if not self.postgresql and self._raw is not None:
+                self._raw.close()  # a dead process does nothing on its way out, such as Django's set_autocommit()
             raise CrashedError
         if word == BUSY:
             error = sqlite3.OperationalError("database is locked")
@@ -204,10 +209,8 @@ class Client:
             try:
                 watch(connection, self)
                 self._program(self)
-            except CrashedError:
-                end = "dead"
             except BaseException as error:
-                self.error = error
+                self.error, end = (None, "dead") if self._word == CRASH else (error, "done")
             if end == "dead" or self.error is not None:
                 self.session.close()
                 connection.close()
@@ -246,9 +249,9 @@ class WatchedCursor(CursorWrapper):
     """The same for the ORM, by which operators act."""
 
     def execute(self, sql: str, params: Any = None) -> Any:
-        execute = super().execute
-        client = Client.here.client
-        return client.run(sql, self.db.connection, lambda: execute(sql, params), lambda: self.cursor.rowcount)
+        execute, client = super().execute, Client.here.client
+        with self.db.wrap_database_errors:
+            return client.run(sql, self.db.connection, lambda: execute(sql, params), lambda: self.cursor.rowcount)
 
     def fetchone(self) -> Any:
         return _seen(self.cursor.fetchone())
@@ -262,11 +265,17 @@ class WatchedCursor(CursorWrapper):
 
 def watch(connection: Any, client: Client) -> None:
     """Have the ORM of the client's thread ask it."""
-    if "make_cursor" not in vars(connection):
-        commit, rollback = connection._commit, connection._rollback
-        connection.make_cursor = lambda cursor: WatchedCursor(cursor, connection)
-        connection._commit = lambda: client.run("COMMIT", connection.connection, commit, lambda: 0)
-        connection._rollback = lambda: client.run("ROLLBACK", connection.connection, rollback, lambda: 0)
+    if "make_cursor" in vars(connection):
+        return
+
+    def told(text: str, end: Callable[[], None]) -> None:
+        with connection.wrap_database_errors:
+            client.run(text, connection.connection, end, lambda: 0)
+
+    commit, rollback = connection._commit, connection._rollback
+    connection.make_cursor = lambda cursor: WatchedCursor(cursor, connection)
+    connection._commit = lambda: told("COMMIT", commit)
+    connection._rollback = lambda: told("ROLLBACK", rollback)
 
 
 def monitor_of(alias: str) -> Any:

@@ -193,14 +193,12 @@ class Explorer:
         self._start()
         for choice in prefix[:-1]:
             self._take(choice, None)
-        again = self.world.read()
-        judge = Judge(again) if judge is None else judge
+        judge = Judge(self.world.read()) if judge is None else judge
         chosen, parent = list(prefix), None
         found.schedule = chosen
         if prefix:
             parent = self._key(judge, prefix[:-1])
-            same = again.key == judge.seen.key and parent in self._visited
-            assert same, f"the same schedule has led elsewhere: {self._scenario.names!r} {prefix[:-1]}"
+            assert parent in self._visited, f"the same schedule has led elsewhere: {self._names!r} {prefix[:-1]}"
             self._take(prefix[-1], judge)
             self._judge(prefix[-1][0], judge)
             found.steps += 1
@@ -356,17 +354,21 @@ class Explorer:
             raise BrokenError(f"clients {stuck} wait for each other")
         waits = {client.waits.permit_id: (client.waits, place(client.number)) for client in self._clients if client.waits}
         base, seen = self._scenario.base, judge.seen
-        subjects = [operation.needs for operation in self._scenario.operations].count("line")
-        for number in range(subjects, base.line):
+        needs = [operation.needs for operation in self._scenario.operations]
+        for number in range(needs.count("line"), base.line):
             waits[permit_of("line", number)] = (request(permit_of("line", number)), place(0))
         holds = [client.holds for client in self._clients if client.holds is not None and client.state != "dead"]
-        key = (seen.key, repr(waits), repr(holds))
+        good = all(word == GO for _, word in chosen)
+        key = (seen.key, repr(waits), repr(holds), good)
         if key in self._ends:
             return
         self._ends.add(key)
         told = not any(operation.untold for operation in self._scenario.operations) and not base.expired
-        if told and all(word == GO for _, word in chosen):
-            hold(not seen.idle_slot, f"a slot is free, and {seen.waiters} wait for a heartbeat")
+        if good:
+            kept = {permit_of("holder", number) for number in range(needs.count("holder"), base.held)}
+            lost = seen.permits - kept - set(waits) - {each.permit_id for each in holds}
+            hold(not lost, f"{sorted(lost)} are live, and nobody has them")
+            hold(not (told and seen.idle_slot), f"a slot is free, and {seen.waiters} wait for a heartbeat")
         self._settle(waits, holds)
 
     def _settle(self, waits: dict[str, Any], holds: list[Acquired]) -> None:
@@ -383,7 +385,7 @@ class Explorer:
                     backend.leave(world.session, wanted)
                     del waits[permit]
             seen = world.read()
-            hold(not seen.idle_slot, f"a slot is free, and {seen.waiters} wait after a heartbeat of each")
+            hold(not (waits and seen.idle_slot), f"a slot is free, and {seen.waiters} wait after a heartbeat of each")
             if seen.paused:
                 backend.set_paused(NAME, False)
             while holds:

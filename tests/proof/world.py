@@ -184,12 +184,14 @@ class World:
 
     def read(self) -> Seen:
         """Read all rows."""
+        if self.postgresql:  # in one round trip
+            rows = "(SELECT COALESCE(json_agg(t ORDER BY {1}), '[]') FROM {0} t)"
+            each = [rows.format(model._meta.db_table, model._meta.pk.column) for model in _TABLES]
+            return Seen(*map(tuple, self.raw.execute(f"SELECT {', '.join(each)}").fetchone()))
         found = []
-        for model in _TABLES:
-            columns = self._columns[model]
-            order = model._meta.pk.column
-            cursor = self.raw.execute(f"SELECT {', '.join(columns)} FROM {model._meta.db_table} ORDER BY {order}")
-            found.append(tuple(dict(zip(columns, row, strict=True)) for row in cursor.fetchall()))
+        for model, columns in self._columns.items():
+            text = f"SELECT {', '.join(columns)} FROM {model._meta.db_table} ORDER BY {model._meta.pk.column}"
+            found.append(tuple(dict(zip(columns, row, strict=True)) for row in self.raw.execute(text)))
         return Seen(*found)
 
     def run_out(self, permits: Sequence[str]) -> None:
