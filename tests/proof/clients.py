@@ -208,6 +208,7 @@ class Client:
             end = "done"
             try:
                 watch(connection, self)
+                self.session.run(lambda cursor: None)  # it is open at the beginning of each run
                 self._program(self)
             except BaseException as error:
                 self.error, end = (None, "dead") if self._word == CRASH else (error, "done")

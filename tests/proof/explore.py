@@ -16,7 +16,7 @@ from typing import Any
 
 from django_sqlsem.backends.base import Acquired
 from tests.proof import clients
-from tests.proof.clients import BUSY, CRASH, GO, LOST, UNHEARD, Client
+from tests.proof.clients import AGAIN, BUSY, CRASH, GO, LOST, UNHEARD, Client
 from tests.proof.operations import Scenario
 from tests.proof.world import NAME, Seen, World, held_by, permit_of, place, request
 
@@ -229,7 +229,7 @@ class Explorer:
             return
         for client in stopped:
             yield client.number, CRASH
-            if self.world.postgresql and client.kind not in (clients.LOOK, clients.AGAIN):
+            if self.world.postgresql and client.kind not in (clients.LOOK, AGAIN):
                 yield client.number, LOST
                 if client.kind == clients.COMMIT:
                     yield client.number, UNHEARD
@@ -241,8 +241,9 @@ class Explorer:
             return False
         if client.kind == clients.LOOK:
             return judge is None or not judge.awaited[client.number]
-        if client.kind == clients.AGAIN:
-            return client.passed
+        if client.kind == AGAIN:
+            others = [other for other in self._clients if other is not client]
+            return client.passed or all(other.state in ("done", "dead") or other.kind == AGAIN for other in others)
         writes = client.kind in (clients.WRITE, clients.BEGIN)
         others = any(other.open for other in self._clients if other is not client)
         return self.world.postgresql or not (writes and others)
@@ -294,7 +295,7 @@ class Explorer:
         return [permit_of("holder", each) for each in range(needs.count("holder"), base.held - base.expired)]
 
     def _key(self, judge: Judge, chosen: Sequence[Choice]) -> Any:
-        each = [(c.state, c.blocked, c.passed and c.kind == clients.AGAIN, c.kind, c.text, c.open, c.mid, c.fresh, c.history) for c in self._clients]
+        each = [(c.state, c.blocked, c.passed and c.kind == AGAIN, c.kind, c.text, c.open, c.mid, c.fresh, c.history) for c in self._clients]
         told = repr((each, judge.windows, judge.awaited, judge.saw))
         return judge.seen.key, hash(told), sum(word != GO for _, word in chosen)
 
