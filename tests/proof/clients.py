@@ -7,6 +7,7 @@ commits. On SQLite, which has one writer, a transaction is one step, and its com
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sqlite3
 import threading
@@ -144,8 +145,8 @@ class Client:
         """Run one statement, when it is told to."""
         kind = kind_of(text)
         self._raw = raw
-        if self._word == CRASH:  # what is closed on the way out
-            return execute()
+        if self._word == CRASH:  # it is dead, whatever may have swallowed the exception
+            raise CrashedError
         if kind is None or (self.postgresql and kind == BEGIN) or (not self.postgresql and self._within(kind)):
             return execute()
         word = self._stop(kind, text)
@@ -198,23 +199,27 @@ class Client:
 
     def _work(self) -> None:
         self.here.client = self
-        connection = connections[self.alias]
         while True:
             self._wake.acquire()
+            connection = connections[self.alias]
             if self._program is None:
                 self.session.close()
                 connection.close()
                 return
-            end = "done"
             try:
                 watch(connection, self)
                 self.session.run(lambda cursor: None)  # it is open at the beginning of each run
                 self._program(self)
             except BaseException as error:
-                self.error, end = (None, "dead") if self._word == CRASH else (error, "done")
+                self.error = error
+            end = "dead" if self._word == CRASH else "done"
+            if end == "dead":
+                self.error = None
             if end == "dead" or self.error is not None:
                 self.session.close()
-                connection.close()
+                with contextlib.suppress(Exception):  # it may be dead
+                    connection.close()
+                del connections[self.alias]
             self.mid = self.fresh = self.open = False
             self.state = end
             self._arrived.release()
@@ -266,6 +271,7 @@ class WatchedCursor(CursorWrapper):
 
 def watch(connection: Any, client: Client) -> None:
     """Have the ORM of the client's thread ask it."""
+    connection.ensure_connection()
     if "make_cursor" in vars(connection):
         return
 

@@ -343,7 +343,8 @@ class Explorer:
                 best = chosen
             else:
                 index += 1
-        found.broken, found.schedule, found.trace = self.replay(self._scenario, best, self._faults)
+        broken, found.schedule, found.trace = self.replay(self._scenario, best, self._faults)
+        found.broken = broken or f"{found.broken} (but not when it was run again)"
         self._visited, self._root = visited, root
 
     # The end of a run.
