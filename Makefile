@@ -4,6 +4,9 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 SOAK_ARGS ?=
+PROOF_ARGS ?=
+# For how long `make proof` looks at pairs, and at three at once, on each database.
+PROOF_SECONDS ?= 600
 # What `make test` runs: web servers, workers and browsers are left to `make test-all`.
 TESTS ?= tests/unit tests/contract tests/backends
 # Test processes at once. Most tests wait more than they work.
@@ -19,15 +22,16 @@ export DATABASE_URL
 endif
 
 # Tests start hundreds of processes: none is to compile the package anew.
-test test-all soak: export PYTHONDONTWRITEBYTECODE =
+test test-all soak proof: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help deps test test-all soak lint docs format migrations demo screenshots clean
+.PHONY: help deps test test-all soak proof lint docs format migrations demo screenshots clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make test        run the tests that need no server       PYTEST_ARGS='-k name'"
 	@echo "make test-all    run all tests, on every server that answers"
 	@echo "make soak        run the long tests             SOAK_ARGS='-k name'"
+	@echo "make proof       run clients in every order of their statements      PROOF_SECONDS=600 PROOF_ARGS='-k pair'"
 	@echo "make lint        check style, types, layers, migrations and the documentation"
 	@echo "make docs        build the site of the documentation in docs/_build/html"
 	@echo "make format      format the code"
@@ -58,6 +62,9 @@ test-all: $(DEV)
 
 soak: $(DEV)
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(SOAK_ARGS)
+
+proof: $(DEV)
+	PROOF_SECONDS=$(PROOF_SECONDS) $(BIN)/python -m pytest -m soak -s --timeout 36000 tests/proof $(PROOF_ARGS)
 
 lint: $(DEV)
 	$(BIN)/python -m ruff check .

@@ -479,9 +479,12 @@ class CallerSession:
             raise backend_error(self.connection.alias, error) from error
 
     def transaction(self, work: Callable[[AnyCursor], T | None], *, again: bool = True) -> T | None:
-        """Call ``work`` in a transaction, or in a savepoint of the one that is open; undo it if it returns ``None``."""
+        """Call ``work`` in a transaction, or in a savepoint of the one that is open; undo it if it returns ``None``.
+
+        Raises ``BackendError``.
+        """
         alias = self.connection.alias
-        with transaction.atomic(using=alias):
+        with errors.database_errors(alias), transaction.atomic(using=alias):
             result = self.run(work)
             transaction.set_rollback(result is None, using=alias)
             return result

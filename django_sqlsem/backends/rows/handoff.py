@@ -118,10 +118,11 @@ def release(session: Session, held: Acquired, *, wanted: bool, hand_on: bool) ->
         return Released(True)
     if rows == 1 and not mode and held.resource.kind != RWLOCK:
         handed = _pass_on(session, dialect, parameters, durable=held.request.durable)
-        if handed.passing is Passing.DONE and not handed.served and _was_missed(session, dialect, parameters):
-            handed = _serve(session, parameters)
         if handed.passing in (Passing.DONE, Passing.GONE):
-            return Released(handed.passing is Passing.DONE, woken(handed.served))
+            served = handed.served
+            if not served and _was_missed(session, dialect, parameters):
+                served = _serve(session, parameters).served
+            return Released(handed.passing is Passing.DONE, woken(served))
     handed = _serve(session, parameters, free)
     return Released(handed.passing is Passing.DONE, woken(handed.served))
 
@@ -188,17 +189,19 @@ _SOMEBODY: Final = "SELECT 1 FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)
 def _was_missed(session: Session, dialect: Dialect, parameters: dict[str, Any]) -> bool:
     """Whether somebody waits, though nobody was seen as the slot was freed, and may not have seen that either.
 
-    Where a place is not taken in the statement of a claim, who has taken one looks around by itself.
+    If it was no longer the permit's, who freed it has passed over it while this statement had its row locked. Where a
+    place is not taken in the statement of a claim, who has taken one looks around by itself.
     """
     return dialect.writing_ctes and row_of(session, _SOMEBODY, parameters) is not None
 
 
 #: As what a waiter must wait whom a slot is passed to: as the name's kind, and as it was held.
 _HELD_AS: Final = "CASE kind WHEN 'mutex' THEN 'mutex' ELSE '' END"
-#: One statement, on PostgreSQL: the semaphore (``m``); the oldest waiter (``o``) and the lock of its row (``h``), which
-#: is not waited for at first: a heartbeat has it, or another hand-off, and nobody is served in its place; the slot
-#: (``s``), which goes to that waiter (``w``, ``u``), or is freed if nobody waits (``f``). It tells which bell to ring,
-#: as that is cheaper than NOTIFY, in which commits wait for one another.
+#: One statement, on PostgreSQL: the semaphore (``m``); the oldest waiter (``o``); the slot (``s``), which is locked
+#: first as everywhere, or two would wait for each other; the lock of the waiter's row (``h``), which is not waited for
+#: at first: a heartbeat has it, or another hand-off, and nobody is served in its place. The slot goes to that waiter
+#: (``w``, ``u``), or is freed if nobody waits (``f``). It tells which bell to ring, as that is cheaper than NOTIFY, in
+#: which commits wait for one another.
 _PASS_IN_ONE: Final = f"""
 WITH m AS (
   SELECT operator_slots, declared_slots, {{unpaused}} AS unpaused, shrinking, {_HELD_AS} AS held_as
@@ -206,11 +209,11 @@ WITH m AS (
 ), o AS MATERIALIZED (
   SELECT w.id FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {{w.waits}}{{w.alive}}
   ORDER BY w.queued_us, w.id LIMIT 1
-), h AS MATERIALIZED (
-  SELECT w.id, w.take, w.slots, w.lock_mode FROM sqlsem_waiter w WHERE w.id = (SELECT id FROM o) FOR UPDATE SKIP LOCKED
 ), s AS MATERIALIZED (
-  SELECT id, slot, closed FROM sqlsem_slot WHERE id = %(row0)s AND permit_id = %(permit_id)s
-  AND (EXISTS (SELECT 1 FROM h) OR NOT EXISTS (SELECT 1 FROM o)) FOR UPDATE
+  SELECT id, slot, closed FROM sqlsem_slot WHERE id = %(row0)s AND permit_id = %(permit_id)s FOR UPDATE
+), h AS MATERIALIZED (
+  SELECT w.id, w.take, w.slots, w.lock_mode FROM sqlsem_waiter w
+  WHERE EXISTS (SELECT 1 FROM s) AND w.id = (SELECT id FROM o) FOR UPDATE SKIP LOCKED
 ), w AS (
   DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.id = h.id AND h.take = 1 AND m.unpaused
   AND h.lock_mode = m.held_as AND h.lock_mode = %(held_as)s
@@ -226,8 +229,8 @@ WITH m AS (
   RETURNING p.id
 )
 SELECT CASE
-  WHEN u.id IS NOT NULL OR f.id IS NOT NULL THEN 'done' WHEN o.id IS NOT NULL AND h.id IS NULL THEN 'raced'
-  WHEN s.id IS NULL THEN 'gone' ELSE 'open' END,
+  WHEN u.id IS NOT NULL OR f.id IS NOT NULL THEN 'done' WHEN s.id IS NULL THEN 'gone'
+  WHEN o.id IS NOT NULL AND h.id IS NULL THEN 'raced' ELSE 'open' END,
   u.ticket, u.id, u.slot, u.token, u.lasts_us, u.here,
   CASE WHEN u.channel LIKE %(bells)s AND NOT u.here THEN u.channel END,
   CASE WHEN u.channel <> '' AND NOT u.channel LIKE %(bells)s AND NOT u.here THEN
