@@ -364,7 +364,7 @@ def test_tokens(plain):
         return jobs.acquire(2, timeout=30) if index else jobs.release(4)
 
     assert [taken and taken.count for taken in run_in_threads(3, wait_or_give)] == [None, 2, 2]
-    assert jobs.count() == 1
+    assert jobs.value() == 1
     assert jobs.try_acquire(2) is None
     with pytest.raises(AcquireTimeoutError):
         jobs.acquire(2, timeout=0.8)  # longer than a heartbeat
