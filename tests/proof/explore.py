@@ -8,6 +8,7 @@ seen the same, go on in the same ways: so each state is gone on from once.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -418,5 +419,5 @@ def _everybody(seen: Seen) -> list[str]:
 def _weight(schedule: Sequence[Choice]) -> tuple[int, int, int]:
     """How hard a schedule is to read: faults, changes from one client to another, and steps."""
     faults = sum(word != GO for _, word in schedule)
-    changes = sum(one[0] != two[0] for one, two in zip(schedule, schedule[1:], strict=False))
+    changes = sum(one[0] != two[0] for one, two in itertools.pairwise(schedule))
     return faults, changes, len(schedule)

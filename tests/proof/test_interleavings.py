@@ -103,7 +103,7 @@ def claim_ignores_the_lease(monkeypatch, _world):
 
 
 def newcomers_do_not_yield(monkeypatch, _world):
-    monkeypatch.setitem(acquire._TURNS, "newcomer", "")
+    monkeypatch.setitem(acquire._WANTED, "newcomer", "0")
     monkeypatch.setattr(handoff, "free_sql", lambda dialect, rows, _, free=handoff.free_sql: free(dialect, rows, False))
     return ("release", "try"), 1, "was served before"
 

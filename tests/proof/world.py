@@ -254,12 +254,12 @@ def stopped_clock(alias: str) -> Iterator[None]:
         mock.patch.object(kind, "moment_sql", clock),
         mock.patch.object(kind, "token_now", clock),
         mock.patch.object(kind, "token_clock", lambda self, now: now),
-        mock.patch.object(kind, "clock", lambda self, unix: (str(NOW), [])),
-        mock.patch.object(clocks, "host_now_us", lambda: NOW),
+        mock.patch.object(kind, "clock", return_value=(str(NOW), [])),
+        mock.patch.object(clocks, "host_now_us", return_value=NOW),
         mock.patch.object(clocks, "_ahead", 0.0),
         mock.patch.object(handoff, "process_id", _process_of_client),
         mock.patch.object(beacons, "process_id", _process_of_client),
-        mock.patch.object(operator, "server_since", lambda connection: 0),
+        mock.patch.object(operator, "server_since", return_value=0),
         mock.patch.object(operator, "time", _Time),
     ]
     with contextlib.ExitStack() as stack:
