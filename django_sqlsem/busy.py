@@ -16,7 +16,7 @@ from django.template import Context, Engine, TemplateDoesNotExist
 from django.template.loader import get_template
 from django.templatetags.static import static
 from django.utils.cache import patch_vary_headers
-from django.utils.translation import get_language_info, gettext, gettext_noop, ngettext, pgettext
+from django.utils.translation import get_language_info, gettext, gettext_lazy, ngettext, pgettext
 
 from django_sqlsem.core.text import shown
 from django_sqlsem.exceptions import AcquireTimeoutError
@@ -27,14 +27,14 @@ PAGE: Final = "sqlsem/busy.html"
 MESSAGE: Final = "sqlsem/busy_message.html"
 #: By ``Busy.reason``.
 TITLES: Final = {
-    "full": gettext_noop("Busy right now"),
-    "queue full": gettext_noop("Busy right now"),
-    "paused": gettext_noop("Paused"),
+    "full": gettext_lazy("Busy right now"),
+    "queue full": gettext_lazy("Busy right now"),
+    "paused": gettext_lazy("Paused"),
 }
 EXPLANATIONS: Final = {
-    "full": gettext_noop("This is busy right now. Nothing was saved."),
-    "queue full": gettext_noop("This is busy right now, and others are waiting already. Nothing was saved."),
-    "paused": gettext_noop("This is paused for the moment. Nothing was saved."),
+    "full": gettext_lazy("This is busy right now. Nothing was saved."),
+    "queue full": gettext_lazy("This is busy right now, and others are waiting already. Nothing was saved."),
+    "paused": gettext_lazy("This is paused for the moment. Nothing was saved."),
 }
 
 
@@ -46,8 +46,8 @@ def render(busy: Busy, request: HttpRequest, template: str) -> str:
         "busy": busy,
         "retry_after": busy.retry_after,
         "can_reload": request.method in ("GET", "HEAD"),
-        "title": gettext(TITLES.get(busy.reason, TITLES["full"])),
-        "explanation": gettext(EXPLANATIONS.get(busy.reason, EXPLANATIONS["full"])),
+        "title": str(TITLES.get(busy.reason, TITLES["full"])),
+        "explanation": str(EXPLANATIONS.get(busy.reason, EXPLANATIONS["full"])),
         "advice": _advice(busy),
         "again": gettext("Try again"),
         "language": language,
@@ -152,7 +152,7 @@ def finish(response: HttpResponse, busy: Busy) -> HttpResponse:
 
 def detail(busy: Busy) -> str:
     """Return the answer in two sentences, in the visitor's language."""
-    return f"{gettext(EXPLANATIONS.get(busy.reason, EXPLANATIONS['full']))} {_advice(busy)}"
+    return f"{EXPLANATIONS.get(busy.reason, EXPLANATIONS['full'])} {_advice(busy)}"
 
 
 def _advice(busy: Busy) -> str:
