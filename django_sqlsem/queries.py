@@ -18,7 +18,7 @@ from django_sqlsem.history.events import Totals
 from django_sqlsem.history.reading import clock as history_clock
 from django_sqlsem.history.reading import events, minutes, since, spans, template_totals, totals
 from django_sqlsem.refresh import rows as refresh_rows
-from django_sqlsem.snapshots import longest
+from django_sqlsem.snapshots import TROUBLE, longest
 
 if TYPE_CHECKING:
     import datetime
@@ -110,7 +110,7 @@ class Reading:
 
     @cached_property
     def templates(self) -> list[TemplateSnapshot]:
-        """What the names of each template amount to."""
+        """What the names of each template amount to: those in trouble first, and then by template."""
         found = self._backend.templates(at=self._clock)
         if not found:
             return []
@@ -119,10 +119,11 @@ class Reading:
         bad = {name for deadlock in self.deadlocks for name in deadlock.names}
         deadlocked = Counter(each.template for each in self.by_name(bad).values())
         none = Totals() if recorded else None
-        return [
+        told = (
             replace(_with_totals(each, known.get(each.template, none)), deadlocked=deadlocked[each.template])
             for each in found
-        ]
+        )
+        return sorted(told, key=lambda each: (len(TROUBLE) if each.rank is None else each.rank, each.template))
 
     @cached_property
     def waits(self) -> list[WaitSnapshot]:
@@ -275,7 +276,7 @@ def survey(using: str | None = None) -> Survey:
 
 
 def templates(using: str | None = None) -> list[TemplateSnapshot]:
-    """Return what the names of each template amount to, by template: of the thousand with the most names.
+    """Return what the names of each template amount to, of the thousand with the most names: those in trouble first.
 
     A few reads, whatever the number of names. Raises ``BackendError``.
     """

@@ -342,6 +342,10 @@ def survey_of(snapshots: Iterable[SemaphoreSnapshot]) -> Survey:
     )
 
 
+#: What names may be that an operator should look at, the worst first.
+TROUBLE: Final = ("stale", "deadlocked", "waited for", "paused")
+
+
 @dataclass(frozen=True, slots=True)
 class TemplateSnapshot:
     """All names that one template has made, as sums at one instant. Lengths are seconds by the database's clock."""
@@ -368,11 +372,14 @@ class TemplateSnapshot:
 
     @property
     def trouble(self) -> dict[str, int]:
-        """What an operator should look at, the worst first: slots that are stale, and names in other states."""
-        states = {
-            "stale": self.stale, "deadlocked": self.deadlocked, "waited for": self.queues, "paused": self.paused,
-        }  # fmt: skip
-        return {state: count for state, count in states.items() if count}
+        """What an operator should look at, as in ``TROUBLE``: slots that are stale, and names in other states."""
+        counts = (self.stale, self.deadlocked, self.queues, self.paused)
+        return {state: count for state, count in zip(TROUBLE, counts, strict=True) if count}
+
+    @property
+    def rank(self) -> int | None:
+        """The place of its worst trouble among ``TROUBLE``; ``None``: there is none."""
+        return next((TROUBLE.index(state) for state in self.trouble), None)
 
 
 #: How many templates are told of: those with the most names.

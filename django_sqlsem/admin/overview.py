@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 FEW_NAMES: Final = 1000
 #: A search lists no more than this: to count all of a hundred thousand names takes longer than the page.
 SEARCHED: Final = 10_000
-#: The states that rank names and templates before all others, the worst first.
-TROUBLE: Final = ("stale", "deadlocked", "waited for", "paused")
 #: The columns that rank a few names before all others, which have none.
 RANKED: Final = ("held", "stale", "waiting")
 
@@ -103,7 +101,9 @@ def ranked(
     labels = known | {key: group.template for key, group in groups.items() if key in ranks}
     by_label = sorted(labels, key=lambda key: labels[key])
     first = [groups.get(key) or known[key] for key in sorted(by_label, key=lambda key: ranks[key], reverse=last)]
-    calm = [group for key, group in groups.items() if key not in ranks]
+    calm = sorted((group for key, group in groups.items() if key not in ranks), key=lambda group: group.template)
+    if rows.query.order_by[:1] == ("-name",):
+        calm.reverse()
     others: Any = (rows.exclude(pk__in=list(known)) if known else rows).values_list("name", flat=True)
     if names is not None and rows.query.order_by == ("name",):
         others = sorted(name for key, name in names.items() if key not in known)
@@ -128,7 +128,7 @@ def deadlocked(reading: Reading) -> list[str]:
 
 
 def trouble(reading: Reading) -> dict[str, int]:
-    """Return the ranks of the names in trouble, which stay the same while others come and go."""
+    """Return the ranks of the names in trouble, as of templates: they stay the same while others come and go."""
     listed = reading.survey.listed
     groups = (listed("stale").counts, deadlocked(reading), listed("waiting").counts, listed("paused").counts)
     ranks: dict[str, int] = {}
@@ -267,8 +267,8 @@ class OverviewChangeList(ChangeList):
             return {key: -count for key, count in counts.items() if count}
         if self.params.get(ORDER_VAR):
             return {}
-        worst = {key: next(iter(group.trouble), "") for key, group in self.groups.items()}
-        return {key: TROUBLE.index(state) for key, state in worst.items() if state} | trouble(self.reading)
+        ranks = {key: group.rank for key, group in self.groups.items() if group.rank is not None}
+        return ranks | trouble(self.reading)
 
     def url_for_result(self, result: Any) -> str:
         """Return where a row leads: to the page of a lock, or to the names of a template."""

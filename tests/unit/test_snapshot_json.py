@@ -53,7 +53,7 @@ def test_a_page(viewer: Client, locks_alias: str) -> None:
     assert "no-store" in response["Cache-Control"]
     found = response.json()
     assert found["database"] == locks_alias
-    assert found["page"] == {"number": 1, "pages": 1, "per_page": 50, "names": 2}
+    assert found["page"] == {"number": 1, "pages": 1, "per_page": 50, "names": 2, "templates": 0}
     assert found["totals"] == {"held": 1, "stale": 0, "waiting": 2, "paused": 1, "draining": 0}
     assert found["deadlocks"] == []
     first, second = found["semaphores"]
