@@ -60,6 +60,8 @@ def adds_only(operation):
     """Whether code that does not know of the operation can go on writing its rows after it."""
     if isinstance(operation, migrations.AddField):
         return operation.field.null or operation.field.db_default is not NOT_PROVIDED
+    if isinstance(operation, migrations.AlterModelOptions):  # it changes no table
+        return True
     if isinstance(operation, migrations.RunPython):  # stored procedures, whose last version stays beside the new one
         return operation.code.__module__.endswith("0004_procedures") and operation.reversible
     return isinstance(operation, (migrations.AddConstraint, migrations.AddIndex, migrations.CreateModel))
