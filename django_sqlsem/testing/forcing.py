@@ -68,12 +68,14 @@ def held(target: Name | Semaphore, slots: int | None = None, *, total: int | Non
     a count of tokens.
     """
     found = target if isinstance(target, Semaphore) else semaphore(validate_name(target), total)
+    if slots is not None:
+        validate_slots(slots)
     status = blocking(found.status)
     if found is not target:
         # All of a lock of readers and writers is the writer's; some of it are readers'.
         found = found._as(status.kind, WHOLE if status.kind == RWLOCK and slots is None else SHARED)
         check_slots(found.name, found.kind, slots)
-    wanted = validate_slots(slots) if slots is not None else 1 if found.mode else status.slots
+    wanted = slots or (1 if found.mode else status.slots)
 
     def take() -> Permit:
         with callers.as_stranger():

@@ -171,10 +171,10 @@ def test_a_try_when_the_last_waiter_of_its_process_has_just_given_up(database, m
     """Nobody waits any more, although the keeper has not yet said so to the database."""
     monkeypatch.setattr(runtime_keeper, "CLEARED", 60.0)
     asked = threading.Event()
-    deserted, leave = Keeper._deserted, LocalQueue._leave
+    lines, leave = Keeper._lines, LocalQueue._leave
 
     def left_and_noted(*args):
-        found = deserted(*args)
+        found = lines(*args)
         asked.set()
         return found
 
@@ -182,7 +182,7 @@ def test_a_try_when_the_last_waiter_of_its_process_has_just_given_up(database, m
         assert asked.wait(60)
         leave(*args)
 
-    monkeypatch.setattr(Keeper, "_deserted", left_and_noted)
+    monkeypatch.setattr(Keeper, "_lines", left_and_noted)
     monkeypatch.setattr(LocalQueue, "_leave", leave_late)
     lock = semaphore("given-up", using=database)
     with Child("hold", database, "given-up") as child:

@@ -312,8 +312,8 @@ def test_templates_are_refused_by_the_call_that_fills_them_in(value, error, mess
 
 
 KEYS_OF_AN_ALIAS = (
-    "BACKEND", "BEACONS", "DEADLOCKS", "DURABLE", "HISTORY",
-    "IDLE", "LEASE", "RECORD", "TIMEOUT",
+    "BACKEND", "BEACONS", "DEADLOCKS", "DURABLE", "FORGET_AFTER",
+    "HISTORY", "IDLE", "LEASE", "RECORD", "TIMEOUT",
 )  # fmt: skip
 SETTINGS = cases(
     ("list", [], "SQLSEM must be a dict, not []."),
@@ -362,6 +362,7 @@ SETTINGS = cases(
     ("override of a general one", {"DATABASES": {"default": {"BUSY_STATUS": 503}}},
      "SQLSEM['DATABASES']['default'] has an unknown key 'BUSY_STATUS'; allowed are "
      f"{', '.join(KEYS_OF_AN_ALIAS)}."),
+    ("FORGET_AFTER 1", {"FORGET_AFTER": 1}, "SQLSEM['FORGET_AFTER'] must be from 60 to 1e+09 seconds, not 1."),
     ("DURABLE", {"DURABLE": None}, "SQLSEM['DURABLE'] must be True or False, not None."),
     ("DEADLOCKS true", {"DEADLOCKS": True},
      "SQLSEM['DEADLOCKS'] must be one of 'report', 'break', 'ignore', not True."),

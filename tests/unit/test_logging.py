@@ -38,7 +38,7 @@ NAMELESS = {
     "backends/rows/operator.py": "A holder could not be woken",
     "contrib/opentelemetry.py": "There are no figures",
     "control.py": "stored procedures",
-    "runtime/chores.py": "Permits |Nothing could be tidied up",
+    "runtime/chores.py": r"Permits |Nothing could be tidied up|%d idle names",
     "runtime/loop.py": "The keeper of %r met an error",
     "runtime/keepers.py": "The keeper of %r met an error",
     "runtime/presence.py": "",

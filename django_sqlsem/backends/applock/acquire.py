@@ -141,7 +141,7 @@ class Claims:
         return answer
 
     def _read(self, session: LockSession, resource: Resource) -> SemaphoreSnapshot | None:
-        return next(iter(reading.read(session.results(reading.READ, (resource.key, None)))), None)
+        return next(iter(reading.read(session.results(reading.READ, (resource.key, None, None)))), None)
 
     def _values(self, session: LockSession, request: Request) -> dict[str, Any]:
         return holder_values(request) | {

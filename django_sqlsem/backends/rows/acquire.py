@@ -283,6 +283,8 @@ class SlotRequest:
                 return GONE
             adopts = found[5] != kind
             if adopts and interchangeable(found[5], kind) and exclusive.adopt(statements, kind):
+                if self.request.slots is not None:
+                    statements.change(_DECLARE)
                 found = statements.row(LOCK)
             wanted = statements.row(wanted_sql(self._turn))
             if wanted is None:
