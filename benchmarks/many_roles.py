@@ -53,7 +53,7 @@ class ManyRoles:
         return time.monotonic() - began
 
     def take_many(self, take: int) -> dict[str, float]:
-        """Take so many slots at once and give them back, three times; return the seconds that the last time took."""
+        """Take ``take`` slots at once and release them, three times; return the seconds of the last round."""
         from django_sqlsem import semaphore
 
         ours: Ours = self.contender

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from django.db.models import Q
 
+    from django_sqlsem.backends.base import Templates
     from django_sqlsem.models import ClaimRow, RefreshRow
     from django_sqlsem.serialize import Lately
     from django_sqlsem.snapshots import (
@@ -109,9 +110,18 @@ class Reading:
         return self._backend.survey(at=self._clock)
 
     @cached_property
+    def _templates(self) -> Templates:
+        return self._backend.templates(at=self._clock)
+
+    @property
+    def without_template(self) -> int | None:
+        """How many names no template has made; ``None``: the tables have to be asked."""
+        return self._templates.plain
+
+    @cached_property
     def templates(self) -> list[TemplateSnapshot]:
         """What the names of each template amount to: those in trouble first, and then by template."""
-        found = self._backend.templates(at=self._clock)
+        found = self._templates.found
         if not found:
             return []
         recorded = conf.config(self.using).history

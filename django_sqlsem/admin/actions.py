@@ -375,7 +375,7 @@ def _on_names(
     return None
 
 
-#: So many names are listed in a message.
+#: The most names that a message lists.
 _MOST_NAMED: Final = 5
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 #: All plots are so wide, in units of their own: one instant stands above the same instant of the others.
 WIDTH: Final = 1000.0
-#: So many words stand along the time axis at most.
+#: The most labels along the time axis.
 _MOST_TICKS: Final = 8
 #: How far apart these may be, in seconds.
 _APART: Final = (10, 60, 120, 300, 600, 1800, 3600, 3 * 3600, 6 * 3600, 86400)

@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 
 #: So many sentences about who waits for whom.
 _MAX_WAITS: Final = 50
-#: What is told of rare events: so many of the newest.
+#: What counts as a rare event, and how many of the newest are shown.
 _RARE: Final = (*ACTS, DEADLOCK, LOST)
 _MAX_RARE: Final = 2 * drawing.MAX_MARKS
-#: So many acts are in the audit log.
+#: The most actions that the audit log shows.
 _MAX_AUDIT: Final = 200
-#: So many events of all kinds are read, to be folded into rows.
+#: The most events of all kinds that are read, to be folded into rows.
 _MAX_EVENTS: Final = 200
 _SECOND: Final = datetime.timedelta(seconds=1)
 

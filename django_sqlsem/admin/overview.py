@@ -85,18 +85,19 @@ def ranked(
     last: bool = False,
     names: Mapping[str, str] | None = None,
     most: int | None = None,
+    count: int | None = None,
 ) -> Joined:
     """Return the names of ``rows`` in their order, with those of ``ranks`` before all others: the smallest rank first.
 
     ``ranks``: by the keys of names, and of ``groups``, which stand before all other names. ``last``: behind all
     others, the smallest rank last. ``names``: the names of all rows by their keys, if they are known. ``most``: so many
-    rows are counted at the most.
+    rows are counted at the most. ``count``: how many rows there are, if that is known.
     """
     groups = groups or {}
     if names is not None:
         count, known = len(names), {key: name for key, name in names.items() if key in ranks}
     else:
-        count = (rows if most is None else rows.order_by()[:most]).count()
+        count = (rows if most is None else rows.order_by()[:most]).count() if count is None else count
         known = dict(rows.filter(pk__in=list(ranks)).order_by().values_list("pk", "name")) if ranks else {}
     labels = known | {key: group.template for key, group in groups.items() if key in ranks}
     by_label = sorted(labels, key=lambda key: labels[key])
@@ -251,7 +252,10 @@ class OverviewChangeList(ChangeList):
         """Read the names of one page, and then their snapshots and what they were like in the last hour."""
         queryset, most = self.queryset, SEARCHED if self.query else None
         last = self.ranking in RANKED
-        names: Any = ranked(queryset, self._ranks(), groups=self.groups, last=last, names=self._names, most=most)
+        count = None if self.query or self.has_active_filters else self.reading.without_template
+        names: Any = ranked(
+            queryset, self._ranks(), groups=self.groups, last=last, names=self._names, most=most, count=count
+        )
         self.queryset = names
         super().get_results(request)
         self.queryset, self.result_list = queryset, self._rows(self.result_list[:])

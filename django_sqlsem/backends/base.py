@@ -274,6 +274,14 @@ class Forgotten(NamedTuple):
     more: bool = False
 
 
+class Templates(NamedTuple):
+    """What the names of each template amount to."""
+
+    found: list[TemplateSnapshot]
+    #: How many names no template has made; ``None``: the tables have to be asked.
+    plain: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Renewal:
     """What became of the grants to renew, by permit id. One in neither could not be reached: ask again soon."""
@@ -518,17 +526,19 @@ class BaseSemaphoreBackend(abc.ABC):
             names = [name for (name,) in slots.filter(expires_us__isnull=False).union(waiters)[:most]]
         return self.inspect(names)
 
-    def templates(self, *, at: RowClock | None = None) -> list[TemplateSnapshot]:
+    def templates(self, *, at: RowClock | None = None) -> Templates:
         """Return what the names of each template amount to, by template: of those with the most names."""
         named = apps.get_model("sqlsem", "SemaphoreRow")._default_manager.using(self.alias)
-        rows = named.exclude(template="").order_by().values_list("template")
+        rows = named.order_by().values_list("template")
         paused = Q(paused=True) & (Q(paused_until_us=None) | Q(paused_until_us__gt=NOW_UNIX))
         with database_errors(self.alias):
             counted = rows.annotate(count=Count("pk"), of_kind=Min("kind")).order_by("-count", "template")
-            found = sorted(counted[:MOST_TEMPLATES])
-            stopped = dict(rows.filter(paused).annotate(Count("pk"))) if found else {}
+            groups = [(template or "", count, kind) for template, count, kind in counted[: MOST_TEMPLATES + 1]]
+            plain = next((count for template, count, _kind in groups if not template), 0)
+            found = sorted([each for each in groups if each[0]][:MOST_TEMPLATES])
+            stopped = dict(rows.exclude(template="").filter(paused).annotate(Count("pk"))) if found else {}
             sums = self.template_sums(at=at) if found else {}
-        return [
+        told = [
             replace(
                 sums.get(template) or TemplateSnapshot(template, 0),
                 names=count,
@@ -537,6 +547,7 @@ class BaseSemaphoreBackend(abc.ABC):
             )
             for template, count, kind in found
         ]
+        return Templates(told, plain if plain or len(groups) <= MOST_TEMPLATES else None)
 
     def template_sums(self, *, at: RowClock | None = None) -> Mapping[str, TemplateSnapshot]:
         """Return what the names in use amount to, by template. One whose tables tell that at once overrides this."""
@@ -592,7 +603,7 @@ class BaseSemaphoreBackend(abc.ABC):
     def forget(self, session: Session, *, seconds: float, after: str) -> Forgotten:
         """Delete names that nobody has used for so long, with their history: a few, whose keys follow ``after``.
 
-        Never what is held, waited for or paused, what an operator has set, and counts of tokens. A process that comes
+        Never what is held, waited for or paused, what an operator has set, nor counters. A process that comes
         for one at that very moment makes it anew. Raises ``RefusedError`` besides: then nothing was deleted.
         """
         return Forgotten()

@@ -12,6 +12,7 @@ from django.db.models.lookups import LessThan
 from django_sqlsem.backends.base import COUNTER
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.errors import database_errors
+from django_sqlsem.database.sessions import used_by_orm
 from django_sqlsem.models import EventRow, MinuteRow, RefreshRow, SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import SOMEBODY, HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot, grouped
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from django.db.models import QuerySet
+
+    from django_sqlsem.database.cursors import AnyCursor
+    from django_sqlsem.database.sessions import Session
 
 
 #: For how long another number of slots counts as declared lately.
@@ -223,6 +227,17 @@ class Idle:
         self._us = round(seconds * 1e6)
         # By the clock of tokens, which goes on when the host is started anew.
         self._before_us = self.clock.unix - self._us
+
+    @classmethod
+    def found(cls, session: Session, seconds: float, after: str) -> tuple[Idle, IdleNames]:
+        """Look on a session: see ``look()``. Raises ``BackendError``."""
+
+        def look(cursor: AnyCursor) -> tuple[Idle, IdleNames]:
+            with used_by_orm(cursor.db):
+                idle = cls(cursor.db.alias, seconds)
+                return idle, idle.look(after)
+
+        return session.run(look)
 
     def names(self) -> QuerySet[SemaphoreRow]:
         """Return the names that may be forgotten once they are unused: no operator has set them, they are no counts."""

@@ -22,6 +22,7 @@ from django_sqlsem.backends.base import (
     Released,
     Renewal,
     Request,
+    Templates,
     Waited,
     check_slots,
     tell_of_two_kinds,
@@ -36,7 +37,6 @@ from django_sqlsem.snapshots import (
     LossReason,
     SemaphoreSnapshot,
     SlotState,
-    TemplateSnapshot,
     grouped,
     templates_of,
 )
@@ -97,7 +97,7 @@ class LocalName:
     pause: LocalPause | None = None
     #: The taken slots, by number.
     held: dict[int, LocalSlot] = field(default_factory=dict)
-    #: Counter of those whose leases ran out.
+    #: Tokens of those whose leases ran out.
     expired: set[int] = field(default_factory=set)
     #: By whom permits were revoked, by token.
     revoked: dict[int, str] = field(default_factory=dict)
@@ -444,8 +444,8 @@ class LocalBackend(BaseSemaphoreBackend):
                 if name.startswith(prefix) and template in (None, known.template) and (names is None or name in names)
             ]
 
-    def templates(self, *, at: RowClock | None = None) -> list[TemplateSnapshot]:
-        return list(templates_of(self.inspect()).values())
+    def templates(self, *, at: RowClock | None = None) -> Templates:
+        return Templates(list(templates_of(self.inspect()).values()))
 
     def in_use(self, most: int) -> list[SemaphoreSnapshot]:
         return [each for each in self.inspect() if each.holders or each.waiters][:most]

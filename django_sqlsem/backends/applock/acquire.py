@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from django_sqlsem.backends.applock.pool import LockPool
     from django_sqlsem.backends.applock.possession import Possession
     from django_sqlsem.backends.applock.sessions import LockSession
-    from django_sqlsem.core.names import Resource
-    from django_sqlsem.snapshots import SemaphoreSnapshot
 
 #: How often a process says that its number of slots differs from the declared one, in seconds.
 DECLARE_EVERY: Final = 60.0
@@ -131,7 +129,8 @@ class Claims:
                 break
         if answer.result == calls.OTHER_KIND:
             name, kind = request.resource.name, request.resource.kind
-            raise wrong_kind(name, str(row["why"]), kind, self.alias, self._read(session, request.resource))
+            known = reading.read_one(session, request.resource)
+            raise wrong_kind(name, str(row["why"]), kind, self.alias, known)
         if row.get("why") and answer.result in (calls.WAITED, calls.BUSY):  # it is in use as the other kind
             tell_of_two_kinds(self.alias, request.resource)
         if answer.result == calls.NEVER:
@@ -139,9 +138,6 @@ class Claims:
         if answer.result not in (calls.TAKEN_AT_ONCE, calls.WAITED, calls.BUSY, calls.ON_HOLD, calls.TOO_FEW):
             raise failure(self.alias, answer.result)
         return answer
-
-    def _read(self, session: LockSession, resource: Resource) -> SemaphoreSnapshot | None:
-        return next(iter(reading.read(session.results(reading.READ, (resource.key, None, None)))), None)
 
     def _values(self, session: LockSession, request: Request) -> dict[str, Any]:
         return holder_values(request) | {

@@ -189,12 +189,10 @@ class ApplockBackend(BaseSemaphoreBackend):
         while True:
             with self.pool.shared("") as own:
                 try:
-                    results = own.results(reading.READ, (resource.key, None, None))
+                    return reading.read_one(own, resource)
                 except BackendError as error:
                     if not error.stale_connection:  # else it had died unnoticed, and another one may do better
                         raise
-                    continue
-            return next(iter(reading.read(results, names=[resource.name])), None)
 
     # The operator's side, on the alias's ordinary connection.
 

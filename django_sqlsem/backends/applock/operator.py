@@ -12,13 +12,13 @@ from django.db.utils import Error
 
 from django_sqlsem.backends.applock import reading
 from django_sqlsem.backends.base import COUNTER, Forgotten, check_slots
-from django_sqlsem.backends.clock import LONGEST_DELETION, Idle, IdleNames, RowClock
+from django_sqlsem.backends.clock import LONGEST_DELETION, Idle, RowClock
 from django_sqlsem.conf import config
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.core.names import key_of, validate_slots
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.database.raw import results_of
-from django_sqlsem.database.sessions import briefly, used_by_orm
+from django_sqlsem.database.sessions import briefly
 from django_sqlsem.database.sqlserver import LockNames, lock_names
 from django_sqlsem.exceptions import BackendError, SemaphoreError, fenced, kill_needed
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from django.db.models import QuerySet
 
     from django_sqlsem.backends.applock.reading import Locks
-    from django_sqlsem.database.cursors import AnyCursor
     from django_sqlsem.database.sessions import Session
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
@@ -247,13 +246,7 @@ class Operator:
 
     def forget(self, session: Session, seconds: float, after: str) -> Forgotten:
         """Delete a few names that nobody has used for so long, each in a short transaction."""
-
-        def look(cursor: AnyCursor) -> tuple[Idle, IdleNames]:
-            with used_by_orm(cursor.db):
-                idle = Idle(self.alias, seconds)
-                return idle, idle.look(after)
-
-        idle, found = session.run(look)
+        idle, found = Idle.found(session, seconds, after)
         forgotten = [
             briefly(session, lambda _cursor, name=name: self._delete(name, idle.names(), idle), LONGEST_DELETION)  # type: ignore[misc]
             for name in found.names.values()

@@ -14,7 +14,7 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from django_sqlsem.backends.clock import RowClock, stop_by
 from django_sqlsem.core.modes import WHOLE, WRITER
@@ -22,6 +22,10 @@ from django_sqlsem.core.names import MAX_SLOTS, key_of, validate_name
 from django_sqlsem.database.sqlserver import LockNames, Meaning, lock_names, meaning
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot
+
+if TYPE_CHECKING:
+    from django_sqlsem.backends.applock.sessions import LockSession
+    from django_sqlsem.core.names import Resource
 
 #: How many UTF-16 units of a resource the views show.
 SHOWN_UNITS: Final = 32
@@ -229,6 +233,12 @@ def read(
             if name not in known and (name.startswith(prefix) if names is None else name in names):
                 found.append(_unrecorded(clock, name, taken, locks))
     return sorted(found, key=lambda each: each.name)
+
+
+def read_one(session: LockSession, resource: Resource) -> SemaphoreSnapshot | None:
+    """Return the snapshot of one name, read on a lock session. Raises ``BackendError``."""
+    found = read(session.results(READ, (resource.key, None, None)), names=[resource.name])
+    return next(iter(found), None)
 
 
 def _by_key(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -26,7 +26,7 @@ from django.db import connections, transaction
 from django.db.models import F, Q, QuerySet
 
 from django_sqlsem.backends.base import COUNTER, Forgotten, check_slots
-from django_sqlsem.backends.clock import IN_LINE, LONGEST_DELETION, Idle, IdleNames, RowClock
+from django_sqlsem.backends.clock import IN_LINE, LONGEST_DELETION, Idle, RowClock
 from django_sqlsem.backends.rows import counters, handoff
 from django_sqlsem.backends.rows.fences import unfenced
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
@@ -36,7 +36,7 @@ from django_sqlsem.database import bells
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.errors import database_errors, repeated
 from django_sqlsem.database.server import server_since
-from django_sqlsem.database.sessions import CallerSession, briefly, used_by_orm
+from django_sqlsem.database.sessions import CallerSession, briefly
 from django_sqlsem.exceptions import BackendError, fenced
 from django_sqlsem.models import FenceRow, SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import HolderSnapshot
@@ -176,11 +176,6 @@ def forget(session: Session, seconds: float, after: str) -> Forgotten:
     Raises ``BackendError`` and ``RefusedError``.
     """
 
-    def look(cursor: AnyCursor) -> tuple[Idle, IdleNames]:
-        with used_by_orm(cursor.db):
-            idle = Idle(cursor.db.alias, seconds)
-            return idle, idle.look(after)
-
     def delete(cursor: AnyCursor) -> int:
         # They may have been used since; and what somebody else has locked is used.
         named = idle.names().filter(pk__in=list(found.names)).order_by("pk").values_list("pk", flat=True)
@@ -191,7 +186,7 @@ def forget(session: Session, seconds: float, after: str) -> Forgotten:
         _delete(idle.alias, unused)
         return len(unused)
 
-    idle, found = session.run(look)
+    idle, found = Idle.found(session, seconds, after)
     count = briefly(session, delete, LONGEST_DELETION, IN_LINE) if found.names else 0
     return Forgotten(count, found.after, found.more)
 
