@@ -45,6 +45,7 @@ from django_sqlsem.snapshots import (
     Survey,
     TemplateSnapshot,
     WaiterSnapshot,
+    longest,
 )
 
 if TYPE_CHECKING:
@@ -84,11 +85,9 @@ def inspect(
             found = _read(alias, clock, wanted, related)
             found = [snapshot for snapshot in found if snapshot.name.startswith(prefix)]
         else:
-            keys = sorted({key_of(name) for name in names})
             found = []
-            for start in range(0, len(keys), _AT_ONCE):
-                chunk = keys[start : start + _AT_ONCE]
-                found += _read(alias, clock, Q(key__in=chunk), Q(semaphore__in=chunk))
+            for part in _parts({key_of(name) for name in names}):
+                found += _read(alias, clock, Q(key__in=part), Q(semaphore__in=part))
     return sorted(found, key=lambda snapshot: snapshot.name)
 
 
@@ -194,23 +193,32 @@ def survey(alias: str, *, at: RowClock | None = None) -> Survey:
 
 
 def template_sums(alias: str, *, at: RowClock | None = None) -> dict[str, TemplateSnapshot]:
-    """Return what the names in use amount to, by template: one pass over the slots, and one over the waiters."""
+    """Return what the names in use amount to, by template: one pass over the slots for their names, and by these."""
     with database_errors(alias):
         clock = at or RowClock.of(alias)
         _ask_of_all(alias, clock)
         taken = SlotRow.objects.using(alias).filter(expires_us__isnull=False)
         states = [Count("pk", filter=_live(clock)), Count("pk", filter=clock.stale())]
-        held = _by_template(taken, *states, Min("acquired_us", filter=clock.live()))
+        keys = list(taken.order_by().values_list("semaphore", flat=True)[: MOST_NAMES + 1])
+        # MariaDB would begin a join with all names, however few of them are in use.
+        some = [taken] if len(keys) > MOST_NAMES else [taken.filter(semaphore__in=part) for part in _parts(set(keys))]
+        held = [row for part in some for row in _by_template(part, *states, Min("acquired_us", filter=clock.live()))]
         names = Count("semaphore", distinct=True)
         waits = _by_template(_waiters(alias, clock), Sum("waiting"), names, Min("queued_us"))
-        found = {
-            template: TemplateSnapshot(template, 0, held=count, stale=stale, longest_hold=_since(clock, since))
-            for template, count, stale, since in held
-        }
+        found: dict[str, TemplateSnapshot] = {}
+        for template, count, stale, since in held:
+            known = found.get(template) or TemplateSnapshot(template, 0)
+            hold = longest(known.longest_hold, _since(clock, since))
+            found[template] = replace(known, held=known.held + count, stale=known.stale + stale, longest_hold=hold)
         for template, count, queues, since in waits:
             known = found.get(template) or TemplateSnapshot(template, 0)
             found[template] = replace(known, waiting=count, queues=queues, longest_wait=_since(clock, since))
     return found
+
+
+def _parts(keys: Collection[str]) -> Iterable[list[str]]:
+    found = sorted(keys)
+    return (found[start : start + _AT_ONCE] for start in range(0, len(found), _AT_ONCE))
 
 
 def _by_template(rows: QuerySet[Any], *sums: Aggregate) -> Iterable[Any]:
