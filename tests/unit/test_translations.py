@@ -91,3 +91,19 @@ def test_without_a_catalogue_the_page_is_in_english_and_says_so(language):
 
 def test_the_language_of_a_region_is_that_of_the_language():
     assert '<html lang="de" dir="ltr">' in answer("paused", "de-at", "text/html").content.decode()
+
+
+def test_a_site_may_add_a_language(settings, tmp_path):
+    """Its catalogue is found as Django finds all, and says which language it is: then the page reads from the right."""
+    catalogues = pytest.importorskip("babel.messages.catalog")
+    arabic = catalogues.Catalog(locale="ar")
+    arabic.add("en", "ar", context="the code of the language that you translate to")
+    arabic.add("Busy right now", "مشغول الآن")
+    folder = tmp_path / "ar" / "LC_MESSAGES"
+    folder.mkdir(parents=True)
+    with (folder / "django.mo").open("wb") as file:
+        pytest.importorskip("babel.messages.mofile").write_mo(file, arabic)
+    settings.LOCALE_PATHS = [tmp_path]
+    page = answer("full", "ar", "text/html").content.decode()
+    assert '<html lang="ar" dir="rtl">' in page
+    assert "<title>مشغول الآن</title>" in page
