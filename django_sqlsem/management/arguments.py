@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from django.core.management.base import CommandParser
 from django.db import connections
+from django.utils.translation import gettext
 
 from django_sqlsem.core import names
 from django_sqlsem.core.durations import parse_duration
@@ -19,7 +20,10 @@ from django_sqlsem.core.modes import WRITER
 #: EX_TEMPFAIL of sysexits.h: try again later.
 EXIT_BUSY: Final = 75
 
-EPILOG: Final = """\
+
+def epilog() -> str:
+    """Return what stands below each help."""
+    return gettext("""\
 exit codes:
   0    done; also when there was nothing to do
   1    error: no such name, the database failed, a holder changed before it could be revoked,
@@ -30,7 +34,7 @@ exit codes:
   126  run: the command can't be executed; 127: it was not found
   141  nobody read what was printed
   else run: the command's own exit code, 128+n if signal n ended it
-"""
+""")
 
 
 class LocksParser(CommandParser):
@@ -64,7 +68,10 @@ def checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 def slots(text: str) -> int:
     """Read a number of slots."""
     if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise ValueError(f"slots must be an int from 1 to {names.MAX_SLOTS}, not {text!r}.")
+        raise ValueError(
+            gettext("slots must be an int from 1 to %(most)d, not %(text)s.")
+            % {"most": names.MAX_SLOTS, "text": repr(text)}
+        )
     return names.validate_slots(int(text))
 
 
@@ -80,7 +87,10 @@ age: Final = checked(parse_duration)
 @checked
 def _database(text: str) -> str:
     if text not in connections.settings:
-        raise ValueError(f"{text!r} is not in DATABASES: {', '.join(sorted(connections.settings))}.")
+        raise ValueError(
+            gettext("%(text)s is not in DATABASES: %(aliases)s.")
+            % {"text": repr(text), "aliases": ", ".join(sorted(connections.settings))}
+        )
     return text
 
 
@@ -94,29 +104,32 @@ def add_usual(parser: CommandParser, usual: Iterable[argparse.Action]) -> None:
 
 def add_pause(parser: CommandParser) -> None:
     """Add for how long nothing is granted."""
-    told = "resume by itself after so long: 90s, 30m, 2h; default: when you say so"
+    told = gettext("resume by itself after so long: 90s, 30m, 2h; default: when you say so")
     parser.add_argument("--for", dest="duration", metavar="AGE", type=age, help=told)
 
 
 def add_reason(parser: CommandParser) -> None:
     """Add why an operator acts."""
-    parser.add_argument("--reason", metavar="TEXT", default="", help="why: it is kept with what you did, and shown")
+    told = gettext("why: it is kept with what you did, and shown")
+    parser.add_argument("--reason", metavar="TEXT", default="", help=told)
 
 
 def add_database(parser: CommandParser, option: str = "--database") -> None:
     """Add the alias, as ``database``."""
-    told = "where the locks are; default: as configured" if option == "--database" else "the same as --database"
+    told = gettext("where the locks are; default: as configured")
+    if option != "--database":
+        told = gettext("the same as --database")
     parser.add_argument(option, dest="database", metavar="ALIAS", type=_database, help=told)
 
 
 def add_name(parser: CommandParser) -> None:
     """Add one semaphore's name."""
-    parser.add_argument("name", metavar="NAME", type=checked(names.validate_name), help="the semaphore's name")
+    parser.add_argument("name", metavar="NAME", type=checked(names.validate_name), help=gettext("the semaphore's name"))
 
 
 def add_glob(parser: CommandParser) -> None:
     """Add a pattern of names."""
-    parser.add_argument("--name", dest="name_glob", metavar="GLOB", help="only names like this: 'reports:*'")
+    parser.add_argument("--name", dest="name_glob", metavar="GLOB", help=gettext("only names like this: 'reports:*'"))
 
 
 def add_slot(parser: CommandParser) -> None:
@@ -125,7 +138,7 @@ def add_slot(parser: CommandParser) -> None:
     def slot(text: str) -> Any:
         return WRITER if text == str(WRITER) else slots(text)
 
-    parser.add_argument("--slot", metavar="N", type=slot, help="only this slot; default: all of them")
+    parser.add_argument("--slot", metavar="N", type=slot, help=gettext("only this slot; default: all of them"))
 
 
 def add_format(parser: CommandParser, *formats: str) -> None:
@@ -135,5 +148,5 @@ def add_format(parser: CommandParser, *formats: str) -> None:
 
 def add_noinput(parser: CommandParser) -> None:
     """Add the option that keeps the verb from asking."""
-    told = "do not ask; needed without a terminal"
+    told = gettext("do not ask; needed without a terminal")
     parser.add_argument("--noinput", "--no-input", action="store_false", dest="interactive", help=told)

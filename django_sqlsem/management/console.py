@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 
 from django.core.management.base import BaseCommand, CommandError
+from django.utils.translation import gettext
 
 from django_sqlsem import queries
 from django_sqlsem.management.output import clean
@@ -67,12 +68,12 @@ class Console:
         if not interactive:
             return True
         if not sys.stdin or not sys.stdin.isatty():
-            raise CommandError("There is no terminal to ask: give --noinput to do this. Nothing was changed.")
-        self.stdout.write("Continue? [y/N] ", ending="")
+            raise CommandError(gettext("There is no terminal to ask: give --noinput to do this. Nothing was changed."))
+        self.stdout.write(gettext("Continue? [y/N]") + " ", ending="")
         self.stdout.flush()
-        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        if sys.stdin.readline().strip().lower() in ("y", "yes", *gettext("y, yes").split(", ")):
             return True
-        self.say("Nothing was changed.")
+        self.say(gettext("Nothing was changed."))
         return False
 
     @staticmethod
@@ -81,5 +82,8 @@ class Console:
         if snapshot := queries.semaphore(name, using=database):
             return snapshot
         near = difflib.get_close_matches(name, [each.name for each in queries.semaphores(using=database)], n=3)
-        hint = f" Is it {' or '.join(repr(clean(each)) for each in near)}?" if near else ""
-        raise CommandError(f"There is no semaphore {clean(name)!r}.{hint}")
+        told = gettext("There is no semaphore %(name)s.") % {"name": repr(clean(name))}
+        if near:
+            alike = gettext(" or ").join(repr(clean(each)) for each in near)
+            told += " " + gettext("Is it %(names)s?") % {"names": alike}
+        raise CommandError(told)

@@ -8,11 +8,14 @@ import io
 import shutil
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from django.utils.translation import gettext, ngettext, pgettext, pgettext_lazy
 
 from django_sqlsem import queries, serialize
 from django_sqlsem.control import PurgePlan
 from django_sqlsem.core.durations import duration
+from django_sqlsem.core.modes import UPDATE
 from django_sqlsem.snapshots import (
     HolderSnapshot,
     RefreshSnapshot,
@@ -22,9 +25,31 @@ from django_sqlsem.snapshots import (
     WaiterSnapshot,
 )
 
-HEADERS: Final = ("NAME", "SLOT", "STATE", "HOLDER", "WORK", "USER", "AGE", "LEASE LEFT")
-#: The columns that give way when the terminal is narrow, and the width that they keep.
-SHRINKING: Final = {"WORK": 12, "NAME": 12, "HOLDER": 16}
+if TYPE_CHECKING:
+    from django.utils.functional import _StrPromise
+
+#: The columns of the table that give way when the terminal is narrow: holder's work, name, holder; and what they keep.
+SHRINKING: Final = {4: 12, 0: 12, 3: 16}
+#: What slots, holders, waiters and templates are, in the words of a reader.
+WORDS: Final[dict[str, _StrPromise]] = {
+    "free": pgettext_lazy("state", "free"),
+    "held": pgettext_lazy("state", "held"),
+    "stale": pgettext_lazy("state", "stale"),
+    "paused": pgettext_lazy("state", "paused"),
+    "deadlocked": pgettext_lazy("state", "deadlocked"),
+    "waited for": pgettext_lazy("state", "waited for"),
+    "semaphore": pgettext_lazy("used as", "semaphore"),
+    "mutex": pgettext_lazy("used as", "mutex"),
+    "rlock": pgettext_lazy("used as", "rlock"),
+    "rwlock": pgettext_lazy("used as", "rwlock"),
+    "claim": pgettext_lazy("used as", "claim"),
+    "refresh": pgettext_lazy("used as", "refresh"),
+    "reader": pgettext_lazy("used as", "reader"),
+    "writer": pgettext_lazy("used as", "writer"),
+    "upgradable": pgettext_lazy("used as", "upgradable"),
+    "upgrades": pgettext_lazy("used as", "upgrades"),
+    "drains": pgettext_lazy("used as", "drains"),
+}
 CSV_FIELDS: Final = (
     "name", "slot", "slots", "state", "host", "pid", "thread", "work", "user", "since", "age_seconds",
     "lease_left_seconds", "token", "waiting", "session", "stop_by",
@@ -36,21 +61,47 @@ def clean(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
-def count(number: int, one: str, many: str = "") -> str:
+def word(known: str) -> str:
+    """Return a state, or what somebody uses a lock as, in the reader's language."""
+    return str(WORDS.get(known, known))
+
+
+def count_slots(number: int) -> str:
     """Return ``3 slots`` or ``1 slot``."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return ngettext("%(count)d slot", "%(count)d slots", number) % {"count": number}
+
+
+def count_names(number: int) -> str:
+    """Return ``3 names`` or ``1 name``."""
+    return ngettext("%(count)d name", "%(count)d names", number) % {"count": number}
+
+
+def count_units(number: int) -> str:
+    """Return ``3 units`` or ``1 unit``."""
+    return ngettext("%(count)d unit", "%(count)d units", number) % {"count": number}
 
 
 def which(name: str, slot: int | None) -> str:
     """Return what of a name is meant: one slot of it, or all."""
-    return f"{'' if slot is None else f'slot {slot} of '}{clean(name)!r}"
+    quoted = repr(clean(name))
+    return quoted if slot is None else gettext("slot %(slot)d of %(name)s") % {"slot": slot, "name": quoted}
+
+
+def ago(seconds: float) -> str:
+    """Return how long ago it was."""
+    return gettext("%(age)s ago") % {"age": duration(seconds)}
 
 
 def who(someone: HolderSnapshot | WaiterSnapshot) -> str:
     """Return the program that holds or waits, if anything is known of it."""
     if not someone.host and not someone.pid:
         return ""
-    return clean(f"{someone.host} pid {someone.pid} {someone.thread}".strip())
+    return clean(process(someone.host, someone.pid, someone.thread))
+
+
+def process(host: str, pid: int, thread: str) -> str:
+    """Return the program and its thread."""
+    return (gettext("%(host)s pid %(pid)d %(thread)s") % {"host": host, "pid": pid, "thread": thread}).strip()
 
 
 def lease(holder: HolderSnapshot) -> str:
@@ -58,112 +109,168 @@ def lease(holder: HolderSnapshot) -> str:
     if holder.lease_left is None:
         return ""
     if holder.expired:
-        return f"ran out {duration(-holder.lease_left)} ago"
+        return gettext("ran out %(age)s ago") % {"age": duration(-holder.lease_left)}
     return duration(holder.lease_left)
 
 
 def state(holder: HolderSnapshot) -> str:
     """Return how a holder stands."""
-    return f"{holder.state.value}, asked to stop" if holder.stop_requested else holder.state.value
+    known = word(holder.state)
+    return gettext("%(state)s, asked to stop") % {"state": known} if holder.stop_requested else known
 
 
 def session(holder: HolderSnapshot) -> str:
     """Return the database session that holds, with its program and login if they are known."""
     if holder.session_id is None:
-        return "session unknown"
-    known = (("program", holder.program), ("login", holder.login))
-    told = ", ".join(f"{what} {clean(value)}" for what, value in known if value)
-    return f"session {holder.session_id}" + (f" ({told})" if told else "")
+        return gettext("session unknown")
+    told = gettext("session %(session)d") % {"session": holder.session_id}
+    known = []
+    if holder.program:
+        known.append(gettext("program %(program)s") % {"program": clean(holder.program)})
+    if holder.login:
+        known.append(gettext("login %(login)s") % {"login": clean(holder.login)})
+    return f"{told} ({', '.join(known)})" if known else told
 
 
 def sentence(holder: HolderSnapshot) -> str:
     """Return one line about one holder."""
-    parts = [who(holder), clean(holder.label), f"user {clean(holder.user)}" if holder.user else ""]
+    parts = [who(holder), clean(holder.label)]
+    if holder.user:
+        parts.append(gettext("user %(user)s") % {"user": clean(holder.user)})
     if holder.recorded:
-        parts.append(f"taken {duration(holder.age)} ago")
+        parts.append(gettext("taken %(age)s ago") % {"age": duration(holder.age)})
     if holder.lease_left is not None:
-        parts.append(f"lease {lease(holder)}" if holder.expired else f"lease left {lease(holder)}")
+        told = gettext("lease %(lease)s") if holder.expired else gettext("lease left %(lease)s")
+        parts.append(told % {"lease": lease(holder)})
     else:
-        parts.append(f"its {session(holder)} has ended" if holder.expired else session(holder))
+        told = gettext("its %(session)s has ended") if holder.expired else "%(session)s"
+        parts.append(told % {"session": session(holder)})
     if holder.stop_requested:
-        parts.append(f"asked to stop by {clean(holder.stop_by)}")
-    return f"{clean(holder.name)} {holder.where} ({holder.state}): {', '.join(filter(None, parts))}"
+        parts.append(gettext("asked to stop by %(by)s") % {"by": clean(holder.stop_by)})
+    return f"{clean(holder.name)} {_where(holder)} ({word(holder.state)}): {', '.join(filter(None, parts))}"
+
+
+def _where(holder: HolderSnapshot) -> str:
+    if holder.mode == UPDATE:
+        return holder.place
+    return ngettext("slot %(which)s", "slots %(which)s", 2 if "-" in holder.place else 1) % {"which": holder.place}
 
 
 def summary(snapshot: SemaphoreSnapshot) -> str:
     """Return one line about one semaphore."""
-    parts = [f"{snapshot.held} of {count(snapshot.slots, 'slot')} held"]
+    slots = snapshot.slots
+    parts = [
+        ngettext("%(held)d of %(slots)d slot held", "%(held)d of %(slots)d slots held", slots)
+        % {"held": snapshot.held, "slots": slots}
+    ]
     if snapshot.units is not None:
-        parts = [count(snapshot.units, "unit")]
+        parts = [count_units(snapshot.units)]
     if snapshot.stale:
-        parts.append(f"{snapshot.stale} stale")
-    parts.append(f"{snapshot.waiting} waiting")
+        parts.append(gettext("%(count)d stale") % {"count": snapshot.stale})
+    parts.append(gettext("%(count)d waiting") % {"count": snapshot.waiting})
     if snapshot.paused:
         parts.append(paused(snapshot))
     if snapshot.stopping:
-        parts.append(f"{snapshot.stopping} asked to stop")
+        parts.append(gettext("%(count)d asked to stop") % {"count": snapshot.stopping})
     if snapshot.operator_slots is not None:
-        parts.append(f"set by an operator (the code says {snapshot.declared_slots})")
+        told = gettext("set by an operator (the code says %(slots)d)")
+        parts.append(told % {"slots": snapshot.declared_slots})
     if snapshot.other_kind:
-        parts.append(f"in use as a {snapshot.other_kind} too")
-    if snapshot.other_declared_slots is not None:
-        parts.append(f"other processes declare {count(snapshot.other_declared_slots, 'slot')}")
+        parts.append(gettext("in use as a %(kind)s too") % {"kind": word(snapshot.other_kind)})
+    if (other := snapshot.other_declared_slots) is not None:
+        parts.append(gettext("other processes declare %(slots)s") % {"slots": count_slots(other)})
     return f"{clean(snapshot.name)}: {', '.join(parts)}"
 
 
 def paused(snapshot: SemaphoreSnapshot) -> str:
     """Return who paused it, since when, until when and why, as far as that is known."""
-    told = "paused"
+    parts = [pgettext("state", "paused")]
     if snapshot.paused_by:
-        told += f" by {clean(snapshot.paused_by)}"
+        parts.append(gettext("by %(by)s") % {"by": clean(snapshot.paused_by)})
     if snapshot.paused_at is not None:
-        told += f" since {snapshot.paused_at:%Y-%m-%d %H:%M} UTC"
+        parts.append(gettext("since %(when)s UTC") % {"when": f"{snapshot.paused_at:%Y-%m-%d %H:%M}"})
     if snapshot.paused_until is not None and snapshot.resumes_in is not None:
-        told += f" until {snapshot.paused_until:%Y-%m-%d %H:%M} UTC (in {duration(snapshot.resumes_in)})"
-    return f"{told} ({clean(snapshot.paused_reason)})" if snapshot.paused_reason else told
+        until = {"when": f"{snapshot.paused_until:%Y-%m-%d %H:%M}", "length": duration(snapshot.resumes_in)}
+        parts.append(gettext("until %(when)s UTC (in %(length)s)") % until)
+    if snapshot.paused_reason:
+        parts.append(f"({clean(snapshot.paused_reason)})")
+    return " ".join(parts)
 
 
-def idle_rows(snapshots: Iterable[SemaphoreSnapshot]) -> list[tuple[str, ...]]:
+class TableLine(NamedTuple):
+    """A line of the table of holders and waiters."""
+
+    cells: tuple[str, ...]
+    #: Whether an operator should look at it.
+    warns: bool
+
+
+def idle_rows(snapshots: Iterable[SemaphoreSnapshot]) -> list[TableLine]:
     """Return a row of the table for each name that nobody holds or waits for."""
-    return cleaned(
-        (
+    return [
+        _row(
             each.name,
             f"0/{each.slots}" if each.units is None else "",
-            "paused" if each.paused else "idle" if each.units is None else count(each.units, "unit"),
+            _idle_state(each),
             "",
             last_granted(each),
             "",
             "",
             "",
+            warns=each.paused,
         )
         for each in snapshots
         if not each.holders and not each.waiters
-    )
+    ]
+
+
+def _idle_state(snapshot: SemaphoreSnapshot) -> str:
+    if snapshot.paused:
+        return word("paused")
+    return pgettext("state", "idle") if snapshot.units is None else count_units(snapshot.units)
+
+
+def _row(*cells: str, warns: bool) -> TableLine:
+    return TableLine(cleaned([cells])[0], warns)
 
 
 def details(snapshot: SemaphoreSnapshot) -> list[str]:
     """Return lines about what the code declares of one semaphore, who holds and who waits."""
-    declared = count(snapshot.declared_slots, "slot")
-    lines = [f"A {snapshot.kind}; the code declares {declared}. It was {last_granted(snapshot)}."]
-    wanted = "slot"
-    if snapshot.units is not None:
-        wanted, began = "unit", count(snapshot.declared_slots, "unit")
-        lines = [f"A counter, which began at {began}. It was {last_granted(snapshot)}."]
+    since = last_granted(snapshot)
+    if snapshot.units is None:
+        declared = {"kind": word(snapshot.kind), "slots": count_slots(snapshot.declared_slots), "since": since}
+        lines = [gettext("A %(kind)s; the code declares %(slots)s. It was %(since)s.") % declared]
+    else:
+        began = {"units": count_units(snapshot.declared_slots), "since": since}
+        lines = [gettext("A counter, which began at %(units)s. It was %(since)s.") % began]
     for holder in snapshot.holders:
         lines.append(f"  {sentence(holder)}")
         if holder.recorded:
-            lines.append(f"    token {holder.token}, since {holder.acquired_at:%Y-%m-%d %H:%M:%S} UTC")
-    for waiter in snapshot.waiters:
-        work = f", {clean(waiter.label)}" if waiter.label else ""
-        by = f", session {waiter.session_id}" if waiter.session_id is not None else ""
-        waiting = count(waiter.waiting, "thread or task", "threads or tasks")
-        lines.append(
-            f"  waiting: {who(waiter)}{work}{by}, {waiting}, for {duration(waiter.age)},"
-            f" wants {count(waiter.take, wanted) if waiter.take else 'all slots'}"
-        )
+            told = {"token": holder.token, "when": f"{holder.acquired_at:%Y-%m-%d %H:%M:%S}"}
+            lines.append("    " + gettext("token %(token)d, since %(when)s UTC") % told)
+    lines += [f"  {_waits(waiter, snapshot)}" for waiter in snapshot.waiters]
     if not snapshot.holders and not snapshot.waiters:
-        lines.append("  Nobody holds it and nobody waits." if snapshot.units is None else "  Nobody waits.")
+        nobody = gettext("Nobody holds it and nobody waits.") if snapshot.units is None else gettext("Nobody waits.")
+        lines.append(f"  {nobody}")
     return lines
+
+
+def _waits(waiter: WaiterSnapshot, snapshot: SemaphoreSnapshot) -> str:
+    """Return one line about a process that waits."""
+    parts = [gettext("waiting: %(who)s") % {"who": who(waiter)}, clean(waiter.label)]
+    if waiter.session_id is not None:
+        parts.append(gettext("session %(session)d") % {"session": waiter.session_id})
+    number = waiter.waiting
+    parts.append(ngettext("%(count)d thread or task", "%(count)d threads or tasks", number) % {"count": number})
+    parts.append(gettext("for %(age)s") % {"age": duration(waiter.age)})
+    counted = count_slots if snapshot.units is None else count_units
+    parts.append(wants(counted(waiter.take) if waiter.take else gettext("all slots")))
+    return ", ".join(filter(None, parts))
+
+
+def wants(what: str) -> str:
+    """Return what a waiter asks for."""
+    return gettext("wants %(what)s") % {"what": what}
 
 
 def plan(purge: PurgePlan) -> list[str]:
@@ -171,14 +278,34 @@ def plan(purge: PurgePlan) -> list[str]:
     lines = []
     if purge.slots:
         leases = any(holder.lease_left is not None for holder in purge.slots)
-        why = "the lease has run out" if leases else "the session has ended"
-        lines.append(f"To be freed, as {why} ({count(len(purge.slots), 'slot')}):")
+        number = len(purge.slots)
+        told = (
+            ngettext(
+                "To be freed, as the lease has run out (%(count)d slot):",
+                "To be freed, as the lease has run out (%(count)d slots):",
+                number,
+            )
+            if leases
+            else ngettext(
+                "To be freed, as the session has ended (%(count)d slot):",
+                "To be freed, as the session has ended (%(count)d slots):",
+                number,
+            )
+        )
+        lines.append(told % {"count": number})
         lines += [f"  {sentence(holder)}" for holder in purge.slots]
     if purge.pending:
-        lines.append("Left alone, as the lease still runs although the holder seems gone:")
-        lines += [f"  {sentence(holder)}: to be purged in {lease(holder)}" for holder in purge.pending]
+        lines.append(gettext("Left alone, as the lease still runs although the holder seems gone:"))
+        later = gettext("%(holder)s: to be purged in %(lease)s")
+        lines += ["  " + later % {"holder": sentence(each), "lease": lease(each)} for each in purge.pending]
     if purge.names:
-        lines.append(f"To be deleted, as nobody uses it ({count(len(purge.names), 'name')}):")
+        number = len(purge.names)
+        told = ngettext(
+            "To be deleted, as nobody uses it (%(count)d name):",
+            "To be deleted, as nobody uses it (%(count)d names):",
+            number,
+        )
+        lines.append(told % {"count": number})
         lines += [f"  {clean(snapshot.name)}: {last_granted(snapshot)}" for snapshot in purge.names]
     return lines
 
@@ -192,21 +319,31 @@ def only_stale(snapshot: SemaphoreSnapshot) -> SemaphoreSnapshot:
 def last_granted(snapshot: SemaphoreSnapshot) -> str:
     """Return how long ago a slot was granted, or a count changed."""
     if snapshot.units is not None:
-        return f"changed {duration(snapshot.idle or 0.0)} ago"
-    return "never granted" if snapshot.idle is None else f"last granted {duration(snapshot.idle)} ago"
+        return gettext("changed %(age)s ago") % {"age": duration(snapshot.idle or 0.0)}
+    if snapshot.idle is None:
+        return gettext("never granted")
+    return gettext("last granted %(age)s ago") % {"age": duration(snapshot.idle)}
 
 
 def headers(snapshots: Iterable[SemaphoreSnapshot]) -> tuple[str, ...]:
     """Return the table's headers: the last column is what ends a hold, a lease or a database session."""
     holders = [holder for snapshot in snapshots for holder in snapshot.holders]
     sessions = any(holder.lease_left is None for holder in holders)
-    return (*HEADERS[:-1], "SESSION") if sessions else HEADERS
+    return (
+        pgettext("column", "NAME"),
+        pgettext("column", "SLOT"),
+        pgettext("column", "STATE"),
+        pgettext("column", "HOLDER"),
+        pgettext("column", "WORK"),
+        pgettext("column", "USER"),
+        pgettext("column", "AGE"),
+        pgettext("column", "SESSION") if sessions else pgettext("column", "LEASE LEFT"),
+    )
 
 
-def rows(snapshots: Iterable[SemaphoreSnapshot]) -> list[tuple[str, ...]]:
+def rows(snapshots: Iterable[SemaphoreSnapshot]) -> list[TableLine]:
     """Return the table's rows: the holders and then the waiters of each name."""
-    found = [row for snapshot in snapshots for row in (*_holder_rows(snapshot), *_waiter_rows(snapshot))]
-    return cleaned(found)
+    return [row for snapshot in snapshots for row in (*_holder_rows(snapshot), *_waiter_rows(snapshot))]
 
 
 def cleaned(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -214,41 +351,47 @@ def cleaned(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [tuple(clean(cell) or "-" for cell in row) for row in rows]
 
 
-def _holder_rows(snapshot: SemaphoreSnapshot) -> list[tuple[str, ...]]:
+def _holder_rows(snapshot: SemaphoreSnapshot) -> list[TableLine]:
     return [
-        (
+        _row(
             holder.name,
             f"{holder.place}/{snapshot.slots}",
-            " ".join(filter(None, (state(holder), snapshot.role(holder)))),
+            " ".join(filter(None, (state(holder), word(snapshot.role(holder))))),
             who(holder),
             holder.label,
             holder.user,
             duration(holder.age) if holder.recorded else "",
             str(holder.session_id or "") if holder.lease_left is None else lease(holder),
+            warns=holder.state is SlotState.STALE,
         )
         for holder in snapshot.holders
     ]
 
 
-def _waiter_rows(snapshot: SemaphoreSnapshot) -> list[tuple[str, ...]]:
+def _waiter_rows(snapshot: SemaphoreSnapshot) -> list[TableLine]:
     return [
-        (
+        _row(
             waiter.name,
-            "" if waiter.take == 1 else f"wants {waiter.take or 'all'}",
+            "" if waiter.take == 1 else wants(str(waiter.take or gettext("all"))),
             " ".join(
-                filter(None, ("waiting", f"x{waiter.waiting}" if waiter.waiting > 1 else "", snapshot.role(waiter)))
+                filter(
+                    None,
+                    (
+                        pgettext("state", "waiting"),
+                        f"x{waiter.waiting}" if waiter.waiting > 1 else "",
+                        word(snapshot.role(waiter)),
+                    ),
+                )
             ),
             who(waiter),
             waiter.label,
             waiter.user,
             duration(waiter.age),
             str(waiter.session_id or ""),
+            warns=False,
         )
         for waiter in snapshot.waiters
     ]
-
-
-_TEMPLATE_HEADERS: Final = ("TEMPLATE", "NAMES", "HELD", "WAITING", "REFUSED", "LONGEST HOLD", "TROUBLE")
 
 
 def template_table(templates: Iterable[TemplateSnapshot]) -> list[str]:
@@ -261,20 +404,28 @@ def template_table(templates: Iterable[TemplateSnapshot]) -> list[str]:
             str(each.waiting or ""),
             str(each.turned_away or ""),
             duration(each.longest_hold) if each.longest_hold else "",
-            ", ".join(f"{count} {word}" for word, count in each.trouble.items()),
+            ", ".join(f"{count} {word(trouble)}" for trouble, count in each.trouble.items()),
         )
         for each in templates
     ]
-    return table(cleaned(body), _TEMPLATE_HEADERS, fit=False)
+    head = (
+        pgettext("column", "TEMPLATE"),
+        pgettext("column", "NAMES"),
+        pgettext("column", "HELD"),
+        pgettext("column", "WAITING"),
+        pgettext("column", "REFUSED"),
+        pgettext("column", "LONGEST HOLD"),
+        pgettext("column", "TROUBLE"),
+    )
+    return table(cleaned(body), head, fit=False)
 
 
-def table(body: Sequence[tuple[str, ...]], head: Sequence[str] = HEADERS, *, fit: bool) -> list[str]:
-    """Return aligned lines; with ``fit`` they are cut to the width of the terminal."""
+def table(body: Sequence[tuple[str, ...]], head: tuple[str, ...], *, fit: bool) -> list[str]:
+    """Return aligned lines; with ``fit`` those of ``rows()`` are cut to the width of the terminal."""
     lines = [head, *body]
     widths = [max(_width(line[index]) for line in lines) for index in range(len(head))]
     excess = sum(widths) + 2 * (len(widths) - 1) - shutil.get_terminal_size().columns if fit else 0
-    for header, least in SHRINKING.items():
-        index = HEADERS.index(header)
+    for index, least in SHRINKING.items() if fit else ():
         give = max(0, min(excess, widths[index] - least))
         widths[index] -= give
         excess -= give
@@ -323,16 +474,13 @@ def _csv(snapshot: SemaphoreSnapshot, someone: HolderSnapshot | WaiterSnapshot, 
     }  # fmt: skip
 
 
-_REFRESH_HEADERS: Final = ("REFRESHED VALUE", "BUILT", "BY", "WORK", "TOOK", "EVERY", "DUE")
-
-
 def refresh_table(refreshes: Iterable[RefreshSnapshot]) -> list[str]:
     """Return a table of when each value was built last, by whom, how long that took, and when it is due."""
     body = [
         (
             each.name,
-            "never" if each.age is None else f"{duration(each.age)} ago",
-            f"{each.host} pid {each.pid} {each.thread}".strip() if each.age is not None else "",
+            pgettext("built", "never") if each.age is None else ago(each.age),
+            process(each.host, each.pid, each.thread) if each.age is not None else "",
             each.label,
             "" if each.took is None else duration(each.took),
             duration(each.period),
@@ -342,13 +490,26 @@ def refresh_table(refreshes: Iterable[RefreshSnapshot]) -> list[str]:
     ]
     if not body:
         return []
-    return ["", *table(cleaned(body), _REFRESH_HEADERS, fit=False)]
+    head = (
+        pgettext("column", "REFRESHED VALUE"),
+        pgettext("column", "BUILT"),
+        pgettext("column", "BY"),
+        pgettext("column", "WORK"),
+        pgettext("column", "TOOK"),
+        pgettext("column", "EVERY"),
+        pgettext("column", "DUE"),
+    )
+    return ["", *table(cleaned(body), head, fit=False)]
 
 
 def due(refresh: RefreshSnapshot) -> str:
     """Return when the next caller rebuilds it."""
-    when = f"in {duration(refresh.due_in)}" if refresh.due_in else "now"
-    return when if refresh.failed is None else f"{when}, failed {duration(refresh.failed)} ago"
+    told = {"length": duration(refresh.due_in), "failed": duration(refresh.failed or 0.0)}
+    if refresh.failed is None:
+        return gettext("in %(length)s") % told if refresh.due_in else pgettext("due", "now")
+    if refresh.due_in:
+        return gettext("in %(length)s, failed %(failed)s ago") % told
+    return gettext("now, failed %(failed)s ago") % told
 
 
 def as_json(

@@ -223,11 +223,11 @@ def test_table_fits_the_terminal(monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     row = ("n" * 30, "1/3", "held", "some-host.example pid 1 MainThread", "w" * 90, "ann", "10 s", "50 s")
     wide = ("名前", "1/3", "held", "h", "w", "u", "1 s", "1 s")
-    _header, first, second = output.table([row, wide], fit=True)
+    _header, first, second = output.table([row, wide], output.headers(()), fit=True)
     assert len(first) <= 80
     assert first.count("…") >= 1
     assert second.startswith("名前" + " " * 8)
-    assert len(output.table([row], fit=False)[1]) > 120
+    assert len(output.table([row], output.headers(()), fit=False)[1]) > 120
 
 
 def test_show(database: str, capsys: Any) -> None:

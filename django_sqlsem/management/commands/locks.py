@@ -9,6 +9,7 @@ import sys
 from typing import Any, Final
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.utils.translation import gettext, gettext_lazy
 
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.management import arguments, verbs
@@ -23,7 +24,7 @@ _FOR_ALL: Final = ("-h", "--help", "help", "--version", "version")
 class Command(BaseCommand):
     """Operate the semaphores of one database."""
 
-    help = (
+    help = gettext_lazy(  # type: ignore[assignment]  # Django takes texts that are looked up later, its stubs do not
         "Shows who holds and who waits for semaphores, cleans up after the dead, and runs commands under a semaphore."
     )
     requires_system_checks = ()  # it must serve at night, when something is wrong
@@ -34,7 +35,7 @@ class Command(BaseCommand):
         """Look which verb is called: without one, the first. End quietly if nobody reads on."""
         begins = argv[2:3]
         if not begins or (begins[0].startswith("-") and not {*verbs.VERBS, *_FOR_ALL} & set(argv)):
-            argv = [*argv[:2], verbs.VERBS[0], *argv[2:]]
+            argv = [*argv[:2], verbs.ALONE, *argv[2:]]
         self._called = next((verb for verb in verbs.VERBS if argv[2:3] == [verb]), None)
         try:
             try:
@@ -47,20 +48,21 @@ class Command(BaseCommand):
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         """Add the exit codes to the help."""
-        kwargs = {"epilog": arguments.EPILOG, "formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs
+        kwargs = {"epilog": arguments.epilog(), "formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs
         return super().create_parser(prog_name, subcommand, **kwargs)
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Declare one sub-command per verb."""
         usual = [action for action in parser._actions if action.option_strings and action.dest not in _FOR_ALL]
         parsers = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=arguments.LocksParser)
-        shared: dict[str, Any] = {"epilog": arguments.EPILOG, "formatter_class": parser.formatter_class}
+        shared: dict[str, Any] = {"epilog": arguments.epilog(), "formatter_class": parser.formatter_class}
         for name in verbs.VERBS:
             if self._called not in (None, name):
                 parsers.add_parser(name)
                 continue
             verb = verbs.load(name)
-            sub = parsers.add_parser(name, help=verb.__doc__, description=verb.__doc__, **shared)
+            told = gettext(verbs.VERBS[name])
+            sub = parsers.add_parser(name, help=told, description=told, **shared)
             arguments.add_database(sub)
             verb.add_arguments(sub)
             arguments.add_usual(sub, usual)
@@ -68,15 +70,16 @@ class Command(BaseCommand):
     def handle(self, *, verb: str | None, **options: Any) -> None:
         """Do what the verb says."""
         if verb is None:  # from ``call_command("locks")``
-            verb = verbs.VERBS[0]
+            verb = verbs.ALONE
             options |= vars(self.create_parser("manage.py", "locks").parse_args([verb]))
             del options["verb"]
         if options["command"] and verb != "run":
-            raise CommandError(f"locks {verb} takes no command: {shlex.join(options['command'])}", returncode=2)
+            told = {"verb": verb, "command": shlex.join(options["command"])}
+            raise CommandError(gettext("locks %(verb)s takes no command: %(command)s") % told, returncode=2)
         try:
             verbs.load(verb).handle(Console(self), **options)
         except BackendError as error:
             raise CommandError(str(error)) from error
         except KeyboardInterrupt:
-            self.stderr.write("Interrupted.")
+            self.stderr.write(gettext("Interrupted."))
             sys.exit(130)

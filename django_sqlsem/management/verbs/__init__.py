@@ -1,6 +1,6 @@
 """The verbs of ``manage.py locks``, a module each.
 
-A verb's docstring is its help; ``add_arguments`` declares what it takes, and ``handle`` does it.
+``add_arguments`` declares what a verb takes, and ``handle`` does it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,32 @@ from __future__ import annotations
 import importlib
 from typing import Any, Final
 
-VERBS: Final = ("list", "show", "waits", "purge", "revoke", "stop", "drain", "set", "doctor", "sql", "run")
+from django.utils.translation import gettext_noop
+
+#: The verbs, in the order of the help, and what it says of each.
+VERBS: Final = {
+    "list": gettext_noop(
+        "Lists who holds and who waits, and the names that are idle; those that one template has made as one line."
+    ),
+    "show": gettext_noop("Shows all about one semaphore."),
+    "waits": gettext_noop(
+        "Shows who waits for what while holding what, and the deadlocks; ends with 1 if there is one."
+    ),
+    "purge": gettext_noop(
+        "Frees slots whose lease has run out, or whose session has ended. Never touches a live holder."
+    ),
+    "revoke": gettext_noop("Takes slots away from their holders, live ones too. They learn that their permit is lost."),
+    "stop": gettext_noop("Asks holders to stop. Nothing is taken from them: they decide when they leave."),
+    "drain": gettext_noop("Grants nothing more until it is resumed, and asks all holders to stop."),
+    "set": gettext_noop("Sets the number of slots, or stops and resumes granting."),
+    "doctor": gettext_noop("Examines the settings and each database that keeps locks, and says what it finds."),
+    "sql": gettext_noop("SQL Server: prints the stored procedures with which programs without Django join semaphores."),
+    "run": gettext_noop(
+        "Runs a command under a semaphore. It gets SIGTERM, SIGINT and SIGHUP, and is stopped if the permit is lost."
+    ),
+}
+#: What ``manage.py locks`` alone does.
+ALONE: Final = "list"
 
 
 def load(verb: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from django.core.management.base import CommandError, CommandParser
 from django.db import close_old_connections
+from django.utils.translation import gettext, ngettext
 
 from django_sqlsem import control, queries
 from django_sqlsem.core.durations import UNSET, Unset
@@ -21,7 +22,7 @@ _LOOK_EVERY: Final = 0.5
 
 def add_arguments(parser: CommandParser) -> None:
     arguments.add_name(parser)
-    told = "wait so long for the holders to leave: 90s, 15m, none (for ever); default: not at all"
+    told = gettext("wait so long for the holders to leave: 90s, 15m, none (for ever); default: not at all")
     parser.add_argument("--wait", metavar="AGE", type=arguments.timeout, default=UNSET, help=told)
     arguments.add_pause(parser)
     arguments.add_reason(parser)
@@ -41,19 +42,28 @@ def handle(
     console.known(name, database)
     shown, by = output.clean(name), console.by
     if not control.drain(name, by=by, using=database, duration=duration, reason=reason):
-        raise CommandError(f"{shown!r} was purged meanwhile.")
-    console.say(f"{shown} is paused, and its holders are asked to stop.")
+        raise CommandError(gettext("%(name)s was purged meanwhile.") % {"name": repr(shown)})
+    console.say(gettext("%(name)s is paused, and its holders are asked to stop.") % {"name": shown})
     left = _wait_for(name, by, 0.0 if isinstance(wait, Unset) else wait, database)
     console.lines(map(output.sentence, left), "  ")
-    still = f"{output.count(len(left), 'holder has', 'holders have')} not left"
     if left and not isinstance(wait, Unset):
-        raise CommandError(f"{still} within {wait:g} s. It stays paused.", returncode=arguments.EXIT_BUSY)
+        told = ngettext(
+            "%(count)d holder has not left within %(seconds)g s. It stays paused.",
+            "%(count)d holders have not left within %(seconds)g s. It stays paused.",
+            len(left),
+        )
+        raise CommandError(told % {"count": len(left), "seconds": wait}, returncode=arguments.EXIT_BUSY)
     if left:
-        console.say(f"{still} yet.")
+        told = ngettext("%(count)d holder has not left yet.", "%(count)d holders have not left yet.", len(left))
+        console.say(told % {"count": len(left)})
     else:
-        console.done("It is drained: nobody holds it.")
-    until = "" if duration is None else f"for {duration_text(duration)}, or "
-    console.say(f"Nothing more is granted {until}until `locks set {shown} --resume`.")
+        console.done(gettext("It is drained: nobody holds it."))
+    verb = f"`locks set {shown} --resume`"
+    if duration is None:
+        console.say(gettext("Nothing more is granted until %(command)s.") % {"command": verb})
+    else:
+        told = gettext("Nothing more is granted for %(length)s, or until %(command)s.")
+        console.say(told % {"length": duration_text(duration), "command": verb})
 
 
 def _wait_for(name: str, by: str, wait: float | None, database: str | None) -> list[HolderSnapshot]:

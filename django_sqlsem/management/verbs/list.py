@@ -10,6 +10,7 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 from django.db import close_old_connections
+from django.utils.translation import gettext, ngettext
 
 from django_sqlsem import queries
 from django_sqlsem.core.durations import parse_duration
@@ -23,19 +24,20 @@ from django_sqlsem.snapshots import SemaphoreSnapshot, TemplateSnapshot
 def _interval(text: str) -> float:
     seconds = parse_duration(text)
     if seconds < 0.1:
-        raise ValueError("watch at most ten times a second: 0.1 or more.")
+        raise ValueError(gettext("watch at most ten times a second: 0.1 or more."))
     return seconds
 
 
 def add_arguments(parser: CommandParser) -> None:
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--stale", action="store_true", help="only slots whose holder seems gone")
-    which.add_argument("--busy", action="store_true", help="only names that are held, waited for or paused")
+    which.add_argument("--stale", action="store_true", help=gettext("only slots whose holder seems gone"))
+    told = gettext("only names that are held, waited for or paused")
+    which.add_argument("--busy", action="store_true", help=told)
     arguments.add_glob(parser)
-    told = "only the names that this template has made, one by one: 'sync:{request.user.pk}'"
+    told = gettext("only the names that this template has made, one by one: 'sync:{request.user.pk}'")
     parser.add_argument("--template", help=told)
     arguments.add_format(parser, "table", "json", "csv")
-    told = "repeat, every 2 s by default"
+    told = gettext("repeat, every 2 s by default")
     parser.add_argument("--watch", metavar="SECONDS", nargs="?", const=2.0, type=_interval, help=told)
 
 
@@ -49,7 +51,8 @@ def handle(console: Console, *, format: str, watch: float | None, **options: Any
             if format == "table":
                 if console.is_terminal:
                     console.stdout.write("\x1b[H\x1b[2J\x1b[3J", ending="")
-                console.say(f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M:%S}, every {watch:g} s")
+                now = f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M:%S}"
+                console.say(gettext("%(now)s, every %(seconds)g s") % {"now": now, "seconds": watch})
             try:
                 _print(console, format, **options, header=turn == 0, indent=None)
             except BackendError as error:  # the database may come back
@@ -87,11 +90,9 @@ def _print(
         if text := output.as_csv(shown, header=header):
             console.say(text)
     else:
-        among = f" among the names of {output.clean(template)!r}" if template else ""
-        among += f" among names like {output.clean(name_glob)!r}" if name_glob else ""
         _print_groups(console, groups)
         if shown or not groups:
-            _print_table(console, shown, found, stale=stale, among=among)
+            _print_table(console, shown, found, stale=stale, among=_among(template, name_glob))
         if not stale and not template:
             console.lines(output.refresh_table(queries.refreshes(name_glob, using=database)))
         console.lines(map(output.clean, queries.notes(using=database)))
@@ -112,17 +113,44 @@ def _print_table(
     body = output.rows(shown)
     idle = [] if stale else output.idle_rows(shown)
     if body or idle:
-        header, *lines = output.table([*body, *idle], output.headers(shown), fit=console.is_terminal)
+        cells = [row.cells for row in (*body, *idle)]
+        header, *lines = output.table(cells, output.headers(shown), fit=console.is_terminal)
         console.heading(header)
         for nth, (line, row) in enumerate(zip(lines, [*body, *idle], strict=True)):
-            warned = console.style.WARNING(line) if row[2].startswith(("stale", "paused")) else line
+            warned = console.style.WARNING(line) if row.warns else line
             console.say(console.dim(line) if nth >= len(body) and warned is line else warned)
         console.say("")
     console.lines(map(output.summary, filter(_is_busy, found)))
     if not body:
-        known = output.count(len(found), "name")
-        nobody = f"Nothing is held and nobody waits{among}: {known} known."
-        console.say(f"Nothing is stale{among}." if stale else nobody)
+        console.say(_nothing(len(found), stale=stale, among=among))
+
+
+def _among(template: str | None, name_glob: str | None) -> str:
+    """Return among which names was looked; nothing: among all."""
+    parts = []
+    if template:
+        parts.append(gettext("among the names of %(template)s") % {"template": repr(output.clean(template))})
+    if name_glob:
+        parts.append(gettext("among names like %(glob)s") % {"glob": repr(output.clean(name_glob))})
+    return " ".join(parts)
+
+
+def _nothing(known: int, *, stale: bool, among: str) -> str:
+    if stale:
+        told = gettext("Nothing is stale %(among)s.") if among else gettext("Nothing is stale.")
+    elif among:
+        told = ngettext(
+            "Nothing is held and nobody waits %(among)s: %(count)d name known.",
+            "Nothing is held and nobody waits %(among)s: %(count)d names known.",
+            known,
+        )
+    else:
+        told = ngettext(
+            "Nothing is held and nobody waits: %(count)d name known.",
+            "Nothing is held and nobody waits: %(count)d names known.",
+            known,
+        )
+    return told % {"count": known, "among": among}
 
 
 def _is_busy(snapshot: SemaphoreSnapshot) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
+from django.utils.translation import gettext
 
 from django_sqlsem import mutex, queries, semaphore
 from django_sqlsem.core import identity
@@ -42,7 +43,7 @@ def _stop_signal(text: str) -> int | None:
         return None
     found = getattr(signal, f"SIG{text.upper().removeprefix('SIG')}", None)
     if not isinstance(found, signal.Signals):
-        raise ValueError(f"{text!r} is no signal: write TERM, INT, USR1, or none.")
+        raise ValueError(gettext("%(text)s is no signal: write TERM, INT, USR1, or none.") % {"text": repr(text)})
     return int(found)
 
 
@@ -50,13 +51,13 @@ def add_arguments(parser: CommandParser) -> None:
     options = "[--slots N] [--timeout AGE] [--stop-signal SIGNAL] [--label TEXT] [--database ALIAS]"
     parser.usage = f"%(prog)s NAME {options} -- COMMAND..."
     arguments.add_name(parser)
-    told = "how many may run; default: as declared, else 1"
+    told = gettext("how many may run; default: as declared, else 1")
     parser.add_argument("--slots", metavar="N", type=arguments.slots, help=told)
-    told = "how long to wait: 0, 90s, none; default: as configured"
+    told = gettext("how long to wait: 0, 90s, none; default: as configured")
     parser.add_argument("--timeout", metavar="AGE", type=arguments.timeout, default=UNSET, help=told)
-    told = "what operators are shown as the work; default: the command and its first word"
+    told = gettext("what operators are shown as the work; default: the command and its first word")
     parser.add_argument("--label", metavar="TEXT", default="", help=told)
-    told = "what the command gets when an operator asks to stop: INT, USR1, none; default: TERM"
+    told = gettext("what the command gets when an operator asks to stop: INT, USR1, none; default: TERM")
     parser.add_argument("--stop-signal", metavar="SIGNAL", type=_stop_signal, default=signal.SIGTERM, help=told)
 
 
@@ -66,7 +67,8 @@ def handle(
 ) -> None:  # fmt: skip
     """Run the command under a permit, and end with its exit code."""
     if not command:
-        raise CommandError("Which command? Write it behind --, as in: locks run nightly -- ./backup.sh", returncode=2)
+        told = gettext("Which command? Write it behind --, as in: locks run nightly -- ./backup.sh")
+        raise CommandError(told, returncode=2)
     known = queries.semaphore(name, using=database)
     if known and known.kind in ONE_SLOT and slots in (None, 1):
         lock = mutex(name, timeout=timeout, using=database)._as(known.kind)
@@ -147,16 +149,23 @@ class _Run:
         while not lost and not ended.wait(_POLL):
             if permit.stop_requested and not asked:
                 asked = True
-                gets = "nothing" if self._stop_signal is None else signal.Signals(self._stop_signal).name
-                say(f"{permit.stop_requested_by} asks the holder of {permit.name!r} to stop: the command gets {gets}.")
+                self._tell_of_stop(permit, say)
                 if self._stop_signal is not None:
                     self._send(self._stop_signal)
             if permit.lost:
                 lost = True
-                say(f"The permit for {permit.name!r} is lost: {permit.lost}. The command is being stopped.")
+                told = gettext("The permit for %(name)s is lost: %(reason)s. The command is being stopped.")
+                say(told % {"name": repr(permit.name), "reason": permit.lost})
                 self._stop(ended)
         code: int = child.returncode if child.returncode >= 0 else 128 - child.returncode
         return code or int(lost)  # a command that ended with 0, but without its permit, has failed
+
+    def _tell_of_stop(self, permit: Permit, say: Callable[[str], object]) -> None:
+        told = gettext("%(by)s asks the holder of %(name)s to stop: the command gets %(signal)s.")
+        if self._stop_signal is None:
+            told = gettext("%(by)s asks the holder of %(name)s to stop: the command gets nothing.")
+        name = "" if self._stop_signal is None else signal.Signals(self._stop_signal).name
+        say(told % {"by": permit.stop_requested_by, "name": repr(permit.name), "signal": name})
 
     def _send(self, number: int) -> bool:
         """Send a signal; return whether there was anyone to get it. Number 0 only asks."""

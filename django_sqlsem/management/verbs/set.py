@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
+from django.utils.translation import gettext
 
 from django_sqlsem import control
 from django_sqlsem.core import durations
@@ -20,10 +21,10 @@ def _slots_or_default(text: str) -> Any:
 def add_arguments(parser: CommandParser) -> None:
     arguments.add_name(parser)
     what = parser.add_mutually_exclusive_group(required=True)
-    told = "a number, or 'default': as in the code"
+    told = gettext("a number, or 'default': as in the code")
     what.add_argument("--slots", metavar="N", type=_slots_or_default, default=UNSET, help=told)
-    what.add_argument("--pause", action="store_true", help="grant nothing more; holders are not disturbed")
-    what.add_argument("--resume", action="store_true", help="grant again")
+    what.add_argument("--pause", action="store_true", help=gettext("grant nothing more; holders are not disturbed"))
+    what.add_argument("--resume", action="store_true", help=gettext("grant again"))
     arguments.add_pause(parser)
     arguments.add_reason(parser)
 
@@ -42,7 +43,7 @@ def handle(
 ) -> None:
     """Change one semaphore."""
     if duration is not None and not pause:
-        raise CommandError("--for is of a pause: give --pause too.", returncode=2)
+        raise CommandError(gettext("--for is of a pause: give --pause too."), returncode=2)
     who: dict[str, Any] = {"by": console.by, "using": database, "reason": reason}
     try:
         if pause:
@@ -55,10 +56,12 @@ def handle(
         raise CommandError(str(error)) from error
     snapshot = console.known(name, database)
     if not done:
-        raise CommandError(f"{output.clean(name)!r} was purged meanwhile.")
+        raise CommandError(gettext("%(name)s was purged meanwhile.") % {"name": repr(output.clean(name))})
     console.done(output.summary(snapshot))
     if snapshot.held > snapshot.slots:
-        console.say("No holder is interrupted; nothing is granted until fewer are held.")
+        console.say(gettext("No holder is interrupted; nothing is granted until fewer are held."))
     if pause:
-        until = "until `--resume`" if duration is None else f"for {durations.duration(duration)}, or until `--resume`"
-        console.say(f"Nothing more is granted {until}; holders are not disturbed.")
+        told = gettext("Nothing more is granted until `--resume`; holders are not disturbed.")
+        if duration is not None:
+            told = gettext("Nothing more is granted for %(length)s, or until `--resume`; holders are not disturbed.")
+        console.say(told % {"length": durations.duration(duration or 0.0)})

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
+from django.utils.translation import gettext
 
 from django_sqlsem import control
 from django_sqlsem.management import arguments
@@ -17,8 +18,8 @@ _PROCEDURE = re.compile(r"^(?:ALTER|DROP) PROCEDURE (?:IF EXISTS )?(\w+\.(?!inte
 
 def add_arguments(parser: CommandParser) -> None:
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--apply", action="store_true", help="install them")
-    what.add_argument("--drop", action="store_true", help="remove them")
+    what.add_argument("--apply", action="store_true", help=gettext("install them"))
+    what.add_argument("--drop", action="store_true", help=gettext("remove them"))
     arguments.add_noinput(parser)
 
 
@@ -26,12 +27,15 @@ def handle(console: Console, *, apply: bool, drop: bool, interactive: bool, data
     """Print a script for sqlcmd or Management Studio; or say what will be done, ask, and do it."""
     batches = control.procedures(drop=drop, using=database)
     if not batches:
-        raise CommandError("Nothing to do: these are for semaphores on SQL Server's application locks.")
+        raise CommandError(gettext("Nothing to do: these are for semaphores on SQL Server's application locks."))
     if not apply and not drop:
         console.say("\nGO\n".join(batch.rstrip("\n") for batch in (*batches, "")))
         return
     names = ", ".join(sorted(_PROCEDURE.findall("\n".join(batches))))
-    console.say(f"To be {'removed from' if drop else 'installed in'} the database: {names}.")
+    told = gettext("To be installed in the database: %(names)s.")
+    if drop:
+        told = gettext("To be removed from the database: %(names)s.")
+    console.say(told % {"names": names})
     if console.agreed(interactive):
         control.change_procedures(drop=drop, by=console.by, using=database)
-        console.done("Removed." if drop else "Installed.")
+        console.done(gettext("Removed.") if drop else gettext("Installed."))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
+from django.utils.translation import gettext, ngettext
 
 from django_sqlsem import control
 from django_sqlsem.exceptions import BackendError, SemaphoreError
@@ -15,7 +16,8 @@ from django_sqlsem.management.console import Console
 def add_arguments(parser: CommandParser) -> None:
     arguments.add_name(parser)
     arguments.add_slot(parser)
-    parser.add_argument("--token", metavar="TOKEN", type=int, help="only if its holder still has this token")
+    told = gettext("only if its holder still has this token")
+    parser.add_argument("--token", metavar="TOKEN", type=int, help=told)
     arguments.add_reason(parser)
 
 
@@ -24,7 +26,7 @@ def handle(
 ) -> None:
     """Ask the holders, and say whom."""
     if token is not None and slot is None:
-        raise CommandError("A token belongs to a slot: give --slot too.", returncode=2)
+        raise CommandError(gettext("A token belongs to a slot: give --slot too."), returncode=2)
     console.known(name, database)
     try:
         asked = control.request_stop(name, slot, token, by=console.by, using=database, reason=reason)
@@ -34,10 +36,12 @@ def handle(
         raise CommandError(output.clean(str(error))) from error
     which = output.which(name, slot)
     if asked:
-        console.done(f"Asked to stop ({output.count(len(asked), 'holder')}):")
+        told = ngettext("Asked to stop (%(count)d holder):", "Asked to stop (%(count)d holders):", len(asked))
+        console.done(told % {"count": len(asked)})
         console.lines(map(output.sentence, asked), "  ")
-        console.say("Nothing was taken from them: they keep their slots until they leave.")
+        console.say(gettext("Nothing was taken from them: they keep their slots until they leave."))
     elif token is not None:
-        raise CommandError(f"{token} is not the token of {which} any more: the holder of now was not asked.")
+        told = gettext("%(token)d is not the token of %(which)s any more: the holder of now was not asked.")
+        raise CommandError(told % {"token": token, "which": which})
     else:
-        console.say(f"Nobody holds {which}: no holder was asked.")
+        console.say(gettext("Nobody holds %(which)s: no holder was asked.") % {"which": which})

@@ -8,20 +8,23 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from django.core.management.base import CommandParser
+from django.utils.translation import gettext, pgettext, pgettext_lazy
 
 from django_sqlsem import queries, serialize
-from django_sqlsem.core.durations import duration
 from django_sqlsem.core.modes import UPDATE, UPGRADE, WHOLE
 from django_sqlsem.management import arguments, output
 from django_sqlsem.management.console import Console
 from django_sqlsem.snapshots import WaitSnapshot
 
-_HEADERS: Final = ("WAITS FOR", "AS", "SINCE", "PROCESS", "WORK", "USER", "HOLDS", "HELD BY")
 #: What JSON tells of a holder.
 HOLDER_FIELDS: Final = (
     "name", "slot", "slots", "mode", "token", "host", "pid", "thread", "label", "user", "acquired_at", "age",
 )  # fmt: skip
-_AS: Final = {WHOLE: "all of it", UPDATE: "upgradable", UPGRADE: "upgrade"}
+_AS: Final = {
+    WHOLE: pgettext_lazy("waits for", "all of it"),
+    UPDATE: pgettext_lazy("waits for", "upgradable"),
+    UPGRADE: pgettext_lazy("waits for", "upgrade"),
+}
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -36,26 +39,46 @@ def handle(console: Console, *, format: str, database: str | None, **_: Any) -> 
         console.say(serialize.as_json({"waits": _plain(found), "deadlocks": told}))
     else:
         body = output.cleaned(map(_row, found))
-        console.lines(output.table(body, _HEADERS, fit=False) if body else ())
+        console.lines(output.table(body, _headers(), fit=False) if body else ())
         if not found:
-            console.say("Nobody waits while holding something else.")
+            console.say(gettext("Nobody waits while holding something else."))
         for deadlock in deadlocks:
-            console.say(console.style.ERROR(output.clean(f"Deadlock: {deadlock}.")))
+            sentence = gettext("Deadlock: %(waits)s.") % {"waits": deadlock}
+            console.say(console.style.ERROR(output.clean(sentence)))
     if deadlocks:
         sys.exit(1)
+
+
+def _headers() -> tuple[str, ...]:
+    return (
+        pgettext("column", "WAITS FOR"),
+        pgettext("column", "AS"),
+        pgettext("column", "SINCE"),
+        pgettext("column", "PROCESS"),
+        pgettext("column", "WORK"),
+        pgettext("column", "USER"),
+        pgettext("column", "HOLDS"),
+        pgettext("column", "HELD BY"),
+    )
 
 
 def _row(wait: WaitSnapshot) -> tuple[str, ...]:
     return (
         wait.name,
-        _AS.get(wait.mode) or (f"{wait.take} slots" if wait.take != 1 else "slot"),
-        f"{duration(wait.age)} ago",
-        f"{wait.host} pid {wait.pid} {wait.thread}".strip(),
+        _what(wait),
+        output.ago(wait.age),
+        output.process(wait.host, wait.pid, wait.thread),
         wait.label,
         wait.user,
         wait.holds_text,
         wait.held_by_text,
     )
+
+
+def _what(wait: WaitSnapshot) -> str:
+    if wait.mode in _AS:
+        return str(_AS[wait.mode])
+    return pgettext("waits for", "slot") if wait.take == 1 else output.count_slots(wait.take)
 
 
 def _plain(waits: Sequence[WaitSnapshot]) -> list[dict[str, Any]]:
