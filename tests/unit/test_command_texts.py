@@ -20,9 +20,34 @@ SOURCES = Path(django_sqlsem.__file__).parent / "management"
 KEYWORDS = {"gettext": None, "gettext_lazy": None, "gettext_noop": None, "ngettext": (1, 2), "pgettext": ((1, "c"), 2)}
 KEYWORDS["pgettext_lazy"] = KEYWORDS["pgettext"]
 #: What is not a text but data of the tests, an argument, a unit, or argparse's own.
-NOT_TEXTS = set(
-    ["reports", "web", "pid", "MainThread", "GET", "ann", "host", "min", "sync", "request", "user", "pk", "worker", "UTC", "ops", "night", "locks", "set", "resume", "show", "list", "other", "manage", "py", "bob", "wait"]
-)
+NOT_TEXTS = {
+    "reports",
+    "web",
+    "pid",
+    "MainThread",
+    "GET",
+    "ann",
+    "host",
+    "min",
+    "sync",
+    "request",
+    "user",
+    "pk",
+    "worker",
+    "UTC",
+    "ops",
+    "night",
+    "locks",
+    "set",
+    "resume",
+    "show",
+    "list",
+    "other",
+    "manage",
+    "py",
+    "bob",
+    "wait",
+}
 
 
 def foreign(text: str) -> str:
