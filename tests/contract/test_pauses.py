@@ -74,11 +74,11 @@ def test_a_pause_ends_by_itself_and_who_waits_is_served(database, kind):
 
 @pytest.mark.rows_only("row grants")
 def test_a_release_hands_on_again_when_the_pause_is_over(lock, database):
-    one, two = lock.acquire(), None
+    one, leave = lock.acquire(), threading.Event()
 
     def hold_the_other():
-        nonlocal two
-        two = lock.acquire()
+        with lock:
+            leave.wait(60)
 
     thread = threading.Thread(target=hold_the_other)
     thread.start()
@@ -86,14 +86,18 @@ def test_a_release_hands_on_again_when_the_pause_is_over(lock, database):
     control.pause("paused", by="ann", duration=0.3, using=database)
     wait_until(lambda: not known(database).paused)
     got = []
-    waiter = threading.Thread(target=lambda: got.append(lock.acquire()))
+
+    def take_one():
+        with lock as permit:
+            got.append(permit.slot)
+
+    waiter = threading.Thread(target=take_one)
     waiter.start()
     wait_until(lambda: known(database).waiting == 1)
     one.release()
     waiter.join(20)
-    assert got
-    got[0].release()
-    two.release()
+    assert got == [1]
+    leave.set()
     thread.join()
 
 
