@@ -25,8 +25,9 @@ from tests.support.databases import ROOT
 LANGUAGES = {
     "console": "below, and in test_docs.py",
     "html": "test_busy.py, tests/places/test_frameworks.py",
+    "py": "test_tutorial.py",
     "python": "below",
-    "sh": "test_other_languages.py, test_hostile_requests.py",
+    "sh": "test_other_languages.py, test_hostile_requests.py, test_tutorial.py",
     "sql": "test_tsql_lint.py",
     "text": "",
     "": "",
@@ -71,9 +72,11 @@ class Operator(io.StringIO):
 @pytest.fixture
 def site(committed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A project in which the names of the documentation are in use, and an operator who says yes."""
-    script = tmp_path / "backup.sh"
-    script.write_text("#!/bin/sh\nexit 0\n", encoding="utf-8")
-    script.chmod(0o755)
+    for name in ("backup.sh", "deploy.sh"):
+        script = tmp_path / name
+        script.write_text("#!/bin/sh\nexit 0\n", encoding="utf-8")
+        script.chmod(0o755)
+    semaphore("provider", slots=5).acquire().release()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", Operator())
     with contextlib.ExitStack() as stack:
