@@ -44,12 +44,15 @@ $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 
+# pip 25.1 is the first that knows dependency groups.
 $(DEV): pyproject.toml | $(BIN)/pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --editable . --group dev
 	@touch $@
 
 $(DEMO): pyproject.toml | $(BIN)/pip
-	$(BIN)/python -m pip install --quiet --editable '.[demo]'
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --editable . --group demo
 	@touch $@
 
 deps: $(DEV)
@@ -71,6 +74,7 @@ lint: $(DEV)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
 	$(BIN)/python manage.py makemigrations --check --dry-run
 	$(MAKE) docs
 

@@ -63,7 +63,7 @@ def adds_only(operation):
     if isinstance(operation, migrations.AlterModelOptions):  # it changes no table
         return True
     if isinstance(operation, migrations.RunPython):  # stored procedures, whose last version stays beside the new one
-        return operation.code.__module__.endswith("0004_procedures") and operation.reversible
+        return operation.code.__module__.endswith("0002_procedures") and operation.reversible
     return isinstance(operation, (migrations.AddConstraint, migrations.AddIndex, migrations.CreateModel))
 
 
@@ -126,6 +126,19 @@ def test_the_core_needs_django_only():
     assert [re.split(r"\W", requirement)[0] for requirement in project["dependencies"]] == ["Django"]
 
 
-def test_every_extra_of_the_demo_is_in_dev():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    assert set(extras["demo"]) <= set(extras["dev"])
+def test_every_requirement_of_the_demo_is_in_dev():
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+    assert set(groups["demo"]) <= set(groups["dev"])
+
+
+def test_the_readme_of_the_index_has_no_relative_link():
+    """As the build makes it: the index has none of the files beside it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    hook = project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    for each in hook["substitutions"]:
+        text = re.sub(each["pattern"], each["replacement"], text)
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(links) > 10
+    assert [link for link in links if not link.startswith("https://")] == []

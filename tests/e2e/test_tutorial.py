@@ -42,7 +42,9 @@ class Reader:
             name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "SQLSEM", "DJANGO"))
         }
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        self.environment = kept | {"PATH": path, "PYTHONPATH": str(ROOT), "DJANGO_SUPERUSER_PASSWORD": "tutorial"}
+        self.environment = kept | {"PATH": path, "DJANGO_SUPERUSER_PASSWORD": "tutorial"}
+        if not os.environ.get("SQLSEM_TUTORIAL_INSTALLED"):
+            self.environment["PYTHONPATH"] = str(ROOT)
 
     def follow(self, language: str, text: str) -> None:
         if language == "py":

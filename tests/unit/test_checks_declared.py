@@ -156,11 +156,11 @@ def test_a_forgotten_migrate(committed: None, monkeypatch: Any) -> None:
 
     assert said() == []
     with connections["default"].cursor() as cursor:
-        cursor.execute("DELETE FROM django_migrations WHERE app = 'sqlsem' AND name = '0005_permissions'")
+        cursor.execute("DELETE FROM django_migrations WHERE app = 'sqlsem' AND name = '0002_procedures'")
         try:
             [message] = said()
             assert message.startswith("sqlsem.W026 No lock can be had in the database 'default'. Migrations have not")
-            assert "0005_permissions" in message
+            assert "0002_procedures" in message
             assert list(check_tables(None, [])) == []
             monkeypatch.setattr(sys, "argv", ["manage.py", "migrate"])
             assert said() == []  # it is about to be done

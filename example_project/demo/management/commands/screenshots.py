@@ -46,7 +46,7 @@ class Command(BaseCommand):
         try:
             from playwright.sync_api import sync_playwright
         except ImportError as error:
-            raise CommandError("Playwright is needed: pip install -e '.[dev]'.") from error
+            raise CommandError("Playwright is needed: make deps.") from error
         names = ("chromium", "chromium-browser", "google-chrome")
         program = options["chromium"] or next(filter(None, map(shutil.which, names)), None)
         if program is None:

@@ -19,6 +19,6 @@ class Migration(migrations.Migration):
     # In a transaction an altered procedure would keep its callers out until the end, those who give back included.
     atomic = False
 
-    dependencies = [("sqlsem", "0003_template")]
+    dependencies = [("sqlsem", "0001_initial")]
 
     operations = [migrations.RunPython(create, remove)]
