@@ -99,14 +99,14 @@ class Request:
     #: How many may wait for the name already, over all processes, if it is to wait too; ``None``: any number.
     max_waiting: int | None = None
     #: Whether it is refused at once while the name is paused.
-    heeds_pause: bool = False
+    refused_if_paused: bool = False
     #: The decorator's name before the call's arguments filled it in; empty for any other name.
     template: str = ""
 
     @property
     def bounded(self) -> bool:
         """Whether it may be turned away instead of waiting."""
-        return self.heeds_pause or self.max_waiting is not None
+        return self.refused_if_paused or self.max_waiting is not None
 
     @property
     def lock_mode(self) -> str:
@@ -208,7 +208,7 @@ class Crowd:
     ) -> Crowd | None:
         """Return why this request is turned away where the name stands like that; ``None``: it may wait."""
         full = request.max_waiting is not None and waiting >= request.max_waiting
-        if not (full or (paused and request.heeds_pause)):
+        if not (full or (paused and request.refused_if_paused)):
             return None
         return cls(paused, waiting, resumes_in, slots, usual_hold)
 

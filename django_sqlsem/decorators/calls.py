@@ -76,7 +76,7 @@ class Call:
             if self.request is not None and isinstance(semaphore.timeout, Unset):
                 setting = conf.config().view_max_waiting
                 most = _most_waiting(waits_in_thread) if isinstance(setting, str) else setting
-        return Bound(most, heeds_pause=timeout is not None)
+        return Bound(most, refused_if_paused=timeout is not None)
 
     def policy(self, semaphore: Semaphore) -> Any:
         """Return what becomes of this call when it is busy: a status, ``"raise"``, ``"skip"``, ``"retry"``, a callable.

@@ -48,7 +48,7 @@ class Bound(NamedTuple):
     #: How many may wait already; ``None``: any number.
     max_waiting: int | None = None
     #: Whether it does not wait for a name that is paused.
-    heeds_pause: bool = False
+    refused_if_paused: bool = False
 
 
 def turned_away(name: str, timeout: float | None, crowd: Crowd) -> AcquireTimeoutError:

@@ -323,7 +323,7 @@ class Semaphore:
             rank=rank if keeper.backend.keeps_ranks else "",
             durable=settings.durable if self.durable is None else self.durable,
             max_waiting=bound.max_waiting,
-            heeds_pause=bound.heeds_pause,
+            refused_if_paused=bound.refused_if_paused,
             template=self.template if self.template != self.name else "",
         )
 
