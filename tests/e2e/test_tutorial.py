@@ -41,9 +41,12 @@ class Reader:
         kept = {
             name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "SQLSEM", "DJANGO"))
         }
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        installed = os.environ.get(
+            "SQLSEM_TUTORIAL_BIN", ""
+        )  # of an environment that has a wheel, instead of the checkout
+        path = os.pathsep.join([installed or str(Path(sys.executable).parent), os.environ["PATH"]])
         self.environment = kept | {"PATH": path, "DJANGO_SUPERUSER_PASSWORD": "tutorial"}
-        if not os.environ.get("SQLSEM_TUTORIAL_INSTALLED"):
+        if not installed:
             self.environment["PYTHONPATH"] = str(ROOT)
 
     def follow(self, language: str, text: str) -> None:
