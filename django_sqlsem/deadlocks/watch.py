@@ -177,7 +177,7 @@ class DeadlockWatch(Chore):
 
     def queued(self, acquisition: Acquisition) -> None:
         """Watch a wait from now on, if its caller holds something: any other keeps nobody waiting."""
-        if acquisition.caller is None or not acquisition.caller.beside:
+        if next(callers.held_beside(acquisition), None) is None:
             return
         if acquisition.request.resource.kind == COUNTER or config(self._alias).deadlocks == "ignore":
             return  # anybody may add units
@@ -276,15 +276,15 @@ class DeadlockWatch(Chore):
 
     def _permits(self, acquisition: Acquisition) -> str:
         """Return what the thread or task holds at this moment, as the row says it."""
-        found: list[Acquisition] = []
-        for ref in acquisition.caller.beside if acquisition.caller is not None else ():
-            other = ref()
-            # What is kept by another database, was handed to somebody else or has been given back does not count.
-            if other is None or other.keeper is not self._keeper or other.caller is None or not callers.is_held(other):
-                continue
+        found: dict[str, str] = {}
+        for other in callers.held_beside(acquisition):
+            if other.keeper is not self._keeper or not callers.is_held(other):
+                continue  # it is kept by another database
             upgrade = getattr(other.permit(), "_upgrade", None)
-            found += [other] if upgrade is None else [other, upgrade._acquisition]
-        return " ".join(f"{each.request.resource.key}/{each.permit_id}" for each in found if each.grant is not None)
+            for each in [other] if upgrade is None else [other, upgrade._acquisition]:
+                if each.grant is not None:
+                    found[each.permit_id] = f"{each.request.resource.key}/{each.permit_id}"
+        return " ".join(found.values())
 
     def _ask(self, cursor: AnyCursor, plan: _Plan) -> Look | None:
         """Send what is planned. It may be sent again if it was not answered."""

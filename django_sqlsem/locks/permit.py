@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -29,7 +29,7 @@ from django_sqlsem.exceptions import AlreadyHeldError, BackendError, NotEnteredE
 from django_sqlsem.locks import fences
 from django_sqlsem.locks.acquire import refusal, seconds_to_wait
 from django_sqlsem.runtime import callers, events
-from django_sqlsem.runtime.acquisition import HAS_NOTHING, Acquisition, Caller, State
+from django_sqlsem.runtime.acquisition import HAS_NOTHING, Acquisition, State
 from django_sqlsem.snapshots import Loss, LossReason
 
 logger = logging.getLogger("django_sqlsem")
@@ -263,11 +263,12 @@ def current_permit(name: Name | None = None, *, using: str | None = None) -> Per
     if name is None and using is not None:
         raise TypeError("using= says where a name is kept, and no name was given.")
     caller = callers.current_caller()
+    taken: Iterable[Acquisition]
     if name is None:
-        taken = [each for each in callers.taken_here() if each.caller is not None and each.caller.itself is caller]
+        taken = (each for each in callers.taken_here() if each.caller is not None and each.caller.itself is caller)
     else:
-        taken = callers.taken_by(caller, database_for(using), key_of(validate_name(name)))
-    for acquisition in reversed(taken):
+        taken = reversed(callers.taken_by(caller, database_for(using), key_of(validate_name(name))))
+    for acquisition in taken:
         permit: Permit | None = acquisition.permit()
         if permit is not None and acquisition.grant is not None and not permit.released:
             return permit
@@ -310,10 +311,12 @@ def innermost(semaphore: Any, *, own: bool = False) -> Permit:
             raise NotEnteredError(f"No open block of {semaphore.name!r} to leave.")
         if len(blocks) == 1 and not own and not semaphore._left_by_its_own:
             return blocks[0][1]
-        found = _mine(blocks) or [permit for owner, permit in blocks if not own and _ended(owner())]
-        if not found and (own or semaphore._left_by_its_own):
+        found = _mine(blocks)
+        if found is None and not own:
+            found = next((permit for owner, permit in reversed(blocks) if _ended(owner())), None)
+        if found is None and (own or semaphore._left_by_its_own):
             raise NotEnteredError(f"Only the thread or task that entered {semaphore.name!r} may leave it.")
-        return found[-1] if found else blocks[-1][1]
+        return blocks[-1][1] if found is None else found
 
 
 def remove(key: Hashable, permit: Permit) -> None:
@@ -336,13 +339,15 @@ def give_up(semaphore: Any, permit: Permit | None) -> None:
         remove(semaphore._blocks, permit)
 
 
-def _mine(blocks: list[tuple[weakref.ref[Any], Permit]]) -> list[Permit]:
+def _mine(blocks: list[tuple[weakref.ref[Any], Permit]]) -> Permit | None:
+    """Return the permit of the innermost of these blocks that is the current task's or thread's."""
     # Threads that work for one task share its name; what they took themselves they know best.
-    flow = [
-        permit for acquisition in callers.taken_here() for _, permit in blocks if permit._acquisition is acquisition
-    ]
+    entered = {id(permit._acquisition): permit for _, permit in blocks}
+    for acquisition in callers.taken_here():
+        if (permit := entered.get(id(acquisition))) is not None:
+            return permit
     current = callers.current_caller()
-    return flow or [permit for owner, permit in blocks if owner() is current]
+    return next((permit for owner, permit in reversed(blocks) if owner() is current), None)
 
 
 def _ended(owner: Any) -> bool:
@@ -471,9 +476,7 @@ class UpgradablePermit(Permit):
         request = dataclasses.replace(mine.request, permit_id=secrets.token_hex(16), mode=UPGRADE, take=0, rank="")
         acquisition = Acquisition(mine.keeper, request, max_hold=None)
         acquisition.part_of = mine  # who is asked to stop, is asked once
-        flow = {id(each): each for each in (*callers.taken_here(), mine)}
-        acquisition.caller = Caller()
-        acquisition.caller.beside = callers.beside(callers.current_caller(), flow.values())
+        callers.ask_besides(acquisition, mine)
 
         def lost_without_it(_permit: Permit) -> None:
             if acquisition.loss is not None:

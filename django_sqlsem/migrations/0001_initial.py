@@ -215,7 +215,7 @@ class Migration(migrations.Migration):
                 'db_table': 'sqlsem_semaphore',
                 'permissions': [('stop_semaphorerow', 'Can ask holders to stop'), ('revoke_semaphorerow', 'Can revoke permits and purge stale slots'), ('configure_semaphorerow', 'Can set slots, pause and resume')],
                 'default_permissions': ('view',),
-                'indexes': [models.Index(fields=['paused'], name='sqlsem_semaphore_paused'), models.Index(fields=['template', 'name'], name='sqlsem_semaphore_template')],
+                'indexes': [models.Index(fields=['paused'], name='sqlsem_semaphore_paused'), models.Index(fields=['template', 'name', 'kind'], name='sqlsem_semaphore_template')],
             },
         ),
         migrations.CreateModel(

@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol, TypeVar
 
 from django_sqlsem.backends.base import Acquired, BaseSemaphoreBackend, Crowd, Grant, Granted, Request
@@ -302,6 +302,28 @@ def _disown() -> None:
 forks.register("acquisitions", "the child would give back what its parent holds", in_child=_disown)
 
 
+class Trail:
+    """What a flow of control took last, and its trail before that. It never changes: a child's goes on from it."""
+
+    __slots__ = ("before", "length", "swept_at", "taken")
+
+    def __init__(self, acquisition: Acquisition, before: Trail | None, swept_at: int) -> None:
+        self.taken = weakref.ref(acquisition)
+        self.before = before
+        self.length: int = 1 if before is None else before.length + 1
+        #: The length at which what has been given back is left out.
+        self.swept_at = swept_at
+
+    def back(self) -> Iterator[Acquisition]:
+        """Yield what is left of it, newest first: what was neither given back nor inherited from a parent process."""
+        trail: Trail | None = self
+        while trail is not None:
+            taken = trail.taken()
+            if taken is not None and not (taken.foreign or taken.given_back or taken.abandoned):
+                yield taken
+            trail = trail.before
+
+
 class Caller:
     """Who asked for an acquisition: a task or a thread, and what it had taken by then."""
 
@@ -309,21 +331,21 @@ class Caller:
     ref: weakref.ref[Any] | None = None
     #: The alias and the name's key, for as long.
     scope: tuple[str, str] | None = None
+    #: Where it is found by its caller and its name: see ``callers``.
+    place: tuple[int, str] | None = None
     #: The thread that works for the task.
     worker: weakref.ref[threading.Thread] | None = None
     #: The thread that it blocks while it waits.
     thread: weakref.ref[threading.Thread] | None = None
-    #: What it had taken when it asked.
-    beside: tuple[weakref.ref[Acquisition], ...] = ()
+    #: The task or thread, whosever the permit is.
+    asker: weakref.ref[Any] | None = None
+    #: What had been taken when it asked, by the asker and by those whose context it has.
+    beside: Trail | None = None
 
     @property
     def itself(self) -> Any:
         """The task or thread; ``None`` if it is gone, or has handed the permit over."""
         return self.ref() if self.ref is not None else None
-
-    def leave(self) -> None:
-        """The permit no longer belongs to any thread or task."""
-        self.scope = self.ref = None
 
 
 class AcquisitionKeeper(Protocol):

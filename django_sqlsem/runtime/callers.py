@@ -7,16 +7,17 @@ import contextlib
 import contextvars
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 from asgiref.sync import AsyncToSync
 from django.core.exceptions import SynchronousOnlyOperation
 
+from django_sqlsem.core import forks
 from django_sqlsem.core.text import numbers
 from django_sqlsem.database.server import is_one_database
 from django_sqlsem.exceptions import AlreadyHeldError
-from django_sqlsem.runtime.acquisition import Acquisition, Caller
+from django_sqlsem.runtime.acquisition import Acquisition, Caller, Trail
 
 #: Returns the event loop that this thread runs, and so must not block. Its public twin raises an exception if there is
 #: none, which costs more than all the rest.
@@ -26,20 +27,33 @@ _task: contextvars.ContextVar[weakref.ref[asyncio.Task[Any]] | None] = contextva
     "sqlsem_task", default=None
 )
 #: What this flow of control took: a task, and what it calls in threads. Of a parent task's, a child knows but the past.
-_taken: contextvars.ContextVar[tuple[weakref.ref[Acquisition], ...]] = contextvars.ContextVar(
-    "sqlsem_taken", default=()
-)
+_trail: contextvars.ContextVar[Trail | None] = contextvars.ContextVar("sqlsem_trail", default=None)
+#: A trail is not swept while it is as short as this.
+_SHORT: Final = 8
+#: What each task and thread has asked for and not left, by its ``id`` and the name's key: one that holds thousands of
+#: others need not look through them.
+_asked: dict[tuple[int, str], list[weakref.ref[Acquisition]]] = {}
+_lock = threading.RLock()  # a finaliser may run in any line
 _followed: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+
+
+def _start_anew() -> None:
+    global _lock
+    _lock = threading.RLock()
+    _asked.clear()
+
+
+forks.register("callers", "an acquire would wait for ever for a lock of a thread of the parent", in_child=_start_anew)
 
 
 @contextlib.contextmanager
 def as_stranger() -> Iterator[None]:
     """For tests: take the permits inside as if nothing had been taken before. They must be detached at once."""
-    reset = _taken.set(())
+    reset = _trail.set(None)
     try:
         yield
     finally:
-        _taken.reset(reset)
+        _trail.reset(reset)
 
 
 def current_caller() -> Any:
@@ -65,9 +79,8 @@ def enter(alias: str, acquisition: Acquisition) -> None:
     """
     caller = current_caller()
     key = acquisition.request.resource.key
-    flow = taken_here() if _taken.get() else []
-    for other in flow:
-        if _is_taken_by(other, caller, alias, key) and is_held(other):
+    for other in taken_by(caller, alias, key):
+        if is_held(other):
             slots = other.grant.slots if other.grant else ()
             raise AlreadyHeldError(
                 f"You have acquired {acquisition.name!r} already, in this very "
@@ -76,7 +89,8 @@ def enter(alias: str, acquisition: Acquisition) -> None:
                 " holder may enter again."
             )
     found = acquisition.caller = Caller()
-    found.ref, found.scope = weakref.ref(caller), (alias, key)
+    found.ref = found.asker = weakref.ref(caller)
+    found.scope, found.place, found.beside = (alias, key), (id(caller), key), _trail.get()
     if isinstance(caller, asyncio.Task):
         task, thread = _running()
         if task is not caller:
@@ -86,38 +100,66 @@ def enter(alias: str, acquisition: Acquisition) -> None:
             caller.add_done_callback(_hand_over)
     if running_loop() is None:
         found.thread = weakref.ref(threading.current_thread())
-    if flow:
-        found.beside = beside(caller, flow)
-    _taken.set((*map(weakref.ref, flow), weakref.ref(acquisition)))
+    with _lock:
+        _asked.setdefault(found.place, []).append(weakref.ref(acquisition))
+    _trail.set(_longer(found.beside, acquisition))
+
+
+def ask_besides(acquisition: Acquisition, other: Acquisition) -> None:
+    """Note that the current caller asks for something more that it has ``other`` for, whoever took that."""
+    found = acquisition.caller = Caller()
+    found.asker = weakref.ref(current_caller())
+    found.beside = Trail(other, _trail.get(), _SHORT)
+
+
+def _longer(trail: Trail | None, acquisition: Acquisition) -> Trail:
+    """Return the trail of one that took this too. As soon as half of it may have gone, what has gone is left out."""
+    if trail is not None and trail.length >= trail.swept_at:
+        left = [*trail.back()][::-1]
+        trail = None
+        for each in left:
+            trail = Trail(each, trail, 2 * len(left) + _SHORT)
+    return Trail(acquisition, trail, _SHORT if trail is None else trail.swept_at)
 
 
 def taken_by(caller: Any, alias: str, key: str) -> list[Acquisition]:
-    """Return what ``caller`` has taken of one name, and this flow of control knows of."""
+    """Return what ``caller`` has taken of one name, and this flow of control knows of, oldest first."""
+    known = [ref() for ref in tuple(_asked.get((id(caller), key), ()))]
+    some = {id(each) for each in known if each is not None and _is_taken_by(each, caller, alias)}
+    found: list[Acquisition] = []
     # Threads that work for one task side by side share its name, but are not inside one another; nor are the tasks
     # for which one thread works in turn, if one of them still has what the thread took for it.
-    return [taken for taken in taken_here() if _is_taken_by(taken, caller, alias, key)]
+    for each in taken_here() if some else ():
+        if id(each) in some:
+            found.insert(0, each)
+            if len(found) == len(some):
+                break
+    return found
 
 
-def _is_taken_by(acquisition: Acquisition, caller: Any, alias: str, key: str) -> bool:
+def _is_taken_by(acquisition: Acquisition, caller: Any, alias: str) -> bool:
     theirs = acquisition.caller
-    if theirs is None or (scope := theirs.scope) is None or scope[1] != key:
+    if theirs is None or (scope := theirs.scope) is None:
         return False
     return theirs.itself is caller and is_one_database(scope[0], alias)
 
 
-def taken_here() -> list[Acquisition]:
-    """Return what this flow of control has taken and not given back, oldest first."""
-    found = []
-    for ref in _taken.get():
-        taken = ref()
-        if taken is not None and not (taken.foreign or taken.given_back or taken.abandoned):
-            found.append(taken)
-    return found
+def taken_here() -> Iterator[Acquisition]:
+    """Yield what this flow of control has taken and not given back, newest first."""
+    trail = _trail.get()
+    return iter(()) if trail is None else trail.back()
 
 
-def beside(caller: Any, flow: Iterable[Acquisition]) -> tuple[weakref.ref[Acquisition], ...]:
-    """Return what of ``flow`` is the caller's own: of its parent's, a child task gives nothing back."""
-    return tuple(weakref.ref(each) for each in flow if each.caller is not None and each.caller.itself is caller)
+def held_beside(acquisition: Acquisition) -> Iterator[Acquisition]:
+    """Yield what the one that asked for this had by then, and has not given back or handed over, newest first."""
+    asked = acquisition.caller
+    asker = None if asked is None or asked.asker is None else asked.asker()
+    if asked is None or asked.beside is None or asker is None:
+        return
+    for each in asked.beside.back():
+        # Of its parent's, a child task gives nothing back.
+        if each.caller is not None and each.caller.itself is asker:
+            yield each
 
 
 def is_held(acquisition: Acquisition) -> bool:
@@ -128,8 +170,18 @@ def is_held(acquisition: Acquisition) -> bool:
 
 def leave(acquisition: Acquisition) -> None:
     """The acquisition no longer belongs to anyone's thread or task."""
-    if acquisition.caller is not None:
-        acquisition.caller.leave()
+    caller = acquisition.caller
+    if caller is None:
+        return
+    caller.scope = caller.ref = None
+    if caller.place is not None:
+        with _lock:
+            left = [ref for ref in _asked.get(caller.place, ()) if ref() not in (None, acquisition)]
+            if left:
+                _asked[caller.place] = left
+            else:
+                _asked.pop(caller.place, None)
+        caller.place = None
 
 
 def caller_is_gone(acquisition: Acquisition) -> bool:

@@ -559,8 +559,7 @@ class Keeper:
                 self._give_back(acquisition, session)
 
     def _give_back(self, acquisition: Acquisition, session: Session) -> None:
-        if acquisition.caller is not None:
-            acquisition.caller.leave()
+        callers.leave(acquisition)
         if session is self.own:
             acquisition.releasing_since = boot_now()  # it has waited for its turn
         mine = not isinstance(session, CallerSession)

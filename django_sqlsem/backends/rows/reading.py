@@ -143,12 +143,15 @@ def _ask(alias: str, clock: RowClock, processes: Collection[str]) -> None:
             clock.dead |= dead_among(cursor, processes)
 
 
-def _ask_of_all(alias: str, clock: RowClock) -> None:
-    """Ask who is dead of all that hold something: one more pass over the slots."""
-    if not clock.asked_of_all:
-        clock.asked_of_all = True
+def _ask_of_all(alias: str, clock: RowClock, processes: Collection[str] | None = None) -> None:
+    """Ask who is dead of all that hold something, once. ``processes``: who that is; omitted, one more pass tells."""
+    if clock.asked_of_all:
+        return
+    clock.asked_of_all = True
+    if processes is None:
         lit = SlotRow.objects.using(alias).filter(clock.live(), beacon=True)
-        _ask(alias, clock, set(lit.order_by().values_list("process_id", flat=True).distinct()))
+        processes = set(lit.order_by().values_list("process_id", flat=True).distinct())
+    _ask(alias, clock, processes)
 
 
 def survey(alias: str, *, at: RowClock | None = None) -> Survey:
@@ -196,12 +199,14 @@ def template_sums(alias: str, *, at: RowClock | None = None) -> dict[str, Templa
     """Return what the names in use amount to, by template: one pass over the slots for their names, and by these."""
     with database_errors(alias):
         clock = at or RowClock.of(alias)
-        _ask_of_all(alias, clock)
         taken = SlotRow.objects.using(alias).filter(expires_us__isnull=False)
+        by_whom = list(taken.order_by().values_list("semaphore", "process_id", "beacon")[: MOST_NAMES + 1])
+        some = [taken]
+        if len(by_whom) <= MOST_NAMES:  # else a join begins with all names on MariaDB, however few of them are in use
+            some = [taken.filter(semaphore__in=part) for part in _parts({key for key, _process, _beacon in by_whom})]
+        processes = {process for _key, process, beacon in by_whom if beacon}
+        _ask_of_all(alias, clock, processes if len(by_whom) <= MOST_NAMES else None)
         states = [Count("pk", filter=_live(clock)), Count("pk", filter=clock.stale())]
-        keys = list(taken.order_by().values_list("semaphore", flat=True)[: MOST_NAMES + 1])
-        # MariaDB would begin a join with all names, however few of them are in use.
-        some = [taken] if len(keys) > MOST_NAMES else [taken.filter(semaphore__in=part) for part in _parts(set(keys))]
         held = [row for part in some for row in _by_template(part, *states, Min("acquired_us", filter=clock.live()))]
         names = Count("semaphore", distinct=True)
         waits = _by_template(_waiters(alias, clock), Sum("waiting"), names, Min("queued_us"))
