@@ -25,6 +25,7 @@ from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.snapshots import (
     MOST_NAMES,
     MOST_TEMPLATES,
+    InUse,
     SlotState,
     Survey,
     SurveyState,
@@ -280,6 +281,8 @@ class Templates(NamedTuple):
     found: list[TemplateSnapshot]
     #: How many names no template has made; ``None``: the tables have to be asked.
     plain: int | None = None
+    #: Of how many names processes declare different numbers of slots, and one of these names.
+    disputed: tuple[int, str] = (0, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,32 +529,41 @@ class BaseSemaphoreBackend(abc.ABC):
             names = [name for (name,) in slots.filter(expires_us__isnull=False).union(waiters)[:most]]
         return self.inspect(names)
 
-    def templates(self, *, at: RowClock | None = None) -> Templates:
-        """Return what the names of each template amount to, by template: of those with the most names."""
-        named = apps.get_model("sqlsem", "SemaphoreRow")._default_manager.using(self.alias)
-        rows = named.order_by().values_list("template")
-        paused = Q(paused=True) & (Q(paused_until_us=None) | Q(paused_until_us__gt=NOW_UNIX))
-        with database_errors(self.alias):
-            counted = rows.annotate(count=Count("pk"), of_kind=Min("kind")).order_by("-count", "template")
-            groups = [(template or "", count, kind) for template, count, kind in counted[: MOST_TEMPLATES + 1]]
-            plain = next((count for template, count, _kind in groups if not template), 0)
-            found = sorted([each for each in groups if each[0]][:MOST_TEMPLATES])
-            stopped = dict(rows.exclude(template="").filter(paused).annotate(Count("pk"))) if found else {}
-            sums = self.template_sums(at=at) if found else {}
-        told = [
-            replace(
-                sums.get(template) or TemplateSnapshot(template, 0),
-                names=count,
-                kind=kind,
-                paused=stopped.get(template, 0),
-            )
-            for template, count, kind in found
-        ]
-        return Templates(told, plain if plain or len(groups) <= MOST_TEMPLATES else None)
+    def templates(self, *, at: RowClock | None = None, survey: Survey | None = None) -> Templates:
+        """Return what the names of each template amount to, by template: of those with the most names.
 
-    def template_sums(self, *, at: RowClock | None = None) -> Mapping[str, TemplateSnapshot]:
+        ``survey``: how names stand, if that is known already.
+        """
+        named = apps.get_model("sqlsem", "SemaphoreRow")._default_manager.using(self.alias)
+        paused = Q(paused=True) & (Q(paused_until_us=None) | Q(paused_until_us__gt=NOW_UNIX))
+        disputed = at.disputed() if at is not None else Q(pk__in=[])
+        sums = [Count("pk"), Min("kind"), Count("pk", filter=paused)]
+        sums += [Count("pk", filter=disputed), Min("name", filter=disputed)]
+        with database_errors(self.alias):
+            counted: Any = named.order_by().values_list("template")
+            counted = counted.annotate(**{f"sum_{nth}": each for nth, each in enumerate(sums)})
+            groups = [(row[0] or "", *row[1:]) for row in counted.order_by("-sum_0", "template")[: MOST_TEMPLATES + 1]]
+            plain = next((count for template, count, *_rest in groups if not template), 0)
+            found = sorted([each for each in groups if each[0]][:MOST_TEMPLATES])
+            known = self.template_sums(at=at, survey=survey) if found else {}
+        told = [
+            replace(known.get(template) or TemplateSnapshot(template, 0), names=count, kind=kind, paused=stopped)
+            for template, count, kind, stopped, *_rest in found
+        ]
+        example = min((row[5] for row in groups if row[5]), default="")
+        return Templates(
+            told,
+            plain if plain or len(groups) <= MOST_TEMPLATES else None,
+            (sum(row[4] for row in groups), example),
+        )
+
+    def template_sums(
+        self, *, at: RowClock | None = None, survey: Survey | None = None
+    ) -> Mapping[str, TemplateSnapshot]:
         """Return what the names in use amount to, by template. One whose tables tell that at once overrides this."""
-        return templates_of(self.in_use(MOST_NAMES))
+        if survey is not None and survey.in_use is not None:
+            return templates_of(survey.in_use.values())
+        return templates_of(map(InUse.of, self.in_use(MOST_NAMES)))
 
     def survey(self, *, at: RowClock | None = None) -> Survey:
         """Return how all names stand. A backend whose tables tell that at once overrides this and the next two."""

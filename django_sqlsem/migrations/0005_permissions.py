@@ -14,8 +14,8 @@ class Migration(migrations.Migration):
                     ('revoke_semaphorerow', 'Can revoke permits and purge stale slots'),
                     ('configure_semaphorerow', 'Can set slots, pause and resume'),
                 ],
-                'verbose_name': 'semaphore',
-                'verbose_name_plural': 'semaphores',
+                'verbose_name': 'lock',
+                'verbose_name_plural': 'locks',
             },
         ),
     ]
