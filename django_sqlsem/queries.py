@@ -15,8 +15,8 @@ from django_sqlsem.database.errors import database_errors
 from django_sqlsem.deadlocks import reading as deadlocks_reading
 from django_sqlsem.deadlocks.reading import deadlocks, waits
 from django_sqlsem.history.events import Totals
+from django_sqlsem.history.reading import acts, events, minutes, since, spans, template_totals, totals, trends
 from django_sqlsem.history.reading import clock as history_clock
-from django_sqlsem.history.reading import events, minutes, since, spans, template_totals, totals
 from django_sqlsem.refresh import rows as refresh_rows
 from django_sqlsem.snapshots import TROUBLE, longest
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from django.db.models import Q
 
     from django_sqlsem.backends.base import Templates
+    from django_sqlsem.history.events import Trend
     from django_sqlsem.models import ClaimRow, RefreshRow
     from django_sqlsem.serialize import Lately
     from django_sqlsem.snapshots import (
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Reading",
     "State",
+    "acts",
     "by_name",
     "deadlocked",
     "deadlocks",
@@ -64,6 +66,7 @@ __all__ = [
     "templates",
     "totals",
     "waits",
+    "with_totals",
 ]
 
 State: TypeAlias = Literal["held", "stale", "waiting", "free", "paused"]
@@ -84,6 +87,7 @@ class Reading:
         self.using = database_for(using)
         self._backend = get_backend(self.using)
         self._known: dict[str, SemaphoreSnapshot | None] = {}
+        self._surveyed: Survey | None = None
 
     @cached_property
     def _clock(self) -> RowClock:
@@ -106,34 +110,51 @@ class Reading:
 
     @cached_property
     def survey(self) -> Survey:
-        """How all names stand."""
-        return self._backend.survey(at=self._clock)
+        """How all names stand. Asked for before ``templates``, it spares those some reads."""
+        self._surveyed = self._backend.survey(at=self._clock)
+        return self._surveyed
 
     @cached_property
     def _templates(self) -> Templates:
-        return self._backend.templates(at=self._clock)
+        return self._backend.templates(at=self._clock, survey=self._surveyed)
 
     @property
     def without_template(self) -> int | None:
         """How many names no template has made; ``None``: the tables have to be asked."""
         return self._templates.plain
 
+    @property
+    def disputed(self) -> tuple[int, str]:
+        """Of how many names processes declare different numbers of slots, and one of these names; after ``survey``."""
+        return self._templates.disputed
+
     @cached_property
     def templates(self) -> list[TemplateSnapshot]:
         """What the names of each template amount to: those in trouble first, and then by template."""
+        found = self.standing_templates
+        if not found or not conf.config(self.using).history:
+            return found
+        known = template_totals([each.template for each in found], using=self.using)
+        return [with_totals(each, known.get(each.template, Totals())) for each in found]
+
+    @cached_property
+    def standing_templates(self) -> list[TemplateSnapshot]:
+        """The same by what goes on now, and nothing of the last hour."""
         found = self._templates.found
         if not found:
             return []
-        recorded = conf.config(self.using).history
-        known = template_totals([each.template for each in found], using=self.using) if recorded else {}
         bad = {name for deadlock in self.deadlocks for name in deadlock.names}
         deadlocked = Counter(each.template for each in self.by_name(bad).values())
-        none = Totals() if recorded else None
-        told = (
-            replace(_with_totals(each, known.get(each.template, none)), deadlocked=deadlocked[each.template])
-            for each in found
-        )
+        told = (replace(each, deadlocked=deadlocked[each.template]) for each in found)
         return sorted(told, key=lambda each: (len(TROUBLE) if each.rank is None else each.rank, each.template))
+
+    def trends(
+        self, names: Iterable[str], templates: Iterable[str], *, window: float, step: float
+    ) -> tuple[dict[str, Trend], dict[str, Trend]] | None:
+        """Return what happened lately to names and to those of templates, by these; ``None``: no history is kept."""
+        if not conf.config(self.using).history:
+            return None
+        return trends(list(names), list(templates), window=window, step=step, now=self.now, using=self.using)
 
     @cached_property
     def waits(self) -> list[WaitSnapshot]:
@@ -164,10 +185,8 @@ class Reading:
         return {key: (age, self._clock.at(age)) for key, age in ages.items()}
 
 
-def _with_totals(found: TemplateSnapshot, totals: Totals | None) -> TemplateSnapshot:
-    """Add the last hour to what goes on now; ``None``: nothing is known of it."""
-    if totals is None:
-        return found
+def with_totals(found: TemplateSnapshot, totals: Totals) -> TemplateSnapshot:
+    """Add what happened in a while to what goes on now."""
     return replace(
         found,
         turned_away=totals.turned_away,

@@ -304,6 +304,37 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
+class InUse:
+    """A name that is held, waited for or paused, in a few numbers. Lengths are seconds."""
+
+    name: str
+    kind: str = ""
+    template: str = ""
+    held: int = 0
+    stale: int = 0
+    waiting: int = 0
+    paused: bool = False
+    #: Of those that go on.
+    longest_hold: float | None = None
+    longest_wait: float | None = None
+
+    @classmethod
+    def of(cls, snapshot: SemaphoreSnapshot) -> InUse:
+        """Return what a snapshot amounts to."""
+        return cls(
+            snapshot.name,
+            snapshot.kind,
+            snapshot.template,
+            snapshot.held,
+            snapshot.stale,
+            snapshot.waiting,
+            snapshot.paused,
+            longest(*(holder.age for holder in snapshot.holders if holder.recorded and not holder.expired)),
+            longest(*(waiter.age for waiter in snapshot.waiters)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Survey:
     """How all names of a database stand at one instant. Names are told by the keys of their rows."""
 
@@ -316,6 +347,8 @@ class Survey:
     paused: int = 0
     draining: int = 0
     names: Mapping[str, Listed] = field(default_factory=dict)
+    #: The names in any state, by their keys; ``None``: they are too many.
+    in_use: Mapping[str, InUse] | None = None
 
     def listed(self, state: str) -> Listed:
         """Return the names in a state."""
@@ -325,6 +358,7 @@ class Survey:
 def survey_of(snapshots: Iterable[SemaphoreSnapshot]) -> Survey:
     """Return what snapshots of all names amount to."""
     counts: dict[str, dict[str, int]] = {state: {} for state in SURVEY_STATES}
+    in_use: dict[str, InUse] = {}
     for each in snapshots:
         draining = each.held if each.draining else 0
         for state, count in zip(
@@ -332,6 +366,7 @@ def survey_of(snapshots: Iterable[SemaphoreSnapshot]) -> Survey:
         ):
             if count:
                 counts[state][key_of(each.name)] = count
+                in_use[key_of(each.name)] = InUse.of(each)
     return Survey(
         held=sum(counts["held"].values()),
         stale=sum(counts["stale"].values()),
@@ -339,11 +374,12 @@ def survey_of(snapshots: Iterable[SemaphoreSnapshot]) -> Survey:
         paused=len(counts["paused"]),
         draining=len(counts["draining"]),
         names={state: Listed.of(each.items()) for state, each in counts.items()},
+        in_use=in_use,
     )
 
 
 #: What names may be that an operator should look at, the worst first.
-TROUBLE: Final = ("stale", "deadlocked", "waited for", "paused")
+TROUBLE: Final = ("stale", "deadlocked", "with a queue", "paused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,14 +422,12 @@ class TemplateSnapshot:
 MOST_TEMPLATES: Final = 1000
 
 
-def templates_of(snapshots: Iterable[SemaphoreSnapshot]) -> dict[str, TemplateSnapshot]:
-    """Return what snapshots of names amount to, by template."""
+def templates_of(names: Iterable[InUse]) -> dict[str, TemplateSnapshot]:
+    """Return what names amount to, by template."""
     found: dict[str, TemplateSnapshot] = {}
-    for each in snapshots:
+    for each in names:
         if each.template:
             known = found.get(each.template) or TemplateSnapshot(each.template, 0)
-            holds = [holder.age for holder in each.holders if holder.recorded and not holder.expired]
-            waits = [waiter.age for waiter in each.waiters]
             found[each.template] = replace(
                 known,
                 names=known.names + 1,
@@ -403,8 +437,8 @@ def templates_of(snapshots: Iterable[SemaphoreSnapshot]) -> dict[str, TemplateSn
                 waiting=known.waiting + each.waiting,
                 queues=known.queues + bool(each.waiting),
                 paused=known.paused + each.paused,
-                longest_hold=longest(known.longest_hold, *holds),
-                longest_wait=longest(known.longest_wait, *waits),
+                longest_hold=longest(known.longest_hold, each.longest_hold),
+                longest_wait=longest(known.longest_wait, each.longest_wait),
             )
     return found
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -104,6 +105,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.section("databases")
     for line in _coverage():
         terminalreporter.line(line)
+
+
+@pytest.fixture(autouse=True)
+def _no_views_of_other_tests() -> None:
+    """What the admin showed a moment ago was of another test."""
+    if live := sys.modules.get("django_sqlsem.admin.live"):
+        live.forget()
 
 
 @pytest.fixture(scope="session", autouse=True)

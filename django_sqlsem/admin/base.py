@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
 from django.db import connections, transaction
 from django.http import HttpResponseRedirect
 from django.urls import reverse
+from django.utils.text import capfirst
 from django.utils.translation import gettext as _
 
 from django_sqlsem import queries
 from django_sqlsem.admin import actions, confirm, live
+from django_sqlsem.models import SemaphoreRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +31,37 @@ if TYPE_CHECKING:
 def column(text: _StrPromise, show: Callable[[Any], Any], ordering: Any = None) -> Any:
     """Return a column of a list, or a field of a page: what it shows of a row, under these words."""
     return admin.display(lambda _admin, row: show(row), description=text, ordering=ordering)
+
+
+#: The lists in the order of their tabs, by the names of their models.
+_TABS: Final = ("semaphorerow", "slotrow", "claimrow", "refreshrow", "transactionlockrow")
+
+
+@dataclass(frozen=True, slots=True)
+class Tab:
+    """A list beside others, as a link."""
+
+    words: str
+    address: str
+    current: bool
+
+
+def tabs(model_admin: Any, request: HttpRequest, current: str = "") -> list[Tab]:
+    """Return the lists that somebody may see; ``current``: which one this is, if it is not that of a model."""
+    site, label = model_admin.admin_site, model_admin.opts.app_label
+    known = {model._meta.model_name: each for model, each in site._registry.items() if model._meta.app_label == label}
+    current = current or model_admin.opts.model_name
+    found = []
+    for name in _TABS:
+        each = known.get(name)
+        if each is not None and each.has_view_permission(request):
+            address = reverse(f"admin:{label}_{name}_changelist", current_app=site.name)
+            found.append(Tab(capfirst(each.opts.verbose_name_plural), address, name == current))
+    overview = known.get(_TABS[0])
+    if overview is not None and overview.has_view_permission(request):
+        address = reverse(f"admin:{label}_{_TABS[0]}_audit", current_app=site.name)
+        found.append(Tab(_("Audit log"), address, current == "audit"))
+    return found
 
 
 class ReadChangeList(ChangeList):
@@ -50,6 +84,14 @@ class OperatorAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     show_facets = admin.ShowFacets.NEVER  # each count would read all that is held
     action_form = confirm.ActionForm
 
+    def get_model_perms(self, request: HttpRequest) -> dict[str, bool]:
+        """Stay out of the menus where the overview is in them: this list is a tab of it."""
+        perms = super().get_model_perms(request)
+        overview = self.admin_site._registry.get(SemaphoreRow)
+        if overview in (None, self) or not overview.has_view_permission(request):
+            return perms
+        return dict.fromkeys(perms, False)
+
     def read(self, reading: Reading, rows: list[Any]) -> Mapping[Any, Any]:
         """Return what is known of rows, by their keys."""
         return {}
@@ -67,8 +109,12 @@ class OperatorAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
         """Read what is known with the row: a page is rendered where no failure of the database is expected."""
-        row = super().get_object(request, object_id, from_field)
+        row = self.find(request, object_id, from_field)
         return row if row is None else self.known(request, [row])[0]
+
+    def find(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
+        """Return the row alone."""
+        return super().get_object(request, object_id, from_field)
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         return ReadChangeList
@@ -95,7 +141,8 @@ class OperatorAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         actions.refuse(self, request)
         try:
             confirm.check_selected(self, request)
-            response = super().changelist_view(request, extra_context)
+            context = {"sqlsem_tabs": tabs(self, request), **(extra_context or {})}
+            response = super().changelist_view(request, context)
             self._note(request)
             return response
         except confirm.DamagedFormError:
@@ -128,6 +175,11 @@ class OperatorAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def has_configure_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("sqlsem.configure_semaphorerow")
+
+    def allowed(self, request: HttpRequest) -> tuple[bool, ...]:
+        """Return what somebody may do, which is what the same view differs by."""
+        checks = (self.has_stop_permission, self.has_revoke_permission, self.has_configure_permission)
+        return tuple(check(request) for check in (*checks, self.has_drain_permission))
 
     def has_drain_permission(self, request: HttpRequest) -> bool:
         """To drain is to pause and to ask holders to stop."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ STATES: Final[dict[str, _StrPromise]] = {
 }
 #: What stands in a cell that has nothing to say.
 EMPTY: Final = "-"
+#: The same where a reader of screens passes over it.
+NONE: Final = mark_safe('<span class="sqlsem-none" aria-hidden="true">·</span>')
 
 
 #: What reorders or hides the text around it. Names and labels are users' text.
@@ -72,9 +75,27 @@ def users(text: str) -> SafeString:
     return format_html("<bdi>{}</bdi>", visible(text)) if text else SafeString("")
 
 
+#: Where a name may be broken that is too long for its line.
+_JOINTS: Final = re.compile(r"(?<=[:/._\-}@|,])(?=[^:/._\-}@|,])")
+
+
+def named(name: str) -> SafeString:
+    """Return a name as HTML that may be broken between its parts."""
+    if not name:
+        return SafeString("")
+    parts = [escape(part) for part in _JOINTS.split(visible(name))]
+    return mark_safe(f"<bdi>{'<wbr>'.join(parts)}</bdi>")  # noqa: S308 - escaped
+
+
 def instant(age: float, at: datetime.datetime) -> SafeString:
-    """Return how long ago something was, with the exact instant as the tooltip."""
-    return _time(duration(age), at)
+    """Return how long ago something was, with the exact instant as the tooltip. The script counts on."""
+    return _time(duration(age), at, age)
+
+
+def lasting(age: float) -> SafeString:
+    """Return for how long something has gone on, or will if that is less than 0. The script counts on."""
+    text = duration(abs(age)).replace(" ", "\N{NO-BREAK SPACE}")
+    return format_html('<span data-sqlsem-ticks="{}">{}</span>', f"{age:.1f}", text)
 
 
 def held_since(holder: HolderSnapshot) -> SafeString | str:
@@ -86,10 +107,9 @@ def lease_left(holder: HolderSnapshot) -> SafeString | str:
     """Return how much of the lease is left, or how long ago it ran out; nothing where there is no lease."""
     if holder.lease_left is None or holder.expires_at is None:
         return EMPTY
-    text = duration(holder.lease_left)
     if holder.expired:
-        text = _("ran out %(age)s ago") % {"age": duration(-holder.lease_left)}
-    return _time(text, holder.expires_at)
+        return format_html(_("ran out {} ago"), instant(-holder.lease_left, holder.expires_at))
+    return _time(duration(holder.lease_left), holder.expires_at, -holder.lease_left)
 
 
 def length(seconds: float) -> str:
@@ -107,10 +127,13 @@ def percent(part: float) -> str:
     return _("< 1 %") if 0 < part < 0.01 else _("%(percent)d %%") % {"percent": int(100 * part)}
 
 
-def _time(text: str, at: datetime.datetime) -> SafeString:
+def _time(text: str, at: datetime.datetime, age: float) -> SafeString:
     unbroken = text.replace(" ", "\N{NO-BREAK SPACE}")
     title = f"{at:%Y-%m-%d %H:%M:%S} UTC"
-    return format_html('<time datetime="{}" title="{}">{}</time>', at.isoformat(), title, unbroken)
+    return format_html(
+        '<time datetime="{}" title="{}" data-sqlsem-ticks="{}">{}</time>',
+        at.isoformat(timespec="seconds"), title, f"{age:.1f}", unbroken,
+    )  # fmt: skip
 
 
 def declared(snapshot: SemaphoreSnapshot) -> str:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from django.template.loader import render_to_string
 from django.utils import timezone
+from django.utils.html import format_html
+from django.utils.safestring import mark_safe
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
 from django_sqlsem.admin.display import length, visible
+from django_sqlsem.snapshots import SemaphoreSnapshot, TemplateSnapshot
 
 if TYPE_CHECKING:
     from django.utils.safestring import SafeString
@@ -243,6 +246,72 @@ def _path(
 
 def _said(each: Percentiles) -> list[str]:
     return [f"{word} {length(getattr(each, name))}" for name, word in reversed(_LINES)]
+
+
+def held_by_step(
+    ended: Mapping[int, float],
+    known: SemaphoreSnapshot | TemplateSnapshot,
+    now: datetime.datetime,
+    step: float,
+    count: int,
+) -> dict[int, float]:
+    """Return how many slots were held on average in each of ``count`` steps up to ``now``, by the step's number.
+
+    ``ended``: slots times seconds of the holds that ended in a step. What is more than all slots could have been held
+    there was held before.
+    """
+    over = now.timestamp() % step
+    slots, ages = 0, []
+    if isinstance(known, SemaphoreSnapshot):
+        slots = known.slots if known.units is None else 0
+        ages = [(each.age, len(each.slots) or 1) for each in known.holders if each.recorded]
+    found, rest = {}, 0.0
+    for nth in range(count - 1, -1, -1):
+        lasted = max(1.0, over) if nth == count - 1 else step
+        rest += ended.get(nth, 0.0)
+        used = min(slots * lasted, rest) if slots else rest
+        rest -= used
+        begun = over + step * (count - 1 - nth)
+        used += sum(max(0.0, min(age, begun) - max(0.0, begun - step)) * slot for age, slot in ages)
+        if used > 0:
+            found[nth] = used / lasted
+    if isinstance(known, TemplateSnapshot) and known.held:
+        found[count - 1] = max(found.get(count - 1, 0.0), float(known.held))
+    return found
+
+
+#: The size of a small drawing in a row of a list, in units of its own.
+_SMALL_WIDTH, _SMALL_HIGH = 120.0, 24.0
+
+
+def sparkline(
+    held: Mapping[int, float], refused: Mapping[int, int], *, count: int, most: float, about: str
+) -> SafeString:
+    """Return two figures of each of ``count`` steps in small: held from below, and refused hanging from above.
+
+    ``held``, ``refused``: by the number of the step, the oldest is 0. ``most``: what is held if all is.
+    """
+    wide, top = _SMALL_WIDTH / count, max([most, *held.values()], default=0.0) or 1.0
+    last, worst = -2, max(refused.values(), default=0)
+    area: list[str] = []
+    for step in sorted(each for each, value in held.items() if value > 0):
+        high = max(1.0, held[step] / top * (_SMALL_HIGH - 6))
+        if step != last + 1:
+            area += [f"V{svg_number(_SMALL_HIGH)}z"] if area else []
+            area.append(f"M{svg_number(step * wide)} {svg_number(_SMALL_HIGH)}")
+        area.append(f"V{svg_number(_SMALL_HIGH - high)}H{svg_number((step + 1) * wide)}")
+        last = step
+    drops = "".join(
+        f"M{svg_number((step + 0.5) * wide)} 0v{svg_number(max(3.0, number / worst * (_SMALL_HIGH - 6)))}"
+        for step, number in sorted(refused.items())
+        if number
+    )
+    shape = f'<path class="sqlsem-spark-held" d="{"".join(area)}V{svg_number(_SMALL_HIGH)}z"/>' if area else ""
+    shape += f'<path class="sqlsem-spark-refused" d="{drops}"/>' if drops else ""
+    return format_html(
+        '<svg class="sqlsem-spark" viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>',
+        svg_number(_SMALL_WIDTH), svg_number(_SMALL_HIGH), about, mark_safe(shape),  # noqa: S308 - numbers
+    )  # fmt: skip
 
 
 #: So many lanes are drawn, and so many bars: what a page of reasonable size has room for.

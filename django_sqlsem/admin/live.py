@@ -1,26 +1,45 @@
 """What the admin's addresses answer: pages that refresh themselves, errors of the database, and JSON.
 
 A script asks for the changing part of a page alone, by a header. The page has ``<div id="sqlsem-live"
-data-sqlsem-refresh="3" data-sqlsem-url="...">`` around that part and includes ``admin/sqlsem/_live_bar.html`` before
-it. Whatever is in the part keeps its focus, checked boxes and open details; where several things look alike (rows),
-each has a ``data-sqlsem-key``, and what the script must leave alone has ``data-sqlsem-keep``.
+data-sqlsem-refresh="3" data-sqlsem-url="..." data-sqlsem-etag="...">`` around that part, which is ``part()``, and
+includes ``admin/sqlsem/_live_bar.html`` before it. Whatever is in the part keeps its focus, checked boxes and open
+details; where several things look alike (rows), each has a ``data-sqlsem-key``, and what the script must leave alone
+has ``data-sqlsem-keep``.
+
+An answer is small: nothing if the script has it already (304), and of rows and drawings only those that it has not.
+Each of these carries a mark, by which the script says that it has it. Ages are no change: they are told as
+``data-sqlsem-ticks``, in seconds, and the script counts on.
+
+An answer is also cheap: who looks at the same view within a few seconds gets what another one has just been shown.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 import logging
-from dataclasses import asdict
+import re
+import threading
+import time
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from django.conf import settings
 from django.contrib.admin.options import IncorrectLookupParameters
 from django.contrib.admin.utils import unquote
+from django.contrib.auth.signals import user_logged_out
 from django.core.exceptions import PermissionDenied
 from django.db import Error as DatabaseError
 from django.http import HttpResponse
+from django.template.loader import render_to_string
 from django.template.response import TemplateResponse
 from django.urls import path
 from django.utils.cache import add_never_cache_headers, patch_vary_headers
+from django.utils.safestring import SafeString, mark_safe
+from django.utils.text import compress_string
+from django.utils.timezone import get_current_timezone_name
+from django.utils.translation import get_language
 from django.utils.translation import gettext as _
 
 from django_sqlsem import queries
@@ -30,6 +49,7 @@ from django_sqlsem.snapshots import TemplateSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Set as AbstractSet
 
     from django.http import HttpRequest
     from django.urls import URLPattern
@@ -67,20 +87,161 @@ def is_light(request: HttpRequest) -> bool:
     return is_fragment(request) and LIGHT in request.headers
 
 
-def fragment(request: HttpRequest, template: str, context: dict[str, Any]) -> TemplateResponse:
-    """Return the changing part of a page, for the script alone."""
-    return cast("TemplateResponse", _marked(TemplateResponse(request, template, context)))
+#: Which marked pieces the script has; by how many seconds the answer is older than it seems.
+HAVE: Final = "X-Sqlsem-Have"
+AGE: Final = "X-Sqlsem-Age"
+#: A row, or a drawing, that may be left out if the script has it.
+_PIECE: Final = re.compile(
+    r'<(?P<tag>tr|svg)(?P<rest>\b[^>]*? (?P<name>data-sqlsem-key|id)="(?P<key>[^"]*)"[^>]*)>(?P<inside>.*?)</(?P=tag)>',
+    re.DOTALL,
+)
+_MARK: Final = re.compile(r' data-sqlsem-mark="([^"]*)"')
+#: What changes by itself as time passes.
+_AGES: Final = re.compile(r'data-sqlsem-ticks="[^"]*">[^<]*')
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The changing part of a page: its HTML, whose pieces are marked, and what tells it from others."""
+
+    html: SafeString
+    etag: str
+
+
+def part(request: HttpRequest, template: str, context: dict[str, Any]) -> Part:
+    """Return the changing part of a page."""
+    html = _PIECE.sub(_marked, render_to_string(template, context, request))
+    return Part(mark_safe(html), f'"{_digest(html, 16)}"')  # noqa: S308 - it comes from a template
+
+
+def _digest(html: str, length: int) -> str:
+    found = hashlib.blake2b(_AGES.sub("", html).encode(), digest_size=length).digest()
+    return base64.urlsafe_b64encode(found).decode().rstrip("=")
+
+
+def _marked(piece: re.Match[str]) -> str:
+    mark = _digest(piece.group(), 5)
+    return f'<{piece["tag"]}{piece["rest"]} data-sqlsem-mark="{mark}">{piece["inside"]}</{piece["tag"]}>'
+
+
+def _without(html: str, have: AbstractSet[str]) -> str:
+    """Leave out the pieces that the script has."""
+
+    def kept(piece: re.Match[str]) -> str:
+        mark = _MARK.search(piece["rest"])
+        if mark is None or mark[1] not in have:
+            return piece.group()
+        return f'<{piece["tag"]} {piece["name"]}="{piece["key"]}" data-sqlsem-keep></{piece["tag"]}>'
+
+    return _PIECE.sub(kept, html) if have else html
+
+
+def fragment(request: HttpRequest, template: str, context: dict[str, Any]) -> HttpResponse:
+    """Return the changing part of a page, for the script alone, and keep it for others who look at the same."""
+    found = part(request, template, context)
+    _views.keep(request, found)
+    return _answer(request, found, 0.0)
+
+
+def _answer(request: HttpRequest, found: Part, age: float) -> HttpResponse:
+    if request.headers.get("If-None-Match") == found.etag:
+        response = HttpResponse(status=304)
+    else:
+        have = request.headers.get(HAVE, "")
+        html = _without(found.html, frozenset(have.split()))
+        response = HttpResponse(html)
+        if "gzip" in request.headers.get("Accept-Encoding", ""):
+            # Random bytes at the end: the length is not to tell what is inside.
+            response.content = compress_string(html.encode(), max_random_bytes=100)
+            response["Content-Encoding"] = "gzip"
+            response["Content-Length"] = str(len(response.content))
+        patch_vary_headers(response, ["Accept-Encoding"])
+    response["ETag"] = found.etag
+    response[AGE] = f"{age:.1f}"
+    return _for_the_script(response)
 
 
 def plain(text: str, status: int) -> HttpResponse:
     """Return a short answer to the script, which shows it and keeps the old view."""
-    return _marked(HttpResponse(text, status=status, content_type="text/plain; charset=utf-8"))
+    return _for_the_script(HttpResponse(text, status=status, content_type="text/plain; charset=utf-8"))
 
 
-def _marked(response: HttpResponse) -> HttpResponse:
+def _for_the_script(response: HttpResponse) -> HttpResponse:
     response[HEADER] = "1"
     add_never_cache_headers(response)
     return response
+
+
+#: For so many seconds a session that was shown a view is taken to be allowed to see it, and is not looked up again.
+TRUSTED: Final = 15.0
+_MOST_VIEWS: Final = 500
+
+
+class _Views:
+    """What was shown lately in this process, and to which sessions: ten who look at one view cost about as much as one.
+
+    Nothing of it is older than some seconds. A session that is not known here is looked up as always.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: By what makes a view: when it was asked for, by the monotonic clock, and what it was.
+        self._found: dict[tuple[Any, ...], tuple[float, Part]] = {}
+        #: By session and address: until when it is trusted, and what it may do.
+        self._trusted: dict[tuple[Any, ...], tuple[float, tuple[bool, ...]]] = {}
+
+    def known(self, request: HttpRequest, allowed: tuple[bool, ...] | None = None) -> HttpResponse | None:
+        """Return the answer if it is known: to who is ``allowed`` so much, or to a session that was so just now."""
+        if not is_fragment(request):
+            return None
+        now, session = time.monotonic(), self._session(request)
+        with self._lock:
+            if allowed is None:
+                until, allowed = self._trusted.get(session, (0.0, ())) if session else (0.0, ())
+                if until <= now:
+                    return None
+            else:
+                cast("Any", request).sqlsem_asked = (now, allowed)
+                self._trust(session, now, allowed)
+            at, found = self._found.get((self._view(request), allowed), (0.0, None))
+        return None if found is None or now - at >= REFRESH_SECONDS else _answer(request, found, now - at)
+
+    def keep(self, request: HttpRequest, found: Part) -> None:
+        """Keep what was found for a request about which ``known()`` was asked."""
+        at, allowed = getattr(request, "sqlsem_asked", (None, ()))
+        if at is None:
+            return
+        with self._lock:
+            if len(self._found) >= _MOST_VIEWS:
+                self._found = {key: each for key, each in self._found.items() if at - each[0] < REFRESH_SECONDS}
+            if len(self._found) < _MOST_VIEWS:
+                self._found[self._view(request), allowed] = (at, found)
+
+    def clear(self, **kwargs: Any) -> None:
+        """Forget everything: somebody has logged out, say."""
+        with self._lock:
+            self._found.clear()
+            self._trusted.clear()
+
+    def _trust(self, session: tuple[Any, ...] | None, now: float, allowed: tuple[bool, ...]) -> None:
+        if len(self._trusted) >= _MOST_VIEWS:
+            self._trusted = {key: each for key, each in self._trusted.items() if each[0] > now}
+        if session is not None and len(self._trusted) < _MOST_VIEWS:
+            self._trusted[session] = (now + TRUSTED, allowed)
+
+    def _session(self, request: HttpRequest) -> tuple[Any, ...] | None:
+        cookie = request.COOKIES.get(settings.SESSION_COOKIE_NAME)
+        return (cookie, self._view(request)) if cookie else None
+
+    def _view(self, request: HttpRequest) -> tuple[Any, ...]:
+        """Return what makes a view, but for what its reader may do."""
+        where = (request.get_host(), str(getattr(request, "urlconf", "")), request.get_full_path(), is_light(request))
+        return (*where, get_language(), get_current_timezone_name(), queries.locks_database())
+
+
+_views: Final = _Views()
+known, forget = _views.known, _views.clear
+user_logged_out.connect(forget)
 
 
 def page(model_admin: Any, request: HttpRequest, template: str, context: dict[str, Any], status: int = 200) -> Any:
@@ -100,9 +261,7 @@ def guarded(model_admin: Any, view: Callable[..., HttpResponse]) -> Callable[...
     @functools.wraps(view)
     def answer(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         try:
-            response = view(request, *args, **kwargs)
-            if is_fragment(request) and isinstance(response, TemplateResponse):
-                response.render()  # what is read only then may fail as well
+            response = known(request) or view(request, *args, **kwargs)
         except (BackendError, DatabaseError) as error:
             if not model_admin.admin_site.has_permission(request):
                 raise  # what a database says is no stranger's business
@@ -176,6 +335,10 @@ def _json(data: dict[str, Any], status: int) -> HttpResponse:
 
 def _page(model_admin: Any, request: HttpRequest) -> dict[str, Any]:
     found, reading = model_admin.get_changelist_instance(request), reading_of(request)
+    names = [row for row in found.result_list if not isinstance(row.known, TemplateSnapshot)]
+    lately = queries.lately(row.known for row in names)
+    shown = [row.name for row in found.result_list if isinstance(row.known, TemplateSnapshot)]
+    templates = {each.template: each for each in reading.templates} if shown else {}
     return {
         "database": reading.using,
         "page": {
@@ -188,12 +351,8 @@ def _page(model_admin: Any, request: HttpRequest) -> dict[str, Any]:
         "totals": {key: getattr(reading.survey, key) for key in ("held", "stale", "waiting", "paused", "draining")},
         "deadlocks": [str(deadlock) for deadlock in reading.deadlocks],
         "notes": queries.notes(),
-        "templates": [asdict(row.known) for row in found.result_list if isinstance(row.known, TemplateSnapshot)],
-        "semaphores": [
-            as_plain(row.known, row.lately, deadlocked=row.deadlocked)
-            for row in found.result_list
-            if not isinstance(row.known, TemplateSnapshot)
-        ],
+        "templates": [asdict(templates[each]) for each in shown],
+        "semaphores": [as_plain(row.known, lately[row.name], deadlocked=row.deadlocked) for row in names],
     }
 
 

@@ -15,12 +15,13 @@ from django.core.exceptions import PermissionDenied
 from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, ngettext
+from django.utils.translation import ngettext
 
 from django_sqlsem import queries
-from django_sqlsem.admin import drawing, live, tables
+from django_sqlsem.admin import drawing, live, ranges, tables
 from django_sqlsem.admin.actions import Buttons
-from django_sqlsem.admin.display import drawn, kind_of, length, percent, users, visible
+from django_sqlsem.admin.base import tabs
+from django_sqlsem.admin.display import drawn, kind_of, length, named, percent, users, visible
 from django_sqlsem.admin.drawing import Bar, Lane, Mark, Panel, TimeScale
 from django_sqlsem.conf import config
 from django_sqlsem.core.durations import duration
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from django.http import HttpRequest, HttpResponse
-    from django.utils.functional import _StrPromise
 
     from django_sqlsem.admin.actions import Button
+    from django_sqlsem.admin.ranges import Range
     from django_sqlsem.core.erlang import Forecast
     from django_sqlsem.history.events import Event, Minute, Span
     from django_sqlsem.queries import Reading
@@ -75,9 +76,13 @@ def lock_page(model_admin: Any, request: HttpRequest, object_id: str) -> HttpRes
     """Return the page of one lock, or what changes of it. Raises ``BackendError``."""
     if request.method not in ("GET", "HEAD"):
         raise PermissionDenied
-    row = model_admin.get_object(request, unquote(object_id))
+    row = model_admin.find(request, unquote(object_id))
     if not model_admin.has_view_permission(request, row):
         raise PermissionDenied
+    if row is not None:
+        if (answer := live.known(request, model_admin.allowed(request))) is not None:
+            return answer
+        row = model_admin.known(request, [row])[0]
     if row is None or row.known is None:
         if live.is_fragment(request):
             return live.plain(_("There is no such lock any more."), 404)
@@ -87,7 +92,7 @@ def lock_page(model_admin: Any, request: HttpRequest, object_id: str) -> HttpRes
     snapshot, reading = row.known, live.reading_of(request)
     buttons = Buttons(model_admin, request, snapshot)
     rare = queries.events(snapshot.name, what=_RARE, limit=_MAX_RARE)
-    chosen = _range(request)
+    chosen = ranges.chosen(request)
     context = {
         "acts": buttons,
         "waits": _waits(reading, snapshot.name),  # before the deadlocks, which come with them
@@ -97,14 +102,16 @@ def lock_page(model_admin: Any, request: HttpRequest, object_id: str) -> HttpRes
         "holders": tables.holders(snapshot, buttons.beside),
         "waiters": tables.waiters(snapshot),
         "recent": None if live.is_light(request) else _recent(reading, snapshot, rare, chosen),
-        "ranges": _ranges(request, chosen),
+        "ranges": ranges.links(request, chosen),
     }
+    template = "admin/sqlsem/_one.html"
     if live.is_fragment(request):
-        return live.fragment(request, "admin/sqlsem/_one.html", context)
+        return live.fragment(request, template, context)
     context |= {
+        "sqlsem_part": live.part(request, template, context),
         "title": visible(snapshot.name),
         "subtitle": None,
-        "shown_name": users(snapshot.name),
+        "shown_name": named(snapshot.name),
         "kind": kind_of(snapshot.kind),
         "original": row,
         "light_refreshes": chosen.light,
@@ -124,20 +131,42 @@ def audit_log(model_admin: Any, request: HttpRequest, object_id: str) -> HttpRes
     table = tables.happened(
         "sqlsem-audit", _("What operators did"), done, _("Nothing is recorded."), most=_MAX_AUDIT, dated=True
     )
-    days = math.ceil(config(queries.locks_database()).history_acts / 86400)
     context = {
         "title": _("Audit log: %(name)s") % {"name": visible(row.name)},
         "subtitle": None,
-        "shown_name": users(row.name),
+        "shown_name": named(row.name),
         "object": row,
         "table": table,
-        "kept": _("By the admin, the command and programs, with their reasons; kept for %(days)d days.")
-        % {"days": days},
+        "kept": _kept(),
         "entries": LogEntry.objects.filter(
             object_id=unquote(object_id), content_type=get_content_type_for_model(model_admin.model)
         ).select_related("user").order_by("-action_time")[:_MAX_AUDIT],
     }  # fmt: skip
     return cast("HttpResponse", live.page(model_admin, request, "admin/sqlsem/audit_log.html", context))
+
+
+def audit_of_all(model_admin: Any, request: HttpRequest) -> HttpResponse:
+    """Return what operators did to any lock."""
+    if not model_admin.has_view_permission(request):
+        raise PermissionDenied
+    done = queries.acts(limit=_MAX_AUDIT)
+    link = model_admin.address_of
+    table = tables.happened(
+        "sqlsem-audit", _("What operators did"), done, _("Nothing is recorded."), most=_MAX_AUDIT, dated=True, link=link
+    )
+    context = {
+        "title": _("Audit log"),
+        "sqlsem_tabs": tabs(model_admin, request, "audit"),
+        "table": table,
+        "kept": _kept(),
+    }
+    return cast("HttpResponse", live.page(model_admin, request, "admin/sqlsem/audit_log.html", context))
+
+
+def _kept() -> str:
+    days = math.ceil(config(queries.locks_database()).history_acts / 86400)
+    text = _("By the admin, the command and programs, with their reasons; kept for %(days)d days.")
+    return text % {"days": days}
 
 
 def _last(acts: list[Event], *what: str) -> Event | None:
@@ -243,45 +272,10 @@ def _waits(reading: Reading, name: str) -> list[Said]:
     return [Said(f"wait {each.wait_id}", users(str(each))) for each in found[:_MAX_WAITS]]
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """How far back the page looks. ``light``: so many answers to the script leave it out."""
-
-    name: str
-    words: _StrPromise
-    title: _StrPromise
-    seconds: float
-    light: int
-
-
-RANGES: Final = (
-    Range("5m", gettext_lazy("5 min"), gettext_lazy("Last 5 minutes"), 300.0, 4),
-    Range("1h", gettext_lazy("1 h"), gettext_lazy("Last hour"), 3600.0, 4),
-    Range("24h", gettext_lazy("24 h"), gettext_lazy("Last 24 hours"), 86400.0, 19),
-    Range("7d", gettext_lazy("7 d"), gettext_lazy("Last 7 days"), 7 * 86400.0, 99),
-)
-_USUAL: Final = RANGES[1]
-#: The seconds that one figure is about, so that there are a hundred of them at most.
-_STEPS: Final = (60.0, 300.0, 900.0, 3600.0, 7200.0)
-_MOST_STEPS: Final = 100
 #: Single holds are kept, and drawn, for so long.
 _SINGLE: Final = 3600.0
-
-
-def _range(request: HttpRequest) -> Range:
-    """Return what the address says; the usual one for what is none."""
-    wanted = request.GET.get("range")
-    return next((each for each in RANGES if each.name == wanted), _USUAL)
-
-
-def _ranges(request: HttpRequest, chosen: Range) -> list[tuple[_StrPromise, str, bool]]:
-    """Return the ranges as links: words, address, and whether it is the one that is shown."""
-    found = []
-    for each in RANGES:
-        parameters = request.GET.copy()
-        parameters["range"] = each.name
-        found.append((each.words, f"?{parameters.urlencode()}", each is chosen))
-    return found
+#: So many figures are drawn at the most.
+_MOST_STEPS: Final = 100
 
 
 def _recent(reading: Reading, snapshot: SemaphoreSnapshot, rare: list[Event], chosen: Range) -> dict[str, Any]:
@@ -289,7 +283,7 @@ def _recent(reading: Reading, snapshot: SemaphoreSnapshot, rare: list[Event], ch
     name, now = snapshot.name, reading.now
     known = _known_for(snapshot, queries.since(name), now)
     window = min(chosen.seconds, max(60.0, known))
-    step = next((each for each in _STEPS if window / each <= _MOST_STEPS), _STEPS[-1])
+    step = ranges.step_of(window, _MOST_STEPS)
     scale = TimeScale(now, window, step)
     young = window < chosen.seconds
     # Of all that is known the oldest step counts as a whole.

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+import datetime
+import functools
+from typing import TYPE_CHECKING, Any, cast
 
 from django.contrib import admin
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
-from django.db.models.functions import Coalesce
-from django.utils.html import format_html
-from django.utils.safestring import SafeString, mark_safe
+from django.contrib.admin.utils import quote
+from django.http import HttpResponseRedirect
+from django.urls import path, reverse
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
-from django_sqlsem.admin import actions, live, lock_page
+from django_sqlsem.admin import actions, drawing, live, lock_page
 from django_sqlsem.admin.base import OperatorAdmin, column
-from django_sqlsem.admin.display import declared, drawn, kind_of, percent, users, visible
+from django_sqlsem.admin.display import NONE, declared, drawn, kind_of, lasting, named, visible
 from django_sqlsem.admin.overview import (
     KindFilter,
     OverviewChangeList,
@@ -24,12 +28,15 @@ from django_sqlsem.admin.overview import (
     searched,
 )
 from django_sqlsem.core.durations import duration
+from django_sqlsem.core.modes import MUTEX
+from django_sqlsem.core.names import key_of
 from django_sqlsem.models import SemaphoreRow
-from django_sqlsem.snapshots import TemplateSnapshot
+from django_sqlsem.snapshots import TemplateSnapshot, longest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from django.contrib.admin import AdminSite
     from django.db.models import QuerySet
     from django.http import HttpRequest, HttpResponse
     from django.urls import URLPattern
@@ -38,22 +45,30 @@ if TYPE_CHECKING:
     from django_sqlsem.snapshots import SemaphoreSnapshot
 
 
-#: What stands where nothing is to be said, and a reader of screens passes over.
-NONE: Final = mark_safe('<span class="sqlsem-none" aria-hidden="true">·</span>')
+def _entrance(model_admin: SemaphoreAdmin, app_index: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
+    """Return the index of an app in the admin: that of the locks is the overview, for whoever may see it."""
+
+    @functools.wraps(app_index)
+    def index(request: HttpRequest, app_label: str, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        site, opts = model_admin.admin_site, model_admin.opts
+        ours = app_label == opts.app_label and site.is_registered(model_admin.model)
+        if ours and model_admin.has_view_permission(request):
+            overview = f"admin:{app_label}_{opts.model_name}_changelist"
+            return HttpResponseRedirect(reverse(overview, current_app=site.name))
+        return app_index(request, app_label, extra_context)
+
+    return index
 
 
 @admin.register(SemaphoreRow)
 class SemaphoreAdmin(OperatorAdmin):
     """The overview of all locks, and a page of each with its holders and waiters.
 
-    A row of the list carries its snapshot as ``known``, what it was like in the last hour as ``lately``, and whether it
-    is ``deadlocked``.
+    A row of the list carries its snapshot as ``known``, what happened to it in the chosen range as ``trend`` (``None``:
+    no history is kept), whether it is ``deadlocked``, and the ``address`` that it leads to.
     """
 
-    list_display = (
-        "lock_name", "cells", "held", "waiting", "stale", "utilisation", "longest_hold", "longest_wait", "turned_away",
-        "kind_word", "declared",
-    )  # fmt: skip
+    list_display = ("lock_name", "cells", "waiting", "longest_hold", "lately")
     list_filter = (OverviewStateFilter, KindFilter, TemplateFilter)
     list_per_page = 50
     search_fields = ("name",)
@@ -63,13 +78,27 @@ class SemaphoreAdmin(OperatorAdmin):
     class Media:
         css = {"all": ("sqlsem/locks.css", "sqlsem/overview.css")}
 
+    def __init__(self, model: type[SemaphoreRow], admin_site: AdminSite) -> None:
+        super().__init__(model, admin_site)
+        cast("Any", admin_site).app_index = _entrance(self, admin_site.app_index)
+
     def read(self, reading: Reading, rows: list[SemaphoreRow]) -> Mapping[Any, SemaphoreSnapshot]:
         found = reading.by_name(row.name for row in rows)
         return {row.pk: found[row.name] for row in rows if row.name in found}
 
     def own_urls(self) -> list[URLPattern]:
-        """Add where the buttons on the page of one lock lead, and the same as JSON."""
-        return [*actions.urls(self), *live.json_urls(self)]
+        """Add the log of what operators did, where the buttons on the page of one lock lead, and the same as JSON."""
+        audit = path(
+            "audit/",
+            self.admin_site.admin_view(lambda request: lock_page.audit_of_all(self, request)),
+            name=f"{self.opts.app_label}_{self.opts.model_name}_audit",
+        )
+        return [audit, *actions.urls(self), *live.json_urls(self)]
+
+    def address_of(self, name: str) -> str:
+        """Return where the page of a lock is."""
+        view = f"admin:{self.opts.app_label}_{self.opts.model_name}_change"
+        return reverse(view, args=[quote(key_of(name))], current_app=self.admin_site.name)
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[OverviewChangeList]:
         """Order and filter by what is read once for the whole page."""
@@ -83,6 +112,10 @@ class SemaphoreAdmin(OperatorAdmin):
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         """Answer with the whole page, or with the part that refreshes itself."""
+        if live.is_fragment(request) and self.has_view_permission(request):
+            answer = live.known(request, self.allowed(request))
+            if answer is not None:
+                return answer
         response = super().changelist_view(request, {"title": _("Locks"), **(extra_context or {})})
         return overview_answer(request, response)
 
@@ -110,87 +143,117 @@ class SemaphoreAdmin(OperatorAdmin):
             _("Choose %(name)s for an action") % {"name": visible(row.name)},
         )
 
-    lock_name = column(gettext_lazy("name"), lambda row: users(row.name), ordering="name")
-    cells = column(
-        gettext_lazy("slots"), lambda row: _cells(row), ordering=Coalesce("operator_slots", "declared_slots")
+    lock_name = column(gettext_lazy("name"), lambda row: _name(row), ordering="name")
+    cells = column(gettext_lazy("slots"), lambda row: _cells(row.known), ordering="held")
+    waiting = column(gettext_lazy("queue"), lambda row: _queue(row.known), ordering="waiting")
+    longest_hold = column(gettext_lazy("longest hold"), lambda row: _longest_hold(row))
+    lately = column(gettext_lazy("held, refused"), lambda row: _trend(row))
+
+
+def _name(row: Any) -> SafeString:
+    """Return the name, which leads on, with its kind, and below it what an operator must know of it in a few words."""
+    known = row.known
+    kinds = [known.kind]
+    if not isinstance(known, TemplateSnapshot) and known.other_kind:
+        kinds.append(known.other_kind)
+    shown = format_html(
+        '<a href="{}">{}</a> <span class="sqlsem-kind">{}</span>',
+        row.address,
+        named(row.name),
+        ", ".join(map(kind_of, kinds)),
     )
-    held = column(gettext_lazy("held"), lambda row: _held(row.known), ordering="held")
-    waiting = column(gettext_lazy("waiting"), lambda row: _marked(row.known.waiting, "waiting"), ordering="waiting")
-    stale = column(gettext_lazy("stale"), lambda row: _marked(row.known.stale, "stale"), ordering="stale")
-    utilisation = column(gettext_lazy("utilisation"), lambda row: _meter(row.lately.utilisation))
-    longest_hold = column(gettext_lazy("longest hold"), lambda row: _length(row.lately.longest_hold))
-    longest_wait = column(gettext_lazy("longest wait"), lambda row: _length(row.lately.longest_wait))
-    turned_away = column(gettext_lazy("turned away"), lambda row: _marked(row.lately.turned_away or 0, "away"))
-    kind_word = column(gettext_lazy("kind"), lambda row: _kinds(row.known), ordering="kind")
-    declared = column(gettext_lazy("declared"), lambda row: _declared(row.known))
+    badges = _of_names(known) if isinstance(known, TemplateSnapshot) else _of_name(known, deadlocked=row.deadlocked)
+    words = format_html_join(" ", '<span class="sqlsem-badge sqlsem-{}">{}</span>', badges)
+    return format_html('{}<span class="sqlsem-badges">{}</span>', shown, words) if words else shown
 
 
-def _cells(row: Any) -> SafeString | str:
-    """Return the slots as cells, with what an operator must know of all of them in a word."""
-    snapshot = row.known
-    if isinstance(snapshot, TemplateSnapshot):
-        return _names(snapshot)
-    shown: SafeString | str = drawn(snapshot)
-    if snapshot.units is not None:
-        shown = _("%(units)d units") % {"units": snapshot.units}
+def _of_name(known: SemaphoreSnapshot, *, deadlocked: bool) -> list[tuple[str, str]]:
     badges = []
-    if row.deadlocked:
+    if known.stale:
+        badges.append(("stale", _("%(count)d stale") % {"count": known.stale}))
+    if deadlocked:
         badges.append(("bad", _("deadlock")))
-    if snapshot.paused:
-        badges.append(("draining", _("draining")) if snapshot.draining else ("paused", _("paused")))
-    if snapshot.operator_slots is not None:
+    if known.paused:
+        badges.append(("draining", _("draining")) if known.draining else ("paused", _("paused")))
+    if known.operator_slots is not None:
         badges.append(("operator", _("set by operator")))
-    for state, word in badges:
-        shown = format_html('{} <span class="sqlsem-badge sqlsem-{}">{}</span>', shown, state, word)
-    return shown
+    if known.other_declared_slots is not None and known.kind != MUTEX:
+        badges.append(("operator", _("declared %(slots)s") % {"slots": declared(known)}))
+    return badges
 
 
-def _kinds(snapshot: SemaphoreSnapshot | TemplateSnapshot) -> str:
-    """Return what kind of lock it is, and as which other one it is used at this moment."""
-    if isinstance(snapshot, TemplateSnapshot):
-        return kind_of(snapshot.kind)
-    return ", ".join(kind_of(each) for each in (snapshot.kind, snapshot.other_kind) if each)
-
-
-def _names(template: TemplateSnapshot) -> SafeString:
+def _of_names(known: TemplateSnapshot) -> list[tuple[str, str]]:
     """Return how many names a template has made, and what is wrong with them."""
-    shown = format_html("{}", ngettext("%(count)d name", "%(count)d names", template.names) % {"count": template.names})
-    words = {"stale": _("stale"), "deadlocked": _("deadlocked"), "waited for": _("waited for"), "paused": _("paused")}
-    looks = {"stale": "stale", "deadlocked": "bad", "waited for": "waiting", "paused": "paused"}
-    for state, count in template.trouble.items():
-        told = _("%(count)d %(state)s") % {"count": count, "state": words[state]}
-        shown = format_html('{} <span class="sqlsem-badge sqlsem-{}">{}</span>', shown, looks[state], told)
-    return shown
+    badges = [("names", ngettext("%(count)d name", "%(count)d names", known.names) % {"count": known.names})]
+    states = {
+        "stale": ("stale", _("stale")),
+        "deadlocked": ("bad", _("deadlocked")),
+        "with a queue": ("waiting", _("with a queue")),
+        "paused": ("paused", _("paused")),
+    }
+    for state, count in known.trouble.items():
+        look, word = states[state]
+        badges.append((look, _("%(count)d %(state)s") % {"count": count, "state": word}))
+    return badges
 
 
-def _held(snapshot: SemaphoreSnapshot | TemplateSnapshot) -> SafeString | str:
-    if isinstance(snapshot, TemplateSnapshot):
-        return _marked(snapshot.held, "held")
-    if snapshot.units is not None:
+def _cells(known: SemaphoreSnapshot | TemplateSnapshot) -> SafeString | str:
+    """Return the slots as cells, and how many of them are held."""
+    if isinstance(known, TemplateSnapshot):
+        return format_html("<span>{}</span>", _("%(count)d held") % {"count": known.held}) if known.held else NONE
+    if known.units is not None:
+        return _("%(units)d units") % {"units": known.units}
+    told = _("%(held)d of %(slots)d") % {"held": known.held, "slots": known.slots}
+    return format_html('{} <span class="sqlsem-of">{}</span>', drawn(known), told)
+
+
+def _queue(known: SemaphoreSnapshot | TemplateSnapshot) -> SafeString:
+    """Return how many wait, and for how long the first of them has."""
+    if not known.waiting:
         return NONE
-    return _("%(held)d of %(slots)d") % {"held": snapshot.held, "slots": snapshot.slots}
+    if isinstance(known, TemplateSnapshot):
+        first = known.longest_wait
+    else:
+        first = longest(*(waiter.age for waiter in known.waiters))
+    shown = format_html('<span class="sqlsem-count sqlsem-waiting">{}</span>', known.waiting)
+    if first is None:
+        return shown
+    return format_html('{} <span class="sqlsem-second">{}</span>', shown, format_html(_("for {}"), lasting(first)))
 
 
-def _declared(snapshot: SemaphoreSnapshot | TemplateSnapshot) -> SafeString | str:
-    return NONE if isinstance(snapshot, TemplateSnapshot) else declared(snapshot)
+def _longest_hold(row: Any) -> SafeString | str:
+    """Return the longest hold of the range, and of those that go on."""
+    known = row.known
+    if isinstance(known, TemplateSnapshot):
+        now = known.longest_hold
+    else:
+        now = longest(*(holder.age for holder in known.holders if holder.recorded))
+    past = row.trend.totals.longest_hold if row.trend is not None else 0.0
+    if now is not None and now >= past:
+        return lasting(now)
+    return duration(past).replace(" ", "\N{NO-BREAK SPACE}") if past else NONE
 
 
-def _meter(used: float | None) -> SafeString:
-    """Return which part of the slots' time they were held in the last hour, as a bar with the number."""
-    if used is None:
+def _trend(row: Any) -> SafeString:
+    """Return how much was held and how many were refused in the chosen range, as a small drawing and a number."""
+    if row.trend is None:
         return NONE
-    return format_html(
-        '<span class="sqlsem-used"><svg class="sqlsem-meter" viewBox="0 0 100 10" preserveAspectRatio="none"'
-        ' aria-hidden="true" focusable="false"><rect class="sqlsem-meter-all" width="100" height="10"/>'
-        '<rect class="sqlsem-meter-used" width="{}" height="10"/></svg> {}</span>',
-        f"{100 * used:.1f}",
-        percent(used),
-    )
+    step, known, count = row.trend.step, row.known, max(1, round(row.window / row.trend.step))
+    steps = {count - 1 - round((_begun(row.now, step) - at).total_seconds() / step): each
+             for at, each in row.trend.steps.items()}  # fmt: skip
+    held = drawing.held_by_step({nth: each[0] for nth, each in steps.items()}, known, row.now, step, count)
+    refused = {nth: each[1] for nth, each in steps.items() if each[1]}
+    if not held and not refused:
+        return NONE
+    slots = 0 if isinstance(known, TemplateSnapshot) or known.units is not None else known.slots
+    in_all = row.trend.totals.turned_away
+    words = ngettext("%(count)d refused", "%(count)d refused", in_all) % {"count": in_all}
+    mean = sum(held.values()) / count
+    about = _("%(mean).1f held on average, %(refused)s") % {"mean": mean, "refused": words}
+    shown = drawing.sparkline(held, refused, count=count, most=float(slots), about=about)
+    return format_html('{} <span class="sqlsem-count sqlsem-away">{}</span>', shown, words) if in_all else shown
 
 
-def _marked(count: int, state: str) -> SafeString:
-    return format_html('<span class="sqlsem-count sqlsem-{}">{}</span>', state, count) if count else NONE
-
-
-def _length(seconds: float | None) -> SafeString | str:
-    return duration(seconds).replace(" ", "\N{NO-BREAK SPACE}") if seconds else NONE
+def _begun(now: datetime.datetime, step: float) -> datetime.datetime:
+    """Return when the step began in which ``now`` is."""
+    return datetime.datetime.fromtimestamp(now.timestamp() // step * step, datetime.UTC)

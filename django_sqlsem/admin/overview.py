@@ -1,18 +1,21 @@
 """The list of all locks, those in trouble first, at a cost that does not grow with their number.
 
-All names that one template has made are one row of it, which opens to a list of them. Who searches, or asks for a
-state, gets names.
+What is wrong now stands above it, in sentences. All names that one template has made are one row of the list, which
+opens to a list of them. Who searches, or asks for a state, gets names.
 
 A few names, known by their keys, stand first in a long list: the database counts and sorts nothing for all the others.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import urlencode
 
 from django.contrib import admin
+from django.contrib.admin.templatetags.admin_list import result_headers
+from django.contrib.admin.utils import lookup_field
 from django.contrib.admin.views.main import ORDER_VAR, PAGE_VAR, ChangeList
 from django.db.models import Value
 from django.db.models.functions import Upper
@@ -23,13 +26,13 @@ from django.utils.text import smart_split, unescape_string_literal
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
-from django_sqlsem import queries
-from django_sqlsem.admin import live
-from django_sqlsem.admin.display import KIND_WORDS, visible
+from django_sqlsem.admin import glance, live, ranges
+from django_sqlsem.admin.display import KIND_WORDS, NONE, named, visible
+from django_sqlsem.admin.glance import Worst, worst
 from django_sqlsem.admin.lists import StateFilter
 from django_sqlsem.core.names import key_of
+from django_sqlsem.history.events import Totals, Trend
 from django_sqlsem.models import SemaphoreRow
-from django_sqlsem.serialize import Lately
 from django_sqlsem.snapshots import MOST_NAMES, SURVEY_STATES, TemplateSnapshot
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from django.db.models import QuerySet
     from django.http import HttpRequest, HttpResponse
 
+    from django_sqlsem.admin.ranges import Range
     from django_sqlsem.queries import Reading
 
 
@@ -46,7 +50,7 @@ FEW_NAMES: Final = 1000
 #: A search lists no more than this: to count all of a hundred thousand names takes longer than the page.
 SEARCHED: Final = 10_000
 #: The columns that rank a few names before all others, which have none.
-RANKED: Final = ("held", "stale", "waiting")
+RANKED: Final = ("held", "waiting")
 
 
 class Joined:
@@ -84,21 +88,25 @@ def ranked(
     groups: Mapping[str, TemplateSnapshot] | None = None,
     last: bool = False,
     names: Mapping[str, str] | None = None,
+    named: Mapping[str, str] | None = None,
     most: int | None = None,
     count: int | None = None,
 ) -> Joined:
     """Return the names of ``rows`` in their order, with those of ``ranks`` before all others: the smallest rank first.
 
     ``ranks``: by the keys of names, and of ``groups``, which stand before all other names. ``last``: behind all
-    others, the smallest rank last. ``names``: the names of all rows by their keys, if they are known. ``most``: so many
-    rows are counted at the most. ``count``: how many rows there are, if that is known.
+    others, the smallest rank last. ``names``: the names of all rows by their keys, if they are known; ``named``: of
+    those in ``ranks``. ``most``: so many rows are counted at the most. ``count``: how many rows there are, if known.
     """
     groups = groups or {}
     if names is not None:
         count, known = len(names), {key: name for key, name in names.items() if key in ranks}
     else:
         count = (rows if most is None else rows.order_by()[:most]).count() if count is None else count
-        known = dict(rows.filter(pk__in=list(ranks)).order_by().values_list("pk", "name")) if ranks else {}
+        if named is not None:
+            known = {key: name for key, name in named.items() if key in ranks}
+        else:
+            known = dict(rows.filter(pk__in=list(ranks)).order_by().values_list("pk", "name")) if ranks else {}
     labels = known | {key: group.template for key, group in groups.items() if key in ranks}
     by_label = sorted(labels, key=lambda key: labels[key])
     first = [groups.get(key) or known[key] for key in sorted(by_label, key=lambda key: ranks[key], reverse=last)]
@@ -146,7 +154,7 @@ class OverviewStateFilter(StateFilter):
         reading = live.reading_of(request)
         survey = self.survey = reading.survey
         template = request.GET.get("template")
-        groups = reading.templates if template else []
+        groups = reading.standing_templates if template else []
         #: Whose counts are told: those of all names, or of the template that is open.
         self.told = next((each for each in groups if each.template == template), survey)
         return [
@@ -213,11 +221,20 @@ class OverviewChangeList(ChangeList):
     cut_off = False
     #: A column of ``RANKED`` by which the list is ordered, with a minus for the largest first.
     ranking: str | None = None
+    #: What is told of above the list, on the page where one comes in.
+    worst: Worst | None = None
 
     def __init__(self, request: HttpRequest, *args: Any, **kwargs: Any) -> None:
         self.reading = live.reading_of(request)
         self._names: dict[str, str] | None = None
+        self._count: int | None = None
         super().__init__(request, *args, **kwargs)
+
+    def get_filters_params(self, params: Any = None) -> Any:
+        """How far back the page looks is no filter."""
+        found = super().get_filters_params(params)
+        found.pop(ranges.PARAMETER, None)
+        return found
 
     def get_ordering(self, request: HttpRequest, queryset: QuerySet[Any]) -> list[Any]:
         """Keep what the database need not sort by for itself; no two rows have one name."""
@@ -227,6 +244,7 @@ class OverviewChangeList(ChangeList):
         first = ordering[0] if ordering and isinstance(ordering[0], str) else ""
         self.ranking = first if first.lstrip("-") in RANKED else None
         kept = [part for part in ordering if not isinstance(part, str) or part.lstrip("-") not in RANKED]
+        kept = list(dict.fromkeys(kept))  # the model's own order is among them once more
         return kept if "name" in kept or "-name" in kept else [*kept, "name"]
 
     def get_ordering_field_columns(self) -> dict[int, Any]:
@@ -238,9 +256,10 @@ class OverviewChangeList(ChangeList):
         found = super().get_queryset(request, exclude_parameters)
         if not (self.query or self.params.get("state") or self.params.get("template")):
             kind = self.params.get("kind")
-            found = found.filter(template="")
-            self.groups = {f"{{{each.template}": each for each in self.reading.templates if kind in (None, each.kind)}
-        if self.query or self.has_active_filters:
+            found, templates = found.filter(template=""), self.reading.standing_templates
+            self.groups = {f"{{{each.template}": each for each in templates if kind in (None, each.kind)}
+        self._count = self._known_count()
+        if (self.query or self.has_active_filters) and (self._count or 0) <= FEW_NAMES:
             few = MOST_NAMES if self.params.get("state") else FEW_NAMES
             names = dict(found.order_by().values_list("pk", "name")[: few + 1])
             if len(names) <= few:
@@ -249,18 +268,39 @@ class OverviewChangeList(ChangeList):
         return found
 
     def get_results(self, request: HttpRequest) -> None:
-        """Read the names of one page, and then their snapshots and what they were like in the last hour."""
+        """Read the names of one page, and then their snapshots."""
         queryset, most = self.queryset, SEARCHED if self.query else None
         last = self.ranking in RANKED
-        count = None if self.query or self.has_active_filters else self.reading.without_template
         names: Any = ranked(
-            queryset, self._ranks(), groups=self.groups, last=last, names=self._names, most=most, count=count
-        )
+            queryset, self._ranks(), groups=self.groups, last=last, names=self._names, named=self._named(), most=most,
+            count=self._count,
+        )  # fmt: skip
         self.queryset = names
+        if not (self.query or self.has_active_filters or request.GET.get(PAGE_VAR, "1") != "1"):
+            self.worst = worst(self.reading)
         super().get_results(request)
         self.queryset, self.result_list = queryset, self._rows(self.result_list[:])
         self.show_admin_actions = bool(self.result_count)
         self.cut_off = self.result_count == most
+
+    def _known_count(self) -> int | None:
+        """Return how many names the list has, if that is known."""
+        template = self.params.get("template")
+        if self.query or set(self.get_filters_params()) - {"template"}:
+            return None
+        if not template:
+            return self.reading.without_template
+        return next((each.names for each in self.reading.standing_templates if each.template == template), None)
+
+    def _named(self) -> dict[str, str] | None:
+        """Return the names in use of this list by their keys, if all are known."""
+        in_use = self.reading.survey.in_use
+        if in_use is None or self.query or self.params.get("state"):
+            return None
+        template, kind = self.params.get("template", ""), self.params.get("kind")
+        return {
+            key: each.name for key, each in in_use.items() if each.template == template and kind in (None, each.kind)
+        }
 
     def _ranks(self) -> dict[str, Any]:
         if self.ranking:
@@ -277,7 +317,7 @@ class OverviewChangeList(ChangeList):
     def url_for_result(self, result: Any) -> str:
         """Return where a row leads: to the page of a lock, or to the names of a template."""
         if not isinstance(result.known, TemplateSnapshot):
-            return super().url_for_result(result)
+            return str(cast("Any", self.model_admin).address_of(result.name))
         # Django adds the filters and the order of this page, and its number.
         name = f"admin:{self.opts.app_label}_{self.opts.model_name}_changelist"
         query = urlencode({"template": result.known.template, PAGE_VAR: 1})
@@ -285,24 +325,72 @@ class OverviewChangeList(ChangeList):
 
     def _rows(self, entries: list[Any]) -> list[Any]:
         """Return the rows of names and templates."""
-        found = self.reading.by_name(each for each in entries if isinstance(each, str))
-        lately, bad = queries.lately(found.values()), set(deadlocked(self.reading))
+        names = [each for each in entries if isinstance(each, str)]
+        found = self.reading.by_name([*names, *(self.worst.all() if self.worst else ())])
+        bad = set(deadlocked(self.reading))
         rows = []
         for each in entries:
+            row: Any
             if isinstance(each, TemplateSnapshot):
-                rows.append(_row_of_template(each))
+                row = SemaphoreRow(name=each.template, kind=each.kind)
+                row.known, row.deadlocked = each, bool(each.deadlocked)
             elif each in found:  # else it was purged just now
-                row: Any = SemaphoreRow(key=key_of(each), name=each, kind=found[each].kind)
-                row.known, row.lately, row.deadlocked = found[each], lately[each], row.key in bad
-                rows.append(row)
+                row = SemaphoreRow(key=key_of(each), name=each, kind=found[each].kind)
+                row.known, row.deadlocked = found[each], row.key in bad
+            else:
+                continue
+            row.trend, row.address = None, self.url_for_result(row)
+            rows.append(row)
         return rows
 
+    def draw(self, chosen: Range) -> None:
+        """Add to the rows what happened to them in a while."""
+        step = ranges.step_of(chosen.seconds, _MOST_STEPS)
+        templates = [row.known.template for row in self.result_list if isinstance(row.known, TemplateSnapshot)]
+        names = [row.name for row in self.result_list if not isinstance(row.known, TemplateSnapshot)]
+        found = self.reading.trends(names, templates, window=chosen.seconds, step=step)
+        for row in self.result_list:
+            row.window = chosen.seconds
+            if found is not None:
+                of_template = isinstance(row.known, TemplateSnapshot)
+                row.trend = found[of_template].get(row.name) or Trend(step, {}, Totals())
+                row.now = self.reading.now
 
-def _row_of_template(group: TemplateSnapshot) -> Any:
-    row: Any = SemaphoreRow(name=group.template, kind=group.kind)
-    row.known, row.deadlocked = group, bool(group.deadlocked)
-    row.lately = Lately(turned_away=group.turned_away, longest_hold=group.longest_hold, longest_wait=group.longest_wait)
-    return row
+
+#: So many figures a small drawing has.
+_MOST_STEPS: Final = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell of a row: in which column, under what heading, what, and whether that is nothing."""
+
+    field: str
+    heading: str
+    html: Any
+    nothing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row of the list."""
+
+    key: str
+    cells: list[Cell]
+    of_template: bool
+
+
+def lines(changelist: OverviewChangeList, headers: list[dict[str, Any]]) -> list[Line]:
+    """Return the rows with their cells, as the columns of the list say."""
+    found = []
+    for row in changelist.result_list:
+        cells = []
+        for field, header in zip(changelist.list_display, headers, strict=True):
+            html = lookup_field(field, row, changelist.model_admin)[2]
+            cells.append(Cell(str(field), str(header["text"]), html, html in (NONE, "")))
+        of_template = isinstance(row.known, TemplateSnapshot)
+        found.append(Line(f"{'template' if of_template else 'name'} {row.name}", cells, of_template))
+    return found
 
 
 def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpResponse:
@@ -312,15 +400,34 @@ def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpRespons
         return live.plain(_("There is no such page any more."), 404)
     if not isinstance(response, TemplateResponse) or "cl" not in (context := cast("Any", response.context_data)):
         return response
-    changelist = context["cl"]
+    changelist, chosen = context["cl"], ranges.chosen(request)
+    changelist.draw(chosen)
     filters = {spec.parameter_name: spec.choices(changelist) for spec in changelist.filter_specs}
+    headers = list(result_headers(changelist))
+    wrong = glance.deadlocks(changelist.reading)
+    if changelist.worst is not None:
+        wrong += glance.wrong(
+            changelist.reading,
+            changelist.worst,
+            cast("Any", changelist.model_admin).address_of,
+            lambda state: f"?{urlencode({'state': state})}",
+        )
     context |= {
         "refresh_seconds": live.REFRESH_SECONDS,
-        "sqlsem_deadlocks": [visible(str(each)) for each in changelist.reading.deadlocks],
+        "sqlsem_wrong": wrong,
+        "sqlsem_glance": changelist.worst is not None,
         "sqlsem_states": filters["state"],
         "sqlsem_kinds": filters["kind"],
-        "sqlsem_template": visible(request.GET.get("template", "")),
+        "sqlsem_ranges": ranges.links(request, chosen),
+        "sqlsem_range": chosen,
+        "sqlsem_headers": headers,
+        "sqlsem_sorted": sum(bool(header["sortable"] and header["sort_priority"]) for header in headers),
+        "sqlsem_lines": lines(changelist, headers),
+        "sqlsem_template": named(request.GET.get("template", "")),
     }
-    if not live.is_fragment(request):
-        return response
-    return live.fragment(request, "admin/sqlsem/semaphorerow/_overview.html", context)
+    template = "admin/sqlsem/semaphorerow/_overview.html"
+    if live.is_fragment(request):
+        return live.fragment(request, template, context)
+    # As Django's page has it: what it adds itself is drawn in the part too.
+    context["sqlsem_part"] = live.part(request, template, context)
+    return response

@@ -13,7 +13,7 @@ from django.utils.html import format_html, format_html_join
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext, pgettext_lazy
 
-from django_sqlsem.admin.display import EMPTY, STATES, held_since, instant, lease_left, length, users
+from django_sqlsem.admin.display import EMPTY, STATES, held_since, instant, lasting, lease_left, length, named, users
 from django_sqlsem.conf import config
 from django_sqlsem.core.identity import ids_of
 from django_sqlsem.core.names import key_of
@@ -146,7 +146,7 @@ def waiters(snapshot: SemaphoreSnapshot) -> Table:
     expected = expected_waits(snapshot)
     rows = [
         Row(
-            f"waiter {waiter.host} {waiter.pid} {waiter.waiting_since.timestamp():.2f}",
+            f"waiter {waiter.host} {waiter.pid} {waiter.waiting_since.timestamp():.1f}",
             [
                 place,
                 instant(waiter.age, waiter.waiting_since),
@@ -171,11 +171,18 @@ def waiters(snapshot: SemaphoreSnapshot) -> Table:
 
 
 def happened(
-    key: str, caption: str, found: Sequence[Event], empty: str, *, most: int = MAX_ROWS, dated: bool = False
+    key: str,
+    caption: str,
+    found: Sequence[Event],
+    empty: str,
+    *,
+    most: int = MAX_ROWS,
+    dated: bool = False,
+    link: Callable[[str], str] | None = None,
 ) -> Table:
     """Return events, the newest first; of what comes and goes with the work, a run of the same is one row.
 
-    ``dated``: with the day, also of today.
+    ``dated``: with the day, also of today. ``link(name)``: with the names, where each leads; else all are of one.
     """
     runs: list[list[Event]] = []
     for event in found:
@@ -189,6 +196,7 @@ def happened(
             [
                 _times(run[-1].at, run[0].at, dated=dated),
                 _counted(run),
+                *([format_html('<a href="{}">{}</a>', link(run[0].name), named(run[0].name))] if link else []),
                 _slots_of(run),
                 _some([_place(run[0])] if len(run) == 1 else [event.host for event in run]),
                 _work(run[0], run[0].at) if len(run) == 1 else _some(event.label for event in run),
@@ -199,8 +207,9 @@ def happened(
         )
         for run in runs[:most]
     ]
-    columns = [_("When"), _("What"), _("Slot"), _("Who"), _("Work"), _("Waited"), _("Held"), _("By, detail")]
-    return Table(key, caption, columns, rows, empty=empty, look="lines")
+    columns = [_("When"), _("What"), *([_("Name")] if link else []), _("Slot"), _("Who"), _("Work"), _("Waited")]
+    columns += [_("Held"), _("By, detail")]
+    return Table(key, caption, columns, rows, empty=empty, look="cards" if link else "lines")
 
 
 def bars(found: Sequence[Span]) -> Table:
@@ -258,7 +267,10 @@ def moment(at: datetime.datetime, *, dated: bool = False) -> SafeString:
     today = not dated and timezone.localtime().date() == local.date()
     text = f"{local:%H:%M:%S}" if today else f"{local:%Y-%m-%d %H:%M:%S}"
     return format_html(
-        '<time datetime="{}" title="{}">{}</time>', at.isoformat(), f"{local:%Y-%m-%d %H:%M:%S %Z}", text
+        '<time datetime="{}" title="{}">{}</time>',
+        at.isoformat(timespec="seconds"),
+        f"{local:%Y-%m-%d %H:%M:%S %Z}",
+        text,
     )
 
 
@@ -330,10 +342,10 @@ def _links(
 
 
 def _soon(seconds: float | None) -> str:
-    """Return when somebody may be served."""
+    """Return when somebody may be served: the script counts down."""
     if seconds is None:
         return EMPTY
-    return length(float(round(seconds))) if seconds >= 1 else _("1 s")
+    return lasting(-max(1.0, seconds))
 
 
 def _times(first: datetime.datetime, last: datetime.datetime, *, dated: bool) -> SafeString:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import abc
 import logging
 import math
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -26,6 +25,7 @@ from django_sqlsem.exceptions import SemaphoreError
 from django_sqlsem.snapshots import (
     MOST_NAMES,
     MOST_TEMPLATES,
+    InUse,
     SlotState,
     Survey,
     SurveyState,
@@ -281,6 +281,8 @@ class Templates(NamedTuple):
     found: list[TemplateSnapshot]
     #: How many names no template has made; ``None``: the tables have to be asked.
     plain: int | None = None
+    #: Of how many names processes declare different numbers of slots, and one of these names.
+    disputed: tuple[int, str] = (0, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,34 +529,52 @@ class BaseSemaphoreBackend(abc.ABC):
             names = [name for (name,) in slots.filter(expires_us__isnull=False).union(waiters)[:most]]
         return self.inspect(names)
 
-    def templates(self, *, at: RowClock | None = None) -> Templates:
-        """Return what the names of each template amount to, by template: of those with the most names."""
+    def templates(self, *, at: RowClock | None = None, survey: Survey | None = None) -> Templates:
+        """Return what the names of each template amount to, by template: of those with the most names.
+
+        ``survey``: how names stand, if that is known already. Then it is told, too, of which names processes declare
+        different numbers.
+        """
         named = apps.get_model("sqlsem", "SemaphoreRow")._default_manager.using(self.alias)
-        rows = named.order_by().values_list("template")
+        rows: Any = named.order_by().values_list("template")
         paused = Q(paused=True) & (Q(paused_until_us=None) | Q(paused_until_us__gt=NOW_UNIX))
+        disputed = at.disputed() if at is not None and survey is not None else None
         with database_errors(self.alias):
             # The index of templates tells it all.
             counted = rows.annotate(count=Count("*"), of_kind=Min("kind")).order_by("-count", "template")
             groups = [(template or "", count, kind) for template, count, kind in counted[: MOST_TEMPLATES + 1]]
             plain = next((count for template, count, _kind in groups if not template), 0)
             found = sorted([each for each in groups if each[0]][:MOST_TEMPLATES])
-            # Counted here, so that the index of what is paused finds them.
-            stopped = Counter(each for (each,) in rows.filter(paused)) if found else Counter()
-            sums = self.template_sums(at=at) if found else {}
+            known = self.template_sums(at=at, survey=survey) if found else {}
+            if disputed is None:  # the index of what is paused finds these
+                special = rows.filter(paused).annotate(stopped=Count("*")) if found else []
+            else:
+                sums = {"stopped": Count("pk", filter=paused), "several": Count("pk", filter=disputed)}
+                special = rows.filter(paused | disputed).annotate(**sums, example=Min("name", filter=disputed))
+            special = {template or "": told for template, *told in special}
         told = [
             replace(
-                sums.get(template) or TemplateSnapshot(template, 0),
+                known.get(template) or TemplateSnapshot(template, 0),
                 names=count,
                 kind=kind,
-                paused=stopped.get(template, 0),
+                paused=special[template][0] if template in special else 0,
             )
             for template, count, kind in found
         ]
-        return Templates(told, plain if plain or len(groups) <= MOST_TEMPLATES else None)
+        several = [(told[1], told[2]) for told in special.values() if disputed is not None and told[1]]
+        return Templates(
+            told,
+            plain if plain or len(groups) <= MOST_TEMPLATES else None,
+            (sum(count for count, _name in several), min((name for _count, name in several), default="")),
+        )
 
-    def template_sums(self, *, at: RowClock | None = None) -> Mapping[str, TemplateSnapshot]:
+    def template_sums(
+        self, *, at: RowClock | None = None, survey: Survey | None = None
+    ) -> Mapping[str, TemplateSnapshot]:
         """Return what the names in use amount to, by template. One whose tables tell that at once overrides this."""
-        return templates_of(self.in_use(MOST_NAMES))
+        if survey is not None and survey.in_use is not None:
+            return templates_of(survey.in_use.values())
+        return templates_of(map(InUse.of, self.in_use(MOST_NAMES)))
 
     def survey(self, *, at: RowClock | None = None) -> Survey:
         """Return how all names stand. A backend whose tables tell that at once overrides this and the next two."""

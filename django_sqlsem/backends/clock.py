@@ -10,6 +10,7 @@ from django.db.models import BigIntegerField, Case, Exists, F, OuterRef, Q, Subq
 from django.db.models.lookups import LessThan
 
 from django_sqlsem.backends.base import COUNTER
+from django_sqlsem.core.modes import MUTEX
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.database.sessions import used_by_orm
@@ -93,6 +94,11 @@ class RowClock:
     def pauses(self, paused: bool, until_us: int | None) -> bool:
         """Return what ``paused()`` says of one row."""
         return bool(paused) and (until_us is None or until_us > self.unix)
+
+    def disputed(self) -> Q:
+        """Names of which processes declare different numbers of slots: what ``semaphore()`` says of one row."""
+        lately = Q(other_us__gt=self.now - DISAGREEMENT_US, other_us__lte=self.now)
+        return lately & ~Q(other_slots=F("declared_slots")) & ~Q(kind=MUTEX)
 
     def grant_instant(self) -> Case:
         """When a slot was granted last: at the latest by the boot, if that was before it."""

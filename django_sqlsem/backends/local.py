@@ -33,10 +33,12 @@ from django_sqlsem.core.modes import EXCLUSIVE, MUTEX, RWLOCK, UPDATE, UPGRADE, 
 from django_sqlsem.exceptions import never_met, wrong_kind
 from django_sqlsem.snapshots import (
     HolderSnapshot,
+    InUse,
     Loss,
     LossReason,
     SemaphoreSnapshot,
     SlotState,
+    Survey,
     grouped,
     templates_of,
 )
@@ -444,8 +446,8 @@ class LocalBackend(BaseSemaphoreBackend):
                 if name.startswith(prefix) and template in (None, known.template) and (names is None or name in names)
             ]
 
-    def templates(self, *, at: RowClock | None = None) -> Templates:
-        return Templates(list(templates_of(self.inspect()).values()))
+    def templates(self, *, at: RowClock | None = None, survey: Survey | None = None) -> Templates:
+        return Templates(list(templates_of(map(InUse.of, self.inspect())).values()))
 
     def in_use(self, most: int) -> list[SemaphoreSnapshot]:
         return [each for each in self.inspect() if each.holders or each.waiters][:most]

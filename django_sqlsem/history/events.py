@@ -111,6 +111,28 @@ class Totals:
     longest_hold: float = 0.0
     longest_wait: float = 0.0
 
+    def with_(self, other: Totals) -> Totals:
+        """Return both together."""
+        return Totals(
+            self.granted + other.granted,
+            self.released + other.released,
+            self.turned_away + other.turned_away,
+            self.lost + other.lost,
+            self.held + other.held,
+            max(self.longest_hold, other.longest_hold),
+            max(self.longest_wait, other.longest_wait),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """What happened to one name, or to those of one template, in steps of time: those in which anything did."""
+
+    step: float
+    #: By the beginning of each step: slots times seconds of the holds that ended in it, and how many were refused.
+    steps: dict[datetime.datetime, tuple[float, int]]
+    totals: Totals
+
 
 def several(slots: tuple[int, ...]) -> str:
     """Return ``slots 1-3, 7`` for more slots than one, else nothing; in no more than some 200 characters."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
-from django.db.models import Count, F, Max, Min, Sum
+from django.db.models import BigIntegerField, Count, F, Max, Min, Sum, Value
+from django.db.models.expressions import RawSQL
 
 from django_sqlsem.backends import database_for
+from django_sqlsem.conf import config
 from django_sqlsem.core.names import Name, key_of, validate_name
 from django_sqlsem.database.dialects import DatabaseNow, dialect_for
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.history import recorder
-from django_sqlsem.history.events import LOST, PURGED, RELEASED, REVOKED, Event, Minute, Span, Totals
+from django_sqlsem.history.events import ACTS, LOST, PURGED, RELEASED, REVOKED, Event, Minute, Span, Totals, Trend
 from django_sqlsem.models import EventRow, MinuteRow
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ _ENDS: Final = (RELEASED, LOST, REVOKED, PURGED)
 
 _SUMS: Final = [Sum(name) for name in ("granted", "released", "turned_away", "lost", "held_us")]
 _LONGEST: Final = [Max(name) for name in ("longest_hold_us", "longest_wait_us")]
+_NAMED_SUMS: Final = {f"sum_{nth}": each for nth, each in enumerate([*_SUMS, *_LONGEST])}
 
 
 def clock(using: str | None = None, *, at: RowClock | None = None) -> datetime.datetime:
@@ -55,6 +59,19 @@ def events(
     with database_errors(alias):
         wanted = _events(alias, name) if what is None else _events(alias, name).filter(what__in=what)
         return [_event(row) for row in wanted.order_by("-at_us", "-id")[:limit]]
+
+
+def acts(*, limit: int = 200, using: str | None = None) -> list[Event]:
+    """Return what operators did to any name, the newest first. Raises ``BackendError``."""
+    alias = database_for(using)
+    settings = config(alias)
+    with database_errors(alias):
+        rows = EventRow._default_manager.using(alias).filter(what__in=ACTS)
+        if settings.history_acts > 2 * settings.history_grants:
+            # What is kept for long is found by that: an index has it in order, without what comes and goes.
+            rows = rows.filter(until_us__gt=_now(alias) + round(settings.history_grants * 1e6))
+            return [_event(row) for row in rows.order_by("-until_us", "-id")[:limit]]
+        return [_event(row) for row in rows.order_by("-at_us", "-id")[:limit]]
 
 
 def spans(
@@ -141,6 +158,50 @@ def template_totals(
     return _totals(database_for(using), "template", list(templates), window)
 
 
+def trends(
+    names: Collection[str],
+    templates: Collection[str],
+    *,
+    window: float,
+    step: float,
+    now: datetime.datetime,
+    using: str | None = None,
+) -> tuple[dict[str, Trend], dict[str, Trend]]:
+    """Return what happened to each of these names, and to the names of each of these templates, read at once.
+
+    In steps of ``step`` seconds (whole minutes) that ended within ``window`` seconds up to ``now``. Those to which
+    nothing happened are left out. Raises ``BackendError``.
+    """
+    alias = database_for(using)
+    step_us = max(1, round(step / 60)) * MINUTE_US
+    first = (_microseconds(now) - round(window * 1e6)) // step_us * step_us + step_us
+    # A literal: some servers take two parameters of the same value for two different things to group by.
+    rest = F("minute_us") % RawSQL(str(step_us), (), output_field=BigIntegerField())  # noqa: S611 - a number of ours
+    rows = MinuteRow._default_manager.using(alias).order_by().filter(minute_us__gte=first)
+    by_key = {key_of(name): name for name in names}
+    parts = []
+    for column, of_template, wanted in (("key", 0, list(by_key)), ("template", 1, list(templates))):
+        if wanted:
+            chosen = rows.filter(**{f"{column}__in": wanted}).annotate(at=F("minute_us") - rest)
+            parts.append(chosen.values_list(column, "at").annotate(of=Value(of_template), **_NAMED_SUMS))
+    if not parts:
+        return {}, {}
+    found: tuple[dict[str, Trend], dict[str, Trend]] = ({}, {})
+    with database_errors(alias):
+        for key, at, of_template, *numbers in parts[0].union(*parts[1:], all=True):
+            name = key if of_template else by_key[key]
+            known = found[of_template].setdefault(name, Trend(step, {}, Totals()))
+            of_step = _totals_of(numbers)
+            known.steps[_instant(at)] = (of_step.held, of_step.turned_away)
+            found[of_template][name] = replace(known, totals=known.totals.with_(of_step))
+    return found
+
+
+def _totals_of(numbers: Sequence[int | None]) -> Totals:
+    granted, released, turned_away, lost, held, hold, wait = (int(number or 0) for number in numbers)
+    return Totals(granted, released, turned_away, lost, held / 1e6, hold / 1e6, wait / 1e6)
+
+
 def _totals(alias: str, column: str, wanted: list[str], window: float) -> dict[str, Totals]:
     found = {}
     with database_errors(alias):
@@ -148,8 +209,7 @@ def _totals(alias: str, column: str, wanted: list[str], window: float) -> dict[s
             page = MinuteRow._default_manager.using(alias).filter(**{f"{column}__in": wanted[start : start + _PAGE]})
             counted = page.filter(minute_us__gt=DatabaseNow(unix=True) - int(window * 1e6)).values_list(column)
             for key, *numbers in counted.annotate(*_SUMS, *_LONGEST):
-                granted, released, turned_away, lost, held, hold, wait = (int(number or 0) for number in numbers)
-                found[key] = Totals(granted, released, turned_away, lost, held / 1e6, hold / 1e6, wait / 1e6)
+                found[key] = _totals_of(numbers)
     return found
 
 

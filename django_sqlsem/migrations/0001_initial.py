@@ -210,8 +210,8 @@ class Migration(migrations.Migration):
                 ('template', ExactCharField(blank=True, db_default='', default='', max_length=200, verbose_name='template')),
             ],
             options={
-                'verbose_name': 'semaphore',
-                'verbose_name_plural': 'semaphores',
+                'verbose_name': 'lock',
+                'verbose_name_plural': 'locks',
                 'db_table': 'sqlsem_semaphore',
                 'permissions': [('stop_semaphorerow', 'Can ask holders to stop'), ('revoke_semaphorerow', 'Can revoke permits and purge stale slots'), ('configure_semaphorerow', 'Can set slots, pause and resume')],
                 'default_permissions': ('view',),

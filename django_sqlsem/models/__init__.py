@@ -62,8 +62,8 @@ class SemaphoreRow(models.Model):
 
     class Meta:
         db_table = "sqlsem_semaphore"
-        verbose_name = _("semaphore")
-        verbose_name_plural = _("semaphores")
+        verbose_name = _("lock")
+        verbose_name_plural = _("locks")
         indexes = [
             models.Index(fields=["paused"], name="sqlsem_semaphore_paused"),
             models.Index(fields=["template", "name", "kind"], name="sqlsem_semaphore_template"),

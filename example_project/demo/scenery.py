@@ -111,6 +111,7 @@ def lock(name: str, slots: int, hold: float = 20, used: float = 0.5, *, seed: in
             age = int(chance.random() * hold * 1e6)
             place.token, place.permit_id, place.boot_id = now - age, f"{chance.getrandbits(128):032x}", boot
             place.acquired_us, place.lease_us = now - age, 60_000_000
+            place.mode = row.kind if row.kind == "mutex" else ""
             place.expires_us = now - 8_000_000 if gone else now + HOUR
             place.host, place.pid = chance.choice(HOSTS), chance.randrange(900, 9000)
             place.thread, place.label, place.user = "MainThread", special.get("work", ""), chance.choice(USERS)
@@ -127,6 +128,7 @@ def lock(name: str, slots: int, hold: float = 20, used: float = 0.5, *, seed: in
             pid=1200 + number,
             thread="MainThread",
             label=special.get("work", ""),
+            mode=row.kind if row.kind == "mutex" else "",
             boot_id=boot,
         )
 

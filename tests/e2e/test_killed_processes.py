@@ -34,7 +34,9 @@ AN_HOUR = 3_600_000_000
 SOON = 60.0
 
 
-@pytest.fixture(params=[pytest.param(each, id=label(each)) for each in covered() if label(each) in ("sqlite", "postgres")])
+@pytest.fixture(
+    params=[pytest.param(each, id=label(each)) for each in covered() if label(each) in ("sqlite", "postgres")]
+)
 def alias(request, committed, settings):
     settings.SQLSEM = {"DATABASE": request.param}
     return request.param

@@ -1,4 +1,4 @@
-"""What somebody new sees who forgot an ``f``, or uses a decorator's arguments elsewhere: an error that says what to write.
+"""What a newcomer sees who forgot an ``f``, or uses a decorator's arguments elsewhere: an error that says what to do.
 
 Each script is run by an interpreter of its own, in a small project.
 """

@@ -101,7 +101,9 @@ class Fleet:
         self.go_on()
 
 
-@pytest.fixture(params=[pytest.param(each, id=label(each)) for each in covered() if label(each) in ("sqlite", "postgres")])
+@pytest.fixture(
+    params=[pytest.param(each, id=label(each)) for each in covered() if label(each) in ("sqlite", "postgres")]
+)
 def alias(request, committed):
     return request.param
 

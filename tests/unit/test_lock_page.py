@@ -88,7 +88,7 @@ def test_everything_is_said(database: str, settings: Any) -> None:
     holders = part(html, "sqlsem-holders")
     assert re.search(r"1 held web1 pid 4711 · MainThread GET /reports/ ann 1\d s [\d:]+ (4|5)\d s 7", holders)
     assert re.search(r"2 stale asked to stop by ann web9 pid 4711 .* 1 min \d\d s [\d:]+ ran out \d.* 8", holders)
-    assert re.search(r"1 \d\.\d s \d+ s web2 pid 99 · worker GET /wait/ bob 2 1 slot", part(html, "sqlsem-waiters"))
+    assert re.search(r"1 \d\.\d s [\d.]+ s web2 pid 99 · worker GET /wait/ bob 2 1 slot", part(html, "sqlsem-waiters"))
     assert "granted 4 refused 2 lost 1" in shown
     drawn = part(html, "sqlsem-timeline")
     assert re.search(r"slot 1: web1 pid 7, GET /x, held 10 min from [\d:]+ to [\d:]+, released", drawn)

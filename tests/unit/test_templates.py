@@ -126,7 +126,7 @@ def test_a_template_is_what_its_names_amount_to(database: str) -> None:
     assert (sync.template, counts) == (SYNC, (5, 3, 1, 5, 2, 1, 17))
     assert 100 <= (sync.longest_hold or 0) < 200
     assert sync.longest_wait == 90.0
-    assert list(sync.trouble.items()) == [("stale", 1), ("waited for", 2), ("paused", 1)]
+    assert list(sync.trouble.items()) == [("stale", 1), ("with a queue", 2), ("paused", 1)]
     backend = get_backend(database)
     general = BaseSemaphoreBackend.template_sums(backend)[SYNC]
     assert (general.held, general.stale, general.waiting, general.queues) == counts[1:5]
@@ -151,7 +151,7 @@ def test_list_prints_one_line_a_template_and_opens_it(database: str, capsys: Any
     fill(database)
     lines = listed().splitlines()
     assert lines[0].split() == ["TEMPLATE", "NAMES", "HELD", "WAITING", "REFUSED", "LONGEST", "HOLD", "TROUBLE"]
-    told = rf"{re.escape(SYNC)} +5 +3 +5 +17 +1 min \d+ s +1 stale, 2 waited for, 1 paused"
+    told = rf"{re.escape(SYNC)} +5 +3 +5 +17 +1 min \d+ s +1 stale, 2 with a queue, 1 paused"
     assert re.fullmatch(told, lines[1])
     assert lines[2].split()[:2] == ["import:{pk}", "1"]
     assert "sync:0" not in "\n".join(lines)
@@ -194,7 +194,7 @@ def listed(client: Client, **parameters: Any) -> list[str]:
 def test_the_overview_has_a_row_for_a_template_which_opens(operator: Client, database: str) -> None:
     page = operator.get(reverse(SEMAPHORES))
     assert [row.name for row in page.context["cl"].result_list] == [SYNC, "import:{pk}", "plain"]
-    assert "5 names 1 stale 2 waited for 1 paused" in text(page)
+    assert "5 names 1 stale 2 with a queue 1 paused" in text(page)
     assert page.content.decode().count("action-select") == 1
     (link,) = re.findall(r'href="([^"]*template=sync[^"]*)"', page.content.decode())
     opened = operator.get(unescape(link))
@@ -209,13 +209,13 @@ def test_the_overview_has_a_row_for_a_template_which_opens(operator: Client, dat
 @everywhere_alike
 def test_templates_are_ordered_filtered_and_searched_like_names(operator: Client, database: str) -> None:
     page = operator.get(reverse(SEMAPHORES))
-    by = {title: column(page, title) for title in ("lock_name", "held", "waiting", "stale", "kind_word")}
+    by = {title: column(page, title) for title in ("lock_name", "cells", "waiting")}
     make_semaphore(database, "busy", slots=9)
     for slot in range(1, 6):
         hold(database, "busy", slot=slot, left=600)
-    assert listed(operator, o=-by["held"]) == ["busy", SYNC, "import:{pk}", "plain"]
-    assert listed(operator, o=by["held"]) == ["plain", "import:{pk}", SYNC, "busy"]
-    assert listed(operator, o=-by["waiting"])[0] == listed(operator, o=-by["stale"])[0] == SYNC
+    assert listed(operator, o=-by["cells"]) == ["busy", SYNC, "import:{pk}", "plain"]
+    assert listed(operator, o=by["cells"]) == ["plain", "import:{pk}", SYNC, "busy"]
+    assert listed(operator, o=-by["waiting"])[0] == SYNC
     assert listed(operator, o=by["lock_name"]) == ["import:{pk}", SYNC, "busy", "plain"]
     assert listed(operator, o=-by["lock_name"]) == [SYNC, "import:{pk}", "plain", "busy"]
     assert listed(operator, kind="mutex") == ["import:{pk}"]

@@ -33,6 +33,7 @@ from django_sqlsem.core.identity import process_id
 from django_sqlsem.core.modes import UPDATE, UPGRADE, WHOLE
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.server import note_server
+from django_sqlsem.snapshots import templates_of
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -149,7 +150,11 @@ class RowsBackend(BaseSemaphoreBackend):
     ) -> list[SemaphoreSnapshot]:
         return reading.inspect(self.alias, names, prefix, template, at=at)
 
-    def template_sums(self, *, at: RowClock | None = None) -> Mapping[str, TemplateSnapshot]:
+    def template_sums(
+        self, *, at: RowClock | None = None, survey: Survey | None = None
+    ) -> Mapping[str, TemplateSnapshot]:
+        if survey is not None and survey.in_use is not None:
+            return templates_of(survey.in_use.values())
         return reading.template_sums(self.alias, at=at)
 
     def survey(self, *, at: RowClock | None = None) -> Survey:

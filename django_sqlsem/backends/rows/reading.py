@@ -28,6 +28,7 @@ from django.db.models import (
     QuerySet,
     Subquery,
     Sum,
+    Value,
 )
 
 from django_sqlsem.backends.clock import RowClock
@@ -40,6 +41,7 @@ from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import (
     MOST_NAMES,
     HolderSnapshot,
+    InUse,
     Listed,
     SemaphoreSnapshot,
     Survey,
@@ -138,7 +140,7 @@ def _read(alias: str, clock: RowClock, wanted: Q, related: Q) -> list[SemaphoreS
 
 def _ask(alias: str, clock: RowClock, processes: Collection[str]) -> None:
     """Ask who of these processes is dead."""
-    if processes:
+    if processes and not clock.asked_of_all:
         with connections[alias].cursor() as cursor:
             clock.dead |= dead_among(cursor, processes)
 
@@ -147,52 +149,107 @@ def _ask_of_all(alias: str, clock: RowClock, processes: Collection[str] | None =
     """Ask who is dead of all that hold something, once. ``processes``: who that is; omitted, one more pass tells."""
     if clock.asked_of_all:
         return
-    clock.asked_of_all = True
     if processes is None:
         lit = SlotRow.objects.using(alias).filter(clock.live(), beacon=True)
         processes = set(lit.order_by().values_list("process_id", flat=True).distinct())
     _ask(alias, clock, processes)
+    clock.asked_of_all = True
 
 
 def survey(alias: str, *, at: RowClock | None = None) -> Survey:
-    """Return how all names stand, in six reads and a question about who is dead; one more read for very many."""
+    """Return how all names stand, in two reads and a question about who is dead; in some more for very many."""
     with database_errors(alias):
         clock = at or RowClock.of(alias)
-        _ask_of_all(alias, clock)
-        live = _live(clock)
-        counts = {"held": Count("pk", filter=live), "stale": Count("pk", filter=clock.stale())}
         taken = SlotRow.objects.using(alias).filter(expires_us__isnull=False)
-        by_name: QuerySet[Any, Any] = taken.order_by().values("semaphore").annotate(**counts)
-        found = list(by_name.order_by("-stale", "-held").values_list("semaphore", "held", "stale")[: MOST_NAMES + 1])
-        complete = len(found) <= MOST_NAMES
-        if complete:
-            totals = {"held": sum(each[1] for each in found), "stale": sum(each[2] for each in found)}
-        else:
-            totals = taken.aggregate(**counts)
-        held = Listed(dict(sorted(((k, n) for k, n, _s in found if n), key=lambda pair: -pair[1])), complete)
-        stale = Listed({key: count for key, _held, count in found[:MOST_NAMES] if count}, complete or not found[-1][2])
-        waiting = Listed.of(
-            (waiters := _waiters(alias, clock))
-            .values("semaphore")
-            .annotate(count=Sum("waiting"))
-            .order_by("-count")
-            .values_list("semaphore", "count")[: MOST_NAMES + 1]
-        )
-        of_paused = SemaphoreRow.objects.using(alias).filter(clock.paused())
-        paused = Listed.of((key, 1) for key in of_paused.values_list("pk", flat=True)[: MOST_NAMES + 1])
-        draining = taken.filter(live, semaphore__in=of_paused.order_by().values("pk")).order_by().values("semaphore")
-        held_on = draining.annotate(held=Count("pk")).values_list("semaphore", "held")
-        drained = Listed.of(held_on) if paused.counts else Listed()
-        return Survey(
-            held=totals["held"],
-            stale=totals["stale"],
-            waiting=sum(waiting.counts.values())
-            if waiting.complete
-            else waiters.aggregate(count=Sum("waiting"))["count"],
-            paused=len(paused.counts) if paused.complete else of_paused.count(),
-            draining=len(drained.counts),
-            names={"held": held, "stale": stale, "waiting": waiting, "paused": paused, "draining": drained},
-        )
+        by_process = ("semaphore", "process_id", "beacon")
+        # Waiters are told from slots by what no slots are.
+        waits = {"taken": Value(-1), "held": Sum("waiting"), "stale": Value(0), "since": Min("queued_us")}
+        slots: dict[str, Aggregate] = {"taken": Count("pk"), "held": Count("pk", filter=_live(clock))}
+        slots |= {"stale": Count("pk", filter=clock.stale()), "since": Min("acquired_us", filter=clock.live())}
+        waiting = _waiters(alias, clock).values_list(*by_process).annotate(**waits)
+        found = taken.order_by().values_list(*by_process).annotate(**slots).union(waiting, all=True)
+        rows = list(found[: MOST_NAMES + 1])
+        if len(rows) > MOST_NAMES:
+            return _survey_of_many(alias, clock)
+        _ask(alias, clock, {process for _key, process, beacon, count, *_rest in rows if beacon and count > 0})
+        clock.asked_of_all = True
+        in_use: dict[str, InUse] = defaultdict(lambda: InUse(""))
+        for key, process, beacon, count, held, stale, since in rows:
+            known, age = in_use[key], _since(clock, since)
+            if count < 0:
+                wait = longest(known.longest_wait, age)
+                in_use[key] = replace(known, waiting=known.waiting + held, longest_wait=wait)
+            else:
+                stale = count if beacon and process in clock.dead else stale
+                hold = longest(known.longest_hold, age)
+                in_use[key] = replace(known, held=known.held + held, stale=known.stale + stale, longest_hold=hold)
+        if not _named(alias, clock, in_use):
+            return _survey_of_many(alias, clock)
+    counts: dict[SurveyState, dict[str, int]] = {
+        "held": {key: each.held for key, each in in_use.items()},
+        "stale": {key: each.stale for key, each in in_use.items()},
+        "waiting": {key: each.waiting for key, each in in_use.items()},
+        "paused": {key: int(each.paused) for key, each in in_use.items()},
+        "draining": {key: each.held for key, each in in_use.items() if each.paused},
+    }
+    names: dict[str, Listed] = {state: Listed.of(of_state.items()) for state, of_state in counts.items()}
+    sums = {state: sum(counts[state].values()) for state in ("held", "stale", "waiting", "paused")}
+    return Survey(**sums, draining=len(names["draining"].counts), names=names, in_use=in_use)
+
+
+def _named(alias: str, clock: RowClock, in_use: dict[str, InUse]) -> bool:
+    """Add what their rows say of names in use, and the names that are paused. Return whether these are not too many."""
+    parts = list(_parts(in_use, connections[alias].features.max_query_params or MOST_NAMES)) or [[]]
+    for number, part in enumerate(parts):
+        wanted = Q(pk__in=part) if number else Q(pk__in=part) | clock.paused()
+        rows = SemaphoreRow.objects.using(alias).filter(wanted)
+        most = len(part) + MOST_NAMES
+        found = list(rows.values_list("pk", "name", "kind", "template", "paused", "paused_until_us")[: most + 1])
+        if len(found) > most:
+            return False
+        for key, name, kind, template, paused, until_us in found:
+            known, paused = in_use.get(key) or InUse(""), clock.pauses(paused, until_us)
+            in_use[key] = replace(known, name=name, kind=kind, template=template or "", paused=paused)
+    for key in [key for key, each in in_use.items() if not each.name]:
+        del in_use[key]  # it was purged just now
+    return True
+
+
+def _paused(alias: str, clock: RowClock) -> QuerySet[SemaphoreRow]:
+    return SemaphoreRow.objects.using(alias).filter(clock.paused())
+
+
+def _survey_of_many(alias: str, clock: RowClock) -> Survey:
+    """Return how very many names stand: totals, and of each state those with most."""
+    _ask_of_all(alias, clock)
+    live = _live(clock)
+    counts = {"held": Count("pk", filter=live), "stale": Count("pk", filter=clock.stale())}
+    taken = SlotRow.objects.using(alias).filter(expires_us__isnull=False)
+    by_name: QuerySet[Any, Any] = taken.order_by().values("semaphore").annotate(**counts)
+    found = list(by_name.order_by("-stale", "-held").values_list("semaphore", "held", "stale")[: MOST_NAMES + 1])
+    complete = len(found) <= MOST_NAMES
+    totals = taken.aggregate(**counts)
+    held = Listed(dict(sorted(((k, n) for k, n, _s in found if n), key=lambda pair: -pair[1])), complete)
+    stale = Listed({key: count for key, _held, count in found[:MOST_NAMES] if count}, complete or not found[-1][2])
+    waiting = Listed.of(
+        (waiters := _waiters(alias, clock))
+        .values("semaphore")
+        .annotate(count=Sum("waiting"))
+        .order_by("-count")
+        .values_list("semaphore", "count")[: MOST_NAMES + 1]
+    )
+    of_paused = _paused(alias, clock)
+    paused = Listed.of((key, 1) for key in of_paused.values_list("pk", flat=True)[: MOST_NAMES + 1])
+    draining = taken.filter(live, semaphore__in=of_paused.order_by().values("pk")).order_by().values("semaphore")
+    drained = Listed.of(draining.annotate(held=Count("pk")).values_list("semaphore", "held"))
+    return Survey(
+        held=totals["held"],
+        stale=totals["stale"],
+        waiting=sum(waiting.counts.values()) if waiting.complete else waiters.aggregate(count=Sum("waiting"))["count"],
+        paused=len(paused.counts) if paused.complete else of_paused.count(),
+        draining=len(drained.counts),
+        names={"held": held, "stale": stale, "waiting": waiting, "paused": paused, "draining": drained},
+    )
 
 
 def template_sums(alias: str, *, at: RowClock | None = None) -> dict[str, TemplateSnapshot]:
@@ -221,9 +278,9 @@ def template_sums(alias: str, *, at: RowClock | None = None) -> dict[str, Templa
     return found
 
 
-def _parts(keys: Collection[str]) -> Iterable[list[str]]:
+def _parts(keys: Collection[str], most: int = _AT_ONCE) -> Iterable[list[str]]:
     found = sorted(keys)
-    return (found[start : start + _AT_ONCE] for start in range(0, len(found), _AT_ONCE))
+    return (found[start : start + most] for start in range(0, len(found), most))
 
 
 def _by_template(rows: QuerySet[Any], *sums: Aggregate) -> Iterable[Any]:

@@ -17,19 +17,37 @@
   let [pause, paused, timer, busy, touched] = [PERIOD, false, 0, false, false];
   const EVERY = 1 + (Number(live.dataset.sqlsemLight) || 4);
   let light = EVERY - 1; // so many more answers need not have what costs most
+  let etag = live.dataset.sqlsemEtag || ""; // what the view that is shown is called
 
   // Nothing moves while the pointer is on a row with buttons, or a finger is down: the next click is meant for it.
   const mouse = matchMedia("(hover: hover)");
   const isStill = () => touched || (mouse.matches && live.querySelector("[data-sqlsem-still]:hover") !== null);
 
   const showAge = () => {
-    const old = performance.now() - asked;
-    const still = isStill();
-    const stale = old > STALE && !still;
-    const words = paused ? text.textPaused : still ? text.textHeld : stale ? text.textStale : text.textAge;
-    const shown = words.replace("%s", Math.round(old / 1000));
+    const [old, still] = [performance.now() - asked, isStill()], stale = old > STALE && !still;
+    const said = paused ? text.textPaused : still ? text.textHeld : stale ? text.textStale : text.textAge;
+    const shown = said.replace("%s", Math.round(old / 1000));
     if (age.textContent !== shown) age.textContent = shown;
     for (const each of [bar, live]) each.classList.toggle("sqlsem-old", stale);
+    if (!paused && !isMarked()) countOn(old / 1000);
+  };
+
+  // A length of time as the pages have it: 0.4 s, 12 s, 3 min 05 s, 2 h 10 min, 1 d 03 h.
+  const words = (seconds) => {
+    const whole = Math.round(seconds);
+    if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
+    if (whole < 60) return `${whole} s`;
+    const units = [[60, 1, "min", "s"], [3600, 60, "h", "min"], [86400, 3600, "d", "h"]];
+    const [large, small, unit, rest] = units[Number(whole >= 3600) + Number(whole >= 86400)];
+    return `${Math.floor(whole / large)} ${unit} ${String(Math.floor((whole % large) / small)).padStart(2, "0")} ${rest}`;
+  };
+
+  const countOn = (more) => {
+    for (const each of live.querySelectorAll("[data-sqlsem-ticks]")) {
+      const first = Number(each.dataset.sqlsemTicks);
+      const shown = words(first < 0 ? Math.max(0, -first - more) : first + more).replaceAll(" ", "\u00a0");
+      if (each.textContent !== shown) each.textContent = shown;
+    }
   };
 
   const say = (words, link) => {
@@ -44,12 +62,7 @@
     }
   };
 
-  const keyOf = (node) => {
-    if (node.nodeType !== Node.ELEMENT_NODE) return "";
-    if (node.id || node.dataset.sqlsemKey) return node.id || node.dataset.sqlsemKey;
-    const box = node.tagName === "TR" && node.querySelector("input[name=_selected_action]");
-    return box ? box.value : "";
-  };
+  const keyOf = (node) => (node.nodeType === Node.ELEMENT_NODE && (node.id || node.dataset.sqlsemKey)) || "";
 
   // Makes `old` like `fresh`, keeping whatever is the same: focus, checked boxes and open details stay by themselves.
   const morph = (old, fresh) => {
@@ -94,12 +107,15 @@
     }
   };
 
+  const isMarked = () => {
+    const selection = document.getSelection();
+    return selection && !selection.isCollapsed && live.contains(selection.anchorNode);
+  };
+
   const inUse = () => {
     const active = document.activeElement;
     const field = "select, textarea, input:not([type=checkbox]):not([type=radio]):not([type=submit]):not([type=button])";
-    const selection = document.getSelection();
-    const marked = selection && !selection.isCollapsed && live.contains(selection.anchorNode);
-    return isStill() || marked || (live.contains(active) && active.matches(field) && !active.closest("[data-sqlsem-keep]"));
+    return isStill() || isMarked() || (live.contains(active) && active.matches(field) && !active.closest("[data-sqlsem-keep]"));
   };
 
   const replace = (html) => {
@@ -126,21 +142,24 @@
     const limit = setTimeout(() => controller.abort(), TIMEOUT);
     const sent = performance.now();
     try {
-      const headers = { [HEADER]: "1" };
+      const marks = [...live.querySelectorAll("[data-sqlsem-mark]")].map((each) => each.dataset.sqlsemMark);
+      const headers = { [HEADER]: "1", "X-Sqlsem-Have": marks.join(" ") };
+      if (etag) headers["If-None-Match"] = etag;
       if (light > 0) headers["X-Sqlsem-Light"] = "1";
       const options = { headers, cache: "no-store", redirect: "manual", signal: controller.signal };
       const answer = await fetch(live.dataset.sqlsemUrl, options);
       const body = await answer.text();
       const ours = answer.headers.has(HEADER);
-      if (answer.ok && ours && !inUse()) {
+      const good = answer.ok || answer.status === 304;
+      if (good && ours && !inUse()) {
         if (!paused) {
-          replace(body);
-          asked = sent;
+          if (answer.ok) [etag] = [answer.headers.get("ETag") || "", replace(body)];
+          asked = sent - 1000 * (Number(answer.headers.get("X-Sqlsem-Age")) || 0);
           light = light > 0 ? light - 1 : EVERY - 1;
         }
         pause = PERIOD;
         say("");
-      } else if (!(answer.ok && ours)) {
+      } else if (!(good && ours)) {
         pause = Math.min(LONGEST_PAUSE, pause * 2);
         if (answer.type === "opaqueredirect" || answer.ok) say(text.textEnded, text.textLogin);
         else say(ours ? body : text.textStatus.replace("%s", answer.status));
