@@ -106,7 +106,7 @@ class Possession:
             self.release(request.permit_id)
             return
         with self.or_end(session):
-            self.let_go(session, session.held[request.line])
+            self.let_go(session, session.held[line_of(request.resource.key, request.mode)])
 
     @contextlib.contextmanager
     def or_end(self, session: LockSession) -> Iterator[None]:

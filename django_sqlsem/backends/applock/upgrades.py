@@ -61,8 +61,9 @@ class Upgrades:
         return self.ask(request, timeout, close=close)  # that one was just released
 
     def _ask(self, session: LockSession, reader: Holding, request: Request, timeout: int, *, close: bool) -> Answer:
-        key, line = request.resource.key, request.line
-        if line_of(key, UPGRADE) in session.held:  # the keeper and the line have asked at the same moment
+        key = request.resource.key
+        line = line_of(key, UPGRADE)
+        if line in session.held:  # the keeper and the line have asked at the same moment
             return Answer(None, calls.BUSY)
         if line in session.unclear:
             self.possession.downgrade(session, key, keep=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -133,9 +134,13 @@ class Request:
             self._outcome.append(error)
 
 
-def hold(resource: str, ms: int = 0) -> None:
-    """In a child process: say the session's id, ask for a lock, say the return code, and listen."""
+def hold(resource: str, ms: int = 0, idle: float = 0.0) -> None:
+    """In a child process: say the session's id, ask for a lock, say the return code, and listen.
+
+    ``idle``: for so many seconds the session does nothing before it asks.
+    """
     session = Session()
+    time.sleep(idle)
     say(f"session {session.spid}")
     say(f"got {session.get(resource, ms=ms)}")
     listen()

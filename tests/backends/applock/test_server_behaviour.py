@@ -377,10 +377,14 @@ def test_a_killed_process_frees_its_locks(one, name):
         print(f"\nfree {1000 * (time.monotonic() - killed):.0f} ms after the kill")
 
 
-def test_a_process_that_is_killed_while_it_waits_leaves_the_queue(one, two, name):
-    """Inferred: the server notices that the client of a waiting request has gone. Waits are left by cutting sockets."""
+@pytest.mark.parametrize("idle", [0.0, 1.5])
+def test_a_process_that_is_killed_while_it_waits_leaves_the_queue(one, two, name, idle):
+    """Inferred: the server notices that the client of a waiting request has gone. Waits are left by cutting sockets.
+
+    It does so on a session that has been idle before, too.
+    """
     one.get(name)
-    with Child("tests.backends.applock.plain:hold", name, LONG) as child:
+    with Child("tests.backends.applock.plain:hold", name, LONG, idle) as child:
         waiter = int(child.expect("session"))
         wait_until(lambda: works(waiter, two))
         child.silent(0.1)
