@@ -11,7 +11,7 @@ class Migration(migrations.Migration):
     operations = [
         migrations.AddField("semaphorerow", "template", ExactCharField(**TEMPLATE)),
         migrations.AddIndex(
-            "semaphorerow", models.Index(fields=["template", "name"], name="sqlsem_semaphore_template")
+            "semaphorerow", models.Index(fields=["template", "name", "kind"], name="sqlsem_semaphore_template")
         ),
         migrations.AddField("minuterow", "template", ExactCharField(**TEMPLATE)),
         migrations.AddIndex("minuterow", models.Index(fields=["template", "minute_us"], name="sqlsem_minute_template")),

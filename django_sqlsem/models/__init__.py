@@ -66,7 +66,7 @@ class SemaphoreRow(models.Model):
         verbose_name_plural = _("semaphores")
         indexes = [
             models.Index(fields=["paused"], name="sqlsem_semaphore_paused"),
-            models.Index(fields=["template", "name"], name="sqlsem_semaphore_template"),
+            models.Index(fields=["template", "name", "kind"], name="sqlsem_semaphore_template"),
         ]
         permissions = [
             ("stop_semaphorerow", "Can ask holders to stop"),
