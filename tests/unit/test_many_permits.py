@@ -103,7 +103,7 @@ def test_what_a_thread_holds_costs_its_next_acquire_nothing(database, act):
             few = steps(lambda: act(database))
         with holding(database, MANY):
             many = steps(lambda: act(database))
-    # To leave out what has been given back takes a few more; a look at each at every turn would take thirty times these.
+    # Now and then what has been given back is left out. A look at all, each time, takes thirty times so many steps.
     assert many < 1.5 * few + TIMES * MANY, (few, many)
 
 
