@@ -7,6 +7,7 @@ from __future__ import annotations
 import abc
 import logging
 import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -546,22 +547,24 @@ class BaseSemaphoreBackend(abc.ABC):
             plain = next((count for template, count, _kind in groups if not template), 0)
             found = sorted([each for each in groups if each[0]][:MOST_TEMPLATES])
             known = self.template_sums(at=at, survey=survey) if found else {}
-            if disputed is None:  # the index of what is paused finds these
-                special = rows.filter(paused).annotate(stopped=Count("*")) if found else []
-            else:
+            special: dict[str, tuple[int, int, str]] = {}
+            if disputed is not None:
                 sums = {"stopped": Count("pk", filter=paused), "several": Count("pk", filter=disputed)}
-                special = rows.filter(paused | disputed).annotate(**sums, example=Min("name", filter=disputed))
-            special = {template or "": told for template, *told in special}
+                rows = rows.filter(paused | disputed).annotate(**sums, example=Min("name", filter=disputed))
+                special = {template or "": (*counts, name or "") for template, *counts, name in rows}
+            elif found:  # counted here, so that the index of what is paused finds them
+                stopped = Counter(template or "" for (template,) in rows.filter(paused))
+                special = {template: (count, 0, "") for template, count in stopped.items()}
         told = [
             replace(
                 known.get(template) or TemplateSnapshot(template, 0),
                 names=count,
                 kind=kind,
-                paused=special[template][0] if template in special else 0,
+                paused=special.get(template, (0, 0, ""))[0],
             )
             for template, count, kind in found
         ]
-        several = [(told[1], told[2]) for told in special.values() if disputed is not None and told[1]]
+        several = [(count, name) for _paused, count, name in special.values() if count]
         return Templates(
             told,
             plain if plain or len(groups) <= MOST_TEMPLATES else None,
