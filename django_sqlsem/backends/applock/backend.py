@@ -12,7 +12,7 @@ from django_sqlsem.backends.applock.fences import Fencing
 from django_sqlsem.backends.applock.line import Line
 from django_sqlsem.backends.applock.operator import Operator
 from django_sqlsem.backends.applock.pool import LockPool
-from django_sqlsem.backends.applock.possession import Possession
+from django_sqlsem.backends.applock.possession import BUSY_FOR, Possession
 from django_sqlsem.backends.applock.upgrades import UpgradeLine, Upgrades
 from django_sqlsem.backends.base import (
     Acquired,
@@ -152,6 +152,9 @@ class ApplockBackend(BaseSemaphoreBackend):
 
     def leave(self, session: Session, request: Request) -> None:
         self.discard(session, request.resource, request.permit_id)
+        line = self._lines.get(request.line)
+        if request.mode == UPGRADE and (line is None or not line.wanted):
+            self.upgrades.stop(request.resource.key, BUSY_FOR)  # its thread does so a moment later
 
     def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
         """Free what a claim may have got, and wait for it no longer."""

@@ -42,11 +42,13 @@ class Upgrades:
         self.pool = pool
         self.possession = possession
 
-    def ask(self, request: Request, timeout: int = 0, *, close: bool = False) -> Answer:
+    def ask(
+        self, request: Request, timeout: int = 0, *, close: bool = False, wanted: Callable[[], bool] = lambda: True
+    ) -> Answer:
         """Ask once for the upgrade, and wait ``timeout`` milliseconds for the readers to leave.
 
-        ``close``: newcomers are kept out until there is a grant, or ``stop`` is called. Raises ``PermitLostError`` if
-        there is no upgradable reader.
+        ``close``: newcomers are kept out until there is a grant, or ``stop`` is called. ``wanted``: asked in the turn
+        on the session, as it may have been left meanwhile. Raises ``PermitLostError`` if there is no upgradable reader.
         """
         found = self.pool.upgradable(request.resource.key)
         if found is None:
@@ -54,11 +56,11 @@ class Upgrades:
             raise PermitLostError(f"The permit of {request.resource.name!r} was lost: {loss}.", loss=loss)
         session, reader = found
         with self.pool.own(session, timeout=ITS_TURN) as had:
-            if not had or session.ended:
+            if not had or session.ended or not wanted():
                 return Answer(None, calls.BUSY)
             if session.held.get(reader.line) is reader:
                 return self._ask(session, reader, request, timeout, close=close)
-        return self.ask(request, timeout, close=close)  # that one was just released
+        return self.ask(request, timeout, close=close, wanted=wanted)  # that one was just released
 
     def _ask(self, session: LockSession, reader: Holding, request: Request, timeout: int, *, close: bool) -> Answer:
         key = request.resource.key
@@ -94,12 +96,15 @@ class Upgrades:
             raise failure(self.pool.alias, result)
         return Answer(None, result)
 
-    def stop(self, key: str) -> None:
-        """Let newcomers in again, as nobody waits for the upgrade any more. Raises ``BackendError``."""
+    def stop(self, key: str, timeout: float = -1) -> None:
+        """Let newcomers in again, as nobody waits for the upgrade any more. Raises ``BackendError``.
+
+        ``timeout``: for so many seconds its turn on the session is waited for; -1: for ever.
+        """
         found = self.pool.upgradable(key)
         if found is not None:
-            with self.pool.own(found[0]):
-                if not found[0].ended and line_of(key, UPGRADE) not in found[0].held:
+            with self.pool.own(found[0], timeout=timeout) as had:
+                if had and not found[0].ended and line_of(key, UPGRADE) not in found[0].held:
                     self.possession.downgrade(found[0], key, keep=True)
 
 
@@ -138,7 +143,7 @@ class UpgradeLine(Line):
                 return False
             _request, place = self._claims[request.permit_id]
         left = STEP_MS if place.patience is None else min(STEP_MS, 1 + int(place.patience * 1000))
-        answer = self.upgrades.ask(request, left, close=True)
+        answer = self.upgrades.ask(request, left, close=True, wanted=lambda: self.waits_for(request.permit_id))
         if answer.granted is None:
             if answer.result == calls.ON_HOLD:
                 threading.Event().wait(STEP_MS / 1000)

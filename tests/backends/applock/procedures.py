@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import pytest
 from django.db import connections
 
 from django_sqlsem.backends.applock import install
@@ -105,6 +106,23 @@ def see_that_they_are_there() -> None:
     connection = connections[ALIAS]
     if install.installed(connection) != install.version():
         install.install(connection)
+
+
+@contextlib.contextmanager
+def changed(*names: str, by: str = "-- as in another version") -> Iterator[None]:
+    """Have the package be another version, in which these procedures begin with something else."""
+    texts = {
+        name: text.replace("\nAS\n", f"\nAS\n{by}\n") if name in names else text
+        for name, text in install.files().items()
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(install, "files", lambda: texts)
+        install.version.cache_clear()
+        try:
+            yield
+        finally:
+            install.version.cache_clear()
+    install.version.cache_clear()
 
 
 # What child processes run.

@@ -16,7 +16,7 @@ from django_sqlsem.database.sqlserver import lock_names
 from django_sqlsem.models import SlotRow
 from tests.backends.applock import procedures
 from tests.backends.applock.plain import ALIAS, Session, skip_unless_covered
-from tests.backends.applock.procedures import Program
+from tests.backends.applock.procedures import Program, changed
 from tests.programs.lock_clients import Actor
 from tests.support import tds
 from tests.support.databases import child_environment, held_rows
@@ -48,23 +48,6 @@ def another():
     with contextlib.closing(Program()) as made:
         procedures.warm_up(made)
         yield made
-
-
-@contextlib.contextmanager
-def changed(*names):
-    """Have the package be another version, in which these procedures differ by a comment."""
-    texts = {
-        name: text.replace("\nAS\n", "\nAS\n-- as in another version\n") if name in names else text
-        for name, text in install.files().items()
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(install, "files", lambda: texts)
-        install.version.cache_clear()
-        try:
-            yield
-        finally:
-            install.version.cache_clear()
-    install.version.cache_clear()
 
 
 def altered():

@@ -217,6 +217,20 @@ def test_a_program_that_waits_to_write_takes_the_place_of_who_downgrades(one, tw
     assert len(lost) == 1
 
 
+def test_an_upgrade_that_has_given_up_keeps_no_reader_out(one, monkeypatch):
+    """Not even for the moment in which its thread waits for somebody else who wants it."""
+    monkeypatch.setattr("django_sqlsem.backends.applock.line.SUCCESSION", 5.0)
+    lock = rwlock("given up", readers=5, using=ALIAS)
+    reader = lock.read().acquire(timeout=PATIENT)
+    reader.detach()
+    with lock.upgradable() as permit:
+        for _ in range(3):
+            with pytest.raises(AcquireTimeoutError):
+                permit.upgrade(timeout=0.5)
+            run_in_threads(1, lambda _number: lock.read(timeout=0).acquire().release())
+    reader.release()
+
+
 def test_a_killed_session_ends_an_upgrade_and_its_permit(one):
     lock = rwlock("prices", 3, using=ALIAS)
     permit = lock.upgradable(timeout=PATIENT).acquire()

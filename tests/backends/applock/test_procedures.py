@@ -11,6 +11,7 @@ import time
 
 import pytest
 from django.core.management import CommandError
+from django.db import connections
 
 from django_sqlsem import (
     AcquireTimeoutError,
@@ -19,8 +20,10 @@ from django_sqlsem import (
     queries,
     semaphore,
 )
+from django_sqlsem.backends.applock import install
 from django_sqlsem.core.names import resource_for
 from django_sqlsem.database.sqlserver import lock_names
+from django_sqlsem.locks import rwlock
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import SlotState
 from tests.backends.applock import counting_semaphore, procedures
@@ -30,7 +33,7 @@ from tests.programs.lock_clients import Actor
 from tests.support.databases import OutsideCounter, held_rows
 from tests.support.operators import locks, make_semaphore
 from tests.support.processes import Child
-from tests.support.threads import wait_until
+from tests.support.threads import run_beside, wait_until
 
 skip_unless_covered()
 
@@ -743,3 +746,48 @@ def test_what_is_not_ours_stays_in_the_schema(capsys, program):
 def test_other_databases_have_none():
     with pytest.raises(CommandError, match="SQL Server"):
         locks("sql", "--database", "default")
+
+
+# --- Names that are deleted ---
+
+
+@pytest.mark.parametrize("kind", ["semaphore", "mutex", "reader", "writer"])
+def test_who_is_refused_by_a_deletion_that_is_given_up_is_served(kind):
+    """It has found the name in use, and has let go of it by the time at which the refused call looks for it."""
+    lock = {
+        "semaphore": semaphore(NAME, 2, using=ALIAS),
+        "mutex": mutex(NAME, using=ALIAS),
+        "reader": rwlock(NAME, using=ALIAS).read(),
+        "writer": rwlock(NAME, using=ALIAS).write(),
+    }[kind]
+    lock.acquire(timeout=20).release()  # so that there are rows
+    names = lock_names(NAME)
+    held_up = "\n".join(
+        f"EXEC sys.sp_{act}applock @Resource = N'{resource}', @LockOwner = 'Session'{more};"
+        for act, resource, more in (
+            ("get", "arrived", ", @LockMode = 'Exclusive'"),
+            ("get", "go on", ", @LockMode = 'Exclusive', @LockTimeout = 20000"),
+            ("release", "go on", ""),
+            ("release", "arrived", ""),
+        )
+    )
+
+    def claim():
+        with contextlib.suppress(AcquireTimeoutError), lock.acquire(timeout=0):
+            return True
+
+    with (
+        contextlib.closing(Session()) as deleter,
+        contextlib.closing(Session()) as usher,
+        procedures.changed("internal_gone_1", by=held_up),
+    ):
+        install.install(connections[ALIAS])
+        for resource in (names.deletion, names.gate, names.base):
+            assert deleter.get(resource) == 0
+        assert usher.get("go on") == 0
+        claimed = run_beside(claim)
+        wait_until(lambda: usher.test("arrived") == 0)
+        deleter.close()
+        wait_until(lambda: usher.test(names.base) == 1)
+        usher.close()
+        assert claimed.result(30)

@@ -56,7 +56,8 @@ DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)), @own nvarcha
     @seen nvarchar(16), @operator int, @paused bit = 0, @top int = 0, @newest bigint, @turn int = 0, @looked bigint = 0, @chosen bigint = 0, @waited bit = 0,
     @may bit, @past bit = 0, @placed bit = 0, @named bit = 0, @full bit = 0, @most int, @some bit, @swept bigint = 0,
     @start int, @count int = 0, @least int = 2147483647, @greatest int = -1, @busy int = 0, @i int, @try int = 0,
-    @wait int, @step int = 0, @rc int, @done int, @bad int = 0, @strikes int = 0, @now bigint, @gone bit;
+    @wait int, @step int = 0, @rc int, @done int, @bad int = 0, @strikes int = 0, @now bigint, @gone bit,
+    @refused nvarchar(255) = N'', @refused_mode varchar(32) = 'Exclusive';
 SET @own = @gate;                            -- the one at which this call stands
 SELECT @result = NULL, @taken = N',', @token = NULL, @declared = NULLIF(@slots, 0),
     @bound = CASE WHEN @slots > 0 THEN @slots ELSE 1 END;
@@ -173,7 +174,7 @@ BEGIN TRY
             OR (@fair > 0 AND (@low = 0 OR @low < @largest)
                 AND APPLOCK_TEST(N'public', @own, N'Exclusive', N'Session') = 0))
         BEGIN
-            SELECT @may = 0, @waited = 1;
+            SELECT @may = 0, @waited = 1, @refused = CASE WHEN @busy = 0 THEN @own ELSE N'' END;
             IF @fair = 2
             BEGIN
                 -- Nothing was granted since the last look: the first in line may be a call that was cancelled.
@@ -211,7 +212,7 @@ BEGIN TRY
             SET @wait = CASE WHEN @head = 1 OR @mode = 'Update' THEN @left ELSE 0 END;
             EXEC @rc = sys.sp_getapplock @resource, 'Exclusive', 'Session', @wait, 'public';
             IF @rc >= 0 SELECT @placed = 1, @taken = N',0,', @least = 0, @greatest = 0;
-            ELSE SET @may = 0;
+            ELSE SELECT @may = 0, @refused = @resource;
             IF @rc = -1 SET @spent = @spent + @wait;
             IF @rc < -1 SELECT @bad = @rc, @strikes = @strikes + 1;
             IF @rc = 1 SELECT @waited = 1, @may = 0;         -- the rows may say something else by now
@@ -223,7 +224,7 @@ BEGIN TRY
             SET @wait = CASE WHEN @head = 1 OR @mode = 'Update' THEN @left ELSE 0 END;
             EXEC @rc = sys.sp_getapplock @base, @mode, 'Session', @wait, 'public';
             IF @rc >= 0 SET @named = 1;
-            ELSE SET @may = 0;
+            ELSE SELECT @may = 0, @refused = @base, @refused_mode = @mode;
             IF @rc = -1 SET @spent = @spent + @wait;
             IF @rc < -1 SELECT @bad = @rc, @strikes = @strikes + 1;
             IF @rc = 1 SELECT @waited = 1, @may = 0;
@@ -331,7 +332,9 @@ BEGIN TRY
 
     IF @result = -1 AND @write = 1
     BEGIN
-        EXEC sqlsem.internal_gone_1 @key, @gone OUTPUT;
+        -- Who had the name, and was refused a slot, was not refused by who deletes it; and who has waited has waited.
+        IF @may = 1 OR @timeout <> 0 OR @timeout IS NULL SET @refused = N'';
+        EXEC sqlsem.internal_gone_1 @key, @gone OUTPUT, @refused, @refused_mode;
         IF @gone = 1 SET @result = -10;
     END;
     -- The next in line goes on before anything is written: a commit may wait for a disk, or for another server.

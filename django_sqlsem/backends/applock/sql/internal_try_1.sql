@@ -19,7 +19,8 @@ DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)), @fence nvarc
     @lately bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME()) - 3600000000,
     @mode varchar(32) = CASE @kind WHEN N'mutex' THEN 'Exclusive' ELSE 'IntentExclusive' END,
     @lock_mode nvarchar(8) = CASE @kind WHEN N'mutex' THEN @kind ELSE N'' END, @rc int, @named int = -1,
-    @slot int = 0, @result int = -1, @token bigint, @now bigint, @done int, @gone bit;
+    @slot int = 0, @result int = -1, @token bigint, @now bigint, @done int, @gone bit,
+    @refused nvarchar(255) = N'', @refused_mode varchar(32) = 'Exclusive';
 BEGIN TRY
     IF APPLOCK_TEST(N'public', @gate, N'Exclusive', N'Session') = 1
         EXEC @named = sys.sp_getapplock @base, @mode, 'Session', 0, 'public';
@@ -65,7 +66,11 @@ BEGIN TRY
         WHERE name_key = @key AND (COALESCE(operator_slots, 0) > CASE kind WHEN @kind THEN @slots ELSE -1 END
             OR (operator_slots IS NULL AND (declared_slots <> @slots OR COALESCE(other_us, 0) > @lately)))
         OPTION (KEEPFIXED PLAN);
-        EXEC sqlsem.internal_gone_1 @key, @gone OUTPUT;
+        IF @named < 0
+            SELECT @refused = @base, @refused_mode = @mode;
+        IF @named < 0 AND APPLOCK_TEST(N'public', @gate, N'Exclusive', N'Session') = 0
+            SELECT @refused = @gate, @refused_mode = 'Exclusive';
+        EXEC sqlsem.internal_gone_1 @key, @gone OUTPUT, @refused, @refused_mode;
         IF @gone = 1 SET @result = -9;
     END;
 END TRY
