@@ -86,6 +86,8 @@ def _database(url: str) -> dict[str, Any]:
 DATABASES = {"default": _database(os.environ.get("DATABASE_URL") or f"sqlite:///{VAR_DIR / 'db.sqlite3'}")}
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
+SQLSEM = {"DEADLOCKS": "break"}  # of two who wait for each other, the later one raises DeadlockError
+
 # Celery without a server: its messages are files (see broker.py). Any other broker works as well.
 _BROKER_DIR = VAR_DIR / "broker"
 _BROKER_DIR.mkdir(exist_ok=True)

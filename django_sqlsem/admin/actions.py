@@ -23,6 +23,7 @@ from django_sqlsem import control, queries
 from django_sqlsem.admin import confirm, live
 from django_sqlsem.admin.confirm import Page
 from django_sqlsem.admin.display import visible
+from django_sqlsem.admin.tables import program_text
 from django_sqlsem.core.names import MAX_SLOTS, ONE_SLOT, key_of
 from django_sqlsem.exceptions import BackendError, SemaphoreError
 from django_sqlsem.snapshots import SlotState
@@ -459,7 +460,7 @@ class Buttons:
             "revoke": (_("Revoke"), not holder.expired),
             "purge_stale": (_("Purge"), holder.expired),
         }
-        return self._made(texts, f" {holder.slot} {holder.token}", str(holder))
+        return self._made(texts, f" {holder.slot} {holder.token}", f"{holder.where}: {program_text(holder)}")
 
     def _of_the_lock(self, snapshot: SemaphoreSnapshot) -> list[Button]:
         unasked = [each for each in snapshot.holders if not each.expired and _can_be_asked(each)]

@@ -258,7 +258,7 @@ def held_by_step(
     """Return how many slots were held on average in each of ``count`` steps up to ``now``, by the step's number.
 
     ``ended``: slots times seconds of the holds that ended in a step. What is more than all slots could have been held
-    there was held before.
+    there was held before. Of the last step, which goes on, it is how many are held now: it does not change by itself.
     """
     over = now.timestamp() % step
     slots, ages = 0, []
@@ -267,16 +267,16 @@ def held_by_step(
         ages = [(each.age, len(each.slots) or 1) for each in known.holders if each.recorded]
     found, rest = {}, 0.0
     for nth in range(count - 1, -1, -1):
-        lasted = max(1.0, over) if nth == count - 1 else step
         rest += ended.get(nth, 0.0)
-        used = min(slots * lasted, rest) if slots else rest
+        used = min(slots * step, rest) if slots else rest
         rest -= used
-        begun = over + step * (count - 1 - nth)
-        used += sum(max(0.0, min(age, begun) - max(0.0, begun - step)) * slot for age, slot in ages)
+        if nth == count - 1:
+            used = max(used, known.held * step)
+        else:
+            begun = over + step * (count - 1 - nth)
+            used += sum(max(0.0, min(age, begun) - (begun - step)) * slot for age, slot in ages)
         if used > 0:
-            found[nth] = used / lasted
-    if isinstance(known, TemplateSnapshot) and known.held:
-        found[count - 1] = max(found.get(count - 1, 0.0), float(known.held))
+            found[nth] = used / step
     return found
 
 

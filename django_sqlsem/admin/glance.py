@@ -162,10 +162,9 @@ def _paused(snapshot: SemaphoreSnapshot) -> SafeString:
     if snapshot.paused_at is not None:
         age = max(0.0, (timezone.now() - snapshot.paused_at).total_seconds())
         since = format_html(_(" for {}"), instant(age, snapshot.paused_at))
-    words = _("draining{}{}.") if snapshot.draining else _("paused{}{}.")
-    said = format_html(words, since, by)
-    if snapshot.paused_reason:
-        said = format_html("{} {}", said, users(snapshot.paused_reason))
+    why = format_html(": {}", users(snapshot.paused_reason.rstrip(" ."))) if snapshot.paused_reason else ""
+    words = _("draining{}{}{}.") if snapshot.draining else _("paused{}{}{}.")
+    said = format_html(words, since, by, why)
     if snapshot.resumes_in is not None:
         said = format_html(_("{} Resumes in {}."), said, lasting(-snapshot.resumes_in))
     return said

@@ -65,13 +65,17 @@ class Child:
         if self._process.poll() is None:
             self._process.terminate()
 
+    def kill(self) -> None:
+        """End the process as a crash would."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
     def wait(self, seconds: float = 15) -> None:
         """Wait for the end; then, or after ``seconds``, kill whatever is left of the process group."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self.kill()
 
 
 def is_free(port: int) -> bool:

@@ -60,7 +60,7 @@ class Load:
 
     def _visit(self) -> None:
         while not self._stopped.is_set():
-            path = random.choice(PATHS) + ("?seconds=2" if self.calm else "")
+            path = random.choice(PATHS) + (f"?seconds={random.uniform(1, 4):.1f}" if self.calm else "")
             try:
                 status = get(self._port, path)
             except (OSError, http.client.HTTPException) as error:
@@ -73,7 +73,7 @@ class Load:
     def _pause(self) -> float:
         """Return the seconds between two visits: the crowd comes and goes, so that everybody gets a turn."""
         if self.calm:
-            return 30.0
+            return 20.0
         return 0.1 if time.monotonic() % 4 < 3 else 1.0
 
     def _send_tasks(self) -> None:

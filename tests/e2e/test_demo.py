@@ -107,7 +107,8 @@ def test_never_more_than_three_and_nothing_left(database: str, tmp_path: Path, r
 def test_ends_in_order_when_interrupted(number: signal.Signals, tmp_path: Path) -> None:
     process = start(tmp_path)
     seen = read_until(process, " 2 s ")
-    assert "/admin/" in seen
+    assert seen.count("/admin/sqlsem/semaphorerow/") == seen.count("/admin/") == 1
+    assert any("example_project.demo.bustle" in each for each in left_over(tmp_path))
     process.send_signal(number)
     output, _none = process.communicate(timeout=60)
     assert process.returncode == 0, seen + output

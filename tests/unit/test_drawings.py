@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import random
 import re
+from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -17,6 +18,7 @@ from django_sqlsem.admin import (
 from django_sqlsem.admin.display import length, users, visible
 from django_sqlsem.admin.drawing import WIDTH, Bar, Lane, LengthScale, Mark, Panel, TimeScale
 from django_sqlsem.history.events import Percentiles
+from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState, TemplateSnapshot
 
 NOW = datetime.datetime(2026, 3, 14, 10, 35, 20, tzinfo=datetime.UTC)
 SCALE = TimeScale(NOW, 3600.0)
@@ -246,3 +248,41 @@ def test_all_panels_have_one_time_axis() -> None:
         (line,) = [each for each in plot.iter(f"{NS}line") if each.get("class") == "sqlsem-mark"]
         assert line.get("x1") == "500"
     assert plots[0].find(f"{NS}rect[@class='sqlsem-column sqlsem-away']").get("x") == "500.6"  # type: ignore[union-attr]
+
+
+def holder(age: float, slot: int = 1) -> HolderSnapshot:
+    return HolderSnapshot(
+        "reports", slot, SlotState.HELD, 7, "web1", 1, "t", "", "", ago(age), ago(-60), age, 60.0, slots=()
+    )
+
+
+def test_what_was_held_in_each_step() -> None:
+    """A hold is counted when it ends: what is more than all slots could have been held was held before."""
+    known = SemaphoreSnapshot("reports", "semaphore", 2, 2, None, paused=False)
+    now = datetime.datetime.fromtimestamp(60 * (NOW.timestamp() // 60), datetime.UTC)  # the last step has just begun
+    assert admin_drawing.held_by_step({}, known, now, 60.0, 5) == {}
+    assert admin_drawing.held_by_step({3: 60.0}, known, now, 60.0, 5) == {3: 1.0}
+    assert admin_drawing.held_by_step({3: 300.0}, known, now, 60.0, 5) == {3: 2.0, 2: 2.0, 1: 1.0}
+    going_on = replace(known, holders=(holder(90.0), holder(30.0, 2)))
+    assert admin_drawing.held_by_step({}, going_on, NOW, 60.0, 1) == {0: 2.0}
+    found = admin_drawing.held_by_step({}, going_on, now, 60.0, 5)
+    assert found == {4: 2.0, 3: pytest.approx(1.5), 2: pytest.approx(0.5)}
+    group = TemplateSnapshot("sync:{pk}", 3, held=2)
+    assert admin_drawing.held_by_step({1: 600.0}, group, now, 60.0, 5) == {1: 10.0, 4: 2.0}
+    units = replace(known, units=7)
+    assert admin_drawing.held_by_step({1: 600.0}, units, now, 60.0, 5) == {1: 10.0}
+
+
+def test_a_small_drawing() -> None:
+    held, refused = {0: 1.0, 1: 3.0, 3: 0.5}, {1: 4, 4: 1}
+    html = str(admin_drawing.sparkline(held, refused, count=5, most=3.0, about='3 held "on average"'))
+    root = ElementTree.fromstring(html)  # noqa: S314 - our own
+    assert root.attrib["role"] == "img"
+    assert root.attrib["aria-label"] == '3 held "on average"'
+    area, drops = (each.attrib["d"] for each in root)
+    # Each run of steps is an area of its own, and what is held by all slots is highest.
+    assert re.findall(r"M([\d.]+) 24", area) == ["0", "72"]
+    heights = [24 - float(each) for each in re.findall(r"V([\d.]+)H", area)]
+    assert heights == [6.0, 18.0, 3.0]
+    assert re.findall(r"M([\d.]+) 0v([\d.]+)", drops) == [("36", "18"), ("108", "4.5")]
+    assert "path" not in str(admin_drawing.sparkline({}, {}, count=5, most=0.0, about=""))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
 import re
+import time
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
+from django.contrib.sessions.models import Session
 from django.contrib.staticfiles import finders
 from django.db import DatabaseError, connections
 from django.test import Client, RequestFactory
+from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 import django_sqlsem
@@ -73,6 +78,124 @@ def test_the_script_gets_the_changing_part_alone(operator: Client, alias: str, w
     assert "sqlsem-held" in inside
     for outside in ("<html", "sqlsem-live", "data-sqlsem-bar", "csrfmiddlewaretoken"):
         assert outside not in inside
+
+
+def ask(client: Client, which: str = "overview", **headers: str) -> Any:
+    return client.get(
+        page_of(which), headers=FRAGMENT | {name.replace("_", "-"): value for name, value in headers.items()}
+    )
+
+
+@pytest.mark.parametrize("which", ["overview", "lock"])
+def test_what_has_not_changed_is_not_sent_again(operator: Client, alias: str, which: str) -> None:
+    make_semaphore(alias)
+    hold(alias, left=600)
+    light = {live.LIGHT: "1"}  # what happened lately is told up to a second
+    first = ask(operator, which, **light)
+    live.forget()
+    again = ask(operator, which, **light, If_None_Match=first["ETag"])
+    assert (again.status_code, again.content, again[live.HEADER]) == (304, b"", "1")
+    assert again["ETag"] == first["ETag"]
+    assert "no-store" in again["Cache-Control"]
+    assert re.search(r'data-sqlsem-ticks="1\d\.\d">1\d\W*s<', first.content.decode())  # which is no change
+    hold(alias, slot=2, left=600)
+    live.forget()
+    changed = ask(operator, which, **light, If_None_Match=first["ETag"])
+    assert changed.status_code == 200
+    assert changed["ETag"] != first["ETag"]
+
+
+def test_the_page_says_what_it_shows(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    (etag,) = re.findall(r'data-sqlsem-etag="(.*?)"', operator.get(page_of("overview")).content.decode())
+    live.forget()
+    assert ask(operator, If_None_Match=unescape(etag)).status_code == 304
+
+
+def test_of_rows_only_those_are_sent_that_the_script_has_not(operator: Client, alias: str) -> None:
+    for number in range(50):
+        make_semaphore(alias, f"customer:{number:02}:orders", slots=3)
+        hold(alias, f"customer:{number:02}:orders", left=600)
+    first = ask(operator)
+    marks = re.findall(r'<tr [^>]*data-sqlsem-mark="(.*?)"', first.content.decode())
+    assert len(set(marks)) == 50
+    hold(alias, "customer:07:orders", slot=2, left=600)
+    live.forget()
+    answer = ask(operator, X_Sqlsem_Have=" ".join(marks), If_None_Match=first["ETag"], Accept_Encoding="gzip")
+    assert answer["Content-Encoding"] == "gzip"
+    assert {"Accept-Encoding", live.HEADER} <= {each.strip() for each in answer["Vary"].split(",")}
+    assert len(answer.content) <= 5000
+    html = gzip.decompress(answer.content).decode()
+    rows = re.findall(r"<tr (data-sqlsem-key[^>]*|role[^>]*data-sqlsem-key[^>]*)>(.*?)</tr>", html, re.DOTALL)
+    sent = [row for row in rows if row[1]]
+    assert len(rows) == 50
+    assert ["customer:07:orders" in row[0] for row in sent] == [True]
+    assert all(row[0].endswith("data-sqlsem-keep") for row in rows if not row[1])
+
+
+def test_ten_dashboards_cost_the_database_little(alias: str) -> None:
+    """Ten operators look at the overview, every three seconds: as many statements as one makes, and who they are."""
+    make_semaphore(alias)
+    hold(alias, left=600)
+    clients = [login(f"operator {number}", "view_semaphorerow") for number in range(10)]
+    with CaptureQueriesContext(connections[alias]) as captured:
+        for client in clients:
+            assert ask(client).status_code == 200
+    # A session, a user and two statements for permissions each; what is read once is read once.
+    assert len(captured) <= 10 * 4 + 10
+    with CaptureQueriesContext(connections[alias]) as captured:
+        for client in clients:
+            answer = ask(client)
+            assert "reports" in answer.content.decode()
+            assert float(answer[live.AGE]) >= 0
+    assert len(captured) == 0
+    # In fifteen seconds each is looked up once, and the locks are read five times at the most.
+    assert (10 * 4 + (live.TRUSTED / live.REFRESH_SECONDS) * 10) / live.TRUSTED <= 10
+
+
+def test_a_view_is_not_older_than_a_refresh(operator: Client, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_semaphore(alias)
+    ask(operator)
+    hold(alias, host="web9", left=600)
+    assert "1 of 3" not in ask(operator).content.decode()
+    clock = time.monotonic
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock() + live.REFRESH_SECONDS)
+    assert "1 of 3" in ask(operator).content.decode()
+
+
+@pytest.mark.parametrize("which", ["overview", "lock"])
+def test_nobody_is_shown_what_another_may(operator: Client, alias: str, which: str) -> None:
+    make_semaphore(alias)
+    hold(alias, left=600)
+    assert b"revoke 1 7" in ask(operator, "lock").content
+    ask(operator, which)
+    for stranger in (login("nobody"), Client()):
+        for _ in range(2):
+            assert ask(stranger, which).status_code in (302, 403)
+    viewer = login("viewer", "view_semaphorerow")
+    for _ in range(2):
+        assert b"revoke 1 7" not in ask(viewer, "lock").content
+    operator.logout()
+    assert ask(operator, which).status_code == 302
+
+
+def test_a_session_is_trusted_for_a_while_only(operator: Client, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_semaphore(alias)
+    ask(operator)
+    Session.objects.all().delete()
+    assert ask(operator).status_code == 200
+    clock = time.monotonic
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock() + live.TRUSTED)
+    assert ask(operator).status_code == 302
+
+
+def test_what_is_kept_is_bounded(alias: str, operator: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_MOST_VIEWS", 3)
+    make_semaphore(alias)
+    for number in range(6):
+        assert operator.get(page_of("overview"), {"q": f"r{number}"}, headers=FRAGMENT).status_code == 200
+    assert len(live._views._found) == 3
+    assert len(live._views._trusted) <= 3
 
 
 def test_queries_and_forms_are_no_fragments() -> None:

@@ -10,6 +10,8 @@ from django.contrib.sessions.models import Session
 from playwright.sync_api import Page, Request, expect
 
 from django_sqlsem import control
+from django_sqlsem.admin.live import HEADER
+from django_sqlsem.core.durations import duration
 from tests.e2e.browser.site import PATIENCE, Server, Visitor, address
 from tests.support import databases
 from tests.support.operators import hold, make_semaphore
@@ -88,6 +90,39 @@ def test_a_hidden_tab_stops_asking(page: Page) -> None:
     with page.expect_response(lambda answer: "x-sqlsem-fragment" in answer.request.headers):
         page.evaluate(TABS, False)
     assert len(requests) == before + 1
+
+
+def test_what_has_not_changed_is_not_sent_again_and_time_goes_on(operator: Visitor) -> None:
+    make_semaphore("default")
+    hold("default", left=600)
+    page = operator.overview()
+    requests = asked(page)
+    age = page.locator("#result_list .field-longest_hold [data-sqlsem-ticks]")
+    before = age.inner_text()
+    with page.expect_response(lambda answer: answer.status == 304):
+        pass
+    expect(age).not_to_have_text(before)
+    with page.expect_response(lambda answer: answer.status == 200 and HEADER.lower() in answer.request.headers) as told:
+        hold("default", slot=2, left=600)
+    expect(page.locator("#result_list .field-cells")).to_contain_text("2 of 3")
+    assert int(told.value.headers["content-length"]) <= 5000
+    assert all("if-none-match" in request.headers for request in requests)
+
+
+def test_the_script_writes_lengths_of_time_as_the_pages_do(operator: Visitor) -> None:
+    lengths = [0.44, 8.2, 9.93, 11.0, 58.9, 61.0, 185.0, 3597.7, 3603.0, 7805.0, 86_397.5, 90_000.0, 200_000.0]
+    operator.page.clock.install()
+    page = operator.overview()
+    add = """(live, all) => all.forEach((ticks) => {
+      const each = document.createElement("p");
+      each.dataset.sqlsemTicks = ticks;
+      live.append(each);
+    })"""
+    page.locator("#sqlsem-live").evaluate(add, lengths)
+    page.clock.run_for(1500)  # it has counted once or twice, and not asked yet
+    shown = page.locator("#sqlsem-live > p[data-sqlsem-ticks]").all_inner_texts()
+    for seconds, text in zip(lengths, shown, strict=True):
+        assert text.replace("\xa0", " ") in {duration(seconds + more / 20) for more in range(50)}, seconds
 
 
 def test_an_operator_can_stop_it_and_sees_how_old_the_view_is(page: Page) -> None:

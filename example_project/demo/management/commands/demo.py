@@ -15,6 +15,7 @@ from django.contrib.auth import get_user_model
 from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import connection
+from django.urls import reverse
 
 from django_sqlsem import AcquireTimeoutError, mutex, semaphore
 from example_project.celery import app
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 8000
 VISITORS, VISITORS_PER_WORKER = 16, 6
 SECONDS_BEFORE_CALM = 15
+SECONDS_TO_CRASH = 45
 SLOTS = 3
 REPORTS = semaphore("reports", slots=SLOTS)
 DEMO = mutex("demo", timeout=0, lease=10)
@@ -79,7 +81,7 @@ class Command(BaseCommand):
                 raise CommandError(f"Another demo uses this database. {error}") from error
             meter.reset()
             try:
-                with self._children() as children:
+                with self._children() as children, self._bustle(children):
                     if not self.stopped.is_set():
                         self._fight(children)
             except ChildError as error:
@@ -156,10 +158,33 @@ class Command(BaseCommand):
             yield children
         finally:
             self.load.stop()
-            for child in children:
+            for child in reversed(children):
                 child.terminate()
             for child in children:
                 child.wait()
+
+    @contextmanager
+    def _bustle(self, children: list[Child]) -> Iterator[None]:
+        """Beside the fight: a busy site, and a process that crashes now and then."""
+        children.append(self._child("The busy site", "bustle.log"))
+        crashes = threading.Thread(target=self._crash, name="crashes")
+        crashes.start()
+        try:
+            yield
+        finally:
+            self.stopped.set()
+            crashes.join()
+
+    def _child(self, name: str, log: str, *arguments: str) -> Child:
+        program = ["example_project.demo.bustle", *arguments]
+        return Child(name, program, folder=settings.BASE_DIR, log=self.folder / log)
+
+    def _crash(self) -> None:
+        """Kill a holder, see that its slot comes back, and begin anew."""
+        while not self.stopped.wait(SECONDS_TO_CRASH / 3):
+            victim = self._child("The victim", "victim.log", "victim")
+            self.stopped.wait(SECONDS_TO_CRASH)
+            victim.kill()
 
     def _answers(self) -> bool:
         try:
@@ -179,7 +204,7 @@ class Command(BaseCommand):
                 child.check()
             if self.seconds is None and elapsed > SECONDS_BEFORE_CALM and not self.load.calm:
                 self.load.calm = True
-                self.stdout.write("\nFrom now on a visitor or two at a time: look around in the admin. Ctrl-C ends it.")
+                self.stdout.write("\nFrom now on work takes longer: look around in the admin. Ctrl-C ends it.")
             if self.seconds is not None and elapsed >= self.seconds:
                 break
         if not self.seconds:
@@ -196,9 +221,11 @@ class Command(BaseCommand):
         self.stdout.write(
             f"{self.workers} web {processes} and {self.workers} task {processes} fight for {SLOTS} slots"
             f" on {connection.display_name}.\n\n"
+            f"  the locks    {site}{reverse('admin:sqlsem_semaphorerow_changelist')}   user admin, password admin\n"
             f"  start page   {site}/\n"
-            f"  admin        {site}/admin/   user admin, password admin\n"
-            f"  logs         {self.folder}/web.log, tasks.log\n"
+            f"  logs         {self.folder}/*.log\n\n"
+            f"Beside them a busy site: queues, a lock for each user, a paused name, readers and a writer, a\n"
+            "deadlock that is broken, a process that crashes and whose lock comes back.\n"
         )
 
     def _show(self, elapsed: float) -> None:
@@ -206,7 +233,7 @@ class Command(BaseCommand):
         results = self.load.results
         line = (
             f"{elapsed:4.0f} s   in now {now.inside}   peak {now.peak}   served {results['served'] + now.finished}"
-            f"   busy {results['busy']}   retried {now.retried}   http://{HOST}:{self.port}/admin/"
+            f"   busy {results['busy']}   retried {now.retried}"
         )
         if self.stdout.isatty():
             self.stdout.write(f"\r\x1b[K{line}", ending="")
