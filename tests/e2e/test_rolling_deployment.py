@@ -88,6 +88,7 @@ class Fleet:
             timeout=SOON,
             what="every server answers, whichever version it is of",
         )
+        assert self.faults == []
 
     def replace(self, new: tuple[str, Site]) -> None:
         """Let a server come in; when all have served beside it, let the oldest go, as a kind deployment does."""
