@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +23,10 @@ _UNWANTED: Final = re.compile(
 )
 
 
+#: Signals of what goes wrong in the thread itself.
+_FAULTS: Final = {
+    getattr(signal, name) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV") if hasattr(signal, name)
+}
 #: A batch that does not wait takes no longer than this, in seconds, or the server does not answer.
 ANSWER_TIMEOUT: Final = 5
 
@@ -49,7 +54,7 @@ def connect(
 
     def connect_now() -> Any:
         in_turn()
-        raw = wrapper.get_new_connection(parameters)
+        raw = _undisturbed(lambda: wrapper.get_new_connection(parameters))
         raw.autocommit = True
         return raw
 
@@ -57,6 +62,26 @@ def connect(
         port = database_sockets.port_in(wrapper.settings_dict)
         raw, sockets = database_sockets.opening(connect_now, port, int(options["connection_timeout"]))
     return raw, wrapper, sockets
+
+
+def _undisturbed(login: Callable[[], Any]) -> Any:
+    """Keep signals from this thread: a login by Microsoft's ODBC driver fails if one strikes it, whatever it is for.
+
+    Handlers that are written in Python would run after the login in any case.
+    """
+    mask = getattr(signal, "pthread_sigmask", None)
+    if mask is None:  # on Windows
+        return login()
+    before = mask(signal.SIG_BLOCK, ())
+    try:
+        mask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS)
+        return login()
+    except SystemError as error:  # pyodbc calls Python within, and overlooks what a handler raises there
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
+    finally:
+        mask(signal.SIG_SETMASK, before)
 
 
 def _kept(extra: str | None) -> str:

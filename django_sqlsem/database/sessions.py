@@ -241,8 +241,17 @@ def briefly(session: Session, work: Callable[[AnyCursor], T], seconds: float, in
 
 @contextlib.contextmanager
 def _atomic(connection: BaseDatabaseWrapper) -> Iterator[AnyCursor]:
-    with transaction.atomic(using=connection.alias), cursor_of(connection) as cursor:
-        yield cursor
+    try:
+        with transaction.atomic(using=connection.alias), cursor_of(connection) as cursor:
+            yield cursor
+    except AttributeError as error:
+        # The end of a transaction that could not be rolled back asks mssql-django for a connection that is closed.
+        met: BaseException | None = error
+        while met is not None and not isinstance(met, DjangoDatabaseError):
+            met = met.__context__
+        if met is None or connection.connection is not None:
+            raise
+        raise met  # noqa: B904 - it has its own cause
 
 
 def passes(error: Exception) -> bool:

@@ -22,6 +22,7 @@ from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.runtime.acquisition import Acquisition
 from django_sqlsem.runtime.keeper import Keeper
 from django_sqlsem.runtime.queue import LocalQueue
+from tests.programs import signalled
 from tests.support.databases import held_rows
 from tests.support.interruptions import Place, SoftLimit, Striking, StrikingAwait, module_of, without_tracer
 from tests.support.processes import Child
@@ -547,12 +548,12 @@ def test_struck_as_it_steps_into_the_queue(database, monkeypatch):
 
 def test_struck_by_signals_in_the_driver_and_elsewhere(database):
     with Child("tests.programs.signalled:run", database, 3.0, 1) as child:
-        struck, rounds, longest = child.expect("struck", timeout=60).split()
+        struck, rounds, longest = child.expect("struck", timeout=60 + signalled.PATIENCE).split()
         places = child.expect("places")
-        assert int(struck) > 20, (struck, rounds)
+        assert int(struck) > signalled.ENOUGH, (struck, rounds)
         assert float(longest) < HEARTBEAT, (longest, places)
         # The process lives, and is idle: what is held now would stay.
         nothing_left(database)
         child.finish()
-    if connections[database].vendor != "sqlite":  # whose driver has no line of Python
+    if connections[database].vendor not in ("sqlite", "microsoft"):  # whose drivers may have no line of Python
         assert any(driver in places for driver in ("psycopg", "pymysql", "MySQLdb")), places

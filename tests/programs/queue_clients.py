@@ -17,6 +17,7 @@ from django.db import connections
 
 from django_sqlsem import AcquireTimeoutError, PermitLostError, semaphore
 from django_sqlsem.backends import get_backend
+from django_sqlsem.backends.applock import line
 from django_sqlsem.backends.rows import statements
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.database import cursors
@@ -164,6 +165,7 @@ class Queue:
     def unhurried(self) -> None:
         """Never look around by itself once it waits."""
         runtime_queue.HEARTBEAT = 1000.0  # type: ignore[misc]
+        line.SHOWN_AFTER = 0.0  # type: ignore[misc]  # else its row would be written when it looks around
         statements.PATIENCE_US = 1_000_000_000  # type: ignore[misc]
 
     def asleep(self) -> None:
