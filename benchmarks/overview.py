@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.overview --database postgres --names 10 1000 100000``. Each name has three slots that have been
 used; of a hundred slots one or so is held, of ten thousand one or so is stale, and some names are waited for or paused.
-``--templates 3``: three templates have made all of them, and there is a row for each, which opens.
+``--days 7``: there is a row for each minute of 7 days of each name with a queue. ``--templates 3``: three templates
+have made all of them, and there is a row for each, which opens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from benchmarks.cli import number, one_of, say
 PAGES = {
     "trouble first": "",
     "by name": "?o=1",
-    "most held first": "?o=-3",
+    "most held first": "?o=-2",
+    "last 24 hours": "?range=24h",
+    "last 7 days": "?range=7d",
     "state held": "?state=held",
     "state stale": "?state=stale",
     "state waiting": "?state=waiting",
@@ -63,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--names", nargs="+", default=[10, 1000, 100_000], type=number(int, 10), metavar="N", help="how many names")
     add("--requests", default=15, type=number(int, 1), metavar="N", help="how often each page is asked for")
     add("--templates", default=0, type=number(int, 0), metavar="N", help="how many templates have made them")
+    add("--days", default=0, type=number(int, 0), metavar="N", help="so many days of minutes of each name with a queue")
     add("--explain", action="store_true", help="print how PostgreSQL reads each page of the largest table")
     options = parser.parse_args(arguments)
     servers, missing = server_side.find([options.database])
@@ -89,7 +93,7 @@ def measure(options: argparse.Namespace) -> None:
     try:
         before = 0
         for count in sorted(map(int, options.names)):
-            fill(before, count, int(options.templates))
+            fill(before, count, int(options.templates), int(options.days))
             before = count
             say(f"\n{count:,} names ({os.getloadavg()[0]:.1f} processes want one of {os.cpu_count()} CPUs)")
             say(HEADERS)
@@ -121,8 +125,11 @@ def url(query: str) -> str:
 def ask(client: Any, title: str, query: str, times: int) -> str:
     """Return one line of the table: what a page takes, asked for so many times."""
     headers = {"X-Sqlsem-Fragment": "1"} if title == "refreshed part" else {}
+    from django_sqlsem.admin import live
+
     seconds, cpu, sql = [], [], []
     for turn in range(times + 1):
+        live.forget()  # what another one was shown a moment ago
         spent: list[float] = []
         with noted(lambda _sql, took, spent=spent: spent.append(took)):
             used, started = cpu_seconds(), time.perf_counter()
@@ -198,7 +205,7 @@ def explain(client: Any) -> None:
                     say(f"    {row[:200]}")
 
 
-def fill(first: int, count: int, templates: int = 0) -> None:
+def fill(first: int, count: int, templates: int = 0, days: int = 0) -> None:
     """Make the names from ``first`` on, up to ``count`` of them in all."""
     from django.db import connection
 
@@ -243,6 +250,19 @@ def fill(first: int, count: int, templates: int = 0) -> None:
             )
             for each, name in names.items()
         )  # fmt: skip
+        busy = [name.key for each, name in names.items() if each % 250 == 1]
+        for day in range(days):
+            MinuteRow.objects.bulk_create(
+                (
+                    MinuteRow(
+                        key=key, minute_us=minute - (1440 * day + nth) * 60_000_000, writer=2,
+                        until_us=minute + LASTING, granted=3, turned_away=nth % 7 == 0, held_us=40_000_000,
+                        longest_hold_us=20_000_000,
+                    )
+                    for key in busy for nth in range(1, 1441)
+                ),
+                batch_size=10 * BATCH,
+            )  # fmt: skip
         WaiterRow.objects.bulk_create(
             WaiterRow(ticket=f"{each:032x}", semaphore_id=name.key, queued_us=now, expires_us=now + LASTING,
                       waiting=2, **who)

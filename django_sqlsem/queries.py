@@ -65,6 +65,7 @@ __all__ = [
     "survey",
     "templates",
     "totals",
+    "trends",
     "waits",
     "with_totals",
 ]

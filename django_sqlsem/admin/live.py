@@ -174,19 +174,21 @@ def _for_the_script(response: HttpResponse) -> HttpResponse:
 
 #: For so many seconds a session that was shown a view is taken to be allowed to see it, and is not looked up again.
 TRUSTED: Final = 15.0
-_MOST_VIEWS: Final = 500
+_MOST_VIEWS: Final = 100
 
 
 class _Views:
     """What was shown lately in this process, and to which sessions: ten who look at one view cost about as much as one.
 
-    Nothing of it is older than some seconds. A session that is not known here is looked up as always.
+    Nothing of it is older than two refreshes. A session that is not known here is looked up as always.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         #: By what makes a view: when it was asked for, by the monotonic clock, and what it was.
         self._found: dict[tuple[Any, ...], tuple[float, Part]] = {}
+        #: Since when somebody has been reading a view anew: meanwhile others are shown what there is.
+        self._renewed: dict[tuple[Any, ...], float] = {}
         #: By session and address: until when it is trusted, and what it may do.
         self._trusted: dict[tuple[Any, ...], tuple[float, tuple[bool, ...]]] = {}
 
@@ -203,8 +205,23 @@ class _Views:
             else:
                 cast("Any", request).sqlsem_asked = (now, allowed)
                 self._trust(session, now, allowed)
-            at, found = self._found.get((self._view(request), allowed), (0.0, None))
-        return None if found is None or now - at >= REFRESH_SECONDS else _answer(request, found, now - at)
+            view = (self._view(request), allowed)
+            at, found = self._found.get(view, (0.0, None))
+            if found is None or not self._may_show(request, view, now, at):
+                return None
+        return _answer(request, found, now - at)
+
+    def _may_show(self, request: HttpRequest, view: tuple[Any, ...], now: float, at: float) -> bool:
+        """Whether what is known is new enough, or is being read anew by somebody else, who began just now."""
+        if now - at < REFRESH_SECONDS:
+            return True
+        if getattr(request, "sqlsem_renews", False) or now - at >= 2 * REFRESH_SECONDS:
+            return False
+        if now - self._renewed.get(view, 0.0) < REFRESH_SECONDS:
+            return True
+        self._renewed[view] = now
+        cast("Any", request).sqlsem_renews = True
+        return False
 
     def keep(self, request: HttpRequest, found: Part) -> None:
         """Keep what was found for a request about which ``known()`` was asked."""
@@ -212,8 +229,8 @@ class _Views:
         if at is None:
             return
         with self._lock:
-            if len(self._found) >= _MOST_VIEWS:
-                self._found = {key: each for key, each in self._found.items() if at - each[0] < REFRESH_SECONDS}
+            self._found = {key: each for key, each in self._found.items() if at - each[0] < 2 * REFRESH_SECONDS}
+            self._renewed = {key: each for key, each in self._renewed.items() if key in self._found}
             if len(self._found) < _MOST_VIEWS:
                 self._found[self._view(request), allowed] = (at, found)
 
@@ -221,6 +238,7 @@ class _Views:
         """Forget everything: somebody has logged out, say."""
         with self._lock:
             self._found.clear()
+            self._renewed.clear()
             self._trusted.clear()
 
     def _trust(self, session: tuple[Any, ...] | None, now: float, allowed: tuple[bool, ...]) -> None:

@@ -18,7 +18,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
 from django_sqlsem import queries
-from django_sqlsem.admin import drawing, live, ranges, tables
+from django_sqlsem.admin import drawing, live, tables
 from django_sqlsem.admin.actions import Buttons
 from django_sqlsem.admin.base import tabs
 from django_sqlsem.admin.display import drawn, kind_of, length, named, percent, users, visible
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponse
 
     from django_sqlsem.admin.actions import Button
-    from django_sqlsem.admin.ranges import Range
+    from django_sqlsem.admin.drawing import Range
     from django_sqlsem.core.erlang import Forecast
     from django_sqlsem.history.events import Event, Minute, Span
     from django_sqlsem.queries import Reading
@@ -92,7 +92,7 @@ def lock_page(model_admin: Any, request: HttpRequest, object_id: str) -> HttpRes
     snapshot, reading = row.known, live.reading_of(request)
     buttons = Buttons(model_admin, request, snapshot)
     rare = queries.events(snapshot.name, what=_RARE, limit=_MAX_RARE)
-    chosen = ranges.chosen(request)
+    chosen = drawing.chosen_range(request)
     context = {
         "acts": buttons,
         "waits": _waits(reading, snapshot.name),  # before the deadlocks, which come with them
@@ -102,7 +102,7 @@ def lock_page(model_admin: Any, request: HttpRequest, object_id: str) -> HttpRes
         "holders": tables.holders(snapshot, buttons.beside),
         "waiters": tables.waiters(snapshot),
         "recent": None if live.is_light(request) else _recent(reading, snapshot, rare, chosen),
-        "ranges": ranges.links(request, chosen),
+        "ranges": drawing.range_links(request, chosen),
     }
     template = "admin/sqlsem/_one.html"
     if live.is_fragment(request):
@@ -283,7 +283,7 @@ def _recent(reading: Reading, snapshot: SemaphoreSnapshot, rare: list[Event], ch
     name, now = snapshot.name, reading.now
     known = _known_for(snapshot, queries.since(name), now)
     window = min(chosen.seconds, max(60.0, known))
-    step = ranges.step_of(window, _MOST_STEPS)
+    step = drawing.step_of(window, _MOST_STEPS)
     scale = TimeScale(now, window, step)
     young = window < chosen.seconds
     # Of all that is known the oldest step counts as a whole.

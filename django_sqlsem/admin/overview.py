@@ -22,27 +22,41 @@ from django.db.models.functions import Upper
 from django.db.models.lookups import Contains
 from django.template.response import TemplateResponse
 from django.urls import reverse
+from django.utils import timezone
+from django.utils.html import format_html, format_html_join
 from django.utils.text import smart_split, unescape_string_literal
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
-from django_sqlsem.admin import glance, live, ranges
-from django_sqlsem.admin.display import KIND_WORDS, NONE, named, visible
-from django_sqlsem.admin.glance import Worst, worst
+from django_sqlsem.admin import drawing, live
+from django_sqlsem.admin.display import (
+    EMPTY,
+    KIND_WORDS,
+    NONE,
+    instant,
+    lasting,
+    length,
+    named,
+    program_of,
+    users,
+    visible,
+)
 from django_sqlsem.admin.lists import StateFilter
 from django_sqlsem.core.names import key_of
 from django_sqlsem.history.events import Totals, Trend
 from django_sqlsem.models import SemaphoreRow
-from django_sqlsem.snapshots import MOST_NAMES, SURVEY_STATES, TemplateSnapshot
+from django_sqlsem.snapshots import MOST_NAMES, SURVEY_STATES, SlotState, TemplateSnapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from django.db.models import QuerySet
     from django.http import HttpRequest, HttpResponse
+    from django.utils.safestring import SafeString
 
-    from django_sqlsem.admin.ranges import Range
+    from django_sqlsem.admin.drawing import Range
     from django_sqlsem.queries import Reading
+    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
 
 #: A search that finds no more than this is known by its names from then on.
@@ -147,6 +161,158 @@ def trouble(reading: Reading) -> dict[str, int]:
     return ranks
 
 
+# What is wrong now, in sentences: since when, and why.
+
+#: So many names of each kind of trouble have a sentence; the others are counted.
+MOST_NAMED: Final = 4
+#: The states that are trouble, the worst first.
+_WRONG: Final = ("stale", "waiting", "paused")
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """A sentence about what is wrong. ``look``: how bad it is."""
+
+    key: str
+    text: Any
+    look: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The names that are worst off by their state, with how many there are in that state."""
+
+    names: Mapping[str, tuple[list[str], int]]
+
+    def all(self) -> list[str]:
+        """Return all these names."""
+        return [name for names, _count in self.names.values() for name in names]
+
+
+def worst(reading: Reading) -> Worst:
+    """Choose the names that sentences are about: of those that wait, the ones that have waited longest."""
+    survey, found = reading.survey, {}
+    for state in _WRONG:
+        counts = survey.listed(state).counts
+        if survey.in_use is None:
+            some = list(counts)[:MOST_NAMED]
+            rows = SemaphoreRow.objects.using(reading.using).filter(pk__in=some)
+            names = list(rows.values_list("name", flat=True)) if some else []
+        else:
+            known = sorted(
+                (survey.in_use[key] for key in counts), key=lambda each: (-(each.longest_wait or 0.0), each.name)
+            )
+            names = [each.name for each in known[:MOST_NAMED]]
+        found[state] = (names, len(counts))
+    return Worst(found)
+
+
+def wrong_now(
+    reading: Reading, chosen: Worst, address: Callable[[str], str], states: Callable[[str], str]
+) -> list[Wrong]:
+    """Return the sentences, the worst first. ``address(name)``, ``states(state)``: where a name or a state leads."""
+    known = reading.by_name(chosen.all())
+    found = []
+    says = {"stale": _stale_sentence, "waiting": _queue_sentence, "paused": _paused_sentence}
+    for state in _WRONG:
+        names, count = chosen.names[state]
+        said = [(name, known[name]) for name in names if name in known]
+        found += [
+            Wrong(
+                f"{state} {key_of(name)}",
+                format_html('<a href="{}">{}</a>: {}', address(name), named(name), says[state](snapshot)),
+                state,
+            )
+            for name, snapshot in said
+        ]
+        if count > len(said) and said:
+            more = ngettext("and %(count)d other", "and %(count)d others", count - len(said))
+            more %= {"count": count - len(said)}
+            found.append(Wrong(f"more {state}", format_html('<a href="{}">{}</a>', states(state), more), state))
+    count, name = reading.disputed
+    if count:
+        text = ngettext(
+            "{}: processes declare different numbers of slots; the larger one is the bound.",
+            "{}, and {} others: processes declare different numbers of slots; the larger one is the bound.",
+            count if count < 2 else 2,
+        )
+        link = format_html('<a href="{}">{}</a>', address(name), named(name))
+        found.append(Wrong("disputed", format_html(text, link, count - 1), "disputed"))
+    return found
+
+
+def deadlock_sentences(reading: Reading) -> list[Wrong]:
+    """Return a sentence for each deadlock, with both sides."""
+    found = []
+    for deadlock in reading.deadlocks:
+        who = sorted(wait.wait_id for wait in deadlock.waits)
+        text = format_html("<strong>{}</strong> {}", _("Deadlock:"), users(str(deadlock)))
+        found.append(Wrong(f"deadlock {' '.join(who)}", text, "bad"))
+    return found
+
+
+def _stale_sentence(snapshot: SemaphoreSnapshot) -> SafeString:
+    gone = [holder for holder in snapshot.holders if holder.state is SlotState.STALE]
+    text = ngettext("{count} slot is stale: {who} seems gone{since}. It comes back by itself.",
+                    "{count} slots are stale: {who} seem gone{since}. They come back by themselves.",
+                    len(gone))  # fmt: skip
+    who = format_html_join(", ", "{}", ((_who(holder),) for holder in gone[:2]))
+    return format_html(text, count=len(gone), who=who, since=_silent(gone))
+
+
+def _silent(gone: list[HolderSnapshot]) -> SafeString | str:
+    """Return for how long the lease of the first has run out, if it has."""
+    late = [each for each in gone if each.lease_left is not None and each.lease_left <= 0 and each.expires_at]
+    if not late:
+        return ""
+    first = min(late, key=lambda each: cast("float", each.lease_left))
+    left = -cast("float", first.lease_left)
+    return format_html(_(", its lease ran out {} ago"), instant(left, cast("Any", first.expires_at)))
+
+
+def _who(holder: HolderSnapshot) -> str:
+    return ", ".join(each for each in (program_of(holder), visible(holder.label)) if each and each != EMPTY)
+
+
+def _queue_sentence(snapshot: SemaphoreSnapshot) -> SafeString:
+    first = max((waiter.age for waiter in snapshot.waiters), default=0.0)
+    told: dict[str, Any] = {"count": snapshot.waiting, "since": lasting(first)}
+    told |= {"held": snapshot.held, "slots": snapshot.slots}
+    if snapshot.units is not None:
+        text = ngettext("{count} waits for units, for {since}.", "{count} wait for units, the first for {since}.",
+                        snapshot.waiting)  # fmt: skip
+    elif snapshot.held >= snapshot.slots:
+        text = ngettext("full, {held} of {slots}; {count} waits, for {since}.",
+                        "full, {held} of {slots}; {count} wait, the first for {since}.",
+                        snapshot.waiting)  # fmt: skip
+    else:
+        text = ngettext("{count} waits, for {since}, with {held} of {slots} held.",
+                        "{count} wait, the first for {since}, with {held} of {slots} held.",
+                        snapshot.waiting)  # fmt: skip
+    said = format_html(text, **told)
+    oldest = max((each for each in snapshot.holders if each.recorded), key=lambda each: each.age, default=None)
+    if oldest is None:
+        return said
+    usual = "" if snapshot.usual_hold is None else _(", usually %(usual)s") % {"usual": length(snapshot.usual_hold)}
+    by = oldest.label or oldest.host
+    return format_html(_("{} Longest hold: {}{}{}."), said, lasting(oldest.age), usual,
+                       format_html(_(", by {}"), users(by)) if by else "")  # fmt: skip
+
+
+def _paused_sentence(snapshot: SemaphoreSnapshot) -> SafeString:
+    by = format_html(_(" by {}"), users(snapshot.paused_by)) if snapshot.paused_by else ""
+    since = ""
+    if snapshot.paused_at is not None:
+        age = max(0.0, (timezone.now() - snapshot.paused_at).total_seconds())
+        since = format_html(_(" for {}"), instant(age, snapshot.paused_at))
+    why = format_html(": {}", users(snapshot.paused_reason.rstrip(" ."))) if snapshot.paused_reason else ""
+    words = _("draining{}{}{}.") if snapshot.draining else _("paused{}{}{}.")
+    said = format_html(words, since, by, why)
+    if snapshot.resumes_in is not None:
+        said = format_html(_("{} Resumes in {}."), said, lasting(-snapshot.resumes_in))
+    return said
+
+
 class OverviewStateFilter(StateFilter):
     """Keeps the names of a state. The survey that the page needs anyway has most of them."""
 
@@ -233,7 +399,7 @@ class OverviewChangeList(ChangeList):
     def get_filters_params(self, params: Any = None) -> Any:
         """How far back the page looks is no filter."""
         found = super().get_filters_params(params)
-        found.pop(ranges.PARAMETER, None)
+        found.pop(drawing.RANGE_PARAMETER, None)
         return found
 
     def get_ordering(self, request: HttpRequest, queryset: QuerySet[Any]) -> list[Any]:
@@ -345,7 +511,7 @@ class OverviewChangeList(ChangeList):
 
     def draw(self, chosen: Range) -> None:
         """Add to the rows what happened to them in a while."""
-        step = ranges.step_of(chosen.seconds, _MOST_STEPS)
+        step = drawing.step_of(chosen.seconds, _MOST_STEPS)
         templates = [row.known.template for row in self.result_list if isinstance(row.known, TemplateSnapshot)]
         names = [row.name for row in self.result_list if not isinstance(row.known, TemplateSnapshot)]
         found = self.reading.trends(names, templates, window=chosen.seconds, step=step)
@@ -362,7 +528,7 @@ _MOST_STEPS: Final = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class OverviewCell:
     """One cell of a row: in which column, under what heading, what, and whether that is nothing."""
 
     field: str
@@ -372,24 +538,24 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class OverviewRow:
     """One row of the list."""
 
     key: str
-    cells: list[Cell]
+    cells: list[OverviewCell]
     of_template: bool
 
 
-def lines(changelist: OverviewChangeList, headers: list[dict[str, Any]]) -> list[Line]:
+def lines(changelist: OverviewChangeList, headers: list[dict[str, Any]]) -> list[OverviewRow]:
     """Return the rows with their cells, as the columns of the list say."""
     found = []
     for row in changelist.result_list:
         cells = []
         for field, header in zip(changelist.list_display, headers, strict=True):
             html = lookup_field(field, row, changelist.model_admin)[2]
-            cells.append(Cell(str(field), str(header["text"]), html, html in (NONE, "")))
+            cells.append(OverviewCell(str(field), str(header["text"]), html, html in (NONE, "")))
         of_template = isinstance(row.known, TemplateSnapshot)
-        found.append(Line(f"{'template' if of_template else 'name'} {row.name}", cells, of_template))
+        found.append(OverviewRow(f"{'template' if of_template else 'name'} {key_of(row.name)}", cells, of_template))
     return found
 
 
@@ -400,13 +566,13 @@ def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpRespons
         return live.plain(_("There is no such page any more."), 404)
     if not isinstance(response, TemplateResponse) or "cl" not in (context := cast("Any", response.context_data)):
         return response
-    changelist, chosen = context["cl"], ranges.chosen(request)
+    changelist, chosen = context["cl"], drawing.chosen_range(request)
     changelist.draw(chosen)
     filters = {spec.parameter_name: spec.choices(changelist) for spec in changelist.filter_specs}
     headers = list(result_headers(changelist))
-    wrong = glance.deadlocks(changelist.reading)
+    wrong = deadlock_sentences(changelist.reading)
     if changelist.worst is not None:
-        wrong += glance.wrong(
+        wrong += wrong_now(
             changelist.reading,
             changelist.worst,
             cast("Any", changelist.model_admin).address_of,
@@ -418,7 +584,7 @@ def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpRespons
         "sqlsem_glance": changelist.worst is not None,
         "sqlsem_states": filters["state"],
         "sqlsem_kinds": filters["kind"],
-        "sqlsem_ranges": ranges.links(request, chosen),
+        "sqlsem_ranges": drawing.range_links(request, chosen),
         "sqlsem_range": chosen,
         "sqlsem_headers": headers,
         "sqlsem_sorted": sum(bool(header["sortable"] and header["sort_priority"]) for header in headers),

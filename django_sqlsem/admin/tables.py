@@ -200,15 +200,14 @@ def happened(
                 _slots_of(run),
                 _some([_place(run[0])] if len(run) == 1 else [event.host for event in run]),
                 _work(run[0], run[0].at) if len(run) == 1 else _some(event.label for event in run),
-                _longest(event.waited for event in run),
-                _longest(event.held for event in run),
+                *([] if link else [_longest(event.waited for event in run), _longest(event.held for event in run)]),
                 _act(run[0]),
             ],
         )
         for run in runs[:most]
     ]
-    columns = [_("When"), _("What"), *([_("Name")] if link else []), _("Slot"), _("Who"), _("Work"), _("Waited")]
-    columns += [_("Held"), _("By, detail")]
+    columns = [_("When"), _("What"), *([_("Name")] if link else []), _("Slot"), _("Who"), _("Work")]
+    columns += [*([] if link else [_("Waited"), _("Held")]), _("By, detail")]
     return Table(key, caption, columns, rows, empty=empty, look="cards" if link else "lines")
 
 
@@ -301,7 +300,7 @@ def _work(
     until: datetime.datetime | None = None,
 ) -> SafeString:
     """Return the work, its user, and where more is known of it, as ``SQLSEM["LINKS"]`` says."""
-    work = users(someone.label) or EMPTY
+    work = named(someone.label) or EMPTY
     links = [
         format_html('<a href="{}" target="_blank" rel="noopener noreferrer">{}</a>', address, word)
         for word, address in _links(someone, since, until)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 USERS = ("ann", "bob", "chen", "dora", "emil", "faye", "gus", "hana", "ivan", "june")
-VICTIM = "imports:nightly"
-PAUSED = "payments:provider"
+VICTIM = "imports:prices"
+PAUSED = "payments:refunds"
 stopped = threading.Event()
 #: Where the two meet who will get in each other's way.
 met = threading.Barrier(2)
@@ -117,21 +117,21 @@ def pause_payments() -> None:
     """Pause a name as an operator would who knows why, unless somebody has resumed it."""
     name = queries.semaphore(PAUSED)
     if name is None:
-        work(semaphore(PAUSED, slots=6, timeout=1), "POST /checkout/pay/", (0, 0))
+        work(semaphore(PAUSED, slots=6, timeout=1), "POST /refunds/", (0, 0))
         control.pause(PAUSED, by="ann", reason="The provider is down: INC-12")
 
 
 def pay() -> None:
     """Come to a name that is paused."""
-    work(semaphore(PAUSED, slots=6, timeout=4), "POST /checkout/pay/", (1, 3), random.choice(USERS))
+    work(semaphore(PAUSED, slots=6, timeout=4), "POST /refunds/", (1, 3), random.choice(USERS))
     stopped.wait(random.expovariate(1 / 4))
 
 
 def turns() -> list[Callable[[], None]]:
     """Return what each thread does over and over again."""
     return [
-        *[customers("exports:csv", 4, "GET /exports/orders.csv", (4, 9), 2)] * 9,
-        *[customers("thumbnails", 6, "task media.thumbnail", (2, 5), 2)] * 7,
+        *[customers("exports:orders", 4, "GET /exports/orders.csv", (4, 9), 2)] * 9,
+        *[customers("thumbnails:video", 6, "task media.thumbnail", (2, 5), 2)] * 7,
         *[sync_somebody] * 4,
         *[wait_for_reports] * 2,
         *[read_prices] * 4,

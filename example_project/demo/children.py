@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 HOST = "127.0.0.1"
@@ -25,13 +25,22 @@ class ChildError(Exception):
 class Child:
     """A Python program in a process group of its own, with a log file."""
 
-    def __init__(self, name: str, arguments: Sequence[str], *, folder: Path, log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        folder: Path,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *arguments],
                 cwd=folder,
+                env={**os.environ, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

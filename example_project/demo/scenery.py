@@ -32,7 +32,7 @@ LOCKS: tuple[tuple[str, int, float, float, dict[str, Any]], ...] = (
     ("imports:nightly", 1, 600, 0.8, {"kind": "mutex", "work": "manage.py import_prices", "stale": 1}),
     ("invoices:pdf", 4, 12, 0.5, {"work": "POST /invoices/print/"}),
     ("mailing", 10, 20, 0.3, {"work": "task mail.send_batch", "operator": 6}),
-    ("payments:provider", 6, 3, 0.6, {"work": "POST /checkout/pay/", "paused": True}),
+    ("payments:provider", 6, 3, 0.6, {"work": "POST /checkout/pay/", "paused": "Provider is down: INC-12"}),
     ("search-index", 1, 45, 0.4, {"kind": "mutex", "work": "task search.reindex"}),
     ("thumbnails", 24, 6, 0.8, {"work": "task media.thumbnail"}),
     ("transcoder", 2, 240, 0.95, {"work": "task video.transcode", "asked": 1, "waiting": 1}),
@@ -102,7 +102,10 @@ def lock(name: str, slots: int, hold: float = 20, used: float = 0.5, *, seed: in
         now, boot = dialect.now(cursor), dialect.boot_id
     key = resource_for(name, "semaphore").key
     row = SemaphoreRow(key=key, name=name, declared_slots=slots, declared_us=now, kind=special.get("kind", "semaphore"))
-    row.operator_slots, row.paused = special.get("operator"), special.get("paused", False)
+    row.operator_slots, row.paused = special.get("operator"), bool(special.get("paused"))
+    if row.paused:
+        unix = int(history_clock().timestamp() * 1e6)
+        row.paused_us, row.paused_by, row.paused_reason = unix - 12 * MINUTE, "ann", special["paused"]
     row.save(force_insert=True)
     for slot in range(1, slots + 1):
         place = SlotRow(semaphore=row, slot=slot, closed=slot > row.slots)

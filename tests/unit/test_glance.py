@@ -11,7 +11,7 @@ from django.test import Client
 from django.urls import reverse
 
 from django_sqlsem import control, queries
-from django_sqlsem.admin import glance
+from django_sqlsem.admin import overview
 from django_sqlsem.models import SemaphoreRow
 from tests.support.operators import hold, make_semaphore, now_us, wait
 from tests.unit.test_admin import SEMAPHORES, SLOTS, login, text
@@ -142,4 +142,4 @@ def test_of_very_many_some_are_named(operator: Client, locks_alias: str, monkeyp
     monkeypatch.setattr("django_sqlsem.backends.rows.reading.MOST_NAMES", 1)
     reading = queries.Reading(locks_alias)
     assert reading.survey.in_use is None
-    assert set(glance.worst(reading).names["waiting"][0]) <= {f"n{number}" for number in range(7)}
+    assert set(overview.worst(reading).names["waiting"][0]) <= {f"n{number}" for number in range(7)}

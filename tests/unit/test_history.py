@@ -214,3 +214,45 @@ def test_slots_are_told_and_read_back() -> None:
     assert several(tuple(range(1, 10_001))) == "slots 1-10000"
     assert len(several(tuple(range(1, 10_001, 2)))) < 250
     assert parse_slots("nonsense") == ()
+
+
+@pytest.mark.process_side("postgres", "mariadb")
+def test_trends_of_names_and_templates_are_one_statement(database: str) -> None:
+    now = clock_us(database) // MINUTE * MINUTE + MINUTE // 2
+    for ago in (0, 1, 2, 7):
+        for writer in (1, 2):
+            minute(
+                database, ago=ago, writer=writer, now=now, name="sync:1", template="sync:{pk}", granted=1,
+                turned_away=ago, held_us=3_000_000, longest_hold_us=1_000_000 * (ago + 1), longest_wait_us=500_000,
+            )  # fmt: skip
+    minute(database, ago=1, now=now, name="sync:2", template="sync:{pk}", turned_away=5)
+    minute(database, ago=1, now=now, name="plain", lost=1)
+    at = datetime.datetime.fromtimestamp(now / 1e6, datetime.UTC)
+    reader: Any = {"window": 300.0, "step": 60.0, "now": at, "using": database}
+    with CaptureQueriesContext(connections[database]) as captured:
+        names, templates = queries.trends(["sync:1", "plain", "never"], ["sync:{pk}", "no:{such}"], **reader)
+    assert len(captured) == 1
+    assert set(names) == {"sync:1", "plain"}
+    assert set(templates) == {"sync:{pk}"}
+    began = [datetime.datetime.fromtimestamp((now // MINUTE - ago) * 60, datetime.UTC) for ago in range(3)]
+    assert names["sync:1"].steps == {began[0]: (6.0, 0), began[1]: (6.0, 2), began[2]: (6.0, 4)}
+    assert names["sync:1"].totals == Totals(6, 0, 6, 0, 18.0, 3.0, 0.5)
+    assert templates["sync:{pk}"].steps[began[1]] == (6.0, 7)
+    assert names["plain"].totals.lost == 1
+    names, templates = queries.trends(["sync:1"], [], **reader | {"window": 1200.0, "step": 600.0})
+    assert templates == {}
+    assert sum(refused for _held, refused in names["sync:1"].steps.values()) == 20
+    assert all(each.minute % 10 == 0 for each in names["sync:1"].steps)
+    assert queries.trends([], [], **reader) == ({}, {})
+
+
+def test_what_operators_did_to_any_name(database: str, settings: Any) -> None:
+    event(database, "granted", ago=1)
+    event(database, "deadlock", ago=1)
+    for ago, name in ((30.0, "reports"), (20.0, "sync"), (10.0, "reports")):
+        made = event(database, "paused", ago=ago, name=name, by="ann")
+        EventRow.objects.using(database).filter(pk=made.pk).update(until_us=made.at_us + 30 * 86400 * 1_000_000)
+    assert [each.name for each in queries.acts(using=database)] == ["reports", "sync", "reports"]
+    assert len(queries.acts(limit=2, using=database)) == 2
+    settings.SQLSEM = {"HISTORY": {"GRANTS": 3600, "ACTS": 3600}}
+    assert [each.name for each in queries.acts(using=database)] == ["reports", "sync", "reports"]

@@ -51,7 +51,7 @@ def address(name: str = "reports") -> str:
 def part(html: str, name: str) -> str:
     """Return one table or drawing of the page as text."""
     found = re.search(rf'<(svg|table)[^>]*id="{name}".*?</\1>', html, re.DOTALL)
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", found.group())) if found else ""
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", found.group().replace("<wbr>", ""))) if found else ""
 
 
 def an_hour(alias: str, name: str = "reports", writer: int = 1) -> None:

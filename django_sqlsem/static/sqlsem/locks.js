@@ -15,7 +15,7 @@
   const text = bar.dataset;
   let asked = 0; // when the view that is shown was asked for: 0 is when this page was
   let [pause, paused, timer, busy, touched] = [PERIOD, false, 0, false, false];
-  const EVERY = 1 + (Number(live.dataset.sqlsemLight) || 4);
+  const EVERY = 1 + Number(live.dataset.sqlsemLight || 0);
   let light = EVERY - 1; // so many more answers need not have what costs most
   let etag = live.dataset.sqlsemEtag || ""; // what the view that is shown is called
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +24,27 @@ from example_project.demo.children import HOST, Child, free_port
 from example_project.demo.load import get
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from playwright.sync_api import Browser, Page
 
 OVERVIEW = reverse("admin:sqlsem_semaphorerow_changelist")
 LOCK = reverse("admin:sqlsem_semaphorerow_change", args=[resource_for("reports", "semaphore").key])
-WIDE, TALL, NARROW = ({"width": width, "height": height} for width, height in ((1280, 860), (1280, 1180), (390, 844)))
+WIDE, TALL, TABLET, NARROW = (
+    {"width": width, "height": height} for width, height in ((1400, 1000), (1400, 1300), (1024, 1000), (390, 844))
+)
+AUDIT = reverse("admin:sqlsem_semaphorerow_audit")
+#: What the pages look like elsewhere than on a wide screen.
+LOOKS: dict[str, dict[str, Any]] = {
+    "tablet": {"viewport": TABLET},
+    "narrow": {"viewport": NARROW, "is_mobile": True, "device_scale_factor": 2},
+    "narrow-dark": {"viewport": NARROW, "is_mobile": True, "device_scale_factor": 2, "color_scheme": "dark"},
+    "forced": {"viewport": TABLET, "forced_colors": "active"},
+}
 PATIENCE = 60
+#: After so many seconds the demo's fight is over, and its busy site goes on.
+CALM = 50
 
 
 class Command(BaseCommand):
@@ -75,17 +89,30 @@ class Command(BaseCommand):
         """The demo under load, beside locks with an hour behind them."""
         scenery.town()
         scenery.hour("reports", 3, 12, 0.85, "GET /reports/monthly/", seed=99)
-        with self._server("demo", "--seconds", "600", "--port") as site:
+        with self._server("demo", "--port") as site:
+            time.sleep(CALM)
             for scheme in ("light", "dark"):
                 with self._page(browser, site, color_scheme=scheme) as page:
                     self._take(page, OVERVIEW, f"overview-{scheme}")
                     page.set_viewport_size(TALL)
                     self._take(page, LOCK, f"lock-{scheme}")
-            with self._page(browser, site, viewport=NARROW) as page:
-                self._take(page, OVERVIEW, "overview-narrow")
-                self._take(page, LOCK, "lock-narrow")
+            for name, options in LOOKS.items():
+                with self._page(browser, site, **options) as page:
+                    self._take(page, OVERVIEW, f"overview-{name}")
+                    self._take(page, LOCK, f"lock-{name}")
             with self._page(browser, site) as page:
-                self._error(page)
+                self._take(page, AUDIT, "audit")
+                self._open(page, LOCK)
+                page.locator("button[value=pause]").click()
+                page.locator("input[name=confirmed]").wait_for(state="attached")
+                self._shoot(page, "confirm")
+        with self._web() as site, self._page(browser, site) as page:
+            self._error(page)
+        if find_spec("unfold"):
+            unfold = {"DJANGO_SETTINGS_MODULE": "example_project.unfold_settings"}
+            with self._web(unfold) as site, self._page(browser, site, color_scheme="dark") as page:
+                self._take(page, OVERVIEW, "overview-unfold")
+                self._take(page, LOCK, "lock-unfold")
 
     def _error(self, page: Page) -> None:
         self._open(page, OVERVIEW)
@@ -112,18 +139,21 @@ class Command(BaseCommand):
                         scenery.hour(name, slots, hold, used, special["work"], seed=number)
                 else:
                     scenery.crowd(count)
-            with (
-                self._server("uvicorn", "example_project.asgi:application", "--lifespan", "off", "--port") as site,
-                self._page(browser, site) as page,
-            ):
+            with self._web() as site, self._page(browser, site) as page:
                 self._take(page, OVERVIEW, f"overview-{count}")
 
+    def _web(self, environment: Mapping[str, str] | None = None) -> AbstractContextManager[str]:
+        """Run a web server alone."""
+        program = ("uvicorn", "example_project.asgi:application", "--lifespan", "off", "--port")
+        return self._server(*program, environment=environment)
+
     @contextmanager
-    def _server(self, *arguments: str) -> Iterator[str]:
+    def _server(self, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
         """Run the demo, or a web server alone, and return its address."""
         port = free_port()
-        program = ["django", *arguments] if arguments[0] == "demo" else [*arguments]
-        child = Child("The site", [*program, str(port)], folder=settings.BASE_DIR, log=settings.VAR_DIR / "site.log")
+        program = [*(["django"] if arguments[0] == "demo" else []), *arguments, str(port)]
+        log = settings.VAR_DIR / "site.log"
+        child = Child("The site", program, folder=settings.BASE_DIR, log=log, environment=environment)
 
         def answers() -> bool:
             try:
@@ -150,15 +180,12 @@ class Command(BaseCommand):
 
     def _take(self, page: Page, path: str, name: str) -> None:
         self._open(page, path)
-        page.locator("[data-sqlsem-age]", has_text="s ago").wait_for()
+        if path != AUDIT:
+            page.locator("[data-sqlsem-age]", has_text="s ago").wait_for()
         self._shoot(page, name)
 
     def _open(self, page: Page, path: str) -> None:
         page.goto(path)
-        toggle = page.locator("#toggle-nav-sidebar")
-        if toggle.is_visible() and page.locator(".main.shifted").count():
-            toggle.click()  # the list of all models tells nothing about locks
-            page.evaluate("() => { document.activeElement.blur(); scrollTo(0, 0); }")
 
     def _shoot(self, page: Page, name: str) -> None:
         path = self.folder / f"{name}.png"
