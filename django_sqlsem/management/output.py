@@ -37,7 +37,7 @@ WORDS: Final[dict[str, _StrPromise]] = {
     "stale": pgettext_lazy("state", "stale"),
     "paused": pgettext_lazy("state", "paused"),
     "deadlocked": pgettext_lazy("state", "deadlocked"),
-    "waited for": pgettext_lazy("state", "waited for"),
+    "with a queue": pgettext_lazy("state", "with a queue"),
     "semaphore": pgettext_lazy("used as", "semaphore"),
     "mutex": pgettext_lazy("used as", "mutex"),
     "rlock": pgettext_lazy("used as", "rlock"),

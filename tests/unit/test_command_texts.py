@@ -97,7 +97,9 @@ def printed(capsys: Any, *arguments: str) -> str:
 def test_what_the_command_prints_is_translated(database: str, capsys: Any, in_a_foreign_language: None) -> None:
     make_semaphore(database)
     make_semaphore(database, "other", slots=2, operator_slots=5)
-    make_semaphore(database, "sync", template="sync:{request.user.pk}")
+    make_semaphore(database, "sync", slots=1, template="sync:{request.user.pk}")
+    hold(database, "sync")
+    wait(database, "sync")
     hold(database, slot=1)
     hold(database, slot=2, left=-20, age=80)
     wait(database)
