@@ -38,7 +38,7 @@ class Connections:
     def of(self, child):
         """How many there are now."""
         if self.vendor != "sqlite":
-            return len(set(session_ids(self.alias)) - self.before)
+            return len(set(session_ids(self.alias, child.pid)) - self.before)
         path = os.path.realpath(connections[self.alias].settings_dict["NAME"])
         links = f"/proc/{child.pid}/fd"
         return sum(os.path.realpath(os.path.join(links, number)) == path for number in os.listdir(links))

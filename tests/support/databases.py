@@ -116,8 +116,11 @@ def query(alias: str, sql: str, parameters: tuple[Any, ...] = ()) -> list[tuple[
         return list(cursor.fetchall()) if cursor.description else []
 
 
-def session_ids(alias: str) -> list[int]:
-    """Return the server's sessions in the test database, this query's own left out. SQLite has none."""
+def session_ids(alias: str, pid: int | None = None) -> list[int]:
+    """Return the server's sessions in the test database, this query's own left out. SQLite has none.
+
+    ``pid``: on SQL Server, those of this process alone; the others do not know it.
+    """
     vendor = connections[alias].vendor
     if vendor == "postgresql":
         where = "datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
@@ -127,7 +130,7 @@ def session_ids(alias: str) -> list[int]:
             "SELECT id FROM information_schema.processlist WHERE db = DATABASE() AND id <> CONNECTION_ID() ORDER BY id"
         )
     elif vendor == "microsoft":
-        sql = tds.SESSIONS
+        sql = tds.SESSIONS if pid is None else tds.SESSIONS_OF.format(pid=int(pid))
     else:
         return []
     return [int(row[0]) for row in query(alias, sql)]

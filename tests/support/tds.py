@@ -202,6 +202,8 @@ SESSIONS = (
     "SELECT session_id FROM sys.dm_exec_sessions WHERE database_id = DB_ID() AND session_id <> @@SPID"
     " ORDER BY session_id"
 )
+#: Those of them that are of one process.
+SESSIONS_OF = SESSIONS.replace(" ORDER BY", " AND host_process_id = {pid} ORDER BY")
 
 
 def lock_base(name: str) -> str:

@@ -364,7 +364,7 @@ def test_what_asks_about_locks_asks_publics_and_the_sessions(name: str) -> None:
     for each in asked:
         assert re.fullmatch(r"N'public', [@\w.]+, N'Session'", each)
     for each in tested:
-        assert re.fullmatch(r"N'public', [@\w.]+, N'Exclusive', N'Session'", each)
+        assert re.fullmatch(r"N'public', [@\w.]+, (N'Exclusive'|@mode), N'Session'", each)
 
 
 # --- Rows ---
