@@ -112,6 +112,7 @@ def _no_views_of_other_tests() -> None:
     """What the admin showed a moment ago was of another test."""
     if live := sys.modules.get("django_sqlsem.admin.live"):
         live.forget()
+        sys.modules["django_sqlsem.admin.overview"]._drawn.clear()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ A few names, known by their keys, stand first in a long list: the database count
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -509,12 +510,20 @@ class OverviewChangeList(ChangeList):
             rows.append(row)
         return rows
 
-    def draw(self, chosen: Range) -> None:
-        """Add to the rows what happened to them in a while."""
+    def draw(self, request: HttpRequest, chosen: Range) -> None:
+        """Add to the rows what happened to them in a while. Of a long while, some seconds ago are new enough."""
         step = drawing.step_of(chosen.seconds, _MOST_STEPS)
         templates = [row.known.template for row in self.result_list if isinstance(row.known, TemplateSnapshot)]
         names = [row.name for row in self.result_list if not isinstance(row.known, TemplateSnapshot)]
-        found = self.reading.trends(names, templates, window=chosen.seconds, step=step)
+        key = (request.get_host(), self.reading.using, chosen.name, tuple(names), tuple(templates))
+        until, found = _drawn.get(key, (0.0, None))
+        if time.monotonic() >= until:
+            found = self.reading.trends(names, templates, window=chosen.seconds, step=step)
+            if chosen is not drawing.USUAL_RANGE and found is not None:
+                _drawn.pop(key, None)
+                while len(_drawn) >= _MOST_DRAWN:
+                    _drawn.pop(next(iter(_drawn)), None)
+                _drawn[key] = (time.monotonic() + chosen.light * live.REFRESH_SECONDS, found)
         for row in self.result_list:
             row.window = chosen.seconds
             if found is not None:
@@ -523,6 +532,9 @@ class OverviewChangeList(ChangeList):
                 row.now = self.reading.now
 
 
+#: What was drawn of long ranges, and until when that is new enough: to read it costs more than all else.
+_drawn: Final[dict[tuple[Any, ...], tuple[float, Any]]] = {}
+_MOST_DRAWN: Final = 20
 #: So many figures a small drawing has.
 _MOST_STEPS: Final = 30
 
@@ -567,7 +579,7 @@ def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpRespons
     if not isinstance(response, TemplateResponse) or "cl" not in (context := cast("Any", response.context_data)):
         return response
     changelist, chosen = context["cl"], drawing.chosen_range(request)
-    changelist.draw(chosen)
+    changelist.draw(request, chosen)
     filters = {spec.parameter_name: spec.choices(changelist) for spec in changelist.filter_specs}
     headers = list(result_headers(changelist))
     wrong = deadlock_sentences(changelist.reading)

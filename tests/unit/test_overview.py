@@ -253,6 +253,21 @@ def test_what_happened_in_the_range(operator: Client, locks_alias: str) -> None:
     assert listed(operator, range="odd") == ["reports"]
 
 
+def test_a_long_range_is_not_read_at_every_refresh(operator: Client, locks_alias: str) -> None:
+    make_semaphore(locks_alias)
+
+    def read(name: str) -> int:
+        with CaptureQueriesContext(connections[locks_alias]) as captured:
+            assert operator.get(reverse(SEMAPHORES), {"range": name}).status_code == 200
+        return sum("sqlsem_minute" in each["sql"] for each in captured)
+
+    overview._drawn.clear()
+    assert [read("7d"), read("7d"), read("24h"), read("7d"), read("24h")] == [1, 0, 1, 0, 0]
+    assert [read("1h"), read("1h")] == [1, 1]
+    make_semaphore(locks_alias, "another")
+    assert read("7d") == 1
+
+
 def test_without_a_history(operator: Client, locks_alias: str, settings: Any) -> None:
     settings.SQLSEM = {"DATABASE": locks_alias, "HISTORY": False}
     make_semaphore(locks_alias, slots=2)

@@ -91,7 +91,7 @@ BEYOND = """
 () => [...document.querySelectorAll("#content *")].filter((each) => {
   const box = each.getBoundingClientRect();
   if (!box.width || !box.height || each.closest(".sqlsem-over, .sqlsem-left, .sqlsem-plot, thead")) return false;
-  const scrolls = each.closest(".sqlsem-scroll");
+  const scrolls = each.closest(".sqlsem-scroll, .sqlsem-tabs");
   const fits = !scrolls || scrolls.scrollWidth <= scrolls.clientWidth;
   return box.right > innerWidth + 1 && (fits || each === scrolls);
 }).map((each) => each.outerHTML.slice(0, 200))
@@ -129,6 +129,27 @@ def test_all_of_a_lock_is_on_the_screen(server: Server, visit: Callable[..., Vis
         assert plot is not None
         assert plot["x"] + plot["width"] <= width  # where "now" is
     expect(page.locator("h1")).to_contain_text("[U+202E]")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_all_of_the_overview_is_on_the_screen(
+    server: Server, visit: Callable[..., Visitor], scene: None, width: int
+) -> None:
+    """No column is cut off, whatever the names, and also with the menu of the admin beside it."""
+    hostile = "<img src=x onerror=alert(1)>\u202e" + "x" * 160
+    make_semaphore("default", hostile, slots=9)
+    for slot in range(1, 10):
+        hold("default", hostile, slot=slot, token=slot, left=600, label="</td><script>\u2066" + "w" * 170)
+    wait("default", hostile, age=4000, left=600, waiting=12)
+    visitor = visit(server, viewport={"width": width, "height": 900})
+    page = visitor.overview()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(BEYOND) == []
+    table = page.locator("#sqlsem-table")
+    assert table.evaluate("(each) => each.scrollWidth - each.clientWidth") <= 0
+    row = page.locator("#result_list tbody tr").first
+    assert row.evaluate("(row) => getComputedStyle(row).display") == ("grid" if width == 390 else "table-row")
+    expect(page.locator("#sqlsem-glance")).to_contain_text("12 wait, the first for 1 h 0")
 
 
 def test_holders_are_cards_on_a_phone(server: Server, visit: Callable[..., Visitor], scene: None) -> None:
