@@ -87,9 +87,12 @@ def test_a_name_with_a_template_costs_no_statement_more(database: str) -> None:
 
     def cost(work: Any, *arguments: Any) -> int:
         work(*arguments)
-        before = keeper_of(database).work.attempts
-        work(*arguments)
-        return keeper_of(database).work.attempts - before
+        counted = []
+        for _ in range(3):
+            before = keeper_of(database).work.attempts
+            work(*arguments)
+            counted.append(keeper_of(database).work.attempts - before)
+        return min(counted)  # more than that asks again, as what is recorded of calls keeps SQLite's file now and then
 
     assert cost(call, 17) == cost(plain)
 
