@@ -144,6 +144,7 @@ def test_old_word_of_a_grant_that_has_lapsed(database, counter, trio):
         each.end()
 
 
+@pytest.mark.rows_only("lease")
 def test_a_waiter_that_was_stopped_for_long_is_passed_over(database, counter, trio):
     holder, first, second = trio
     first.stop()

@@ -28,6 +28,7 @@ from django_sqlsem.backends.base import (
     Waited,
 )
 from django_sqlsem.core.modes import UPDATE, UPGRADE, WHOLE
+from django_sqlsem.database.sqlserver import broke_off
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
@@ -137,7 +138,9 @@ class ApplockBackend(BaseSemaphoreBackend):
         if request.mode != UPGRADE and not line.is_head:
             try:
                 granted = line.look_past(request)
-            except BaseException:
+            except BaseException as met:
+                if isinstance(met, BackendError) and broke_off(met):  # it waits on a session of its own
+                    return Waited((), Queue(ahead=0, told=True))
                 line.leave(request.permit_id)
                 raise
             if granted is not None:
