@@ -29,7 +29,7 @@ class ManyRoles:
         return time.process_time()
 
     def hold_many(self, count: int, lease: float | None = None, names: bool = False) -> float:
-        """Take so many permits, of this name or of as many ``names``, and keep them. Returns the seconds it took."""
+        """Take this many permits, of this name or of ``names`` names, and keep them. Returns the seconds it took."""
         from django_sqlsem import semaphore
 
         ours: Ours = self.contender
@@ -66,7 +66,7 @@ class ManyRoles:
         return {"taken_s": taken - began, "released_s": time.monotonic() - taken}
 
     def wait_in(self, what: str, count: int) -> None:
-        """Start so many threads or tasks that acquire and release once; return when all have begun to wait."""
+        """Start this many threads or tasks that acquire and release once; return when all have begun to wait."""
         self.waiters: list[threading.Thread] = []
         if what == "thread":
             self.waiters = [threading.Thread(target=self._wait_once, daemon=True) for _ in range(count)]
@@ -109,7 +109,7 @@ class ManyRoles:
         hold: float = 0.0,
         skew: float = 0.0,
     ) -> dict[str, Any]:
-        """Use ``count`` names at random, the n-th as often as 1/n to the power of ``skew``, in so many threads.
+        """Use ``count`` names at random, the n-th as often as 1/n to the power of ``skew``, in this many threads.
 
         ``start`` 0 is now.
         """

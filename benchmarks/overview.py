@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--names", nargs="+", default=[10, 1000, 100_000], type=number(int, 10), metavar="N", help="how many names")
     add("--requests", default=15, type=number(int, 1), metavar="N", help="how often each page is asked for")
     add("--templates", default=0, type=number(int, 0), metavar="N", help="how many templates have made them")
-    add("--days", default=0, type=number(int, 0), metavar="N", help="so many days of minutes of each name with a queue")
+    add("--days", default=0, type=number(int, 0), metavar="N", help="days of minutes of each name with a queue")
     add("--explain", action="store_true", help="print how PostgreSQL reads each page of the largest table")
     options = parser.parse_args(arguments)
     servers, missing = server_side.find([options.database])
@@ -123,7 +123,7 @@ def url(query: str) -> str:
 
 
 def ask(client: Any, title: str, query: str, times: int) -> str:
-    """Return one line of the table: what a page takes, asked for so many times."""
+    """Return one line of the table: what a page takes, asked for this many times."""
     headers = {"X-Sqlsem-Fragment": "1"} if title == "refreshed part" else {}
     from django_sqlsem.admin import live
 

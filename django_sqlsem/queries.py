@@ -97,7 +97,7 @@ class Reading:
 
     @cached_property
     def now(self) -> datetime.datetime:
-        """The instant, by the clock that the history goes by."""
+        """The instant, by the clock that the history uses."""
         return history_clock(self.using, at=self._clock)
 
     def by_name(self, names: Iterable[str]) -> dict[str, SemaphoreSnapshot]:

@@ -293,7 +293,7 @@ class Listed:
     """The names of one state by their keys, with how many slots, threads or tasks make it so: the largest first."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
-    #: Whether these are all; else it is so many that have most.
+    #: Whether these are all; else it is this many that have most.
     complete: bool = True
 
     @classmethod
@@ -490,7 +490,7 @@ def _free_in(snapshot: SemaphoreSnapshot) -> tuple[float, list[float]]:
     return hold, free_in
 
 
-#: Of so many threads and tasks of one process the queue is played through: those behind them wait longer.
+#: Of this many threads and tasks of one process the queue is played through: those behind them wait longer.
 _PLAYED: Final = 1000
 
 
@@ -518,7 +518,7 @@ def expected_waits(snapshot: SemaphoreSnapshot) -> list[float | None]:
     return found
 
 
-#: So many of one side are named in a sentence.
+#: How many of one side are named in a sentence.
 NAMED: Final = 3
 
 

@@ -83,7 +83,7 @@ class Scenario:
     limit: ClassVar[float] = math.inf
     #: Measure with this package alone.
     ours_only: ClassVar[bool] = False
-    #: At most so many rounds.
+    #: At most this many rounds.
     most_rounds: ClassVar[int] = 1000
 
     def cells(self, context: Context) -> list[Cell]:

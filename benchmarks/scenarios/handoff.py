@@ -20,7 +20,7 @@ METRICS = (
 
 
 def figures(durations: list[float]) -> Figures:
-    """Return the figures of hand-offs that took so many seconds each."""
+    """Return the figures of hand-offs that took this many seconds each."""
     milliseconds = [1000 * duration for duration in durations[FIRST:]]
     return {
         "p50_ms": percentile(milliseconds, 0.5),

@@ -21,7 +21,7 @@ METRICS = (
 
 
 def figures(durations: list[float]) -> Figures:
-    """Return the figures of pairs that took so many seconds each."""
+    """Return the figures of pairs that took this many seconds each."""
     milliseconds = [1000 * duration for duration in durations]
     return {"p50_ms": percentile(milliseconds, 0.5), "p95_ms": percentile(milliseconds, 0.95)}
 
@@ -32,7 +32,7 @@ def idle_name(number: int) -> str:
 
 
 def fill(alias: str, count: int) -> None:
-    """Make the rows of so many names that were used once, with the slots of each."""
+    """Make the rows of this many names that were used once, with the slots of each."""
     from django.db import connections
 
     from django_sqlsem.core.names import resource_for

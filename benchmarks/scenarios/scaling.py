@@ -18,7 +18,7 @@ from benchmarks.stats import percentile
 PROCESSES = (1, 2, 4, 8, 16)
 NAMES = (1, 100, 10_000)
 SLOT_COUNTS = (1, 3, 10, 100)
-#: A site of so many concurrent workers, in processes of their own as far as the server has connections for them.
+#: A site of this many concurrent workers, in processes of their own as far as the server has connections for them.
 WORKERS = 100
 #: Connections of a server that are left to others.
 SPARE = 10

@@ -36,7 +36,7 @@ RANGE_PARAMETER: Final = "range"
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """How far back the page looks. ``light``: so many answers to the script leave it out."""
+    """How far back the page looks. ``light``: how many answers to the script leave it out."""
 
     name: str
     words: _StrPromise
@@ -363,14 +363,14 @@ def sparkline(
     )  # fmt: skip
 
 
-#: So many lanes are drawn, and so many bars: what a page of reasonable size has room for.
+#: How many lanes are drawn, and how many bars: what a page of reasonable size has room for.
 MAX_LANES: Final = 40
 MAX_BARS: Final = 400
 MAX_MARKS: Final = 30
 #: Past bars that are narrower are merged, in pixels.
 _LEAST: Final = 1.5
 _LANE, _BAR = 18.0, 12.0
-#: The words over the marks: so many rows of them, each character about so wide.
+#: The words over the marks: how many rows of them, and about how wide a character is.
 _ROWS, _CHARACTER = 2, 11.0
 
 PAST, HELD, STALE, LOST, DENSE = "past", "held", "stale", "lost", "dense"

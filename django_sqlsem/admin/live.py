@@ -172,7 +172,7 @@ def _for_the_script(response: HttpResponse) -> HttpResponse:
     return response
 
 
-#: For so many seconds a session that was shown a view is taken to be allowed to see it, and is not looked up again.
+#: For this many seconds a session that was shown a view is taken to be allowed to see it, and is not looked up again.
 TRUSTED: Final = 15.0
 _MOST_VIEWS: Final = 100
 

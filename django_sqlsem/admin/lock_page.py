@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
 
-#: So many sentences about who waits for whom.
+#: How many sentences about who waits for whom.
 _MAX_WAITS: Final = 50
 #: What counts as a rare event, and how many of the newest are shown.
 _RARE: Final = (*ACTS, DEADLOCK, LOST)
@@ -274,7 +274,7 @@ def _waits(reading: Reading, name: str) -> list[Said]:
 
 #: Single holds are kept, and drawn, for so long.
 _SINGLE: Final = 3600.0
-#: So many figures are drawn at the most.
+#: How many figures are drawn at the most.
 _MOST_STEPS: Final = 100
 
 
@@ -404,7 +404,7 @@ def _length_of(at: datetime.datetime, scale: TimeScale) -> float:
 
 
 def _overlap(at: datetime.datetime, ages: Iterable[tuple[float, int]], scale: TimeScale) -> float:
-    """Return for how long, in all, those of so many ages were there in a step."""
+    """Return for how long, in all, those of this many ages were there in a step."""
     begun = (scale.now - at).total_seconds()
     ended = max(0.0, begun - scale.step)
     return sum(max(0.0, min(age, begun) - ended) * count for age, count in ages)
@@ -436,7 +436,7 @@ def _figures(
 
 #: With fewer calls, or fewer ended holds, nothing is said of other numbers of slots.
 _LEAST_CALLS, _LEAST_HOLDS, _LEAST_SECONDS = 50, 30, 240.0
-#: Who gave up within so many seconds did not wait.
+#: Who gave up within this many seconds did not wait.
 _AT_ONCE: Final = 0.05
 
 

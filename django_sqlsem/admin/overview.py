@@ -111,7 +111,7 @@ def ranked(
 
     ``ranks``: by the keys of names, and of ``groups``, which stand before all other names. ``last``: behind all
     others, the smallest rank last. ``names``: the names of all rows by their keys, if they are known; ``named``: of
-    those in ``ranks``. ``most``: so many rows are counted at the most. ``count``: how many rows there are, if known.
+    those in ``ranks``. ``most``: how many rows are counted at the most. ``count``: how many rows there are, if known.
     """
     groups = groups or {}
     if names is not None:
@@ -164,7 +164,7 @@ def trouble(reading: Reading) -> dict[str, int]:
 
 # What is wrong now, in sentences: since when, and why.
 
-#: So many names of each kind of trouble have a sentence; the others are counted.
+#: How many names of each kind of trouble have a sentence; the others are counted.
 MOST_NAMED: Final = 4
 #: The states that are trouble, the worst first.
 _WRONG: Final = ("stale", "waiting", "paused")
@@ -535,7 +535,7 @@ class OverviewChangeList(ChangeList):
 #: What was drawn of long ranges, and until when that is new enough: to read it costs more than all else.
 _drawn: Final[dict[tuple[Any, ...], tuple[float, Any]]] = {}
 _MOST_DRAWN: Final = 20
-#: So many figures a small drawing has.
+#: How many figures a small drawing has.
 _MOST_STEPS: Final = 30
 
 

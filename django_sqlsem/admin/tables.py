@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSnapshot
 
 
-#: So many rows of a table are shown.
+#: How many rows of a table are shown.
 MAX_ROWS: Final = 25
 
 #: What happened, in a word or two.

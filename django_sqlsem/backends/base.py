@@ -107,7 +107,7 @@ class Request:
 
     @property
     def bounded(self) -> bool:
-        """Whether it may be turned away instead of waiting."""
+        """Whether it may be refused instead of waiting."""
         return self.refused_if_paused or self.max_waiting is not None
 
     @property
@@ -122,7 +122,7 @@ class Request:
 
     @property
     def line(self) -> str:
-        """The line in which it waits inside its process: one who goes by fewer slots keeps none from the others."""
+        """The line in which it waits inside its process: one who declares fewer slots keeps none from the others."""
         line = line_of(self.resource.key, self.mode)
         if self.slots is not None and self.resource.kind != COUNTER and self.mode in (SHARED, WHOLE):
             line = f"{line}:{self.slots}"
@@ -186,9 +186,9 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """Why a request is turned away instead of waiting."""
+    """Why a request is refused instead of waiting."""
 
-    #: Whether an operator has paused the name; else so many wait already.
+    #: Whether an operator has paused the name; else this many wait already.
     paused: bool
     waiting: int
     #: Seconds until the pause ends by itself, if it does.
@@ -208,7 +208,7 @@ class Crowd:
         slots: int = 1,
         usual_hold: float | None = None,
     ) -> Crowd | None:
-        """Return why this request is turned away where the name stands like that; ``None``: it may wait."""
+        """Return why this request is refused where the name stands like that; ``None``: it may wait."""
         full = request.max_waiting is not None and waiting >= request.max_waiting
         if not (full or (paused and request.refused_if_paused)):
             return None
@@ -348,7 +348,7 @@ class BaseSemaphoreBackend(abc.ABC):
         """
 
     def crowd(self, session: Session, request: Request, here: int) -> Crowd | None:
-        """Return why a bounded request is turned away; ``here``: how many wait in this process."""
+        """Return why a bounded request is refused; ``here``: how many wait in this process."""
         found = self.snapshot(session, request.resource)
         if found is None:
             return None
@@ -376,7 +376,7 @@ class BaseSemaphoreBackend(abc.ABC):
     def step_aside(self, session: Session, request: Request, estimate: Callable[[int], float]) -> float:
         """Keep the place of ``request.rank`` while its task is away, without ever granting it.
 
-        Returns the seconds that ``estimate`` says when so many are before it; the place lapses a while after that.
+        Returns the seconds that ``estimate`` says when this many are before it; the place lapses a while after that.
         """
         return estimate(0)
 
@@ -643,7 +643,7 @@ class BaseSemaphoreBackend(abc.ABC):
         """Stop or resume granting; holders are not disturbed. Return ``False`` if there is no such name."""
 
     def pause(self, name: str, *, by: str, seconds: float | None = None, reason: str = "") -> bool:
-        """Grant nothing more for so many seconds; ``None``: until it is resumed. ``False``: there is no such name."""
+        """Grant nothing more for this many seconds; ``None``: until it is resumed. ``False``: there is no such name."""
         until = None if seconds is None else NOW_UNIX + round(seconds * 1e6)
         # What is told of it first: without that, it would have no end.
         told = {"paused_us": NOW_UNIX, "paused_until_us": until, "paused_by": by, "paused_reason": reason}
@@ -712,7 +712,7 @@ def _tell_pause(alias: str, name: str, paused: bool | None, fields: dict[str, An
 
 
 def check_slots(name: str, kind: str, slots: int | None) -> None:
-    """Raise ``ValueError`` if this kind of lock cannot have so many slots."""
+    """Raise ``ValueError`` if this kind of lock cannot have this many slots."""
     if kind == COUNTER:
         raise ValueError(f"{name!r} is a counter: it has no slots.")
     if kind in ONE_SLOT and slots not in (None, 1):
@@ -731,7 +731,7 @@ def tell_of_two_kinds(alias: str, resource: Resource) -> None:
     )
 
 
-#: The names of which that was logged, by alias and key; of more than so many it is not.
+#: The names of which that was logged, by alias and key; of more than this many it is not.
 _told: set[tuple[str, str]] = set()
 _MOST_TOLD: Final = 10_000
 

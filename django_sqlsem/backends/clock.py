@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 #: For how long another number of slots counts as declared lately.
 DISAGREEMENT_US: Final = 3_600_000_000
-#: Within so many seconds a grant that was handed over has been confirmed.
+#: Within this many seconds a grant that was handed over has been confirmed.
 CONFIRMED: Final = 2.0
-#: A look goes through so many names, and finds so many of them with so many slots; one name may have more.
+#: How many names a look goes through, how many of them it finds, and how many slots; one name may have more.
 LOOKED_AT: Final = 500
 IDLE_AT_ONCE: Final = 100
 MOST_SLOTS: Final = 1000
-#: So many rows of a name's history are deleted at once.
+#: How many rows of a name's history are deleted at once.
 MOST_NOTES: Final = 500
 #: A transaction of a deletion takes no longer, in seconds; and waits so long for SQLite's one writer.
 LONGEST_DELETION: Final = 1.0

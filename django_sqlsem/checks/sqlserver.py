@@ -49,13 +49,13 @@ KIND_RIGHTS: Final = {
 
 #: What mssql-django tries if ``OPTIONS`` names no driver.
 DEFAULT_DRIVERS: Final = ("ODBC Driver 18 for SQL Server", "ODBC Driver 17 for SQL Server")
-#: A waiter behind a network that is gone learns of it by the first probe: after so many seconds at the most.
+#: A waiter behind a network that is gone learns of it by the first probe: after this many seconds at the most.
 LONGEST_KEEP_ALIVE: Final = 60
 
 #: How many workers the small tiers of Azure SQL Database have. Source: "Resource limits for single databases using the
 #: DTU purchasing model", Microsoft's documentation.
 WORKERS: Final = {"Basic": 30, "S0": 60, "S1": 90, "S2": 120, "S3": 200}
-#: So many processes should be able to wait for each name at once.
+#: How many processes should be able to wait for each name at once.
 WAITING_AT_ONCE: Final = 8
 
 #: Whether the database can be written, whether the login may see other sessions' locks, and who it is.

@@ -23,7 +23,7 @@ logger = logging.getLogger("django_sqlsem")
 #: How often a process that claims looks for rows whose worker is gone, in seconds: at first, and at the least.
 _LOOK_EVERY: Final = 1.0
 SELDOM: Final = 5.0
-#: Of so many workers each looks a little less often, since they see for one another.
+#: Of this many workers each looks a little less often, since they see for one another.
 _MANY: Final = 4
 #: For how long it waits for the keeper to look, in seconds: it opens a connection first.
 _PATIENCE: Final = 30.0

@@ -25,7 +25,7 @@ from django_sqlsem.decorators.tasks import SentAgain, is_below
 SENT_AGAIN_AS: Final = "sqlsem_sent_again_as"
 #: Django's own, and the backport for older versions of it.
 LIBRARIES: Final = ("django.tasks", "django_tasks")
-#: So many tasks may run one inside another. What is older than as many was never said to have ended.
+#: How many tasks may run one inside another. What is older than as many was never said to have ended.
 DEEPEST: Final = 20
 #: Those whose signals are heard.
 _heard: set[str] = set()

@@ -54,7 +54,7 @@ _MOST, _LEAST = 700.0, 1e-5
 def forecast(load: float, hold: float, slots: int, patience: float | None) -> Forecast:
     """Return what is to be expected.
 
-    ``hold``: the mean hold, in seconds. ``patience``: after so many seconds a call gives up; ``None``: never.
+    ``hold``: the mean hold, in seconds. ``patience``: after this many seconds a call gives up; ``None``: never.
     """
     rate, serves = load / hold, slots / hold  # calls that come, and at most are served, in a second
     spare = serves - rate

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 MAX_SHOWN: Final = 100
-#: So many numbers in a row are told by the first and the last.
+#: How many numbers in a row are told by the first and the last.
 MANY_NUMBERS: Final = 8
 
 

@@ -700,7 +700,7 @@ def dialect_for(connection: BaseDatabaseWrapper | type[BaseDatabaseWrapper]) -> 
 class DatabaseNow(Func):
     """The database's clock in whole microseconds, for the ORM; ``unix=True``: the one that tokens follow.
 
-    ``was_us``: what it said when this host's boot clock said so many microseconds.
+    ``was_us``: what it said when this host's boot clock said this many microseconds.
     """
 
     output_field = BigIntegerField()

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
-#: A statement of which nothing was heard so many seconds after its answer was due costs its session.
+#: A statement of which nothing was heard this many seconds after its answer was due costs its session.
 _GRACE: Final = 1.5
 #: How often the watch looks, in seconds.
 _LOOK: Final = 0.5
@@ -101,7 +101,7 @@ gate = threading.Lock()
 Socket: TypeAlias = tuple[int, int]
 #: All that a fork would copy, from the connect on.
 _opened: list[Socket] = []
-#: After so many silent seconds the other side is asked, every so many seconds, so often: not every driver does.
+#: After how many silent seconds the other side is asked, how long between two asks, and how often: drivers may not.
 _ASK_AFTER, _ASK_EVERY, _ASK_TIMES = 30, 5, 3
 #: ODBC's number of that attribute.
 _SQL_ATTR_CONNECTION_TIMEOUT: Final = 113

@@ -18,14 +18,14 @@ from django_sqlsem.exceptions import BackendError, DeadlockError, SemaphoreError
 
 #: Begins whatever we lock that is neither a slot nor the name itself.
 PREFIX: Final = "sqlsem:"
-#: Begins the gate of a name; the rest is a digest of so many digits.
+#: Begins the gate of a name; the rest is a digest of this many digits.
 GATE: Final = f"{PREFIX}g:"
 #: Begins what a transaction holds that is fenced with a permit.
 FENCE: Final = f"{PREFIX}f:"
 #: Begins what a transaction holds that deletes a name.
 DELETION: Final = f"{PREFIX}d:"
 DIGEST_UNITS: Final = 20
-#: A resource is cut after so many UTF-16 units, without an error.
+#: A resource is cut after this many UTF-16 units, without an error.
 MAX_UNITS: Final = 255
 #: The longest number before a name, with its dash: ``2147483647-``.
 _NUMBER_UNITS: Final = 11

@@ -40,7 +40,7 @@ SWEEP_US: Final = 60_000_000
 #: How many ids one statement takes: one of these numbers, as each is another text, which is planned anew.
 COUNTS: Final = (1, 5, 25, 200)
 IDS_AT_ONCE: Final = COUNTS[-1]
-#: A deadlock must still be there after so many seconds: what is read in several statements may fit ill together.
+#: A deadlock must still be there after this many seconds: what is read in several statements may fit ill together.
 _AGAIN: Final = 0.05
 
 _WHO: Final = ("host", "pid", "thread", "label", "user")
@@ -156,7 +156,7 @@ def _select(cursor: AnyCursor, dialect: Dialect, model: type[Model], where: str,
 
 @functools.cache
 def marks(count: int) -> str:
-    """Return so many placeholders of ``numbered``."""
+    """Return this many placeholders of ``numbered``."""
     return ", ".join(f"%(id{number})s" for number in range(count))
 
 

@@ -44,25 +44,25 @@ logger = logging.getLogger("django_sqlsem")
 
 #: A statement takes no longer, in seconds.
 _LONGEST: Final = 0.4
-#: A wait that has lasted so many seconds is written down, if its thread or task holds something meanwhile.
+#: A wait that has lasted this many seconds is written down, if its thread or task holds something meanwhile.
 LATE: Final = 1.0
-#: How often the process looks, in seconds; more rarely in proportion where more than so many wait.
+#: How often the process looks, in seconds; more rarely in proportion where more than this many wait.
 _LOOK: Final = 1.0
 _CROWD: Final = 20
-#: A process that has not been heard of for so many looks is not counted.
+#: A process that has not been heard of for this many looks is not counted.
 MISSED: Final = 3.5
 #: After a refusal it rests for one look, then for twice as long each time up to this, in seconds.
 REST: Final = 10.0
-#: So many in a row are worth a word.
+#: How many in a row are worth a word.
 WORTH_A_WORD: Final = 3
-#: Where SQLite was merely being written to, it rests for so many seconds, unless there were so many in a row.
+#: Where SQLite was merely being written to, it rests for a few seconds, unless it happened often in a row.
 LOCKED: Final = 0.1
 _PATIENCE: Final = 50
-#: So many waits of one process are written down.
+#: How many waits of one process are written down.
 _MANY: Final = 100
 #: How often who looks also sweeps up what the dead have left.
 _SWEEP: Final = 0.2
-#: So many rows are inserted at once.
+#: How many rows are inserted at once.
 INSERTED: Final = 20
 
 # Not with the ORM: SQL Server would scan a small table, and wait for the rows of others.

@@ -56,7 +56,7 @@ def refuse_answer(answer: object, on_busy: object, call: Call, wrapper: Callable
         raise TypeError(f"on_busy {on_busy!r} of the view {name} must return an HttpResponse, not {answer!r}.")
 
 
-#: So many busy calls of one name are logged in full within ``SECONDS``, in each process.
+#: How many busy calls of one name are logged in full within ``SECONDS``, in each process.
 IN_FULL: Final = 10
 #: After this many seconds the rest are logged as one record, and the next ones in full again.
 SECONDS: Final = 60.0
@@ -120,7 +120,7 @@ def log_busy(busy: Busy, work: str, outcome: str, *, level: int = logging.WARNIN
 
 
 def _because(busy: Busy) -> str:
-    """Say why. Who was turned away at once has not asked who holds."""
+    """Say why. Who was refused at once has not asked who holds."""
     if busy.reason == "paused":
         return f"{busy.name!r} is paused by an operator."
     if busy.reason == "queue full":

@@ -20,7 +20,7 @@ from django.views.generic import View
 
 from django_sqlsem.locks.permit import Permit
 
-#: So many steps suffice for any view, and end a walk through something strange.
+#: How many steps suffice for any view, and end a walk through something strange.
 MOST_STEPS: Final = 400
 
 

@@ -30,7 +30,7 @@ MINUTE_US: Final = 60_000_000
 MAX_SPANS: Final = 1000
 #: Of more rows of minutes than these, every second, third, ... tells how waits and holds were spread.
 MAX_HISTOGRAMS: Final = 3000
-#: A statement names so many keys.
+#: A statement names this many keys.
 _PAGE: Final = 500
 _ENDS: Final = (RELEASED, LOST, REVOKED, PURGED)
 
@@ -40,7 +40,7 @@ _NAMED_SUMS: Final = {f"sum_{nth}": each for nth, each in enumerate([*_SUMS, *_L
 
 
 def clock(using: str | None = None, *, at: RowClock | None = None) -> datetime.datetime:
-    """Return the instant now, by the clock of the database, which the history goes by; or that of ``at``.
+    """Return the instant now, by the clock of the database, which the history uses; or that of ``at``.
 
     Raises ``BackendError``.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from django_sqlsem.core.names import Resource
 
 
-#: So many notes wait to be looked at; what comes beyond is only counted.
+#: How many notes wait to be looked at; what comes beyond is only counted.
 MAX_NOTES: Final = 20_000
 
 
@@ -75,7 +75,7 @@ class Recorder:
             self.dropped += 1
 
 
-#: So many buckets for each doubling.
+#: How many buckets for each doubling.
 PER_DOUBLING: Final = 4
 #: The longest text that a row takes.
 MAX_TEXT: Final = 1000
@@ -149,13 +149,13 @@ def _at(counts: Mapping[int, int], rank: float, longest_us: int) -> float:
 
 
 MINUTE_US: Final = 60_000_000
-#: So many events are listed in a second; of a name of which none was yet, a few more, so that none drowns another.
+#: How many events are listed in a second; of a name of which none was yet, a few more, so that none drowns another.
 LISTED: Final = 20
 LISTED_AT_MOST: Final = 60
-#: So many events wait to be written, and so many minutes of names are counted at once.
+#: How many events wait to be written, and how many minutes of names are counted at once.
 MAX_LISTED: Final = 2_000
 MAX_TALLIES: Final = 5_000
-#: So many notes are looked at in one go: ten milliseconds, or so.
+#: How many notes are looked at in one go: ten milliseconds, or so.
 _TURN: Final = 5_000
 
 

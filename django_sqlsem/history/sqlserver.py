@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from django_sqlsem.models import MinuteRow
 
 
-#: So many rows, or keys.
+#: How many rows, or keys.
 AT_ONCE: Final = 10
 _TYPES: Final = {"BigIntegerField": "bigint", "PositiveIntegerField": "int"}
 

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("django_sqlsem")
 
-#: A transaction writes so many rows of a table; and so many where they take several statements.
+#: How many rows of a table a transaction writes; and how many where they take several statements.
 BATCH: Final = 100
 SMALL_BATCH: Final = 20
-#: A statement deletes so many.
+#: A statement deletes this many.
 PRUNED: Final = 200
 _IDENTITY: Final = ("key", "minute_us", "writer")
 _COUNTS: Final = [
@@ -64,7 +64,7 @@ IN_LINE: Final = 0.1
 COMPARED: Final = 30.0
 #: That something is missing is said so often at the most, in seconds.
 TOLD_EVERY: Final = 60.0
-#: Refusals that pass by themselves are worth a word when there were so many in a row.
+#: Refusals that pass by themselves are worth a word when there were this many in a row.
 WORTH_A_WORD: Final = 3
 
 

@@ -346,7 +346,7 @@ class Semaphore:
     # The rank of a task that was refused.
 
     def _step_aside(self, rank: str, estimate: Callable[[int], float]) -> float:
-        """Keep a rank while its task is away; ``estimate`` says when to come back if so many are before it."""
+        """Keep a rank while its task is away; ``estimate`` says when to come back if this many are before it."""
         keeper = self._keeper()
         return keeper.backend.step_aside(keeper.session_here(), self._request(keeper, rank), estimate)
 

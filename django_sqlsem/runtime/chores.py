@@ -38,7 +38,7 @@ DARK: Final = 1.0
 RELIGHT: Final = 0.2
 #: How often it is looked for what is over, in seconds.
 TIDY_EVERY: Final = 10.0
-#: Again so soon, if somebody seems to be dead; and at most one part in so many of its time.
+#: Again so soon, if somebody seems to be dead; and at most this part of its time.
 TIDY_SOON: Final = 1.6
 TIDY_SHARE: Final = 100
 #: And for the first time, so long after the first acquire.

@@ -46,7 +46,7 @@ NO_LONGER_ITS_OWN: Final = Loss(LossReason.EXPIRED, "when it was released, its s
 CLEARED: Final = 1.0
 #: The first chores are the keeper's own: beacon, renewals and doubts.
 OWN_CHORES: Final = 3
-#: So many notes from the bell at once, and there may have been more.
+#: How many notes from the bell at once, and there may have been more.
 MANY_NOTES: Final = 8
 
 

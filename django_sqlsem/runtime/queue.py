@@ -21,9 +21,9 @@ from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper
 
 #: How often a waiting process says that it lives, in seconds.
 HEARTBEAT: Final = 0.65
-#: A slot may have been freed by someone who could not see the place yet: look once more after so many seconds.
+#: A slot may have been freed by someone who could not see the place yet: look once more after this many seconds.
 SECOND_LOOK: Final = 0.025
-#: A holder seems to be dead: look again after so many seconds.
+#: A holder seems to be dead: look again after this many seconds.
 SUSPECTED: Final = 0.2
 #: A waiter that no other process can wake polls: first after so long, then more and more slowly, in seconds.
 FIRST_POLL: Final = 0.004

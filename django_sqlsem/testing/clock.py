@@ -39,7 +39,7 @@ from django_sqlsem.testing.forcing import elsewhere
 PASSES: Final = 20
 #: For how long to wait for a keeper's thread to look around, in seconds.
 KEEPER_ANSWERS_WITHIN: Final = 30.0
-#: A step ends so many seconds after what it leads to.
+#: A step ends this many seconds after what it leads to.
 AFTER: Final = 1e-6
 
 _open: list[Clock] = []
@@ -212,7 +212,7 @@ def _live(keeper: Keeper) -> list[Acquisition]:
 
 
 def _renew(keeper: Keeper, seconds: float) -> None:
-    """Do what renewals would do for so many seconds."""
+    """Do what renewals would do for this many seconds."""
     if not isinstance(keeper.loop, ThreadLoop):
         keeper.backend.renew(keeper.own, [acquisition.acquired for acquisition in _live(keeper)])
     for acquisition in _live(keeper):

@@ -64,8 +64,8 @@ def held(target: Name | Semaphore, slots: int | None = None, *, total: int | Non
 
     ``total`` is the semaphore's number of slots, where ``target`` is a name that is not in use yet. One that is in use
     is of its own kind, and any other a semaphore. The permits are yielded: release one to let a waiter in (in an async
-    test by ``await permit.arelease()``). Raises ``AcquireTimeoutError`` if so many are not free, and ``ValueError`` for
-    a counter.
+    test by ``await permit.arelease()``). Raises ``AcquireTimeoutError`` if fewer are free, and ``ValueError`` for a
+    counter.
     """
     found = target if isinstance(target, Semaphore) else semaphore(validate_name(target), total)
     if slots is not None:

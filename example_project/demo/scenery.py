@@ -144,7 +144,7 @@ def town() -> None:
 
 
 def crowd(count: int) -> None:
-    """Write a lock for each of so many customers; a few are held."""
+    """Write a lock for each of this many customers; a few are held."""
     for number in range(count):
         lock(f"customer:{number:05d}", 2, used=0.03, seed=number, work="POST /orders/", waiting=number % 97 == 5)
 

@@ -93,7 +93,7 @@ class ApplockBackend(BaseSemaphoreBackend):
 
     def enrol(self, session: Session, request: Request, place: Place, *, first: bool) -> Waited:
         """Claim if need be; else have the name's own thread wait in the server."""
-        # One that may be turned away is tried in any case.
+        # One that may be refused is tried in any case.
         if first and (request.bounded or not (request.fair and self.claims.is_crowded(request.line))):
             granted = self._try(request)
             if granted is not None:

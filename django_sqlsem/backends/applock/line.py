@@ -32,7 +32,7 @@ CUT_AFTER: Final = 3 * SUCCESSION
 #: The longest wait in one call, in seconds: where it can be cut short from here, and where it can't.
 LONGEST: Final = 86_400.0
 LONGEST_UNCUT: Final = 5.0
-#: How often in a row its session may end before its waiters hear of it; one that stood so many seconds begins anew.
+#: How often in a row its session may end before its waiters hear of it; one that stood for a while begins anew.
 ENDS: Final = 8
 STEADY: Final = 5.0
 #: While an operator lets nobody in, the thread asks again after a pause, which doubles each time. In seconds.

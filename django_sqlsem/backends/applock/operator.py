@@ -52,9 +52,9 @@ _KILL: Final = (
     " SET NOCOUNT OFF;"
 )
 _UNSURE: Final = "Session {id} was not ended: {why}, so it cannot be told from a later one with the same number."
-#: A statement names so many keys.
+#: A statement names this many keys.
 _AT_ONCE: Final = 500
-#: For so many seconds a login that may not see the server's views is not tried again.
+#: For this many seconds a login that may not see the server's views is not tried again.
 BLIND: Final = 60.0
 #: How long a revocation waits for the end of a transaction that is fenced with the permit, in seconds.
 FENCED_PATIENCE: Final = 5.0

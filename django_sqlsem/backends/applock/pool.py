@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: So many sessions serve all claims of a process, unless they have what is asked for already: a crowd takes turns.
+#: How many sessions serve all claims of a process, unless they have what is asked for already: a crowd takes turns.
 ENOUGH: Final = 2
 #: For how many seconds a claim waits for its turn: batches that do not wait are short.
 TURN: Final = 5.0
@@ -246,7 +246,7 @@ class LockPool:
                 self._done(session)
 
     def trim(self, idle: float) -> None:
-        """Close the sessions that have held nothing for so many seconds, but for one."""
+        """Close the sessions that have held nothing for this many seconds, but for one."""
         now, spare = time.monotonic(), 0
         for session in self.sessions():
             if not session.held and session.lock.acquire(blocking=False):

@@ -115,7 +115,7 @@ class Locks:
         Whoever holds the gate is the first in line. ``known``: processes that have said so themselves.
         """
         found: dict[int, Lock] = {}
-        # Who goes by fewer slots than others has a gate of its own.
+        # Who declares fewer slots than others has a gate of its own.
         gates = [names.gate, *(shown for shown in self._by_shown if shown.startswith(f"{names.gate}:"))]
         gate = [lock for each in gates for lock in self._by_shown.get(each, ()) if lock.owner == "SESSION"]
         wanted = slots if self._waits else ()

@@ -60,7 +60,7 @@ SELECT @@SPID AS session_id, CASE WHEN SUBSTRING(@before, 1, 7) = 0x73716C73656D
 
 #: The modules that use a session: what is called there goes on for as long as its outermost frame is on the stack.
 INSIDE: Final = ("django_sqlsem.backends.applock", "contextlib")
-#: So many seconds after the answer was due the server is not asked once more whether it is there.
+#: For how many seconds after the answer was due the server is not asked once more whether it is there.
 SILENT: Final = 3.0
 #: The key of the cursor of what only reads; others are kept by their statements.
 _READING: Final = ("", False)

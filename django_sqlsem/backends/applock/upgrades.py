@@ -99,7 +99,7 @@ class Upgrades:
     def stop(self, key: str, timeout: float = -1) -> None:
         """Let newcomers in again, as nobody waits for the upgrade any more. Raises ``BackendError``.
 
-        ``timeout``: for so many seconds its turn on the session is waited for; -1: for ever.
+        ``timeout``: for this many seconds its turn on the session is waited for; -1: for ever.
         """
         found = self.pool.upgradable(key)
         if found is not None:

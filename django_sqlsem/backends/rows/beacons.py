@@ -137,10 +137,10 @@ def is_dead(cursor: AnyCursor, process_id: str) -> bool:
 
 #: When each process was asked about last, by ``time.monotonic()``, and whether it was dead, by alias and process.
 _asked: dict[tuple[str, str], tuple[float, bool]] = {}
-#: A process is asked about at most so often, in seconds; and so many are remembered.
+#: A process is asked about at most so often, in seconds; and this many are remembered.
 _ASK_EVERY: Final = 1.0
 _MOST_ASKED: Final = 10_000
-#: A statement asks about so many.
+#: A statement asks about this many.
 _AT_ONCE: Final = 50
 
 
@@ -176,7 +176,7 @@ def _ask(cursor: AnyCursor, processes: Sequence[str]) -> list[bool]:
 
 @functools.cache
 def ask_sql(dialect: Dialect, count: int) -> str:
-    """Ask about so many processes."""
+    """Ask about this many processes."""
     assert dialect.dead is not None  # noqa: S101
     cast = "::text" if dialect.notifies else ""
     each = [

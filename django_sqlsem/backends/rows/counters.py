@@ -176,7 +176,7 @@ def transact(
 ) -> tuple[T | None, tuple[Granted, ...]]:
     """Run ``work`` with the name's row locked, and wake who was served.
 
-    ``initial``: create a new name with so many units; ``None``: then there is nothing to do. ``here``: the process
+    ``initial``: create a new name with this many units; ``None``: then there is nothing to do. ``here``: the process
     whose waiters are not woken but returned. Raises ``BackendError``, and ``ImproperlyConfigured`` for another kind.
     """
     named = {"key": resource.key} | parameters

@@ -332,12 +332,12 @@ _TAKE: Final = f"UPDATE sqlsem_slot SET {granting('%(token)s')}"
 
 
 def take_sql(rows: int) -> str:
-    """Take so many slots that are free."""
+    """Take this many slots that are free."""
     return f"{_TAKE} WHERE {among(rows)} AND {{free}}"
 
 
 def free_rows(statements: Statements, take: int, wanted: int, limit: int, *, crowded: bool) -> list[tuple[int, ...]]:
-    """Lock so many free slots, above those that others want first; none if there are fewer.
+    """Lock this many free slots, above those that others want first; none if there are fewer.
 
     ``crowded``: slots above an operator's number are held still, and count.
     """

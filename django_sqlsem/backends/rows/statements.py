@@ -133,7 +133,7 @@ ROWS_AT_ONCE: Final = 500
 
 
 def among(rows: int) -> str:
-    """Return the condition that a row is one of so many: see ``rows_named``."""
+    """Return the condition that a row is one of this many: see ``rows_named``."""
     return f"id IN ({', '.join(f'%(row{each})s' for each in range(rows))})"
 
 

@@ -59,7 +59,7 @@ class RowLocker(Protocol):
         """Take the lock if it is free. Nothing else makes it look taken: neither a row's making nor its purge."""
 
     def wait(self, wanted: Wanted, seconds: float | None) -> Attempt:
-        """Wait in the server for at most so many seconds, and leave the session's settings as they were."""
+        """Wait in the server for at most this many seconds, and leave the session's settings as they were."""
 
 
 def lock(locker: RowLocker, wanted: Wanted, timeout: float | None) -> float | None:

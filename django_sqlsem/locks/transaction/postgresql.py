@@ -111,7 +111,7 @@ class PostgreSQLLocking(TransactionLocking):
 
 @contextlib.contextmanager
 def _limits(cursor: CursorWrapper, limit: int) -> Iterator[None]:
-    """Have one statement end after so many milliseconds; an error leaves the settings to the savepoint."""
+    """Have one statement end after this many milliseconds; an error leaves the settings to the savepoint."""
     cursor.execute("SELECT current_setting('statement_timeout'), current_setting('lock_timeout')")
     before = cursor.fetchone()
     change = "SELECT set_config('statement_timeout', %s, true), set_config('lock_timeout', %s, true)"

@@ -67,7 +67,7 @@ def handle(
 
 
 def _wait_for(name: str, by: str, wait: float | None, database: str | None) -> list[HolderSnapshot]:
-    """Return the holders that have not left after so many seconds."""
+    """Return the holders that have not left after this many seconds."""
     give_up = float("inf") if wait is None else time.monotonic() + wait
     while True:
         found = queries.semaphore(name, using=database)

@@ -43,7 +43,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "forced": {"viewport": TABLET, "forced_colors": "active"},
 }
 PATIENCE = 60
-#: After so many seconds the demo's fight is over, and its busy site goes on.
+#: After this many seconds the demo's fight is over, and its busy site goes on.
 CALM = 50
 
 
