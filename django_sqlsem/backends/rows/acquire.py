@@ -47,8 +47,8 @@ _YIELDS_TO: Final = {
     "ranked": f"w.lock_mode <> 'update' AND w.queued_us < COALESCE({KEPT}, {{now}})",
     "newcomer": "w.lock_mode <> 'update'",
 }
-#: Up to which slot those may want them: to the number that each declares; a mutex wants to be alone. One that wants more
-#: than that is never served.
+#: Up to which slot those may want them: to the number that each declares; a mutex wants to be alone. Whatever asks for
+#: more than that is never served.
 _WANTED: Final = {
     turn: f"(SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN {MAX_SLOTS}"
     " WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots)"
