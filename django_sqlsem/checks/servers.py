@@ -5,7 +5,6 @@ The lock tables, and what their rows say: slots that are declared differently, n
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import sys
@@ -30,7 +29,7 @@ from django_sqlsem.conf import config
 from django_sqlsem.core.names import MAX_NAME_LENGTH
 from django_sqlsem.database.beacons import POSSIBLE, SUFFIX
 from django_sqlsem.database.dialects import dialect_for, several_writers
-from django_sqlsem.database.sessions import close_all, open_connection
+from django_sqlsem.database.sessions import close_all, connected, open_connection
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.models import SemaphoreRow
 
@@ -454,7 +453,7 @@ def check_tables(
         if alias not in (databases or ()):
             continue
         try:
-            with contextlib.closing(open_connection(alias)) as connection:
+            with connected(alias) as connection:
                 wrong = _unmigrated(connection)[1]
         except Exception:  # noqa: BLE001, S112 - Django says it, or whoever uses the database
             continue

@@ -15,7 +15,7 @@ from django.db import Error as DatabaseError
 from django.db import connections
 
 from django_sqlsem.database.dialects import Incarnation, dialect_for
-from django_sqlsem.database.sessions import open_connection
+from django_sqlsem.database.sessions import connected
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,7 +114,7 @@ def _address(alias: str) -> tuple[Any, ...]:
 
 def _ask(alias: str, permit_id: str, row_ids: Sequence[int]) -> object:
     """Ask on a connection that is not the caller's: a statement that fails would spoil the transaction there."""
-    with contextlib.suppress(DatabaseError), contextlib.closing(open_connection(alias)) as connection:
+    with contextlib.suppress(DatabaseError), connected(alias) as connection:
         return _identify(connection, permit_id, row_ids)
     return None
 

@@ -100,6 +100,16 @@ def open_connection(alias: str, made: list[Any] | None = None) -> BaseDatabaseWr
         raise
 
 
+@contextlib.contextmanager
+def connected(alias: str) -> Iterator[BaseDatabaseWrapper]:
+    """Open a connection of our own for a block. Raises Django's database errors."""
+    made: list[Any] = []
+    try:
+        yield open_connection(alias, made)
+    finally:
+        close_all(made)
+
+
 def _stay_open() -> None:
     """Open no other connection in the place of one that was lost: it would have neither limits nor a beacon."""
 
