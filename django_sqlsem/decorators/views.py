@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import inspect
 import types
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final, Self, cast
 
+from django.core.signals import request_finished
 from django.db import connections, transaction
 from django.http import FileResponse, HttpRequest
 from django.views.generic import View
@@ -193,8 +195,11 @@ def _atomic_aliases() -> list[str]:
     return [alias for alias, settings in connections.settings.items() if settings["ATOMIC_REQUESTS"]]
 
 
-#: The task in which Django's handler for ASGI runs asynchronous views and sends their responses.
+#: The task in which Django's handler for ASGI runs asynchronous views and sends their responses, before Django 6.1.
 _HANDLER: Final = "ASGIHandler.handle.<locals>.process_request"
+#: The streams that views of this task have returned: since Django 6.1 its handler runs them in the server's own task,
+#: and of a client that leaves before the response is there it says no more than that the request is finished.
+_returned: contextvars.ContextVar[tuple[weakref.ref[_End], ...]] = contextvars.ContextVar("sqlsem_streams", default=())
 
 
 def leave_to(response: Any, permit: Permit, request: HttpRequest | None = None) -> None:
@@ -215,6 +220,20 @@ def leave_to(response: Any, permit: Permit, request: HttpRequest | None = None) 
         task = asyncio.current_task()
         if task is not None and getattr(task.get_coro(), "__qualname__", "") == _HANDLER:
             task.add_done_callback(functools.partial(_handled, weakref.ref(response), permit))
+        elif task is not None:
+            _returned.set((*(each for each in _returned.get() if each() is not None), weakref.ref(end)))
+            request_finished.connect(_finished, dispatch_uid="sqlsem_streams")
+
+
+def _finished(sender: Any, **_: Any) -> None:
+    # A server's task is one request's; a test's, which other handlers serve, may have several responses open.
+    if "ASGIHandler" not in [each.__name__ for each in getattr(sender, "__mro__", ())]:
+        return
+    # In the request's context: a response that is closed has given its permit back before.
+    for followed in _returned.get():
+        end = followed()
+        if end is not None and not end.permit.released:
+            end.permit._abandon()
 
 
 def _close_with(request: Any, end: _End) -> None:

@@ -667,6 +667,18 @@ class TestViews:
         assert states == [1, 1, 1]
         assert holds("stream") == 0
 
+    def test_a_stream_that_is_open_outlives_the_end_of_another_request(self, seen):
+        async def main():
+            client = AsyncClient()
+            response = await client.get("/streams_async")
+            await client.get("/plain_async")  # in the same task, which a server's would not be
+            held = (await semaphore("stream").astatus()).held
+            return held, [part async for part in response.streaming_content]
+
+        held, content = asyncio.run(main())
+        assert (held, content) == (1, [b"0\n", b"1\n", b"2\n"])
+        assert holds("stream") == 0
+
     def test_a_file(self, seen, client):
         response = client.get("/file")
         assert holds("file") == 1
