@@ -61,7 +61,7 @@ def test_a_revoked_holder_learns_it_within_one_renewal_interval(database):
 
 
 def test_a_waiter_gets_the_slot_at_once_and_the_late_release_spares_it(database):
-    with Actor(database, "handed", lease=60) as holder, Actor(database, "handed") as waiter:
+    with Actor(database, "handed", lease=600) as holder, Actor(database, "handed") as waiter:
         _, (old,) = holder.ready().acquire()
         waiter.ready().ask_for()
         wait_until(lambda: queries.semaphore("handed", using=database).waiting == 1)
@@ -69,7 +69,7 @@ def test_a_waiter_gets_the_slot_at_once_and_the_late_release_spares_it(database)
         _, (token,) = waiter.granted(timeout=20)
         assert token > old
         if not applocks.are_at(database):
-            assert holder.check() is None, "with a lease of 60 s it cannot know yet"
+            assert holder.check() is None, "with a lease of 600 s it cannot know yet"
         holder.release()  # in good faith
         (row,) = held_rows(database)
         assert (row.pid, row.token) == (waiter.pid, token)
