@@ -44,10 +44,18 @@ def running(kind: str, site: Callable[..., Site]) -> Site:
 @contextlib.contextmanager
 def without_complaints(site: Site) -> Iterator[None]:
     """Nothing is logged inside the block as a fault."""
-    since = len(site.log())
+    since = size_at_rest(site)
     yield
     found = [line for word in COMPLAINTS for line in site.logged(word, since=since)]
     assert not found, site.log()[since:]
+
+
+def size_at_rest(site: Site) -> int:
+    """How long the log is once nothing more comes of what was done before: the server is shared by many tests."""
+    deadline, since = time.monotonic() + 10.0, -1
+    while since != (since := len(site.log())) and time.monotonic() < deadline:
+        time.sleep(0.3)
+    return since
 
 
 @contextlib.contextmanager
