@@ -120,7 +120,7 @@ def log_busy(busy: Busy, work: str, outcome: str, *, level: int = logging.WARNIN
 
 
 def _because(busy: Busy) -> str:
-    """Say why. Who was refused at once has not asked who holds."""
+    """Say why. A call that was refused at once has not asked for the holders."""
     if busy.reason == "paused":
         return f"{busy.name!r} is paused by an operator."
     if busy.reason == "queue full":

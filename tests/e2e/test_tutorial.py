@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,19 +15,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.e2e.test_docs import FENCE, text_of
 from tests.support.databases import ROOT
+from tests.support.private_servers import free_port
 from tests.support.threads import wait_until
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: What it leaves running.
 SERVERS = ("python manage.py runserver", "python -m celery")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class Reader:
@@ -112,7 +106,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
 
 @pytest.mark.process_side
 def test_the_tutorial_works_as_written(reader: Reader) -> None:
-    for language, text in FENCE.findall(TUTORIAL.read_text(encoding="utf-8")):
+    for _indent, language, text in FENCE.findall(text_of(TUTORIAL)):
         reader.follow(language, text)
     answers = next(each.split() for each in reader.printed if "503" in each)
     assert sorted(answers) == ["200", "200", "503"]

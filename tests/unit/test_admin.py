@@ -29,18 +29,6 @@ SEMAPHORES = "admin:sqlsem_semaphorerow_changelist"
 SLOTS = "admin:sqlsem_slotrow_changelist"
 
 
-@pytest.fixture
-def locks_alias(database: str, settings: Any) -> str:
-    """The locks are in one database after the other; users and sessions are in ``default``."""
-    settings.SQLSEM = {"DATABASE": database}
-    return database
-
-
-@pytest.fixture
-def operator(locks_alias: str) -> Client:
-    return login("boss", is_superuser=True)
-
-
 def login(name: str, *codenames: str, is_superuser: bool = False) -> Client:
     user = User.objects.create(username=name, is_staff=True, is_superuser=is_superuser)
     user.user_permissions.set(Permission.objects.filter(codename__in=codenames))

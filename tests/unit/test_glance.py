@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from html import unescape
-from typing import Any
 
 import pytest
 from django.test import Client
@@ -20,17 +19,6 @@ pytestmark = [pytest.mark.leaves_held, pytest.mark.process_side("postgres")]
 
 AUDIT = "admin:sqlsem_semaphorerow_audit"
 ENTRANCE = "/admin/sqlsem/"
-
-
-@pytest.fixture
-def locks_alias(database: str, settings: Any) -> str:
-    settings.SQLSEM = {"DATABASE": database}
-    return database
-
-
-@pytest.fixture
-def operator(locks_alias: str) -> Client:
-    return login("boss", is_superuser=True)
 
 
 def sentences(client: Client, **parameters: str) -> list[str]:

@@ -35,17 +35,6 @@ LOCKS = "admin:sqlsem_transactionlockrow_changelist"
 FRAGMENT = {"X-Sqlsem-Fragment": "1"}
 
 
-@pytest.fixture
-def locks_alias(database: str, settings: Any) -> str:
-    settings.SQLSEM = {"DATABASE": database}
-    return database
-
-
-@pytest.fixture
-def operator(locks_alias: str) -> Client:
-    return login("boss", is_superuser=True)
-
-
 def names(response: Any) -> list[str]:
     return [row.name for row in response.context["cl"].result_list]
 

@@ -26,12 +26,6 @@ MOVING = {"age", "idle", "lease_left", "acquired_at", "expires_at", "waiting_sin
 
 
 @pytest.fixture
-def locks_alias(database: str, settings: Any) -> str:
-    settings.SQLSEM = {"DATABASE": database}
-    return database
-
-
-@pytest.fixture
 def viewer(locks_alias: str) -> Client:
     return login("viewer", "view_semaphorerow")
 

@@ -146,7 +146,7 @@ def _ask(alias: str, clock: RowClock, processes: Collection[str]) -> None:
 
 
 def _ask_of_all(alias: str, clock: RowClock, processes: Collection[str] | None = None) -> None:
-    """Ask who is dead of all that hold something, once. ``processes``: who that is; omitted, one more pass tells."""
+    """Ask once which holders are dead. ``processes``: the holders; omitted, one more pass over the slots tells."""
     if clock.asked_of_all:
         return
     if processes is None:

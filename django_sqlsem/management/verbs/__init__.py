@@ -12,12 +12,10 @@ from django.utils.translation import gettext_noop
 
 #: The verbs, in the order of the help, and what it says of each.
 VERBS: Final = {
-    "list": gettext_noop(
-        "Lists who holds and who waits, and the names that are idle; those that one template has made as one line."
-    ),
+    "list": gettext_noop("Lists holders, waiters and idle names; the names that one template has made are one line."),
     "show": gettext_noop("Shows all about one semaphore."),
     "waits": gettext_noop(
-        "Shows who waits for what while holding what, and the deadlocks; ends with 1 if there is one."
+        "Shows waits of those that hold something else, and deadlocks; ends with 1 if there is a deadlock."
     ),
     "purge": gettext_noop(
         "Frees slots whose lease has run out, or whose session has ended. Never touches a live holder."
