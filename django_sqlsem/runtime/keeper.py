@@ -53,8 +53,10 @@ MANY_NOTES: Final = 8
 class Keeper:
     """What one process has and wants of the locks of one database."""
 
-    def __init__(self, backend: BaseSemaphoreBackend) -> None:
+    def __init__(self, backend: BaseSemaphoreBackend, siblings: Callable[[], Iterable[Keeper]]) -> None:
+        """Keep a backend's locks; ``siblings`` returns all keepers of this process."""
         self.backend = backend
+        self._siblings = siblings
         self.alias = backend.alias
         self.work = backend.session()
         self.own = backend.session()
@@ -463,6 +465,10 @@ class Keeper:
         """
         acquisition = self.waiting.get(granted.permit_id)
         if acquisition is None:
+            for sibling in self._siblings():  # a waiter of this process may have come by another alias
+                if granted.permit_id in sibling.waiting:
+                    sibling.deliver(granted, sent, resource, at_once=at_once)
+                    return
             self._deliver_to_none(granted, resource)
             return
         try:
@@ -477,7 +483,8 @@ class Keeper:
     def _deliver_to_none(self, granted: Granted, resource: Resource | None) -> None:
         # The waiter gave up, and the thread that took it out of the queue gives back what it got; or this process never
         # knew the permit.
-        same = [each for each in list(self.acquisitions.values()) if each.permit_id == granted.permit_id]
+        known_here = (each for sibling in self._siblings() for each in list(sibling.acquisitions.values()))
+        same = [each for each in known_here if each.permit_id == granted.permit_id]
         known = any(self.backend.supports_renewal or not each.given_back for each in same)
         if known:
             return

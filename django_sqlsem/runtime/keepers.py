@@ -33,7 +33,7 @@ def keeper_for(backend: BaseSemaphoreBackend) -> Keeper:
             if keeper is None or keeper.backend is not backend:
                 if not backend.process_local:
                     greenlets.refuse(connections[backend.alias])
-                keeper = Keeper(backend)
+                keeper = Keeper(backend, all_keepers)
                 _keepers[id(backend)] = keeper
     return keeper
 

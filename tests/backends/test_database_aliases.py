@@ -6,6 +6,7 @@ import contextlib
 import io
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from django.test import override_settings
 from django.urls import reverse
 
 from django_sqlsem import (
+    AcquireTimeoutError,
     AlreadyHeldError,
     BackendError,
     PermitLostError,
@@ -148,6 +150,43 @@ def test_two_aliases_of_one_database_have_one_semaphore(database: str) -> None:
         semaphore("one", using=database),
     ):
         assert not callers.taken_by(threading.current_thread(), "other", key_of("one"))
+
+
+def test_a_waiter_by_another_alias_of_the_database_is_served_in_its_turn(database: str) -> None:
+    """Its own process hands the slot to it, and does not take that grant for nobody's: another would be let in."""
+    served: list[str] = []
+    with known("other", dict(connections[database].settings_dict)), OutsideCounter(database) as counter:
+        lock = semaphore("turns", using=database)
+
+        def wait(alias: str) -> None:
+            with semaphore("turns", timeout=60, using=alias) as permit, counter.inside():
+                served.append(alias)
+                permit.check()
+            connections[alias].close()
+
+        with lock:
+            waits = []
+            for alias in ("other", database, "other", database):
+                waits.append(run_beside(partial(wait, alias)))
+                wait_until(lambda: lock.status().waiting == len(waits))
+        for each in waits:
+            each.result(60)
+        assert served == ["other", database, "other", database]
+        assert (counter.entered, counter.peak) == (4, 1)
+
+
+def test_waiters_by_another_alias_of_the_database_count(database: str) -> None:
+    with known("other", dict(connections[database].settings_dict)):
+        lock = semaphore("bounded", timeout=60, max_waiting=1, using=database)
+        permit = lock.acquire()
+        permit.detach()
+        waits = run_beside(lambda: semaphore("bounded", timeout=60, using="other").acquire().release())
+        wait_until(lambda: lock.status().waiting == 1)
+        with pytest.raises(AcquireTimeoutError) as caught:
+            lock.acquire()
+        assert (caught.value.reason, caught.value.waiting) == ("queue full", 1)
+        permit.release()
+        waits.result(60)
 
 
 @pytest.mark.parametrize("mode", ["transaction", "session"])
