@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from django_sqlsem.core.clocks import chance
 from django_sqlsem.decorators.tasks import SentAgain, is_below
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def retry(task: Any, retry_after: int, error: Exception) -> Retry:
     from celery.exceptions import Reject, Retry
 
     request = task.request
-    countdown = min(retry_after * random.uniform(0.5, 1.5), MAX_COUNTDOWN)  # noqa: S311 - nothing is secret
+    countdown = min(retry_after * chance.uniform(0.5, 1.5), MAX_COUNTDOWN)
     # Not task.retry(), which counts, and fails a task whose own retries were given a limit of their own.
     message = task.signature_from_request(request, countdown=countdown, retries=request.retries)
     try:

@@ -10,7 +10,6 @@ import contextlib
 import contextvars
 import datetime
 import importlib
-import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any, Final, cast
 from django.utils import timezone
 
 from django_sqlsem.contrib.celery import MAX_COUNTDOWN
+from django_sqlsem.core.clocks import chance
 from django_sqlsem.decorators.tasks import SentAgain, is_below
 
 #: The only key of the value of an attempt that was refused; under it is the id of the next attempt's result.
@@ -81,7 +81,7 @@ class DjangoTask:
         That is ``retry_after``, give or take a half, so that tasks refused together don't come back together. What
         the backend raises fails the task.
         """
-        seconds = min(retry_after * random.uniform(0.5, 1.5), MAX_COUNTDOWN)  # noqa: S311 - nothing is secret
+        seconds = min(retry_after * chance.uniform(0.5, 1.5), MAX_COUNTDOWN)
         later = timezone.now() + datetime.timedelta(seconds=seconds)
         task = self.result.task.using(run_after=later, backend=self.result.backend)
         task_id = str(task.enqueue(*self.result.args, **self.result.kwargs).id)

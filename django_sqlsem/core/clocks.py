@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import subprocess
 import sys
 import time
@@ -13,6 +14,9 @@ if _BOOTTIME is None and sys.platform == "darwin":  # pragma: no cover
     # On macOS it goes on while the machine sleeps (clock_gettime(3)); time.monotonic() does not.
     _BOOTTIME = time.CLOCK_MONOTONIC
 
+#: Pauses are of random lengths, so that no two processes stay in step. It is not ``random`` itself: a program may seed
+#: that in each of its processes.
+chance = random.SystemRandom()
 
 #: Seconds by which ``testing.clock()`` has moved this process ahead. It only grows: this clock never goes back.
 _ahead = 0.0

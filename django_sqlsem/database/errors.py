@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import re
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 from django.db import connections
 from django.db.utils import Error
 
+from django_sqlsem.core.clocks import chance
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def patiently(attempt: Callable[[], T], passes: Callable[[Exception], bool], sec
             if not passes(error) or time.monotonic() > give_up:
                 raise
             without_frames(error)
-        time.sleep(random.uniform(0.001, 0.01))  # noqa: S311 - no two in step
+        time.sleep(chance.uniform(0.001, 0.01))  # no two in step
 
 
 def repeated(act: Callable[Parameters, T]) -> Callable[Parameters, T]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import random
 import threading
 import time
 import traceback
@@ -22,7 +21,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import load_backend
 
 from django_sqlsem.core import forks
-from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.clocks import boot_now, chance
 from django_sqlsem.database import dialects, errors, sockets, sqlite
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.errors import backend_error
@@ -393,7 +392,7 @@ class OwnSession:
                     raise
                 finally:
                     self.last_used = time.monotonic()
-                time.sleep(random.uniform(0.0005, min(0.002 * tries, 0.02)))  # noqa: S311
+                time.sleep(chance.uniform(0.0005, min(0.002 * tries, 0.02)))
 
     def _open(self) -> BaseDatabaseWrapper:
         if self._connection is not None:

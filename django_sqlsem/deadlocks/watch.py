@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import random
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +17,7 @@ from django.db import connections
 
 from django_sqlsem.backends.base import COUNTER
 from django_sqlsem.conf import config
-from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.clocks import boot_now, chance
 from django_sqlsem.core.identity import HolderIdentity
 from django_sqlsem.core.names import resource_for
 from django_sqlsem.database.dialects import DatabaseNow, dialect_for
@@ -227,7 +226,7 @@ class DeadlockWatch(Chore):
             if look is not None:
                 suspected = self._judge(look)
                 self._crowd = max(1.0, len(look.waits) / _CROWD)
-                pause = _LOOK * self._crowd * random.uniform(0.85, 1.15)  # noqa: S311 - no two processes in step
+                pause = _LOOK * self._crowd * chance.uniform(0.85, 1.15)  # no two processes in step
                 self._look_at = boot_now() + (pause / 2 if suspected else pause)
             self._answered()
         if not self._waits and not self._written:
@@ -303,7 +302,7 @@ class DeadlockWatch(Chore):
         if not plan.looks:
             return None
         look = read_waits(cursor, dialect, leases=self._keeper.backend.supports_renewal)
-        if look.dead and random.random() < _SWEEP:  # noqa: S311
+        if look.dead and chance.random() < _SWEEP:
             delete(cursor, dialect, look.dead[:IDS_AT_ONCE])
         return look
 
@@ -350,7 +349,7 @@ class DeadlockWatch(Chore):
         self._refusals += 1
         # It does not wait here for who is writing.
         if self._dialect.one_writer and is_transient(error) and self._refusals < _PATIENCE:
-            self._rest_until = boot_now() + LOCKED * random.uniform(0.5, 1.5)  # noqa: S311
+            self._rest_until = boot_now() + LOCKED * chance.uniform(0.5, 1.5)
             return
         # A busy server may take too long now and then.
         self._rest_until = boot_now() + min(REST, _LOOK * 2 ** min(self._refusals - 1, 10))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-import random
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from django.db import connections
 from django.db.models import Q
 
 from django_sqlsem.conf import Config, config
-from django_sqlsem.core.clocks import boot_now, boot_now_us
+from django_sqlsem.core.clocks import boot_now, boot_now_us, chance
 from django_sqlsem.core.identity import printable
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.sessions import OwnSession, briefly, passes
@@ -166,7 +165,7 @@ class Writer:
         self._offset_us: int | None = None
         self._compare_at = 0.0
         self._write_at = boot_now() + EVERY
-        self._prune_at = boot_now() + random.uniform(0, PRUNE_EVERY)  # noqa: S311 - no two processes in step
+        self._prune_at = boot_now() + chance.uniform(0, PRUNE_EVERY)  # no two processes in step
         #: Whether the next turn is for what has run out: what is held may not have the time for both in one.
         self._prunes = False
         self._rest = EVERY
@@ -338,7 +337,7 @@ class Writer:
             return
         began, used = boot_now(), self.session.last_used
         now_us = boot_now_us() + self._offset_us
-        left: list[type[EventRow] | type[MinuteRow]] = random.sample((EventRow, MinuteRow), 2)
+        left: list[type[EventRow] | type[MinuteRow]] = chance.sample((EventRow, MinuteRow), 2)
         while left and boot_now() - began < _TURN:
             try:
                 deleted = briefly(self.session, lambda cursor: delete_old(cursor, left[0], now_us), seconds, IN_LINE)
@@ -347,7 +346,7 @@ class Writer:
             if deleted < PRUNED:
                 del left[0]
         self.session.last_used = used
-        self._prune_at = boot_now() + (0.0 if left else PRUNE_EVERY * random.uniform(0.7, 1.3))  # noqa: S311
+        self._prune_at = boot_now() + (0.0 if left else PRUNE_EVERY * chance.uniform(0.7, 1.3))
 
 
 @dataclass(slots=True)

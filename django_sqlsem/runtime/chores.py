@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import random
 import secrets
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_sqlsem.backends.base import Ended, Request
 from django_sqlsem.conf import config
-from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.clocks import boot_now, chance
 from django_sqlsem.core.names import Resource
 from django_sqlsem.database.sessions import OwnSession, RefusedError
 from django_sqlsem.exceptions import BackendError
@@ -352,7 +351,7 @@ class Housekeeping(Chore):
 
     def run(self, now: float) -> None:
         """Look for what is over; a failure costs nothing, as it is looked for again."""
-        self._at = now + TIDY_EVERY * random.uniform(0.8, 1.2)  # noqa: S311 - no two processes in step
+        self._at = now + TIDY_EVERY * chance.uniform(0.8, 1.2)  # no two processes in step
         used, soon = self._session.last_used, False
         try:
             # One of the two in a turn: who only waits sends few statements. Where locks end by themselves, both.

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 import secrets
 from collections import deque
 from typing import Final
 
 from django_sqlsem.backends.base import Place, Queue, Request, Waited
-from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.clocks import boot_now, chance
 from django_sqlsem.core.modes import UPGRADE
 from django_sqlsem.database.sessions import Session
 from django_sqlsem.exceptions import BackendError
@@ -196,7 +195,7 @@ class LocalQueue:
         return Waited((granted,) if granted else (), Queue(ahead=0))
 
     def _plan(self, queue: Queue, now: float, *, new: bool = False) -> None:
-        self._refresh_at = now + HEARTBEAT * random.uniform(0.9, 1.0)  # noqa: S311 - no two processes in step
+        self._refresh_at = now + HEARTBEAT * chance.uniform(0.9, 1.0)  # no two processes in step
         self._polls = not queue.told and (queue.strangers > 0 or not self.keeper.reach.presence.channel)
         self._second_look = new
         self.next_at = self._next(now)
@@ -212,7 +211,7 @@ class LocalQueue:
     def _next(self, now: float) -> float:
         if not self._polls:
             return self._refresh_at
-        pause = self._pause * random.uniform(0.7, 1.3)  # noqa: S311
+        pause = self._pause * chance.uniform(0.7, 1.3)
         self._pause = min(self._pause * 1.15, LAST_POLL)
         return min(now + pause, self._refresh_at)
 

@@ -185,3 +185,14 @@ print(json.dumps([name for name in set(sys.modules) - before if name.startswith(
     others = [name for name in json.loads(loaded) if name not in backend]
     assert len(backend) <= BACKEND_FOR_LIST, backend
     assert len(others) <= MOST_FOR_LIST, others
+
+
+def test_one_module_draws_random_numbers() -> None:
+    """The program's own ``random`` may be seeded alike in every process, which would keep them in step."""
+    importing = {
+        module
+        for module, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import) and any(alias.name == "random" for alias in node.names)
+    }
+    assert importing == {"core/clocks.py"}

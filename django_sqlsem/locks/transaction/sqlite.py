@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import time
 from collections.abc import Iterator
 from typing import Final
@@ -13,6 +12,7 @@ from django.db import Error as DjangoDatabaseError
 from django.db.transaction import TransactionManagementError
 
 from django_sqlsem.core import testmode
+from django_sqlsem.core.clocks import chance
 from django_sqlsem.locks.transaction import key_rows
 from django_sqlsem.locks.transaction.base import LockMark, TransactionLocking, Wanted, number_of
 
@@ -66,7 +66,7 @@ class SQLiteLocking(TransactionLocking):
                 refused = True
                 if timeout is not None and time.monotonic() >= started + timeout:
                     return None
-                time.sleep(random.uniform(0.001, 0.005))  # noqa: S311
+                time.sleep(chance.uniform(0.001, 0.005))
         # Whoever was waited for has committed under this name, or did something else.
         if not refused or before.grants == count - 1 or (before.grants is None and mark is not None):
             return 0.0
