@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
+from django.core.exceptions import PermissionDenied
 from django.db import connections, transaction
 from django.http import HttpResponseRedirect
 from django.urls import reverse
@@ -155,6 +156,14 @@ class OperatorAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Say what the page cannot show."""
         self._note(request)
         return super().render_change_form(request, *args, **kwargs)
+
+    def history_view(
+        self, request: HttpRequest, object_id: str, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show what was done to a row, if the user may see rows: Django first tells whether there is this one."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        return super().history_view(request, object_id, extra_context)
 
     def _note(self, request: HttpRequest) -> None:
         if request.method == "GET" and not live.is_fragment(request):

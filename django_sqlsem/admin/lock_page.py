@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -76,9 +77,7 @@ def lock_page(model_admin: Any, request: HttpRequest, object_id: str) -> HttpRes
     """Return the page of one lock, or what changes of it. Raises ``BackendError``."""
     if request.method not in ("GET", "HEAD"):
         raise PermissionDenied
-    row = model_admin.find(request, unquote(object_id))
-    if not model_admin.has_view_permission(request, row):
-        raise PermissionDenied
+    row = _seen(model_admin, request, lambda: model_admin.find(request, unquote(object_id)))
     if row is not None:
         if (answer := live.known(request, model_admin.allowed(request))) is not None:
             return answer
@@ -120,11 +119,19 @@ def lock_page(model_admin: Any, request: HttpRequest, object_id: str) -> HttpRes
     return cast("HttpResponse", live.page(model_admin, request, "admin/sqlsem/one.html", context))
 
 
+def _seen(model_admin: Any, request: HttpRequest, find: Callable[[], Any]) -> Any:
+    """Return the row, if the user may see it. Who may see none does not learn, by time either, whether it is there."""
+    if not model_admin.has_view_permission(request):
+        raise PermissionDenied
+    row = find()
+    if row is not None and not model_admin.has_view_permission(request, row):
+        raise PermissionDenied
+    return row
+
+
 def audit_log(model_admin: Any, request: HttpRequest, object_id: str) -> HttpResponse | None:
     """Return what operators did to a lock, by the admin or the command; ``None``: there is no such lock."""
-    row = model_admin.get_object(request, unquote(object_id))
-    if not model_admin.has_view_permission(request, row):
-        raise PermissionDenied
+    row = _seen(model_admin, request, lambda: model_admin.get_object(request, unquote(object_id)))
     if row is None:
         return None
     done = queries.events(row.name, what=ACTS, limit=_MAX_AUDIT)
