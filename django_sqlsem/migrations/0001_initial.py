@@ -216,6 +216,7 @@ class Migration(migrations.Migration):
                 'permissions': [('stop_semaphorerow', 'Can ask holders to stop'), ('revoke_semaphorerow', 'Can revoke permits and purge stale slots'), ('configure_semaphorerow', 'Can set slots, pause and resume')],
                 'default_permissions': ('view',),
                 'indexes': [models.Index(fields=['paused'], name='sqlsem_semaphore_paused'), models.Index(fields=['template', 'name', 'kind'], name='sqlsem_semaphore_template')],
+                'constraints': [models.CheckConstraint(condition=models.Q(('declared_slots__lte', 10000)), name='sqlsem_declared_slots'), models.CheckConstraint(condition=models.Q(('operator_slots__lte', 10000)), name='sqlsem_operator_slots')],
             },
         ),
         migrations.CreateModel(

@@ -13,6 +13,7 @@ from django.db import models
 from django.utils.translation import gettext_lazy as _
 
 from django_sqlsem.core.modes import MUTEX
+from django_sqlsem.core.names import MAX_SLOTS
 from django_sqlsem.exceptions import not_installed
 from django_sqlsem.models.fields import ExactCharField
 
@@ -67,6 +68,11 @@ class SemaphoreRow(models.Model):
         indexes = [
             models.Index(fields=["paused"], name="sqlsem_semaphore_paused"),
             models.Index(fields=["template", "name", "kind"], name="sqlsem_semaphore_template"),
+        ]
+        # Whoever writes a larger one by hand would have rows made for each of them.
+        constraints = [
+            models.CheckConstraint(condition=models.Q(declared_slots__lte=MAX_SLOTS), name="sqlsem_declared_slots"),
+            models.CheckConstraint(condition=models.Q(operator_slots__lte=MAX_SLOTS), name="sqlsem_operator_slots"),
         ]
         permissions = [
             ("stop_semaphorerow", "Can ask holders to stop"),
