@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.test import TestCase, TransactionTestCase
 
 from django_sqlsem import AcquireTimeoutError, semaphore
-from django_sqlsem.testing import busy, held, nothing_held
+from django_sqlsem.testing import busy, clock, held, nothing_held
 from example_project.demo import meter
 from example_project.reports import tasks
 
@@ -38,4 +38,6 @@ class MeterTests(TransactionTestCase):
     def test_a_refused_call_is_not_counted(self) -> None:
         with busy("reports"), self.assertRaises(AcquireTimeoutError):
             tasks.send_report("ann@example.com")
+        with clock(), held(semaphore("reports", slots=3)), self.assertRaises(AcquireTimeoutError):
+            tasks.rebuild_figures()
         self.assertEqual(self.figures(), (0, 0))
