@@ -6,7 +6,7 @@ import os
 
 from celery import Celery
 
-import example_project.broker  # noqa: F401  (what a folder:// address means)
+import example_project.demo.broker  # noqa: F401  (what a folder:// address means)
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "example_project.settings")
 

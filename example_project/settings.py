@@ -27,8 +27,8 @@ INSTALLED_APPS = [
     "django.contrib.messages",
     "django.contrib.staticfiles",
     "django_sqlsem",  # this line and `migrate` are the whole installation
-    "example_project.reports",
-    "example_project.demo",
+    "example_project.reports",  # what a user writes
+    "example_project.demo",  # what puts it under load: `manage.py demo`
 ]
 
 MIDDLEWARE = [
@@ -88,7 +88,7 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 SQLSEM = {"DEADLOCKS": "break"}  # of two who wait for each other, the later one raises DeadlockError
 
-# Celery without a server: its messages are files (see broker.py). Any other broker works as well.
+# Celery without a server: its messages are files (see demo/broker.py). Any other broker works as well.
 _BROKER_DIR = VAR_DIR / "broker"
 _BROKER_DIR.mkdir(exist_ok=True)
 CELERY_BROKER_URL = "folder://localhost"

@@ -7,7 +7,7 @@ from django.apps import AppConfig
 
 
 class DemoConfig(AppConfig):
-    """Counts what becomes of the tasks, by Celery's own events, and the permits that were lost."""
+    """Counts who is at work, what becomes of the tasks by Celery's own events, and the permits that were lost."""
 
     name = "example_project.demo"
     label = "demo"
@@ -15,7 +15,12 @@ class DemoConfig(AppConfig):
     def ready(self) -> None:
         """Connect the counters."""
         from django_sqlsem.signals import permit_lost
+        from example_project.demo import meter
+        from example_project.reports import work
 
+        # The work is counted inside, where it holds its slot: so the counter bears witness to the locks.
+        work.make_report = meter.counted()(work.make_report)
+        work.amake_report = meter.acounted()(work.amake_report)
         signals.task_success.connect(_finished, weak=False)
         signals.task_retry.connect(_retried, weak=False)
         signals.task_failure.connect(_failed, weak=False)

@@ -10,13 +10,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from example_project.demo.children import HOST
-from example_project.reports.tasks import rebuild_figures, send_digest
+from example_project.reports.tasks import rebuild_figures, send_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PATHS = ("/reports/monthly/", "/reports/yearly/")
-TASKS = (send_digest, rebuild_figures)
+TASKS = (send_report.si("ann@example.com"), rebuild_figures.si())
 
 
 def get(port: int, path: str, *, timeout: float = 30) -> int:

@@ -1,25 +1,25 @@
-"""The example's own tests: `python manage.py test example_project`."""
+"""Tests of what the semaphore does: `python manage.py test example_project`."""
 
 from __future__ import annotations
 
 from django.test import TestCase, TransactionTestCase
 
-from django_sqlsem import AcquireTimeoutError, PermitLostError
-from django_sqlsem.testing import (
-    busy,
-    clock,
-    held,
-    nothing_held,
-    recorded,
-)
-from example_project.demo import meter
+from django_sqlsem import AcquireTimeoutError, PermitLostError, semaphore
+from django_sqlsem.testing import busy, clock, held, nothing_held, recorded
 from example_project.reports import tasks
-from example_project.reports.views import REPORTS
+
+REPORTS = semaphore("reports", slots=3)
 
 
-class ViewTests(TestCase):
+class ReportTests(TestCase):
     def setUp(self) -> None:
         self.enterContext(nothing_held())
+
+    def test_a_visitor_is_told_when_all_slots_are_taken(self) -> None:
+        with busy("reports"):
+            response = self.client.get("/reports/monthly/")
+        self.assertEqual(response.status_code, 503)
+        self.assertIn("Retry-After", response.headers)
 
     def test_a_report_takes_one_of_three_slots(self) -> None:
         with recorded() as acquired:
@@ -37,30 +37,23 @@ class ViewTests(TestCase):
                 self.assertEqual(response.json()["error"], "busy")
             self.assertLess(0.5, now.elapsed)  # each would have waited for 0.3 s
 
-    def test_the_index_shows_who_holds(self) -> None:
-        with held(REPORTS, 1):
-            self.assertEqual(len(self.client.get("/").context["status"].holders), 1)
-
 
 class TaskTests(TransactionTestCase):
     """On the real rows of the test database."""
 
     def setUp(self) -> None:
         self.enterContext(nothing_held())
-        meter.reset()
 
     def test_a_task_takes_a_slot(self) -> None:
         with recorded(REPORTS) as acquired:
-            tasks.send_digest()
+            tasks.send_report("ann@example.com")
         self.assertEqual(len(acquired), 1)
-        self.assertEqual((meter.read().peak, meter.read().inside), (1, 0))
 
     def test_a_task_that_is_called_raises_when_busy(self) -> None:
         with busy("reports"), self.assertRaises(AcquireTimeoutError):
-            tasks.send_digest()
+            tasks.send_report("ann@example.com")
         with clock(), held(REPORTS), self.assertRaises(AcquireTimeoutError):
             tasks.rebuild_figures()
-        self.assertEqual(meter.read().peak, 0)
 
     def test_a_lost_permit(self) -> None:  # what hears of it writes to the database, on a thread of its own
         with clock() as now, REPORTS as permit:

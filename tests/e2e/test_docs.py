@@ -103,7 +103,7 @@ def run_page(page: Path) -> dict[str, Any]:
     return namespace
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
 def test_python_runs(database: str, settings: Any, name: str) -> None:
     settings.SQLSEM = {"DATABASE": database}
     page = run_page(ROOT / name)

@@ -472,4 +472,4 @@ def test_the_examples_own_tests(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "Ran 6 tests" in done.stderr
+    assert "Ran 10 tests" in done.stderr

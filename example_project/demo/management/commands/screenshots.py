@@ -109,7 +109,7 @@ class Command(BaseCommand):
         with self._web() as site, self._page(browser, site) as page:
             self._error(page)
         if find_spec("unfold"):
-            unfold = {"DJANGO_SETTINGS_MODULE": "example_project.unfold_settings"}
+            unfold = {"DJANGO_SETTINGS_MODULE": "example_project.demo.unfold_settings"}
             with self._web(unfold) as site, self._page(browser, site, color_scheme="dark") as page:
                 self._take(page, OVERVIEW, "overview-unfold")
                 self._take(page, LOCK, "lock-unfold")

@@ -14,7 +14,7 @@ from typing import Any
 from kombu.transport import TRANSPORT_ALIASES, filesystem
 from kombu.utils.json import dumps
 
-TRANSPORT_ALIASES["folder"] = "example_project.broker:Transport"
+TRANSPORT_ALIASES["folder"] = "example_project.demo.broker:Transport"
 
 
 class Channel(filesystem.Channel):
