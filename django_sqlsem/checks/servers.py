@@ -20,6 +20,7 @@ from django.db import Error as DatabaseError
 from django.db import connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.migrations.loader import MigrationLoader
+from django.db.migrations.recorder import MigrationRecorder
 
 from django_sqlsem import queries
 from django_sqlsem.backends import get_backend
@@ -468,8 +469,11 @@ def _unmigrated(connection: BaseDatabaseWrapper) -> tuple[set[str], str]:
     """Return the tables that belong into a database, and in a sentence what of them is not there."""
     models = apps.get_app_config("sqlsem").get_models()
     wanted = {model._meta.db_table for model in models if router.allow_migrate_model(connection.alias, model)}
-    if missing := sorted(wanted.difference(connection.introspection.table_names())):
+    there = set(connection.introspection.table_names())
+    if missing := sorted(wanted - there):
         return wanted, f"Tables are missing: {', '.join(missing)}."
+    if MigrationRecorder.Migration._meta.db_table not in there:  # a role without rights on it does not see it
+        return wanted, ""
     loader = MigrationLoader(connection)
     unapplied = set(loader.disk_migrations or ()) - set(loader.applied_migrations)
     waiting = sorted(name for app, name in unapplied if app == "sqlsem")
