@@ -75,6 +75,7 @@ lint: $(DEV)
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python docs/words.py
 	$(BIN)/python manage.py makemigrations --check --dry-run
 	$(MAKE) docs
 

@@ -171,7 +171,7 @@ class Migration(migrations.Migration):
                 ('until_us', models.BigIntegerField(verbose_name='kept until')),
                 ('granted', models.PositiveIntegerField(default=0, verbose_name='granted')),
                 ('released', models.PositiveIntegerField(default=0, verbose_name='released')),
-                ('turned_away', models.PositiveIntegerField(default=0, verbose_name='turned away')),
+                ('turned_away', models.PositiveIntegerField(default=0, verbose_name='refused')),
                 ('lost', models.PositiveIntegerField(default=0, verbose_name='lost')),
                 ('held_us', models.BigIntegerField(default=0, verbose_name='held')),
                 ('longest_hold_us', models.BigIntegerField(default=0, verbose_name='longest hold')),

@@ -394,7 +394,7 @@ class MinuteRow(models.Model):
     until_us = models.BigIntegerField(_("kept until"))
     granted = models.PositiveIntegerField(_("granted"), default=0)
     released = models.PositiveIntegerField(_("released"), default=0)
-    turned_away = models.PositiveIntegerField(_("turned away"), default=0)
+    turned_away = models.PositiveIntegerField(_("refused"), default=0)
     lost = models.PositiveIntegerField(_("lost"), default=0)
     #: Slots times microseconds, of what ended in this minute.
     held_us = models.BigIntegerField(_("held"), default=0)
