@@ -125,6 +125,8 @@ def _because(busy: Busy) -> str:
         return f"{busy.name!r} is paused by an operator."
     if busy.reason == "queue full":
         return f"no slot of {busy.name!r} was free, and {busy.waiting} wait for one already."
+    if not (busy.holders or busy.waiting):
+        return f"no slot of {busy.name!r} was free."
     return f"no slot of {busy.name!r} was free; {len(busy.holders)} held, {busy.waiting} waiting."
 
 

@@ -57,7 +57,9 @@ def turned_away(name: str, timeout: float | None, crowd: Crowd) -> AcquireTimeou
         told, reason = f"{name!r} is paused by an operator", "paused"
         seconds = PAUSED_ESTIMATE if crowd.resumes_in is None else max(LEAST, crowd.resumes_in)
     else:
-        told, reason = f"No slot of {name!r} is free, and {crowd.waiting} wait already", "queue full"
+        told, reason = f"No slot of {name!r} is free", "full"
+        if crowd.waiting:  # else nobody may wait
+            told, reason = f"{told}, and {crowd.waiting} wait already", "queue full"
         turns = (crowd.waiting + 1) * (crowd.usual_hold or 0.0) / max(1, crowd.slots)
         seconds = min(LONGEST_ESTIMATE, max(LEAST, turns))
     return AcquireTimeoutError(

@@ -96,8 +96,8 @@ async def _take(lock):
 
 def test_with_a_bound_of_nothing_nobody_waits_and_who_finds_a_slot_has_it(database, taken):
     lock = bounded(database, max_waiting=0)
-    assert why(lock.acquire) == ("queue full", 0)
-    assert why(lambda: asyncio.run(lock.aacquire())) == ("queue full", 0)
+    assert why(lock.acquire) == ("full", 0)
+    assert why(lambda: asyncio.run(lock.aacquire())) == ("full", 0)
     taken.release()
     lock.acquire().release()
     asyncio.run(_take(lock))
@@ -113,7 +113,7 @@ def test_every_lock_has_the_bound(database, kind):
         "several": lambda: (semaphore("b", 3, **options), semaphore("b", 3, take=3, **options)),
     }[kind]()
     permit = held.acquire()
-    assert run_in_threads(1, lambda _: why(lock.acquire)) == [("queue full", 0)]
+    assert run_in_threads(1, lambda _: why(lock.acquire)) == [("full", 0)]
     permit.release()
     lock.acquire().release()
 
@@ -230,9 +230,17 @@ def test_paused_full_and_queue_full_are_told_apart(database, taken, rf, caplog):
     assert "This is busy right now" in page
     assert "because no slot of 'bounded' was free; 1 held, 0 waiting." in message
     reason, page, message = told(max_waiting=0)
-    assert reason == "queue full"
-    assert "others are waiting already" in page
-    assert "because no slot of 'bounded' was free, and 0 wait for one already." in message
+    assert reason == "full"
+    assert "others are waiting" not in page
+    assert message.endswith("because no slot of 'bounded' was free.")
+    with Queuer(database, "bounded", counted=False) as other:
+        other.ready().ask()
+        wait_for_waiters(database, 1)
+        reason, page, message = told(max_waiting=1)
+        assert reason == "queue full"
+        assert "others are waiting already" in page
+        assert "because no slot of 'bounded' was free, and 1 wait for one already." in message
+        other.kill()
     control.pause("bounded", by="ann", using=database)
     for options in ({}, {"timeout": 0}, {"max_waiting": 0}):
         reason, page, message = told(**options)
@@ -267,7 +275,7 @@ def test_a_bound_in_a_test_case(world, rf):
     lock = bounded(world, max_waiting=0)
     permit = lock.acquire()
     permit.detach()
-    assert why(lock.acquire) == ("queue full", 0)
+    assert why(lock.acquire) == ("full", 0)
     permit.release()
     control.pause("bounded", by="ann", using=world)
     assert bounded(world)(lambda request: HttpResponse())(rf.get("/")).headers["Retry-After"] == "30"
