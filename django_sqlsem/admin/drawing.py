@@ -219,7 +219,7 @@ def lengths(
     return Panel(
         key,
         title,
-        [(f"{word} {length(getattr(last, name))}", name) for name, word in reversed(_LINES)],
+        [(_("latest:"), "none"), *((f"{word} {length(getattr(last, name))}", name) for name, word in reversed(_LINES))],
         about,
         svg_number(_HIGHER),
         [(svg_number(min(heights.y(step) + 3, _HIGHER - 1)), length(step), "tick") for step in steps],

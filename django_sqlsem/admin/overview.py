@@ -345,7 +345,8 @@ class OverviewStateFilter(StateFilter):
     def choices(self, changelist: Any) -> Iterator[Any]:
         """Add how many there are."""
         for choice, state in zip(super().choices(changelist), ("", *SURVEY_STATES), strict=True):
-            yield {**choice, "state": state, "count": getattr(self.told, state, "")}
+            if not state or hasattr(self.told, state):  # what is not counted by template has no tile there
+                yield {**choice, "state": state, "count": getattr(self.told, state, "")}
 
 
 class KindFilter(admin.SimpleListFilter):

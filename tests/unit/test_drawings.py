@@ -211,7 +211,7 @@ def test_a_panel_of_lengths_has_gaps_and_names_the_latest() -> None:
     assert set(paths) == {"sqlsem-line sqlsem-p50", "sqlsem-line sqlsem-p95", "sqlsem-line sqlsem-longest"}
     for path in paths.values():
         assert re.sub(r"[\d. ]+", "", path) == "MHVHMH"
-    assert [word for word, _kind in panel.beside] == ["p50 500 ms", "p95 500 ms", "max 500 ms"]
+    assert [word for word, _kind in panel.beside] == ["latest:", "p50 500 ms", "p95 500 ms", "max 500 ms"]
     assert "longest of all: 2 s" in texts(root, "desc")[0]
     assert not admin_drawing.lengths("w", "Waits", [(each, None) for each in at], SCALE).height
 

@@ -345,3 +345,10 @@ def test_to_list_transaction_locks_takes_none(operator: Client, locks_alias: str
         assert "a name" in text(operator.get(reverse(LOCKS)))
     assert not [each["sql"] for each in captured if re.search(r"\bFOR (UPDATE|SHARE)\b|SHARE MODE", each["sql"])]
     assert login("nobody").get(reverse(LOCKS)).status_code == 403
+
+
+def test_a_template_has_tiles_of_what_is_counted_by_template(operator: Client, locks_alias: str) -> None:
+    make_semaphore(locks_alias, "n1", template="n{pk}")
+    page = operator.get(reverse(SEMAPHORES), {"template": "n{pk}"}).content.decode()
+    tiles = dict(re.findall(r'<li class="sqlsem-(\w+)[^>]*><a [^>]*>(?:<strong>(\d*)</strong>)?', page))
+    assert tiles == {"all": "", "held": "0", "stale": "0", "waiting": "0", "paused": "0"}
