@@ -235,9 +235,11 @@ def _until(snapshot: SemaphoreSnapshot) -> str:
     if snapshot.paused_until is not None and snapshot.resumes_in is not None:
         when = {"at": f"{snapshot.paused_until:%Y-%m-%d %H:%M} UTC", "left": length(snapshot.resumes_in)}
         told += " " + _("It is resumed by itself at %(at)s, in %(left)s.") % when
-    if snapshot.paused_reason:
-        told += " " + _("Reason: %(reason)s") % {"reason": visible(snapshot.paused_reason)}
-    return told
+    return told + _why(snapshot.paused_reason)
+
+
+def _why(reason: str) -> str:
+    return " " + _("Reason: %(reason)s") % {"reason": visible(reason)} if reason else ""
 
 
 def _facts(snapshot: SemaphoreSnapshot) -> list[Said]:
@@ -264,13 +266,15 @@ def _facts(snapshot: SemaphoreSnapshot) -> list[Said]:
 
 def _set_by(snapshot: SemaphoreSnapshot, last: Event | None) -> str:
     """Return what an operator has set instead of what the code says: who, when and why."""
-    who, at, reason = _("an operator"), "", ""
+    who = visible(snapshot.slots_by or (last.by if last is not None else "")) or _("an operator")
     if last is not None:
-        who, reason = visible(last.by) or who, last.detail.partition(": ")[2]
-        at = f", {timezone.localtime(last.at):%Y-%m-%d %H:%M %Z}"
-    told = {"slots": snapshot.slots, "declared": snapshot.declared_slots, "who": f"{who}{at}"}
+        who = f"{who}, {timezone.localtime(last.at):%Y-%m-%d %H:%M %Z}"
+    told = {"slots": snapshot.slots, "declared": snapshot.declared_slots, "who": who}
     text = _("Slots set to %(slots)d by %(who)s; the code declares %(declared)d.") % told
-    return f"{text} {_('Reason: %(reason)s') % {'reason': visible(reason)}}" if reason else text
+    if snapshot.slots_until is not None and snapshot.slots_end_in is not None:
+        when = {"at": f"{snapshot.slots_until:%Y-%m-%d %H:%M} UTC", "left": length(snapshot.slots_end_in)}
+        text += " " + _("That ends by itself at %(at)s, in %(left)s.") % when
+    return text + _why(snapshot.slots_reason)
 
 
 def _waits(reading: Reading, name: str) -> list[Said]:

@@ -123,8 +123,8 @@ def test_housekeeping_writes_that_a_pause_is_over(lock, database):
     control.pause("paused", by="ann", duration=0, reason="once", using=database)
     control.pause("other", by="ann", duration=FAR, using=database)
     try:
-        assert backend.end_pauses(session) == ["paused"]
-        assert backend.end_pauses(session) == []
+        assert [(act.name, act.what) for act in backend.end_acts(session)] == [("paused", "pause")]
+        assert backend.end_acts(session) == []
     finally:
         session.close()
     row = SemaphoreRow.objects.using(database).get(name="paused")
