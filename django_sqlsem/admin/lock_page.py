@@ -77,9 +77,11 @@ def lock_page(model_admin: Any, request: HttpRequest, object_id: str) -> HttpRes
     """Return the page of one lock, or what changes of it. Raises ``BackendError``."""
     if request.method not in ("GET", "HEAD"):
         raise PermissionDenied
-    row = _seen(model_admin, request, lambda: model_admin.find(request, unquote(object_id)))
+    row = _seen(
+        model_admin, request, lambda: live.trusted_row(request) or model_admin.find(request, unquote(object_id))
+    )
     if row is not None:
-        if (answer := live.known(request, model_admin.allowed(request))) is not None:
+        if (answer := live.known(request, model_admin.allowed(request), row)) is not None:
             return answer
         row = model_admin.known(request, [row])[0]
     if row is None or row.known is None:
@@ -90,7 +92,9 @@ def lock_page(model_admin: Any, request: HttpRequest, object_id: str) -> HttpRes
         )
     snapshot, reading = row.known, live.reading_of(request)
     buttons = Buttons(model_admin, request, snapshot)
-    rare = queries.events(snapshot.name, what=_RARE, limit=_MAX_RARE)
+    # Without the drawings nothing is told of them but who paused it or set its slots.
+    told = not live.is_light(request) or snapshot.paused or snapshot.operator_slots is not None
+    rare = queries.events(snapshot.name, what=_RARE, limit=_MAX_RARE) if told else []
     chosen = drawing.chosen_range(request)
     context = {
         "acts": buttons,
