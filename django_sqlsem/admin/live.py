@@ -73,38 +73,44 @@ def reading_of(request: HttpRequest) -> Reading:
     asked = cast("Any", request)
     if not hasattr(asked, "sqlsem_reading"):
         if is_fragment(request):
-            asked.sqlsem_read_at, asked.sqlsem_reading = _readings.shared()
+            asked.sqlsem_read_at, asked.sqlsem_reading = _readings.shared(_place(request))
         else:
             asked.sqlsem_reading = queries.Reading()
     return cast("Reading", asked.sqlsem_reading)
 
 
-class _Readings:
-    """What is read for views that refresh themselves: within one refresh, those of this process draw on one reading.
+def _place(request: HttpRequest) -> tuple[str, ...]:
+    """Return what tells where a request is answered: behind one alias, hosts may have tables of their own."""
+    return request.get_host(), str(getattr(request, "urlconf", "")), queries.locks_database()
 
-    Those of a name have it read together with the names of the others, as these are known from the refresh before.
+
+class _Readings:
+    """What is read for views that refresh themselves: within one refresh, those of one place draw on one reading.
+
+    The names that their pages are about are read together, as these are known from the refresh before.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: By alias: when it was begun, by the monotonic clock.
-        self._found: dict[str, tuple[float, Reading]] = {}
-        #: By alias and name: until when it is expected to be asked for again.
-        self._names: dict[tuple[str, str], float] = {}
+        #: By place: when it was begun, by the monotonic clock.
+        self._found: dict[tuple[str, ...], tuple[float, Reading]] = {}
+        #: By place and name: until when it is expected to be asked for again.
+        self._names: dict[tuple[tuple[str, ...], str], float] = {}
 
-    def shared(self) -> tuple[float, Reading]:
+    def shared(self, place: tuple[str, ...]) -> tuple[float, Reading]:
         """Return a reading, and when it was begun: less than a refresh ago."""
-        alias, now = queries.locks_database(), time.monotonic()
+        now = time.monotonic()
         with self._lock:
-            at, found = self._found.get(alias, (0.0, None))
+            at, found = self._found.get(place, (0.0, None))
             if found is None or now - at >= REFRESH_SECONDS:
                 if found is not None:
-                    self._names |= {(alias, name): at + 3 * REFRESH_SECONDS for name in tuple(found.asked)}
+                    self._names |= {(place, name): at + 3 * REFRESH_SECONDS for name in tuple(found.asked)}
                 self._names = {key: until for key, until in self._names.items() if until > now}
-                expected = [name for place, name in self._names if place == alias]
+                self._found = {key: each for key, each in self._found.items() if now - each[0] < 3 * REFRESH_SECONDS}
+                expected = [name for where, name in self._names if where == place]
                 waits = found is not None and found.waits_read
-                at, found = now, queries.Reading(alias, expected=expected[:_MOST_EXPECTED], all_waits=waits)
-                self._found[alias] = (at, found)
+                at, found = now, queries.Reading(place[-1], expected=expected[:_MOST_EXPECTED], all_waits=waits)
+                self._found[place] = (at, found)
             return at, found
 
     def clear(self) -> None:
@@ -113,7 +119,7 @@ class _Readings:
             self._found.clear()
 
 
-#: The most names that are read although nobody has asked for them yet: as many as one read takes.
+#: The most names that are read although nobody has asked for them yet.
 _MOST_EXPECTED: Final = 400
 _readings: Final = _Readings()
 
@@ -333,8 +339,7 @@ class _Views:
             self._trusted[session] = (until, allowed, row)
 
     def _who(self, request: HttpRequest) -> tuple[Any, ...]:
-        host, urlconf = request.get_host(), str(getattr(request, "urlconf", ""))
-        return request.COOKIES.get(settings.SESSION_COOKIE_NAME), host, urlconf, queries.locks_database()
+        return request.COOKIES.get(settings.SESSION_COOKIE_NAME), *_place(request)
 
     def _session(self, request: HttpRequest) -> tuple[Any, ...] | None:
         who = self._who(request)
@@ -342,8 +347,8 @@ class _Views:
 
     def _view(self, request: HttpRequest) -> tuple[Any, ...]:
         """Return what makes a view, but for what its reader may do."""
-        where = (request.get_host(), str(getattr(request, "urlconf", "")), request.get_full_path(), is_light(request))
-        return (*where, get_language(), get_current_timezone_name(), queries.locks_database())
+        where = (*_place(request), request.get_full_path(), is_light(request))
+        return (*where, get_language(), get_current_timezone_name())
 
 
 _views: Final = _Views()

@@ -225,6 +225,16 @@ def test_views_of_one_moment_draw_on_one_reading(operator: Client, alias: str, m
     assert float(answer[live.AGE]) < 1
 
 
+def test_hosts_share_no_reading(operator: Client, alias: str, settings: Any) -> None:
+    """Each may have tables of its own, as tenants do."""
+    settings.ALLOWED_HOSTS = ["*"]
+    make_semaphore(alias)
+    assert "web9" not in ask(operator, "lock", Host="one.example").content.decode()
+    hold(alias, host="web9", left=600)
+    assert "web9" not in ask(operator, "lock", Host="one.example", X_Sqlsem_Light="1").content.decode()
+    assert "web9" in ask(operator, "lock", Host="two.example").content.decode()
+
+
 def test_what_was_done_is_seen_at_once(operator: Client, alias: str) -> None:
     make_semaphore(alias)
     assert "<strong>0</strong> names paused" in ask(operator).content.decode()
