@@ -172,14 +172,14 @@ class Reading:
             return None
         wanted, of = set(names), tuple(templates)
         with self._trends_lock:
-            known, found = self._trends.get((of, window, step), (frozenset(), ({}, {})))
-            if not known or not wanted <= known:
+            known = self._trends.get((of, window, step))
+            if known is None or not wanted <= known[0]:
                 # Of a long while a name is much to read.
                 more = self._expected if window <= serialize.WINDOW else ()
-                known = wanted.union(known, more)
-                found = trends(sorted(known), list(of), window=window, step=step, now=self.now, using=self.using)
-                self._trends[of, window, step] = (known, found)
-        return found
+                names = wanted.union(known[0] if known else (), more)
+                found = trends(sorted(names), list(of), window=window, step=step, now=self.now, using=self.using)
+                known = self._trends[of, window, step] = (names, found)
+        return known[1]
 
     @cached_property
     def _all_waits(self) -> tuple[list[WaitSnapshot], list[DeadlockSnapshot]]:
