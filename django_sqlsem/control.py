@@ -210,19 +210,34 @@ def execute_purge(plan: PurgePlan, *, by: str, reason: str = "") -> PurgeResult:
     return PurgeResult(tuple(freed), tuple(deleted), tuple(changed), tuple(in_use))
 
 
-def set_slots(name: Name, slots: int | None, *, by: str, using: str | None = None, reason: str = "") -> bool:
+def set_slots(
+    name: Name,
+    slots: int | None,
+    *,
+    by: str,
+    using: str | None = None,
+    duration: Seconds | None = None,
+    reason: str = "",
+) -> bool:
     """Set the number of slots, whatever the code says; ``None`` leaves it to the code again.
 
-    No holder is interrupted: after a shrink nothing is granted until fewer are held. Returns ``False`` if there is
-    no such name. Raises ``ValueError`` for a number out of range, or for a mutex or an rlock and any number but 1.
+    No holder is interrupted: after a shrink nothing is granted until fewer are held. ``duration`` and ``reason``: as of
+    ``pause()``; afterwards the code's number counts again by itself. Returns ``False`` if there is no such name. Raises
+    ``ValueError`` for a number out of range, or for a mutex or an rlock and any number but 1.
     """
     name = validate_name(name)
     if slots is not None:
         validate_slots(slots)
+    seconds = to_seconds(duration, what="duration", allow_none=True)
+    if slots is None and seconds is not None:
+        raise ValueError("duration: the number that the code declares has no end.")
     backend = get_backend(database_for(using))
-    done = backend.set_slots(name, slots)
+    shown = printable(by, MAX_USER_LENGTH)
+    done = backend.set_slots(name, slots, by=shown, seconds=seconds, reason=_reason(reason))
     if done:
         told = "as declared by the code" if slots is None else f"{slots} slots"
+        if seconds is not None:
+            told += f" for {duration_text(seconds)}"
         _acted(backend, "set slots", name, by, told, reason=reason)
     return done
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from django_sqlsem import conf, serialize
 from django_sqlsem.backends import database_for, get_backend
@@ -23,6 +24,7 @@ from django_sqlsem.snapshots import TROUBLE, longest
 if TYPE_CHECKING:
     import datetime
     from collections.abc import Iterable
+    from collections.abc import Set as AbstractSet
 
     from django.db.models import Q
 
@@ -70,6 +72,8 @@ __all__ = [
     "with_totals",
 ]
 
+#: What happened lately, by names and by templates.
+Trends: TypeAlias = "tuple[dict[str, Trend], dict[str, Trend]]"
 State: TypeAlias = Literal["held", "stale", "waiting", "free", "paused"]
 
 
@@ -79,16 +83,24 @@ def locks_database(using: str | None = None) -> str:
 
 
 class Reading:
-    """What one request reads: all as of one instant of the database's clock, and nothing twice.
+    """What one request, or several of one moment, read: all by one instant of the database's clock, and nothing twice.
 
-    Whatever is asked of it may raise ``BackendError``. It belongs to one thread.
+    Whatever is asked of it may raise ``BackendError``. ``expected``: names that will be asked for, to be read with the
+    first; ``all_waits``: ``waits`` will be asked for as well as ``deadlocks``.
     """
 
-    def __init__(self, using: str | None = None) -> None:
+    def __init__(self, using: str | None = None, *, expected: Iterable[str] = (), all_waits: bool = False) -> None:
         self.using = database_for(using)
         self._backend = get_backend(self.using)
+        self._lock = threading.Lock()
+        self._expected = tuple(expected)
+        self._expects_waits = all_waits
         self._known: dict[str, SemaphoreSnapshot | None] = {}
+        #: The names that were asked for.
+        self.asked: set[str] = set()
         self._surveyed: Survey | None = None
+        self._trends: dict[tuple[Any, ...], tuple[AbstractSet[str], Trends]] = {}
+        self._trends_lock = threading.Lock()
 
     @cached_property
     def _clock(self) -> RowClock:
@@ -103,10 +115,13 @@ class Reading:
     def by_name(self, names: Iterable[str]) -> dict[str, SemaphoreSnapshot]:
         """Return the snapshots of these names by name, in that order; unknown ones are left out."""
         wanted = sorted(set(names))
-        new = [name for name in wanted if name not in self._known]
-        if new:
-            self._known |= dict.fromkeys(new)
-            self._known |= {each.name: each for each in self._backend.inspect(new, at=self._clock)}
+        with self._lock:
+            self.asked.update(wanted)
+            if any(name not in self._known for name in wanted):
+                several = dict.fromkeys([*wanted, *self._expected])
+                new = [name for name in several if name not in self._known]
+                read = {each.name: each for each in self._backend.inspect(new, at=self._clock)}
+                self._known |= {name: read.get(name) for name in new}
         return {name: found for name in wanted if (found := self._known[name]) is not None}
 
     @cached_property
@@ -155,17 +170,36 @@ class Reading:
         """Return what happened lately to names and to those of templates, by these; ``None``: no history is kept."""
         if not conf.config(self.using).history:
             return None
-        return trends(list(names), list(templates), window=window, step=step, now=self.now, using=self.using)
+        wanted, of = set(names), tuple(templates)
+        with self._trends_lock:
+            known = self._trends.get((of, window, step))
+            if known is None or not wanted <= known[0]:
+                # Of a long while a name is much to read.
+                more = self._expected if window <= serialize.WINDOW else ()
+                names = wanted.union(known[0] if known else (), more)
+                found = trends(sorted(names), list(of), window=window, step=step, now=self.now, using=self.using)
+                known = self._trends[of, window, step] = (names, found)
+        return known[1]
 
     @cached_property
+    def _all_waits(self) -> tuple[list[WaitSnapshot], list[DeadlockSnapshot]]:
+        return deadlocks_reading.standing(self.using, at=self._clock)
+
+    @property
     def waits(self) -> list[WaitSnapshot]:
         """Who waits while holding something. Asked for before ``deadlocks``, it answers those too."""
-        found, self.deadlocks = deadlocks_reading.standing(self.using, at=self._clock)
-        return found
+        return self._all_waits[0]
+
+    @property
+    def waits_read(self) -> bool:
+        """Whether ``waits`` was asked for."""
+        return "_all_waits" in vars(self)
 
     @cached_property
     def deadlocks(self) -> list[DeadlockSnapshot]:
         """The deadlocks."""
+        if self._expects_waits or self.waits_read:
+            return self._all_waits[1]
         return deadlocks_reading.standing(self.using, everything=False, at=self._clock)[1]
 
     def in_state(self, state: SurveyState) -> Q:

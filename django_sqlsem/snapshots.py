@@ -197,6 +197,11 @@ class SemaphoreSnapshot:
     paused_at: datetime.datetime | None = None
     paused_until: datetime.datetime | None = None
     resumes_in: float | None = None
+    #: Of an operator's number: by whom, why and until when, and seconds until then; ``None``: until it is undone.
+    slots_by: str = ""
+    slots_reason: str = ""
+    slots_until: datetime.datetime | None = None
+    slots_end_in: float | None = None
     #: The decorator's name before a call's arguments filled it in: ``sync:{request.user.pk}``. Empty for other names.
     template: str = ""
 

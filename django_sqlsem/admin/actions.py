@@ -208,16 +208,14 @@ class ReasonForm(forms.Form):
     )
 
 
-class PauseForm(ReasonForm):
-    """For how long nothing is granted, and why."""
-
-    seconds = forms.TypedChoiceField(
+def _for_how_long(without_end: _StrPromise, afterwards: _StrPromise) -> forms.TypedChoiceField:
+    return forms.TypedChoiceField(
         label=gettext_lazy("For"),
         coerce=int,
         empty_value=None,
         required=False,
         choices=(
-            ("", gettext_lazy("until somebody resumes it")),
+            ("", without_end),
             (300, gettext_lazy("5 minutes")),
             (900, gettext_lazy("15 minutes")),
             (1800, gettext_lazy("30 minutes")),
@@ -225,20 +223,39 @@ class PauseForm(ReasonForm):
             (4 * 3600, gettext_lazy("4 hours")),
             (86400, gettext_lazy("1 day")),
         ),
-        help_text=gettext_lazy("Afterwards it is resumed by itself."),
+        help_text=afterwards,
+    )
+
+
+class PauseForm(ReasonForm):
+    """For how long nothing is granted, and why."""
+
+    seconds = _for_how_long(
+        gettext_lazy("until somebody resumes it"), gettext_lazy("Afterwards it is resumed by itself.")
     )
 
 
 class SlotsForm(ReasonForm):
-    """An operator's number of slots, and why."""
+    """An operator's number of slots, for how long, and why."""
 
     slots = forms.IntegerField(
         label=gettext_lazy("Slots"),
         min_value=1,
         max_value=MAX_SLOTS,
         required=False,
-        help_text=gettext_lazy("Leave it empty to go by the number that the code declares."),
+        help_text=gettext_lazy("Leave it empty for the number that the code declares."),
     )
+    seconds = _for_how_long(
+        gettext_lazy("until somebody undoes it"),
+        gettext_lazy("Afterwards the number that the code declares counts again, by itself."),
+    )
+
+    def clean(self) -> dict[str, Any] | None:
+        """Refuse an end for the code's own number."""
+        found = super().clean()
+        if self.cleaned_data.get("seconds") is not None and not self.errors and self.cleaned_data["slots"] is None:
+            self.add_error("seconds", _("The number that the code declares has no end."))
+        return found
 
 
 _KEEP: Final = gettext_lazy("Holders, who keep their slots")
@@ -248,7 +265,8 @@ _KEEP: Final = gettext_lazy("Holders, who keep their slots")
 def set_slots(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
     """Set the number of slots, whatever the code says."""
     form = SlotsForm(request.POST if confirm.is_confirmed(request) else None, auto_id=_IDS)
-    slots = form.cleaned_data["slots"] if form.is_valid() else None
+    given = form.cleaned_data if form.is_valid() else {"slots": None, "seconds": None}
+    slots = given["slots"]
     page = Page(
         action="set_slots",
         title=_("Set slots"),
@@ -259,7 +277,8 @@ def set_slots(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -
         form=form,
     )  # fmt: skip
     done = _CODES if slots is None else gettext_lazy("Slots of %(names)s set to %(slots)d.")
-    return _on_names(model_admin, request, queryset, page, partial(control.set_slots, slots=slots), done, slots=slots)
+    act = partial(control.set_slots, slots=slots, duration=given["seconds"])
+    return _on_names(model_admin, request, queryset, page, act, done, slots=slots)
 
 
 _CODES: Final = gettext_lazy("Slots of %(names)s are as the code declares.")

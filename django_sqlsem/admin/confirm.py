@@ -202,7 +202,8 @@ def standing(snapshot: SemaphoreSnapshot) -> str:
     """Return how a lock stands, in a few words."""
     parts = [_("%(held)d of %(slots)d held") % {"held": snapshot.held, "slots": snapshot.slots}]
     if snapshot.operator_slots is not None:
-        parts.append(_("slots set by an operator"))
+        parts.append(_("slots set by an operator") if not snapshot.slots_by else
+                     _("slots set by %(user)s") % {"user": visible(snapshot.slots_by)})  # fmt: skip
     if snapshot.paused:
         by = snapshot.paused_by
         parts.append(_("paused by %(user)s") % {"user": visible(by)} if by else _("paused"))

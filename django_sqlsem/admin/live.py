@@ -16,6 +16,7 @@ An answer is also cheap: who looks at the same view within a few seconds gets wh
 from __future__ import annotations
 
 import base64
+import copy
 import functools
 import hashlib
 import logging
@@ -69,9 +70,58 @@ LIGHT: Final = "X-Sqlsem-Light"
 
 def reading_of(request: HttpRequest) -> Reading:
     """Return what this request reads by: whatever draws on it sees one instant, and asks for nothing twice."""
-    if not hasattr(request, "sqlsem_reading"):
-        request.sqlsem_reading = queries.Reading()  # type: ignore[attr-defined]
-    return cast("Reading", cast("Any", request).sqlsem_reading)
+    asked = cast("Any", request)
+    if not hasattr(asked, "sqlsem_reading"):
+        if is_fragment(request):
+            asked.sqlsem_read_at, asked.sqlsem_reading = _readings.shared(_place(request))
+        else:
+            asked.sqlsem_reading = queries.Reading()
+    return cast("Reading", asked.sqlsem_reading)
+
+
+def _place(request: HttpRequest) -> tuple[str, ...]:
+    """Return what tells where a request is answered: behind one alias, hosts may have tables of their own."""
+    return request.get_host(), str(getattr(request, "urlconf", "")), queries.locks_database()
+
+
+class _Readings:
+    """What is read for views that refresh themselves: within one refresh, those of one place draw on one reading.
+
+    The names that their pages are about are read together, as these are known from the refresh before.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: By place: when it was begun, by the monotonic clock.
+        self._found: dict[tuple[str, ...], tuple[float, Reading]] = {}
+        #: By place and name: until when it is expected to be asked for again.
+        self._names: dict[tuple[tuple[str, ...], str], float] = {}
+
+    def shared(self, place: tuple[str, ...]) -> tuple[float, Reading]:
+        """Return a reading, and when it was begun: less than a refresh ago."""
+        now = time.monotonic()
+        with self._lock:
+            at, found = self._found.get(place, (0.0, None))
+            if found is None or now - at >= REFRESH_SECONDS:
+                if found is not None:
+                    self._names |= {(place, name): at + 3 * REFRESH_SECONDS for name in tuple(found.asked)}
+                self._names = {key: until for key, until in self._names.items() if until > now}
+                self._found = {key: each for key, each in self._found.items() if now - each[0] < 3 * REFRESH_SECONDS}
+                expected = [name for where, name in self._names if where == place]
+                waits = found is not None and found.waits_read
+                at, found = now, queries.Reading(place[-1], expected=expected[:_MOST_EXPECTED], all_waits=waits)
+                self._found[place] = (at, found)
+            return at, found
+
+    def clear(self) -> None:
+        """Read everything anew from now on."""
+        with self._lock:
+            self._found.clear()
+
+
+#: The most names that are read although nobody has asked for them yet.
+_MOST_EXPECTED: Final = 400
+_readings: Final = _Readings()
 
 
 def is_fragment(request: HttpRequest) -> bool:
@@ -140,7 +190,8 @@ def fragment(request: HttpRequest, template: str, context: dict[str, Any]) -> Ht
     """Return the changing part of a page, for the script alone, and keep it for others who look at the same."""
     found = part(request, template, context)
     _views.keep(request, found)
-    return _answer(request, found, 0.0)
+    now = time.monotonic()
+    return _answer(request, found, now - getattr(request, "sqlsem_read_at", now))
 
 
 def _answer(request: HttpRequest, found: Part, age: float) -> HttpResponse:
@@ -189,22 +240,31 @@ class _Views:
         self._found: dict[tuple[Any, ...], tuple[float, Part]] = {}
         #: Since when somebody has been reading a view anew: meanwhile others are shown what there is.
         self._renewed: dict[tuple[Any, ...], float] = {}
-        #: By session and address: until when it is trusted, and what it may do.
-        self._trusted: dict[tuple[Any, ...], tuple[float, tuple[bool, ...]]] = {}
+        #: By session and address: until when it is trusted, what it may do, and the row that the address means.
+        self._trusted: dict[tuple[Any, ...], tuple[float, tuple[bool, ...], Any]] = {}
+        #: By session: until when it is taken to be this user's.
+        self._users: dict[tuple[Any, ...], tuple[float, Any]] = {}
 
-    def known(self, request: HttpRequest, allowed: tuple[bool, ...] | None = None) -> HttpResponse | None:
-        """Return the answer if it is known: to who is ``allowed`` so much, or to a session that was so just now."""
+    def known(
+        self, request: HttpRequest, allowed: tuple[bool, ...] | None = None, row: Any = None
+    ) -> HttpResponse | None:
+        """Return the answer if it is known: to who is ``allowed`` so much, or to a session that was so just now.
+
+        Else the request need not look up again who a session is that was looked up just now, nor the ``row`` of a lock.
+        """
         if not is_fragment(request):
             return None
         now, session = time.monotonic(), self._session(request)
         with self._lock:
             if allowed is None:
-                until, allowed = self._trusted.get(session, (0.0, ())) if session else (0.0, ())
+                self._recall(request, now)
+                until, allowed, row = self._trusted.get(session, (0.0, (), None)) if session else (0.0, (), None)
                 if until <= now:
                     return None
+                cast("Any", request).sqlsem_row = row
             else:
                 cast("Any", request).sqlsem_asked = (now, allowed)
-                self._trust(session, now, allowed)
+                self._trust(request, session, now, allowed, row)
             view = (self._view(request), allowed)
             at, found = self._found.get(view, (0.0, None))
             if found is None or not self._may_show(request, view, now, at):
@@ -225,41 +285,80 @@ class _Views:
 
     def keep(self, request: HttpRequest, found: Part) -> None:
         """Keep what was found for a request about which ``known()`` was asked."""
-        at, allowed = getattr(request, "sqlsem_asked", (None, ()))
-        if at is None:
+        now, allowed = getattr(request, "sqlsem_asked", (None, ()))
+        if now is None:
             return
+        at = min(now, getattr(request, "sqlsem_read_at", now))
         with self._lock:
-            self._found = {key: each for key, each in self._found.items() if at - each[0] < 2 * REFRESH_SECONDS}
+            self._found = {key: each for key, each in self._found.items() if now - each[0] < 2 * REFRESH_SECONDS}
             self._renewed = {key: each for key, each in self._renewed.items() if key in self._found}
             if len(self._found) < _MOST_VIEWS:
                 self._found[self._view(request), allowed] = (at, found)
 
-    def clear(self, **kwargs: Any) -> None:
-        """Forget everything: somebody has logged out, say."""
+    def outdate(self) -> None:
+        """Show nobody what is known: somebody has done something."""
+        _readings.clear()
         with self._lock:
             self._found.clear()
             self._renewed.clear()
-            self._trusted.clear()
 
-    def _trust(self, session: tuple[Any, ...] | None, now: float, allowed: tuple[bool, ...]) -> None:
-        if len(self._trusted) >= _MOST_VIEWS:
-            self._trusted = {key: each for key, each in self._trusted.items() if each[0] > now}
-        if session is not None and len(self._trusted) < _MOST_VIEWS:
-            self._trusted[session] = (now + TRUSTED, allowed)
+    def clear(self, **kwargs: Any) -> None:
+        """Forget everything: somebody has logged out, say."""
+        self.outdate()
+        with self._lock:
+            self._trusted.clear()
+            self._users.clear()
+
+    def distrust(self, request: HttpRequest) -> None:
+        """Look up a session again."""
+        who = self._who(request)
+        with self._lock:
+            self._users.pop(who, None)
+            self._trusted = {key: each for key, each in self._trusted.items() if key[:-1] != who}
+
+    def _recall(self, request: HttpRequest, now: float) -> None:
+        """Let a session that is trusted be that of the user that it was."""
+        until, user = self._users.get(self._who(request), (0.0, None))
+        if until > now:
+            request.user, cast("Any", request).sqlsem_trusted_until = copy.copy(user), until
+
+    def _trust(
+        self, request: HttpRequest, session: tuple[Any, ...] | None, now: float, allowed: tuple[bool, ...], row: Any
+    ) -> None:
+        if session is None:
+            return
+        self._trusted = {key: each for key, each in self._trusted.items() if each[0] > now}
+        self._users = {key: each for key, each in self._users.items() if each[0] > now}
+        # Not prolonged by itself.
+        until = getattr(request, "sqlsem_trusted_until", None)
+        if until is None:
+            until = now + TRUSTED
+            if len(self._users) < _MOST_VIEWS:
+                self._users[self._who(request)] = (until, copy.copy(request.user))
+        if len(self._trusted) < _MOST_VIEWS:
+            self._trusted[session] = (until, allowed, row)
+
+    def _who(self, request: HttpRequest) -> tuple[Any, ...]:
+        return request.COOKIES.get(settings.SESSION_COOKIE_NAME), *_place(request)
 
     def _session(self, request: HttpRequest) -> tuple[Any, ...] | None:
-        cookie = request.COOKIES.get(settings.SESSION_COOKIE_NAME)
-        return (cookie, self._view(request)) if cookie else None
+        who = self._who(request)
+        return (*who, request.get_full_path()) if who[0] else None
 
     def _view(self, request: HttpRequest) -> tuple[Any, ...]:
         """Return what makes a view, but for what its reader may do."""
-        where = (request.get_host(), str(getattr(request, "urlconf", "")), request.get_full_path(), is_light(request))
-        return (*where, get_language(), get_current_timezone_name(), queries.locks_database())
+        where = (*_place(request), request.get_full_path(), is_light(request))
+        return (*where, get_language(), get_current_timezone_name())
 
 
 _views: Final = _Views()
 known, forget = _views.known, _views.clear
 user_logged_out.connect(forget)
+
+
+def trusted_row(request: HttpRequest) -> Any:
+    """Return the row that the address means to a session that is trusted, as it was read then; ``None``: read it."""
+    return copy.copy(getattr(request, "sqlsem_row", None))
 
 
 def page(model_admin: Any, request: HttpRequest, template: str, context: dict[str, Any], status: int = 200) -> Any:
@@ -278,8 +377,12 @@ def guarded(model_admin: Any, view: Callable[..., HttpResponse]) -> Callable[...
 
     @functools.wraps(view)
     def answer(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        if not is_fragment(request):
+            _views.distrust(request)
         try:
             response = known(request) or view(request, *args, **kwargs)
+            if request.method == "POST":
+                _views.outdate()
         except (BackendError, DatabaseError) as error:
             if not model_admin.admin_site.has_permission(request):
                 raise  # what a database says is no stranger's business

@@ -77,9 +77,11 @@ def lock_page(model_admin: Any, request: HttpRequest, object_id: str) -> HttpRes
     """Return the page of one lock, or what changes of it. Raises ``BackendError``."""
     if request.method not in ("GET", "HEAD"):
         raise PermissionDenied
-    row = _seen(model_admin, request, lambda: model_admin.find(request, unquote(object_id)))
+    row = _seen(
+        model_admin, request, lambda: live.trusted_row(request) or model_admin.find(request, unquote(object_id))
+    )
     if row is not None:
-        if (answer := live.known(request, model_admin.allowed(request))) is not None:
+        if (answer := live.known(request, model_admin.allowed(request), row)) is not None:
             return answer
         row = model_admin.known(request, [row])[0]
     if row is None or row.known is None:
@@ -90,7 +92,9 @@ def lock_page(model_admin: Any, request: HttpRequest, object_id: str) -> HttpRes
         )
     snapshot, reading = row.known, live.reading_of(request)
     buttons = Buttons(model_admin, request, snapshot)
-    rare = queries.events(snapshot.name, what=_RARE, limit=_MAX_RARE)
+    # Without the drawings nothing is told of them but who paused it or set its slots.
+    told = not live.is_light(request) or snapshot.paused or snapshot.operator_slots is not None
+    rare = queries.events(snapshot.name, what=_RARE, limit=_MAX_RARE) if told else []
     chosen = drawing.chosen_range(request)
     context = {
         "acts": buttons,
@@ -235,9 +239,11 @@ def _until(snapshot: SemaphoreSnapshot) -> str:
     if snapshot.paused_until is not None and snapshot.resumes_in is not None:
         when = {"at": f"{snapshot.paused_until:%Y-%m-%d %H:%M} UTC", "left": length(snapshot.resumes_in)}
         told += " " + _("It is resumed by itself at %(at)s, in %(left)s.") % when
-    if snapshot.paused_reason:
-        told += " " + _("Reason: %(reason)s") % {"reason": visible(snapshot.paused_reason)}
-    return told
+    return told + _why(snapshot.paused_reason)
+
+
+def _why(reason: str) -> str:
+    return " " + _("Reason: %(reason)s") % {"reason": visible(reason)} if reason else ""
 
 
 def _facts(snapshot: SemaphoreSnapshot) -> list[Said]:
@@ -264,13 +270,15 @@ def _facts(snapshot: SemaphoreSnapshot) -> list[Said]:
 
 def _set_by(snapshot: SemaphoreSnapshot, last: Event | None) -> str:
     """Return what an operator has set instead of what the code says: who, when and why."""
-    who, at, reason = _("an operator"), "", ""
+    who = visible(snapshot.slots_by or (last.by if last is not None else "")) or _("an operator")
     if last is not None:
-        who, reason = visible(last.by) or who, last.detail.partition(": ")[2]
-        at = f", {timezone.localtime(last.at):%Y-%m-%d %H:%M %Z}"
-    told = {"slots": snapshot.slots, "declared": snapshot.declared_slots, "who": f"{who}{at}"}
+        who = f"{who}, {timezone.localtime(last.at):%Y-%m-%d %H:%M %Z}"
+    told = {"slots": snapshot.slots, "declared": snapshot.declared_slots, "who": who}
     text = _("Slots set to %(slots)d by %(who)s; the code declares %(declared)d.") % told
-    return f"{text} {_('Reason: %(reason)s') % {'reason': visible(reason)}}" if reason else text
+    if snapshot.slots_until is not None and snapshot.slots_end_in is not None:
+        when = {"at": f"{snapshot.slots_until:%Y-%m-%d %H:%M} UTC", "left": length(snapshot.slots_end_in)}
+        text += " " + _("That ends by itself at %(at)s, in %(left)s.") % when
+    return text + _why(snapshot.slots_reason)
 
 
 def _waits(reading: Reading, name: str) -> list[Said]:

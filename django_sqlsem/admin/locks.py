@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import datetime
 import functools
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from django.contrib import admin
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.utils import quote
 from django.http import HttpResponseRedirect
 from django.urls import path, reverse
+from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
+from django.utils.text import Truncator
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
@@ -176,10 +178,27 @@ def _of_name(known: SemaphoreSnapshot, *, deadlocked: bool) -> list[tuple[str, s
     if known.paused:
         badges.append(("draining", _("draining")) if known.draining else ("paused", _("paused")))
     if known.operator_slots is not None:
-        badges.append(("operator", _("set by operator")))
+        badges.append(("operator", _of_slots(known)))
     if known.other_declared_slots is not None and known.kind != MUTEX:
         badges.append(("operator", _("declared %(slots)s") % {"slots": declared(known)}))
     return badges
+
+
+#: So much of a reason stands in the list.
+_REASON: Final = 60
+
+
+def _of_slots(known: SemaphoreSnapshot) -> str:
+    """Return what an operator has set: with an end, until when, by whom and why."""
+    if known.slots_until is None:
+        return _("set by operator")
+    end, now = timezone.localtime(known.slots_until), timezone.localtime()
+    at = f"{end:%H:%M}" if end.date() == now.date() else f"{end:%Y-%m-%d %H:%M}"
+    told = ngettext("%(count)d slot until %(at)s", "%(count)d slots until %(at)s", known.slots)
+    told %= {"count": known.slots, "at": at}
+    if known.slots_by:
+        told = _("%(told)s, by %(user)s") % {"told": told, "user": visible(known.slots_by)}
+    return f"{told}: {visible(Truncator(known.slots_reason).chars(_REASON))}" if known.slots_reason else told
 
 
 def _of_names(known: TemplateSnapshot) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 from django.apps import apps
 from django.db.models import Count, Min, Q
@@ -635,8 +635,13 @@ class BaseSemaphoreBackend(abc.ABC):
         return Forgotten()
 
     @abc.abstractmethod
-    def set_slots(self, name: str, slots: int | None) -> bool:
-        """Set the operator's number (``None``: leave it to the code). Return ``False`` if there is no such name."""
+    def set_slots(
+        self, name: str, slots: int | None, *, by: str = "", seconds: float | None = None, reason: str = ""
+    ) -> bool:
+        """Set the operator's number (``None``: leave it to the code). Return ``False`` if there is no such name.
+
+        ``seconds``: after which the code's counts again by itself; ``None``: it does not.
+        """
 
     @abc.abstractmethod
     def set_paused(self, name: str, paused: bool) -> bool:
@@ -644,9 +649,8 @@ class BaseSemaphoreBackend(abc.ABC):
 
     def pause(self, name: str, *, by: str, seconds: float | None = None, reason: str = "") -> bool:
         """Grant nothing more for this many seconds; ``None``: until it is resumed. ``False``: there is no such name."""
-        until = None if seconds is None else NOW_UNIX + round(seconds * 1e6)
         # What is told of it first: without that, it would have no end.
-        told = {"paused_us": NOW_UNIX, "paused_until_us": until, "paused_by": by, "paused_reason": reason}
+        told = {"paused_us": NOW_UNIX, "paused_until_us": _until(seconds), "paused_by": by, "paused_reason": reason}
         _tell_pause(self.alias, name, None, told)
         return self.set_paused(name, True)
 
@@ -668,15 +672,24 @@ class BaseSemaphoreBackend(abc.ABC):
         """
         return [], False
 
-    def end_pauses(self, session: Session) -> list[str]:
-        """End the pauses whose time has passed, and return their names. Nobody is granted sooner by that on rows."""
+    def end_acts(self, session: Session) -> list[OverAct]:
+        """End the pauses and the numbers of slots whose time has passed, and return them.
+
+        Nobody is granted sooner by that on rows, except who waits for slots that are opened again.
+        """
         parameters = {"yes": True}
         over = session.run(lambda cursor: _rows(cursor, _OVER, parameters))
         ended = []
-        for key, name in over:
-            if session.run(lambda cursor, key=key: _change(cursor, _END_PAUSE, parameters | {"key": key})):  # type: ignore[misc]
-                ended.append(name)
+        for key, name, what, until_us in over:
+            if what == "slots":
+                self.settle(session, key)
+            text, given = _ENDS[what], parameters | {"key": key}
+            if session.run(lambda cursor, text=text, given=given: _change(cursor, text, given)):  # type: ignore[misc]
+                ended.append(OverAct(name, what, int(until_us)))
         return ended
+
+    def settle(self, session: Session, key: str) -> None:
+        """Open the slots that were closed for an operator's number whose time has passed, and hand them out."""
 
     def procedures(self, *, drop: bool = False) -> tuple[str, ...]:
         """Return the batches that install, or remove, stored procedures for other programs; empty: it has none."""
@@ -685,11 +698,40 @@ class BaseSemaphoreBackend(abc.ABC):
 
 #: The clock that tokens and pauses follow.
 NOW_UNIX: Final = DatabaseNow(unix=True)
-_OVER: Final = "SELECT name_key, name FROM sqlsem_semaphore WHERE paused = %(yes)s AND paused_until_us <= {token_now}"
-_END_PAUSE: Final = (
-    "UPDATE sqlsem_semaphore SET paused = %(no)s, paused_us = NULL, paused_until_us = NULL, paused_by = '',"
-    " paused_reason = '' WHERE name_key = %(key)s AND paused = %(yes)s AND paused_until_us <= {token_now}"
+# Two selects, so that each has an index.
+_OVER: Final = (
+    "SELECT name_key, name, 'pause', paused_until_us FROM sqlsem_semaphore"
+    " WHERE paused = %(yes)s AND paused_until_us <= {token_now}"
+    " UNION ALL SELECT name_key, name, 'slots', slots_until_us FROM sqlsem_semaphore"
+    " WHERE slots_until_us <= {token_now}"
 )
+_ENDS: Final = {
+    "pause": "UPDATE sqlsem_semaphore SET paused = %(no)s, paused_us = NULL, paused_until_us = NULL, paused_by = '',"
+    " paused_reason = '' WHERE name_key = %(key)s AND paused = %(yes)s AND paused_until_us <= {token_now}",
+    "slots": "UPDATE sqlsem_semaphore SET operator_slots = NULL, slots_until_us = NULL, slots_by = '',"
+    " slots_reason = '' WHERE name_key = %(key)s AND slots_until_us <= {token_now}",
+}
+
+
+class OverAct(NamedTuple):
+    """Something that an operator did to a name for a time, which has passed."""
+
+    name: str
+    what: Literal["pause", "slots"]
+    #: When, by the clock that tokens follow.
+    until_us: int
+
+
+def _until(seconds: float | None) -> Any:
+    """Return the end of an act that lasts this long from now, for a column; ``None``: it has none."""
+    return None if seconds is None else NOW_UNIX + round(seconds * 1e6)
+
+
+def sizing(slots: int | None, by: str, seconds: float | None, reason: str) -> dict[str, Any]:
+    """Return what is written into a name's row as an operator sets its slots, or leaves them to the code again."""
+    if slots is None:
+        return {"operator_slots": None, "slots_until_us": None, "slots_by": "", "slots_reason": ""}
+    return {"operator_slots": slots, "slots_until_us": _until(seconds), "slots_by": by, "slots_reason": reason}
 
 
 def _rows(cursor: AnyCursor, text: str, parameters: dict[str, Any]) -> list[Any]:

@@ -95,6 +95,14 @@ class RowClock:
         """Return what ``paused()`` says of one row."""
         return bool(paused) and (until_us is None or until_us > self.unix)
 
+    def operated(self) -> Q:
+        """Semaphores whose number of slots is an operator's, whose time has not passed."""
+        return Q(operator_slots__isnull=False) & (Q(slots_until_us__isnull=True) | Q(slots_until_us__gt=self.unix))
+
+    def operates(self, operator_slots: int | None, until_us: int | None) -> int | None:
+        """Return an operator's number if ``operated()`` is true of its row."""
+        return operator_slots if until_us is None or until_us > self.unix else None
+
     def disputed(self) -> Q:
         """Names of which processes declare different numbers of slots: what ``semaphore()`` says of one row."""
         lately = Q(other_us__gt=self.now - DISAGREEMENT_US, other_us__lte=self.now)
@@ -183,13 +191,19 @@ class RowClock:
         paused = self.pauses(row.paused, row.paused_until_us)
         until = row.paused_until_us if paused else None
         since = row.paused_us if paused else None
+        operator = self.operates(row.operator_slots, row.slots_until_us)
+        ends = row.slots_until_us if operator is not None else None
         lately = row.other_us is not None and 0 <= self.now - row.other_us < DISAGREEMENT_US
         return SemaphoreSnapshot(
             name=row.name,
             kind=row.kind,
-            slots=row.slots,
+            slots=1 if row.kind == MUTEX else row.declared_slots if operator is None else operator,
             declared_slots=row.declared_slots,
-            operator_slots=row.operator_slots,
+            operator_slots=operator,
+            slots_by=row.slots_by if operator is not None else "",
+            slots_reason=row.slots_reason if operator is not None else "",
+            slots_until=None if ends is None else self.at((self.unix - ends) / 1e6),
+            slots_end_in=None if ends is None else (ends - self.unix) / 1e6,
             paused=paused,
             paused_by=row.paused_by if paused else "",
             paused_reason=row.paused_reason if paused else "",

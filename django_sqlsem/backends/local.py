@@ -77,13 +77,29 @@ class LocalSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalPause:
-    """A pause: by whom, why, since when, and until when; by the boot clock."""
+class LocalAct:
+    """What an operator has said for a time: by whom, why, since when, and until when; by the boot clock."""
 
     by: str
     reason: str
     since: float
     until: float | None
+
+    @classmethod
+    def of(cls, by: str = "", seconds: float | None = None, reason: str = "") -> LocalAct:
+        """Return one that begins now."""
+        now = boot_now()
+        return cls(by, reason, now, None if seconds is None else now + seconds)
+
+    @property
+    def over(self) -> bool:
+        """Whether its time has passed."""
+        return self.left is not None and self.left <= 0
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until its end."""
+        return None if self.until is None else self.until - boot_now()
 
 
 @dataclass
@@ -94,9 +110,11 @@ class LocalName:
     kind: str
     declared: int
     template: str = ""
-    operator_slots: int | None = None
+    #: An operator's number of slots, and what he has said of it.
+    operator: int | None = None
+    sizing: LocalAct | None = None
     #: What an operator has said that stops granting.
-    pause: LocalPause | None = None
+    pause: LocalAct | None = None
     #: The taken slots, by number.
     held: dict[int, LocalSlot] = field(default_factory=dict)
     #: Tokens of those whose leases ran out.
@@ -112,6 +130,11 @@ class LocalName:
     handed: dict[str, int] = field(default_factory=dict)
 
     @property
+    def operator_slots(self) -> int | None:
+        """An operator's number, unless its time has passed."""
+        return None if self.sizing is not None and self.sizing.over else self.operator
+
+    @property
     def slots(self) -> int:
         """How many slots count now."""
         if self.kind == MUTEX:
@@ -121,7 +144,7 @@ class LocalName:
     @property
     def paused(self) -> bool:
         """Whether nothing is granted. A pause whose time has passed is over."""
-        return self.pause is not None and (self.pause.until is None or self.pause.until > boot_now())
+        return self.pause is not None and not self.pause.over
 
     def copy(self) -> LocalName:
         """Return one that can be changed without changing this one."""
@@ -236,18 +259,27 @@ class LocalName:
             units=units,
             template=self.template,
         )
-        if not found.paused or self.pause is None:
-            return found
-        pause, now, wall = self.pause, boot_now(), datetime.datetime.now(datetime.UTC)
-        left = None if pause.until is None else pause.until - now
-        return replace(
-            found,
-            paused_by=pause.by,
-            paused_reason=pause.reason,
-            paused_at=wall - datetime.timedelta(seconds=now - pause.since),
-            paused_until=None if left is None else wall + datetime.timedelta(seconds=left),
-            resumes_in=left,
-        )
+        now, wall = boot_now(), datetime.datetime.now(datetime.UTC)
+        if found.operator_slots is not None and self.sizing is not None:
+            left = self.sizing.left
+            found = replace(
+                found,
+                slots_by=self.sizing.by,
+                slots_reason=self.sizing.reason,
+                slots_until=None if left is None else wall + datetime.timedelta(seconds=left),
+                slots_end_in=left,
+            )
+        if found.paused and self.pause is not None:
+            left = self.pause.left
+            found = replace(
+                found,
+                paused_by=self.pause.by,
+                paused_reason=self.pause.reason,
+                paused_at=wall - datetime.timedelta(seconds=now - self.pause.since),
+                paused_until=None if left is None else wall + datetime.timedelta(seconds=left),
+                resumes_in=left,
+            )
+        return found
 
     def holder(self, number: int) -> HolderSnapshot:
         """Return the snapshot of a taken slot."""
@@ -498,27 +530,28 @@ class LocalBackend(BaseSemaphoreBackend):
             del self._world()[name]
             return True
 
-    def set_slots(self, name: str, slots: int | None) -> bool:
+    def set_slots(
+        self, name: str, slots: int | None, *, by: str = "", seconds: float | None = None, reason: str = ""
+    ) -> bool:
         with self._lock:
             known = self._world().get(name)
             if known is None:
                 return False
             check_slots(name, known.kind, slots)
-            known.operator_slots = slots
+            known.operator, known.sizing = slots, LocalAct.of(by, seconds, reason)
         self._changed()
         return True
 
     def set_paused(self, name: str, paused: bool) -> bool:
-        return self._set_pause(name, LocalPause("", "", boot_now(), None) if paused else None)
+        return self._set_pause(name, LocalAct.of() if paused else None)
 
     def pause(self, name: str, *, by: str, seconds: float | None = None, reason: str = "") -> bool:
-        now = boot_now()
-        return self._set_pause(name, LocalPause(by, reason, now, None if seconds is None else now + seconds))
+        return self._set_pause(name, LocalAct.of(by, seconds, reason))
 
     def resume(self, name: str) -> bool:
         return self._set_pause(name, None)
 
-    def _set_pause(self, name: str, pause: LocalPause | None) -> bool:
+    def _set_pause(self, name: str, pause: LocalAct | None) -> bool:
         with self._lock:
             known = self._world().get(name)
             if known is None:

@@ -119,6 +119,8 @@ _WORDS: Final = {
     "waits": "waits",
     "alive": "alive",
     "unpaused": "unpaused",
+    "operator": "operator",
+    "settled": "settled",
     "lock": "for_update",
     "lock_hint": "lock_hint",
     "skip_locked": "lock_skipping",
@@ -187,6 +189,13 @@ class Dialect:
     waits: ClassVar[str] = "{{t}live} AND {t}away = %(no)s"
     #: A semaphore may grant: no operator has paused it, or the time of that has passed.
     unpaused: ClassVar[str] = "({t}paused = %(no)s OR {t}paused_until_us <= {token_now})"
+    #: An operator's number of slots, unless its time has passed.
+    operator: ClassVar[str] = "CASE WHEN {t}slots_until_us <= {token_now} THEN NULL ELSE {t}operator_slots END"
+    #: A semaphore's slots are open and closed as they should be: see ``exclusive.settle``.
+    settled: ClassVar[str] = (
+        "({t}shrinking = %(no)s AND ({t}operator_slots IS NULL OR {t}slots_until_us IS NULL"
+        " OR {t}slots_until_us > {token_now}))"
+    )
     #: One more condition, that a row is of an earlier boot of the host, where that tells.
     rebooted: ClassVar[str] = ""
     #: A condition on ``{process_id}``: see ``beacons``.

@@ -109,7 +109,10 @@ def _look_at(cursor: AnyCursor, dialect: Dialect, found: Look, keys: Sequence[st
     some = marks(len(parameters))
     for row in _select(cursor, dialect, SemaphoreRow, f"name_key IN ({some})", parameters):
         clock = RowClock(found.now, dialect.boot_id)
-        found.names[row["key"]] = row | {"paused": clock.pauses(row["paused"], row["paused_until_us"])}
+        found.names[row["key"]] = row | {
+            "paused": clock.pauses(row["paused"], row["paused_until_us"]),
+            "operator_slots": clock.operates(row["operator_slots"], row["slots_until_us"]),
+        }
     where = f"semaphore_key IN ({some}) AND expires_us IS NOT NULL"
     for row in _select(cursor, dialect, SlotRow, where, parameters):
         if row["permit_id"] and (not leases or _lives(row, dialect, found.now)):

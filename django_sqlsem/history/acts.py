@@ -12,6 +12,7 @@ from django_sqlsem.conf import config
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.core.names import key_of
 from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.database.sessions import used_by_orm
 from django_sqlsem.history.events import (
     DRAINED,
     PAUSED,
@@ -26,6 +27,9 @@ from django_sqlsem.history.events import (
 from django_sqlsem.models import EventRow
 
 if TYPE_CHECKING:
+    from django_sqlsem.backends.base import OverAct
+    from django_sqlsem.database.cursors import AnyCursor
+    from django_sqlsem.database.sessions import OwnSession
     from django_sqlsem.snapshots import HolderSnapshot
 
 
@@ -40,6 +44,11 @@ _KINDS: Final = {
     "pause": PAUSED,
     "resume": RESUMED,
     "drain": DRAINED,
+}
+#: What the end of the time of an act amounts to, and what is said of it.
+_OVER: Final = {
+    "pause": (RESUMED, "its time is over"),
+    "slots": (RESIZED, "as declared by the code: its time is over"),
 }
 #: Of these the holder's time ends.
 _ENDS: Final = (REVOKED, PURGED)
@@ -72,3 +81,20 @@ def record(alias: str, action: str, name: str, by: str, detail: str, holder: Hol
             row.save(using=alias, force_insert=True)
     except DatabaseError as error:
         logger.warning("That %s acted on %r is missing in the history: %s", by or "somebody", name, error)
+
+
+def record_over(session: OwnSession, act: OverAct) -> None:
+    """Write that the time of an act is over, at the instant when it was. Raises ``BackendError``."""
+    alias = session.connection.alias
+    settings = config(alias)
+    if not (settings.history and settings.history_acts):
+        return
+    what, detail = _OVER[act.what]
+    row = EventRow(key=key_of(act.name), name=act.name, what=what, detail=detail, at_us=act.until_us)
+    row.until_us = row.at_us + round(settings.history_acts * 1e6)
+
+    def write(cursor: AnyCursor) -> None:
+        with used_by_orm(cursor.db):
+            row.save(using=alias, force_insert=True)
+
+    session.run(write)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from django_sqlsem.backends.base import Request
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.history import acts
 from django_sqlsem.history.events import DEADLOCK, GRANTED, LOST, RELEASED, TIMED_OUT
 from django_sqlsem.history.recorder import Recorder
 from django_sqlsem.history.writer import Writer
@@ -15,7 +16,8 @@ from django_sqlsem.runtime.chores import Chore
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
-    from django_sqlsem.backends.base import Ended
+    from django_sqlsem.backends.base import Ended, OverAct
+    from django_sqlsem.database.sessions import OwnSession
     from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper
 
 
@@ -76,6 +78,10 @@ class HistoryChore(Chore):
         )
         detail = f"{LossReason.EXPIRED}: its process is gone"
         self.recorder.note(LOST, request, hold.grant, at=boot_now() - hold.ago, held=hold.held, detail=detail)
+
+    def act_over(self, session: OwnSession, act: OverAct) -> None:
+        """Write that the time of an operator's act is over."""
+        acts.record_over(session, act)
 
     def deadlocked(self, request: Request, waited: float, detail: str) -> None:
         """Note a deadlock."""

@@ -22,6 +22,8 @@ from django_sqlsem.history.events import ACTS, LOST, PURGED, RELEASED, REVOKED, 
 from django_sqlsem.models import EventRow, MinuteRow
 
 if TYPE_CHECKING:
+    from django.db.models import QuerySet
+
     from django_sqlsem.backends.clock import RowClock
 
 
@@ -34,8 +36,11 @@ MAX_HISTOGRAMS: Final = 3000
 _PAGE: Final = 500
 _ENDS: Final = (RELEASED, LOST, REVOKED, PURGED)
 
-_SUMS: Final = [Sum(name) for name in ("granted", "released", "turned_away", "lost", "held_us")]
-_LONGEST: Final = [Max(name) for name in ("longest_hold_us", "longest_wait_us")]
+_COUNTED: Final = ("granted", "released", "turned_away", "lost", "held_us", "longest_hold_us", "longest_wait_us")
+_SUMS: Final = [Sum(name) for name in _COUNTED[:5]]
+_LONGEST: Final = [Max(name) for name in _COUNTED[5:]]
+#: Of no more seconds than this, single rows of minutes are read.
+_SHORT: Final = 2 * 3600.0
 _NAMED_SUMS: Final = {f"sum_{nth}": each for nth, each in enumerate([*_SUMS, *_LONGEST])}
 
 
@@ -115,21 +120,39 @@ def minutes(
     first = last - (max(1, math.ceil(window * 1e6 / step_us)) - 1) * step_us
     steps = {at: _Step(at) for at in range(first, last + 1, step_us)}
     rows = MinuteRow._default_manager.using(alias).filter(key=key_of(validate_name(name)), minute_us__gte=first)
-    counted = rows.order_by().values_list("minute_us").annotate(*_SUMS, *_LONGEST, Count("id"))
-    in_all = 0
+    every = 1
+
+    def of(minute_us: int) -> _Step:
+        # One that was written a moment after the clock was asked is of the last step.
+        return steps[min(last, minute_us // step_us * step_us)]
+
     with database_errors(alias):
-        for minute_us, *numbers, count in counted:
-            in_all += count
-            # One that was written a moment after the clock was asked is of the last step.
-            steps[min(last, minute_us // step_us * step_us)].add([int(number or 0) for number in numbers])
-        every = max(1, math.ceil(in_all / MAX_HISTOGRAMS))
-        if every > 1:
-            rows = rows.annotate(rest=F("id") % every).filter(rest=0)
-        for minute_us, waits, holds in rows.values_list("minute_us", "waits", "holds"):
-            of_step = steps[min(last, minute_us // step_us * step_us)]
-            of_step.waits.append(waits)
-            of_step.holds.append(holds)
+        # Of a short while the rows are few, and are added up here: that is one read.
+        few = _few(rows) if window <= _SHORT else None
+        if few is None:
+            counted = rows.order_by().values_list("minute_us").annotate(*_SUMS, *_LONGEST, Count("id"))
+            in_all = 0
+            for minute_us, *numbers, count in counted:
+                in_all += count
+                of(minute_us).add([int(number or 0) for number in numbers])
+            every = max(1, math.ceil(in_all / MAX_HISTOGRAMS))
+            if every > 1:
+                rows = rows.annotate(rest=F("id") % every).filter(rest=0)
+            few = [(*row, []) for row in rows.values_list("minute_us", "waits", "holds")]
+        for minute_us, waits, holds, counts in few:
+            of(minute_us).waits.append(waits)
+            of(minute_us).holds.append(holds)
+            if counts:
+                of(minute_us).add(counts)
     return [each.minute(every) for each in steps.values()]
+
+
+def _few(rows: QuerySet[MinuteRow]) -> list[tuple[int, str, str, list[int]]] | None:
+    """Return what rows say: the minute, both histograms, and the numbers; ``None``: they are too many."""
+    found = list(rows.values_list("minute_us", "waits", "holds", *_COUNTED)[: MAX_HISTOGRAMS + 1])
+    if len(found) > MAX_HISTOGRAMS:
+        return None
+    return [(minute_us, waits, holds, counts) for minute_us, waits, holds, *counts in found]
 
 
 def since(name: Name, *, using: str | None = None) -> datetime.datetime | None:

@@ -102,9 +102,9 @@ def add_usual(parser: CommandParser, usual: Iterable[argparse.Action]) -> None:
         parser._add_action(again)
 
 
-def add_pause(parser: CommandParser) -> None:
-    """Add for how long nothing is granted."""
-    told = gettext("resume by itself after so long: 90s, 30m, 2h; default: when you say so")
+def add_duration(parser: CommandParser) -> None:
+    """Add for how long an act counts."""
+    told = gettext("over by itself after so long: 90s, 30m, 2h; default: when you say so")
     parser.add_argument("--for", dest="duration", metavar="AGE", type=age, help=told)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import datetime
 import io
 import shutil
 import unicodedata
@@ -173,8 +174,7 @@ def summary(snapshot: SemaphoreSnapshot) -> str:
     if snapshot.stopping:
         parts.append(gettext("%(count)d asked to stop") % {"count": snapshot.stopping})
     if snapshot.operator_slots is not None:
-        told = gettext("set by an operator (the code says %(slots)d)")
-        parts.append(told % {"slots": snapshot.declared_slots})
+        parts.append(sized(snapshot))
     if snapshot.other_kind:
         parts.append(gettext("in use as a %(kind)s too") % {"kind": word(snapshot.other_kind)})
     if (other := snapshot.other_declared_slots) is not None:
@@ -189,12 +189,24 @@ def paused(snapshot: SemaphoreSnapshot) -> str:
         parts.append(gettext("by %(by)s") % {"by": clean(snapshot.paused_by)})
     if snapshot.paused_at is not None:
         parts.append(gettext("since %(when)s UTC") % {"when": f"{snapshot.paused_at:%Y-%m-%d %H:%M}"})
-    if snapshot.paused_until is not None and snapshot.resumes_in is not None:
-        until = {"when": f"{snapshot.paused_until:%Y-%m-%d %H:%M}", "length": duration(snapshot.resumes_in)}
+    return " ".join([*parts, *_until(snapshot.paused_until, snapshot.resumes_in, snapshot.paused_reason)])
+
+
+def sized(snapshot: SemaphoreSnapshot) -> str:
+    """Return who set its number of slots, until when and why, as far as that is known."""
+    told = {"by": clean(snapshot.slots_by) or gettext("an operator"), "slots": snapshot.declared_slots}
+    parts = [gettext("set by %(by)s (the code says %(slots)d)") % told]
+    return " ".join([*parts, *_until(snapshot.slots_until, snapshot.slots_end_in, snapshot.slots_reason)])
+
+
+def _until(end: datetime.datetime | None, left: float | None, reason: str) -> list[str]:
+    parts = []
+    if end is not None and left is not None:
+        until = {"when": f"{end:%Y-%m-%d %H:%M}", "length": duration(left)}
         parts.append(gettext("until %(when)s UTC (in %(length)s)") % until)
-    if snapshot.paused_reason:
-        parts.append(f"({clean(snapshot.paused_reason)})")
-    return " ".join(parts)
+    if reason:
+        parts.append(f"({clean(reason)})")
+    return parts
 
 
 class TableLine(NamedTuple):

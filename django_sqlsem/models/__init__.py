@@ -12,7 +12,6 @@ from django.apps import apps
 from django.db import models
 from django.utils.translation import gettext_lazy as _
 
-from django_sqlsem.core.modes import MUTEX
 from django_sqlsem.core.names import MAX_SLOTS
 from django_sqlsem.exceptions import not_installed
 from django_sqlsem.models.fields import ExactCharField
@@ -51,6 +50,10 @@ class SemaphoreRow(models.Model):
     other_slots = models.PositiveIntegerField(_("slots declared otherwise"), null=True)
     other_us = models.BigIntegerField(_("declared otherwise at"), null=True)
     operator_slots = models.PositiveIntegerField(_("operator's slots"), null=True)
+    # Of an operator's number: until when, by the clock that tokens follow. Then the code's number counts again.
+    slots_until_us = models.BigIntegerField(_("operator's slots until"), null=True)
+    slots_by = ExactCharField(_("slots set by"), max_length=150, default="", db_default="", blank=True)
+    slots_reason = ExactCharField(_("reason of the slots"), max_length=200, default="", db_default="", blank=True)
     paused = models.BooleanField(_("paused"), default=False)
     # Of a pause: since when and until when, by the clock that tokens follow. It is over by itself when that has passed.
     paused_us = models.BigIntegerField(_("paused since"), null=True)
@@ -67,6 +70,7 @@ class SemaphoreRow(models.Model):
         verbose_name_plural = _("locks")
         indexes = [
             models.Index(fields=["paused"], name="sqlsem_semaphore_paused"),
+            models.Index(fields=["slots_until_us"], name="sqlsem_semaphore_until"),
             models.Index(fields=["template", "name", "kind"], name="sqlsem_semaphore_template"),
         ]
         # Whoever writes a larger one by hand would have rows made for each of them.
@@ -83,13 +87,6 @@ class SemaphoreRow(models.Model):
 
     def __str__(self) -> str:
         return str(self.name)
-
-    @property
-    def slots(self) -> int:
-        """How many slots count now: the operator's number, else the declared one; of a mutex, one."""
-        if self.kind == MUTEX:
-            return 1
-        return self.declared_slots if self.operator_slots is None else self.operator_slots
 
 
 class HolderFields(models.Model):

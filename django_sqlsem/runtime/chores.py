@@ -15,7 +15,7 @@ from typing import ClassVar, Final
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from django_sqlsem.backends.base import Ended, Request
+from django_sqlsem.backends.base import Ended, OverAct, Request
 from django_sqlsem.conf import config
 from django_sqlsem.core.clocks import boot_now, chance
 from django_sqlsem.core.names import Resource
@@ -96,6 +96,9 @@ class Chore:
 
     def ended(self, hold: Ended) -> None:
         """The hold of a process that is gone was ended."""
+
+    def act_over(self, session: OwnSession, act: OverAct) -> None:
+        """The time of something that an operator did is over; ``session``: to write that on."""
 
     def deadlocked(self, request: Request, waited: float, detail: str) -> None:
         """A wait is part of a deadlock, in a sentence."""
@@ -326,8 +329,14 @@ class BeaconChore(Chore):
         self.reach.after_fork()
 
 
+_OVER: Final = {
+    "pause": ("The pause of %r is over.", {"what": "pause_over"}),
+    "slots": ("The time of the slots set for %r is over: the code's number counts again.", {"what": "slots_over"}),
+}
+
+
 class Housekeeping(Chore):
-    """Ends what is over though nobody is there to end it: pauses whose time has passed, and holds of the dead.
+    """Ends what is over though nobody is there to end it: operators' acts for a time, and holds of the dead.
 
     And it forgets names that nobody has used for long.
     """
@@ -359,8 +368,10 @@ class Housekeeping(Chore):
             if self._turn:
                 soon = self._end_dead()
             if not (self._turn and self._keeper.backend.supports_renewal):
-                for name in self._keeper.backend.end_pauses(self._session):
-                    logger.info("The pause of %r is over.", name, extra={"semaphore": name, "what": "pause_over"})
+                for act in self._keeper.backend.end_acts(self._session):
+                    text, extra = _OVER[act.what]
+                    logger.info(text, act.name, extra={"semaphore": act.name, **extra})
+                    self._keeper.tell("act_over", self._session, act)
             if now >= self._forget_at:
                 self._forget(now)
         except (BackendError, RefusedError) as error:

@@ -87,7 +87,7 @@ class Keeper:
             self.chores = [self.beacon, self.renewals, self.doubts, *plugged_in(self), Housekeeping(self)]
             if isinstance(self.own, OwnSession):
                 self.own.opened = self.beacon.opened
-        events_heard = ("queued", "granted", "refused", "released", "lost", "ended", "deadlocked")
+        events_heard = ("queued", "granted", "refused", "released", "lost", "ended", "act_over", "deadlocked")
         self._listeners = {event: _listeners(self.chores, event) for event in events_heard}
         backend.announce(self.deliver)
 

@@ -108,7 +108,7 @@ def lock(name: str, slots: int, hold: float = 20, used: float = 0.5, *, seed: in
         row.paused_us, row.paused_by, row.paused_reason = unix - 12 * MINUTE, "ann", special["paused"]
     row.save(force_insert=True)
     for slot in range(1, slots + 1):
-        place = SlotRow(semaphore=row, slot=slot, closed=slot > row.slots)
+        place = SlotRow(semaphore=row, slot=slot, closed=slot > (row.operator_slots or slots))
         if slot <= special.get("stale", 0) or (not place.closed and chance.random() < used):
             gone = slot <= special.get("stale", 0)
             age = int(chance.random() * hold * 1e6)

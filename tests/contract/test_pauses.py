@@ -123,8 +123,8 @@ def test_housekeeping_writes_that_a_pause_is_over(lock, database):
     control.pause("paused", by="ann", duration=0, reason="once", using=database)
     control.pause("other", by="ann", duration=FAR, using=database)
     try:
-        assert backend.end_pauses(session) == ["paused"]
-        assert backend.end_pauses(session) == []
+        assert [(act.name, act.what) for act in backend.end_acts(session)] == [("paused", "pause")]
+        assert backend.end_acts(session) == []
     finally:
         session.close()
     row = SemaphoreRow.objects.using(database).get(name="paused")
@@ -140,6 +140,9 @@ def test_any_living_process_keeps_house(lock, database):
     with semaphore("alive", using=database):
         chore_of(database, "housekeeping")._at = 0.0  # where looking takes long it looks seldom
         wait_until(lambda: not SemaphoreRow.objects.using(database).get(name="paused").paused)
+        wait_until(lambda: len(queries.acts(using=database)) == 2)
+    done = {(act.what, act.by, act.detail) for act in queries.acts(using=database)}
+    assert done == {("paused", "ann", "for 0.0 s"), ("resumed", "", "its time is over")}
 
 
 def test_a_drain_may_end_by_itself(lock, database):

@@ -146,9 +146,9 @@ def _until_done(client: Client, act: Callable[[], object]) -> None:
         act()
 
 
-def _resize(change: int) -> Callable[[World, Client, int], None]:
+def _resize(change: int, **how_long: float) -> Callable[[World, Client, int], None]:
     def program(world: World, client: Client, _subject: int) -> None:
-        _until_done(client, lambda: client.call(world.backend.set_slots, NAME, 2 + change))
+        _until_done(client, lambda: client.call(world.backend.set_slots, NAME, 2 + change, **how_long))
 
     return program
 
@@ -167,6 +167,9 @@ OPERATIONS: Final = {
     "housekeeping": Operation(_housekeeping, takes=True),
     "shrink": Operation(_resize(-1)),
     "grow": Operation(_resize(1)),
+    # For a time that is over at once, so that anybody may be the one who ends it.
+    "shrink for a time": Operation(_resize(-1, seconds=0.0)),
+    "grow for a time": Operation(_resize(1, seconds=0.0)),
     "pause": Operation(_by_operator(lambda backend: backend.set_paused(NAME, True))),
     "resume": Operation(_by_operator(lambda backend: backend.set_paused(NAME, False))),
     "revoke": Operation(_by_operator(lambda backend: backend.revoke(*_FIRST, by="operator")), takes=True),

@@ -31,6 +31,10 @@ PAIRS = [
     ("try", "purge name"),
     ("acquire", "pause"),
     ("acquire", "shrink"),
+    ("acquire", "shrink for a time"),
+    ("release", "shrink for a time"),
+    ("try", "grow for a time"),
+    ("heartbeat", "shrink for a time"),
 ]
 THREE = [("acquire", "release", "give up"), ("hand over", "heartbeat", "expire")]
 #: With one fault: a crash or a lost connection at each point, or a busy database.

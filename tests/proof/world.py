@@ -132,7 +132,8 @@ class Seen:
         if not self.names:
             return 0
         (name,) = self.names
-        return name["declared_slots"] if name["operator_slots"] is None else name["operator_slots"]
+        over = name["slots_until_us"] is not None and name["slots_until_us"] <= NOW
+        return name["declared_slots"] if over or name["operator_slots"] is None else name["operator_slots"]
 
     @functools.cached_property
     def paused(self) -> bool:
@@ -149,7 +150,8 @@ class Seen:
     @functools.cached_property
     def idle_slot(self) -> bool:
         """Whether slots are free for the first in line, and it has not got them."""
-        free = [row for row in self.slots if row["slot"] not in self.live and not row["closed"]]
+        opens = not any(name["shrinking"] for name in self.names)
+        free = [row for row in self.slots if row["slot"] not in self.live and (opens or not row["closed"])]
         free = [row for row in free if row["slot"] <= self.bound]
         if not self.waiters or self.paused:
             return False

@@ -277,7 +277,7 @@ def test_acts_wait_for_each_other(database: str) -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-    slots = SemaphoreRow.objects.using(database).get().slots
+    slots = SemaphoreRow.objects.using(database).get().operator_slots
     opened = SlotRow.objects.using(database).filter(closed=False).values_list("slot", flat=True)
     assert sorted(opened) == list(range(1, slots + 1))
 

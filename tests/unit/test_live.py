@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import logging
 import re
@@ -9,9 +10,11 @@ import time
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import Permission, User
 from django.contrib.sessions.models import Session
 from django.contrib.staticfiles import finders
 from django.db import DatabaseError, connections
@@ -21,9 +24,12 @@ from django.urls import reverse
 
 import django_sqlsem
 from django_sqlsem.admin import live
+from django_sqlsem.models import SemaphoreRow, SlotRow
 from tests.support.databases import without_tables
 from tests.support.operators import hold, make_semaphore
+from tests.unit.test_acts import confirm as confirm_act
 from tests.unit.test_admin import SEMAPHORES, key, login
+from tests.unit.test_lock_page import an_hour
 
 pytestmark = pytest.mark.leaves_held
 
@@ -163,6 +169,91 @@ def test_ten_dashboards_cost_the_database_little(alias: str, monkeypatch: pytest
     assert (10 * 4 + (live.TRUSTED / live.REFRESH_SECONDS) * 10) / live.TRUSTED <= 10
 
 
+def test_ten_different_views_cost_the_database_little(locks_alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten operators have ten different pages open for half a minute, and their browsers ask as they do."""
+    names = [f"lock {number}" for number in range(8)]
+    for name in names:
+        make_semaphore(locks_alias, name)
+        hold(locks_alias, name, left=600)
+        an_hour(locks_alias, name)
+    SlotRow.objects.using(locks_alias).update(beacon=True, process_id="0a" * 16)  # who is dead is asked, too
+    overview, locks = reverse(SEMAPHORES), [address(name) for name in names]
+    views = [overview, f"{overview}?state=held", f"{overview}?q=lock", *locks[:6], f"{locks[6]}?range=24h"]
+    rights = ("view_semaphorerow", "stop_semaphorerow", "configure_semaphorerow")
+    clients = [login(f"operator {number}", *rights) for number in range(len(views))]
+    waited, databases = 1000.0, {"default", locks_alias}
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: waited))
+    seen: dict[Any, str] = {}
+    sent, seconds = 0, 2 * int(live.TRUSTED)
+    # A page of one lock asks for its drawings every fifth time; of a day, every twentieth.
+    rounds = [20 if "24h" in view else 5 if "change" in view else 1 for view in views]
+    for turn in range(2 * seconds // live.REFRESH_SECONDS):
+        with contextlib.ExitStack() as stack:
+            captured = [stack.enter_context(CaptureQueriesContext(connections[alias])) for alias in databases]
+            for number, (client, view) in enumerate(zip(clients, views, strict=True)):
+                waited += live.REFRESH_SECONDS / len(views)
+                light = {live.LIGHT: "1"} if (turn + number) % rounds[number] else {}
+                headers = FRAGMENT | light | {"If-None-Match": seen.get((view, bool(light)), "")}
+                answer = client.get(view, headers=headers)
+                assert answer.status_code in (200, 304)
+                assert float(answer[live.AGE]) < 2 * live.REFRESH_SECONDS
+                seen[view, bool(light)] = answer["ETag"]
+        if turn >= seconds // live.REFRESH_SECONDS:  # by then all has begun
+            sent += sum(map(len, captured))
+    assert sent / seconds <= 10
+
+
+def test_views_of_one_moment_draw_on_one_reading(operator: Client, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shown is never older than a refresh, and says how old it is."""
+    make_semaphore(alias)
+    ask(operator)
+    ask(operator, "lock")
+    clock, waited = time.monotonic, live.REFRESH_SECONDS
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: clock() + waited))
+    with CaptureQueriesContext(connections[alias]) as captured:
+        assert float(ask(operator)[live.AGE]) < 1
+    read = len(captured)
+    waited += 2
+    with CaptureQueriesContext(connections[alias]) as captured:
+        answer = ask(operator, "lock", X_Sqlsem_Light="1")
+    assert 2 <= float(answer[live.AGE]) < 3
+    assert len(captured) == 0 < read
+    hold(alias, host="web9", left=600)
+    waited += 1
+    answer = ask(operator, "lock", X_Sqlsem_Light="1")
+    assert "web9" in answer.content.decode()
+    assert float(answer[live.AGE]) < 1
+
+
+def test_hosts_share_no_reading(operator: Client, alias: str, settings: Any) -> None:
+    """Each may have tables of its own, as tenants do."""
+    settings.ALLOWED_HOSTS = ["*"]
+    make_semaphore(alias)
+    assert "web9" not in ask(operator, "lock", Host="one.example").content.decode()
+    hold(alias, host="web9", left=600)
+    assert "web9" not in ask(operator, "lock", Host="one.example", X_Sqlsem_Light="1").content.decode()
+    assert "web9" in ask(operator, "lock", Host="two.example").content.decode()
+
+
+def test_what_was_done_is_seen_at_once(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    assert "<strong>0</strong> names paused" in ask(operator).content.decode()
+    page = operator.post(reverse("admin:sqlsem_semaphorerow_act", args=[key()]), {"do": "pause"})
+    confirm_act(operator, page)
+    assert "<strong>1</strong> name paused" in ask(operator).content.decode()
+
+
+def test_a_lock_that_is_gone_is_not_shown_any_more(
+    operator: Client, alias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_semaphore(alias)
+    assert ask(operator, "lock").status_code == 200
+    SemaphoreRow.objects.using(alias).all().delete()
+    clock = time.monotonic
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock() + live.REFRESH_SECONDS)
+    assert ask(operator, "lock").status_code == 404
+
+
 def test_a_view_is_not_older_than_a_refresh(operator: Client, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_semaphore(alias)
     ask(operator)
@@ -187,6 +278,18 @@ def test_nobody_is_shown_what_another_may(operator: Client, alias: str, which: s
         assert b"revoke 1 7" not in ask(viewer, "lock").content
     operator.logout()
     assert ask(operator, which).status_code == 302
+
+
+def test_a_session_that_opens_a_page_is_looked_up(operator: Client, alias: str) -> None:
+    """It may have become another user's, as tools do that let one act for another."""
+    make_semaphore(alias)
+    hold(alias, left=600)
+    assert b"revoke 1 7" in ask(operator, "lock").content
+    User.objects.update(is_superuser=False)
+    User.objects.get().user_permissions.add(Permission.objects.get(codename="view_semaphorerow"))
+    assert b"revoke 1 7" in ask(operator, "lock").content
+    assert b"revoke 1 7" not in operator.get(page_of("lock")).content
+    assert b"revoke 1 7" not in ask(operator, "lock").content
 
 
 def test_a_session_is_trusted_for_a_while_only(operator: Client, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,32 @@ def test_who_paused_is_in_json_and_show(database: str, capsys: Any) -> None:
     assert "(deploy)" in printed(capsys, "show", "reports", "--database", database)
 
 
+def test_slots_for_a_time(database: str, capsys: Any) -> None:
+    make_semaphore(database)
+    sets = ("set", "reports", "--slots", "5", "--for", "30m", "--reason", "month end", "--database", database)
+    out = printed(capsys, *sets)
+    told = (
+        r"reports: 0 of 5 slots held, 0 waiting, set by \S+ \(the code says 3\) until [\d-]+ [\d:]+ UTC"
+        r" \(in (30 min 00 s|29 min 5\d s)\) \(month end\)\n"
+    )
+    assert re.search(told, out)
+    assert "In 30 min 00 s the code's number counts again, by itself." in out
+    for verb in ("show", "list"):
+        arguments = ("reports",) if verb == "show" else ()
+        assert re.search(told, printed(capsys, verb, *arguments, "--database", database)), verb
+    (found,) = json.loads(printed(capsys, "list", "--format", "json", "--database", database))
+    assert found["slots_by"].endswith(f"@{socket.gethostname()}")
+    assert (found["slots"], found["operator_slots"], found["slots_reason"]) == (5, 5, "month end")
+    assert found["slots_until"].endswith("+00:00")
+    assert 1700 < found["slots_end_in"] <= 1800
+    assert "by itself" not in printed(capsys, *sets[:4], "--database", database)
+    (found,) = json.loads(printed(capsys, "list", "--format", "json", "--database", database))
+    assert (found["operator_slots"], found["slots_until"], found["slots_end_in"]) == (5, None, None)
+    printed(capsys, "set", "reports", "--slots", "default", "--database", database)
+    (found,) = json.loads(printed(capsys, "list", "--format", "json", "--database", database))
+    assert (found["slots"], found["operator_slots"], found["slots_by"]) == (3, None, "")
+
+
 def test_locks_alone_lists(database: str, committed: None, capsys: Any) -> None:
     make_semaphore("default", "alone")
     assert "alone" in printed(capsys)
@@ -233,7 +259,7 @@ def test_table_fits_the_terminal(monkeypatch: Any) -> None:
 def test_show(database: str, capsys: Any) -> None:
     make_semaphore(database, operator_slots=5)
     out = printed(capsys, "show", "reports", "--database", database)
-    assert "0 of 5 slots held, 0 waiting, set by an operator (the code says 3)" in out
+    assert "0 of 5 slots held, 0 waiting, set by an operator (the code says 3)\n" in out
     assert "Nobody holds it and nobody waits." in out
     hold(database)
     wait(database)
@@ -359,7 +385,8 @@ def test_set(database: str, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("set", "a", "--slots", "2", "--for", "1h"), "--for is of a pause: give --pause too"),
+        (("set", "a", "--slots", "default", "--for", "1h"), "--for is of a pause or a number of slots"),
+        (("set", "a", "--resume", "--for", "1h"), "--for is of a pause or a number of slots"),
         (("set", "a", "--pause", "--for", "long"), "'long' is no length of time"),
         (("list", "--stale", "--busy"), "not allowed with argument"),
         (("odd",), "odd"),

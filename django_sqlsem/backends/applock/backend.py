@@ -26,6 +26,7 @@ from django_sqlsem.backends.base import (
     Renewal,
     Request,
     Waited,
+    sizing,
 )
 from django_sqlsem.core.modes import UPDATE, UPGRADE, WHOLE
 from django_sqlsem.database.sqlserver import broke_off
@@ -230,8 +231,10 @@ class ApplockBackend(BaseSemaphoreBackend):
     def forget(self, session: Session, *, seconds: float, after: str) -> Forgotten:
         return self._operator.forget(session, seconds, after)
 
-    def set_slots(self, name: str, slots: int | None) -> bool:
-        return self._operator.set_slots(name, slots)
+    def set_slots(
+        self, name: str, slots: int | None, *, by: str = "", seconds: float | None = None, reason: str = ""
+    ) -> bool:
+        return self._operator.set_slots(name, sizing(slots, by, seconds, reason))
 
     def set_paused(self, name: str, paused: bool) -> bool:
         return self._operator.set_paused(name, paused)

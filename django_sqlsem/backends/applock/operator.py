@@ -282,11 +282,15 @@ class Operator:
     def _take(self, resource: str) -> bool:
         return int(self._query(_TAKE, (resource,))[0]["rc"]) >= 0
 
-    def set_slots(self, name: str, slots: int | None) -> bool:
-        """Set the operator's number; every acquire reads it in turn. ``ValueError`` for a lock with one slot."""
+    def set_slots(self, name: str, sizing: dict[str, Any]) -> bool:
+        """Set the operator's number; every acquire reads it in turn. ``ValueError`` for a lock with one slot.
+
+        ``sizing``: what is written of it into the name's row.
+        """
+        slots = sizing["operator_slots"]
         if slots is not None:
             validate_slots(slots)
-        return self._update(name, lambda row: check_slots(name, row.kind, slots), operator_slots=slots)
+        return self._update(name, lambda row: check_slots(name, row.kind, slots), **sizing)
 
     def set_paused(self, name: str, paused: bool) -> bool:
         """Stop or resume granting; holders are not disturbed."""

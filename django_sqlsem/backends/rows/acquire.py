@@ -51,8 +51,8 @@ _YIELDS_TO: Final = {
 #: more than that is never served.
 _WANTED: Final = {
     turn: f"(SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN {MAX_SLOTS}"
-    " WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots)"
-    " THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)"
+    " WHEN w.take <= COALESCE({n.operator}, w.slots, n.declared_slots)"
+    " THEN COALESCE({n.operator}, w.slots, n.declared_slots) END), 0)"
     " FROM sqlsem_semaphore n JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key"
     f" WHERE n.name_key = %(key)s AND {{w.waits}} AND {who})"
     for turn, who in _YIELDS_TO.items()
@@ -61,7 +61,7 @@ _DECLARED: Final = "SELECT declared_slots FROM sqlsem_semaphore WHERE name_key =
 _TAKE: Final = f"UPDATE sqlsem_slot SET {granting(NEXT_TOKEN, lasts='%(lease_us)s')}"
 #: A semaphore gives; ``m`` is its row.
 _GIVES: Final = "m.kind = %(kind)s AND {m.unpaused}"
-_LIMIT: Final = "COALESCE(m.operator_slots, %(slots)s, m.declared_slots)"
+_LIMIT: Final = "COALESCE({m.operator}, %(slots)s, m.declared_slots)"
 #: What a mutex takes by one statement, ``{t}`` being the slot's table; whether there is such a slot: see ``exclusive``.
 _MUTEX: Final = " AND {t}lock_mode = 'mutex'"
 _WAS_MUTEX: Final = "EXISTS (SELECT 1 FROM sqlsem_slot l WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex')"
@@ -69,7 +69,7 @@ _WAS_MUTEX: Final = "EXISTS (SELECT 1 FROM sqlsem_slot l WHERE l.semaphore_key =
 #: Takes the lowest free slot, and tells which.
 _TAKE_AND_TELL: Final = f"""{_TAKE} WHERE id = (
   SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key
-  WHERE s.semaphore_key = %(key)s AND {_GIVES} AND m.shrinking = %(no)s AND s.closed = %(no)s
+  WHERE s.semaphore_key = %(key)s AND {_GIVES} AND {{m.settled}} AND s.closed = %(no)s
   AND s.slot > {{wanted}} AND s.slot <= {_LIMIT} AND {{s.free}}{{mutex}}
   ORDER BY s.slot LIMIT 1 {{pick}}
 ) RETURNING id, slot, token, ({_DECLARED}){{unflushed}}"""
@@ -77,11 +77,11 @@ _TAKE_AND_TELL: Final = f"""{_TAKE} WHERE id = (
 _TAKE_ONE: Final = (
     f"{_TAKE} WHERE {{by_id}}semaphore_key = %(key)s AND closed = %(no)s AND {{free}}{{mutex}} AND slot > {{wanted}}"
     f" AND slot <= (SELECT {_LIMIT} FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND {_GIVES}"
-    " AND m.shrinking = %(no)s){lowest}"
+    " AND {m.settled}){lowest}"
 )
 #: Of a place: not if ``_TAKE_ONE`` would take a slot at this moment, which costs less than to stand and be served.
 _UNLESS_FREE: Final = (
-    " AND NOT (m.paused = %(no)s AND m.shrinking = %(no)s AND EXISTS (SELECT 1 FROM sqlsem_slot f"
+    " AND NOT (m.paused = %(no)s AND {m.settled} AND EXISTS (SELECT 1 FROM sqlsem_slot f"
     f" WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > {_WANTED['newcomer']}"
     f" AND f.slot <= {_LIMIT} AND {{f.free}}))"
 )
@@ -97,7 +97,7 @@ _GRANTED: Final = (
 #: mutex whose slot was somebody else's (3), or somebody stands before it (1), or (2) it was made or freed since the
 #: claim, or is locked: to be taken, or deleted with its name.
 _LOOK: Final = (
-    "SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking,"
+    "SELECT m.kind, m.declared_slots, {m.operator}, CASE WHEN {m.settled} THEN 0 ELSE 1 END,"
     " (SELECT COUNT(*) FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key AND s.slot > 0),"
     " {suspects}, CASE WHEN {m.unpaused} AND EXISTS (SELECT 1 FROM sqlsem_slot f WHERE f.semaphore_key = m.name_key"
     f" AND f.closed = %(no)s AND f.slot BETWEEN 1 AND {_LIMIT} AND {{f.free}})"
@@ -290,7 +290,7 @@ class SlotRequest:
             if wanted is None:
                 return None
             operator_slots, declared_slots, _paused, shrinking, now, _kind = found
-            above, whole = exclusive.settle(statements, operator_slots, kind) if shrinking else (False, False)
+            above, whole = exclusive.settle(statements, found) if shrinking else (False, False)
             limit = bound(operator_slots, self.request.slots, declared_slots)
             free = handoff.free_rows(statements, self.request.take, wanted[0], limit, crowded=above)
             if whole or not free:

@@ -17,6 +17,7 @@ from django_sqlsem.backends.base import (
     Released,
     Request,
     Waited,
+    sizing,
 )
 from django_sqlsem.backends.rows import (
     acquire,
@@ -181,8 +182,13 @@ class RowsBackend(BaseSemaphoreBackend):
     def forget(self, session: Session, *, seconds: float, after: str) -> Forgotten:
         return operator.forget(session, seconds, after)
 
-    def set_slots(self, name: str, slots: int | None) -> bool:
-        return operator.set_slots(self.alias, name, slots)
+    def set_slots(
+        self, name: str, slots: int | None, *, by: str = "", seconds: float | None = None, reason: str = ""
+    ) -> bool:
+        return operator.set_slots(self.alias, name, sizing(slots, by, seconds, reason))
+
+    def settle(self, session: Session, key: str) -> None:
+        handoff.hand_out(session, key)
 
     def set_paused(self, name: str, paused: bool) -> bool:
         return operator.set_paused(self.alias, name, paused)

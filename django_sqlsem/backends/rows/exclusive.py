@@ -14,10 +14,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends.base import Grant, Request
-from django_sqlsem.backends.rows.statements import COUNT_LIVE, KEPT, LOCK, OPERATOR, Statements, granting
+from django_sqlsem.backends.rows.statements import COUNT_LIVE, KEPT, LOCK, OPERATOR, OVER, Statements, granting
 from django_sqlsem.core.modes import EXCLUSIVE, MUTEX, UPDATE, UPGRADE, WHOLE
 
 if TYPE_CHECKING:
+    from django_sqlsem.backends.rows.statements import Row
     from django_sqlsem.database.cursors import AnyCursor
     from django_sqlsem.database.sessions import Session
 
@@ -45,6 +46,10 @@ _TAKE: Final = {
 }
 _MARK: Final = "UPDATE sqlsem_semaphore SET shrinking = %(yes)s WHERE name_key = %(key)s"
 _UNMARK: Final = "UPDATE sqlsem_semaphore SET shrinking = %(no)s WHERE name_key = %(key)s"
+#: The code's number of slots counts again. What else the row tells stays until housekeeping has noted the end.
+_END: Final = (
+    "UPDATE sqlsem_semaphore SET operator_slots = NULL WHERE name_key = %(key)s AND slots_until_us <= {token_now}"
+)
 #: Whom a claim would overtake. A shared claim that waits for a slot is not in the way of the writer's place.
 _WAITING: Final = "SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {w.waits}"
 _OLDER: Final = f" AND w.queued_us < COALESCE({KEPT}, {{now}})"
@@ -142,17 +147,21 @@ def adopt(statements: Statements, kind: str) -> bool:
     return True
 
 
-def settle(statements: Statements, operator_slots: int | None, kind: str) -> tuple[bool, bool]:
+def settle(statements: Statements, found: Row) -> tuple[bool, bool]:
     """Take the mark of a shrinking name away if it is over, and open what was closed for it; the row is locked.
 
+    ``found``: what ``LOCK`` has told. An operator's number whose time is over ends with that.
     Returns whether slots above the operator's number are live still, and whether nothing may be granted: somebody has
     all slots, or more than the one of a mutex.
     """
+    operator_slots, _declared, _paused, shrinking, _now, kind = found
     statements.change(_LAPSE)
     _live, above, whole = statements.row(COUNT_LIVE, bound=operator_slots)
     if kind == MUTEX:
         above, whole = 0, whole or not _cleared(statements)
     if not above and not whole:
+        if shrinking == OVER:
+            statements.change(_END)
         statements.change(_OPEN, yes=True)
         statements.change(_UNMARK)
     return bool(above), bool(whole)

@@ -204,7 +204,8 @@ _HELD_AS: Final = "CASE kind WHEN 'mutex' THEN 'mutex' ELSE '' END"
 #: which commits wait for one another.
 _PASS_IN_ONE: Final = f"""
 WITH m AS (
-  SELECT operator_slots, declared_slots, {{unpaused}} AS unpaused, shrinking, {_HELD_AS} AS held_as
+  SELECT {{operator}} AS operator_slots, declared_slots, {{unpaused}} AS unpaused, {{settled}} AS settled,
+  {_HELD_AS} AS held_as
   FROM sqlsem_semaphore WHERE name_key = %(key)s
 ), o AS MATERIALIZED (
   SELECT w.id FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {{w.waits}}{{w.alive}}
@@ -217,7 +218,7 @@ WITH m AS (
 ), w AS (
   DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.id = h.id AND h.take = 1 AND m.unpaused
   AND h.lock_mode = m.held_as AND h.lock_mode = %(held_as)s
-  AND m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, h.slots, m.declared_slots)
+  AND m.settled AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, h.slots, m.declared_slots)
   RETURNING w.*, w.ticket AS permit_id, w.process_id = %(process_id)s AS here,
   CASE WHEN w.process_id = %(process_id)s THEN w.lease_us ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us
 ), u AS (
@@ -257,7 +258,8 @@ def _pass_in_one(session: Session, parameters: dict[str, Any], *, durable: bool,
 
 #: The semaphore and its oldest waiter.
 _LOOK: Final = (
-    "SELECT m.operator_slots, m.declared_slots, CASE WHEN {m.unpaused} THEN 0 ELSE 1 END, m.shrinking, {now},"
+    "SELECT {m.operator}, m.declared_slots, CASE WHEN {m.unpaused} THEN 0 ELSE 1 END,"
+    " CASE WHEN {m.settled} THEN 0 ELSE 1 END, {now},"
     f" {_HELD_AS}, {_OF_HEAD} FROM sqlsem_semaphore m"
     " LEFT JOIN sqlsem_waiter w ON w.semaphore_key = m.name_key AND {w.waits}{w.alive}"
     " WHERE m.name_key = %(key)s ORDER BY w.queued_us, w.id"
@@ -375,9 +377,9 @@ def serve(statements: Statements, free: str = "") -> HandOff:
     operator_slots, declared_slots, paused, shrinking, now, kind = found
     heads = [] if paused else waiters(statements)
     if (becomes := _becomes(kind, heads)) != kind and exclusive.adopt(statements, becomes):
-        operator_slots, declared_slots, paused, shrinking, now, kind = statements.row(LOCK)
+        operator_slots, declared_slots, paused, shrinking, now, kind = found = statements.row(LOCK)
     if shrinking:
-        shrinking, whole = exclusive.settle(statements, operator_slots, kind)
+        shrinking, whole = exclusive.settle(statements, found)
         paused = paused or whole
     served: list[Served] = []
     seen: set[int] = set()

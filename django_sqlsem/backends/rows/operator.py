@@ -156,7 +156,7 @@ def purge_idle(alias: str, name: str) -> bool:
     """Delete a name that nobody holds or waits for, unless an operator has set its slots or paused it."""
     key = key_of(name)
     with _act(alias, key) as clock:
-        rows = SemaphoreRow.objects.using(alias).filter(key=key, operator_slots=None).exclude(clock.paused())
+        rows = SemaphoreRow.objects.using(alias).filter(key=key).exclude(clock.operated() | clock.paused())
         row = rows.first()
         if row is None:
             return False
@@ -225,16 +225,19 @@ def _raw_delete(rows: QuerySet[Any]) -> None:
 
 
 @repeated
-def set_slots(alias: str, name: str, slots: int | None) -> bool:
-    """Set the operator's number, and open and close slots to suit. ``ValueError`` for a lock with one slot."""
-    key = key_of(name)
+def set_slots(alias: str, name: str, sizing: dict[str, Any]) -> bool:
+    """Set the operator's number, and open and close slots to suit. ``ValueError`` for a lock with one slot.
+
+    ``sizing``: what is written of it into the name's row.
+    """
+    key, slots = key_of(name), sizing["operator_slots"]
     with _act(alias, key) as clock:
         semaphore = SemaphoreRow.objects.using(alias).filter(key=key).first()
         if semaphore is None:
             return False
         check_slots(name, semaphore.kind, slots)
         if semaphore.kind == MUTEX:  # it has one slot in any case
-            SemaphoreRow.objects.using(alias).filter(key=key).update(operator_slots=slots)
+            SemaphoreRow.objects.using(alias).filter(key=key).update(**sizing)
             return True
         rows = SlotRow.objects.using(alias).filter(semaphore=key).exclude(slot=WRITER)
         # While somebody has all slots, or may prove them again, no more of them are opened: that is done after it.
@@ -245,7 +248,7 @@ def set_slots(alias: str, name: str, slots: int | None) -> bool:
             shrinking = whole or rows.filter(clock.live(), slot__gt=slots).exists()
         if not whole:
             rows.filter(slot__lte=MAX_SLOTS if slots is None else slots, closed=True).update(closed=False)
-        SemaphoreRow.objects.using(alias).filter(key=key).update(operator_slots=slots, shrinking=shrinking)
+        SemaphoreRow.objects.using(alias).filter(key=key).update(**sizing, shrinking=shrinking)
     _hand_out(alias, key)
     return True
 

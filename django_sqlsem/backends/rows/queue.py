@@ -36,8 +36,8 @@ _STANDING: Final = standing(semaphore_key="m.name_key", slots="{own}", queued_us
 #: Takes a place, if the name has as many slots as it should; else inserts nothing.
 _PLACE: Final = (
     f"{WAITER} SELECT {_STANDING} FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND {{kinds}}"
-    " AND COALESCE(m.operator_slots, {own}, m.declared_slots) >= %(take)s AND EXISTS (SELECT 1 FROM sqlsem_slot s"
-    " WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, {own}, m.declared_slots))"
+    " AND COALESCE({m.operator}, {own}, m.declared_slots) >= %(take)s AND EXISTS (SELECT 1 FROM sqlsem_slot s"
+    " WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE({m.operator}, {own}, m.declared_slots))"
 )
 _LEAVE: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(permit_id)s"
 #: Deletes waiters whose processes have died without a word.
@@ -57,8 +57,8 @@ STAYING: Final = (
 )
 #: What the slots of a name say, in one pass over them: how many are free of those that the waiter could use, and so on.
 _SLOTS: Final = (
-    "(SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, {own}, m.declared_slots)"
-    " AND {s.free} THEN 1 ELSE 0 END) AS free_slots,"
+    "(SELECT SUM(CASE WHEN (s.closed = %(no)s OR (m.operator_slots IS NOT NULL AND m.slots_until_us <= {token_now}))"
+    " AND s.slot <= COALESCE({m.operator}, {own}, m.declared_slots) AND {s.free} THEN 1 ELSE 0 END) AS free_slots,"
     " MIN(CASE WHEN {s.live} THEN s.expires_us - {now} END) AS expiry_us,"
     " SUM(CASE WHEN {s.live} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers, MIN(m.kind) AS kind"
     " FROM sqlsem_semaphore m JOIN sqlsem_slot s ON s.semaphore_key = m.name_key WHERE m.name_key = %(key)s) v"

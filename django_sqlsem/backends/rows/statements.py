@@ -190,10 +190,14 @@ def bound(operator_slots: int | None, own_slots: int | None, declared_slots: int
 
 
 #: An operator's number. A mutex has one slot, whatever number an operator gave it while it was a semaphore.
-OPERATOR: Final = "CASE WHEN kind = 'mutex' THEN 1 ELSE operator_slots END"
+OPERATOR: Final = "CASE WHEN kind = 'mutex' THEN 1 ELSE {operator} END"
+#: What ``LOCK`` says of a name whose slots are to be settled; the second: as the time of an operator's number is over.
+UNSETTLED: Final = 1
+OVER: Final = 2
 #: Locks the semaphore's row until the transaction ends.
 LOCK: Final = (
-    f"SELECT {OPERATOR}, declared_slots, CASE WHEN {{unpaused}} THEN 0 ELSE 1 END, shrinking, {{now}}, kind"
+    f"SELECT {OPERATOR}, declared_slots, CASE WHEN {{unpaused}} THEN 0 ELSE 1 END, CASE WHEN {{settled}} THEN 0"
+    f" WHEN slots_until_us <= {{token_now}} THEN {OVER} ELSE {UNSETTLED} END, {{now}}, kind"
     " FROM sqlsem_semaphore{lock_hint}"
     " WHERE name_key = %(key)s{lock}"
 )

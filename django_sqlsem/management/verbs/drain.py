@@ -24,7 +24,7 @@ def add_arguments(parser: CommandParser) -> None:
     arguments.add_name(parser)
     told = gettext("wait so long for the holders to leave: 90s, 15m, none (for ever); default: not at all")
     parser.add_argument("--wait", metavar="AGE", type=arguments.timeout, default=UNSET, help=told)
-    arguments.add_pause(parser)
+    arguments.add_duration(parser)
     arguments.add_reason(parser)
 
 

@@ -120,7 +120,7 @@ def _print_table(
             warned = console.style.WARNING(line) if row.warns else line
             console.say(console.dim(line) if nth >= len(body) and warned is line else warned)
         console.say("")
-    console.lines(map(output.summary, filter(_is_busy, found)))
+    console.lines(output.summary(each) for each in found if _is_busy(each) or each.slots_until is not None)
     if not body:
         console.say(_nothing(len(found), stale=stale, among=among))
 

@@ -25,7 +25,7 @@ def add_arguments(parser: CommandParser) -> None:
     what.add_argument("--slots", metavar="N", type=_slots_or_default, default=UNSET, help=told)
     what.add_argument("--pause", action="store_true", help=gettext("grant nothing more; holders are not disturbed"))
     what.add_argument("--resume", action="store_true", help=gettext("grant again"))
-    arguments.add_pause(parser)
+    arguments.add_duration(parser)
     arguments.add_reason(parser)
 
 
@@ -42,8 +42,8 @@ def handle(
     **_: Any,
 ) -> None:
     """Change one semaphore."""
-    if duration is not None and not pause:
-        raise CommandError(gettext("--for is of a pause: give --pause too."), returncode=2)
+    if duration is not None and (resume or (not pause and slots is None)):
+        raise CommandError(gettext("--for is of a pause or a number of slots: give one of them."), returncode=2)
     who: dict[str, Any] = {"by": console.by, "using": database, "reason": reason}
     try:
         if pause:
@@ -51,7 +51,7 @@ def handle(
         elif resume:
             done = control.resume(name, **who)
         else:
-            done = control.set_slots(name, slots, **who)
+            done = control.set_slots(name, slots, duration=duration, **who)
     except ValueError as error:
         raise CommandError(str(error)) from error
     snapshot = console.known(name, database)
@@ -65,3 +65,6 @@ def handle(
         if duration is not None:
             told = gettext("Nothing more is granted for %(length)s, or until `--resume`; holders are not disturbed.")
         console.say(told % {"length": durations.duration(duration or 0.0)})
+    elif duration is not None:
+        told = gettext("In %(length)s the code's number counts again, by itself.")
+        console.say(told % {"length": durations.duration(duration)})

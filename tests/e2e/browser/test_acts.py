@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -53,7 +54,7 @@ def test_the_lock_as_a_whole(operator: Visitor, holder: tuple[Child, int, int]) 
     page.get_by_role("spinbutton", name="Slots").fill("5")
     page.get_by_label("Reason").fill("INC-7")
     operator.confirm("Slots of reports set to 5.", "Slots set to 5 by user0", "Reason: INC-7")
-    assert lock().slots == 5
+    assert lock().operator_slots == 5
     operator.press("undo_slots")
     operator.confirm("Slots of reports are as the code declares.")
     assert lock().operator_slots is None
@@ -69,6 +70,36 @@ def test_the_lock_as_a_whole(operator: Visitor, holder: tuple[Child, int, int]) 
     operator.confirm("Draining reports")
     assert lock().paused
     assert slot_row("default", slot=holder[1]).stop_by == "user0"
+
+
+def test_slots_for_a_time(operator: Visitor, holder: tuple[Child, int, int]) -> None:
+    page = operator.lock()
+    operator.press("set_slots")
+    page.get_by_label("For", exact=False).select_option("30 minutes")
+    page.locator("input[type=submit]").click()
+    expect(page.locator("#content")).to_contain_text("The number that the code declares has no end.")
+    page.get_by_role("spinbutton", name="Slots").fill("5")
+    page.get_by_label("Reason").fill("month end")
+    ends = "That ends by itself at"
+    operator.confirm("Slots of reports set to 5.", "Slots set to 5 by user0", ends, "Reason: month end")
+    assert (lock().operator_slots, lock().slots_by, lock().slots_reason) == (5, "user0", "month end")
+    page = operator.overview()
+    badge = page.locator(".sqlsem-badge.sqlsem-operator")
+    expect(badge).to_have_text(re.compile(r"^5 slots until .*\d\d:\d\d, by user0: month end$"))
+    operator.lock()
+    operator.press("undo_slots")
+    operator.confirm("Slots of reports are as the code declares.")
+    expect(page.get_by_text(ends)).to_have_count(0)
+    assert (lock().operator_slots, lock().slots_until_us, lock().slots_by) == (None, None, "")
+    operator.press("set_slots")
+    page.get_by_role("spinbutton", name="Slots").fill("5")
+    page.get_by_label("For", exact=False).select_option("5 minutes")
+    operator.confirm("Slots of reports set to 5.", ends)
+    SemaphoreRow.objects.update(slots_until_us=1)  # the time passes
+    page = operator.lock()
+    expect(page.locator("#sqlsem-acts")).to_have_count(1)
+    expect(page.get_by_text(ends)).to_have_count(0)
+    expect(page.locator('button[value="undo_slots"]')).to_have_count(0)
 
 
 def test_purge_and_the_actions_of_the_list(operator: Visitor) -> None:

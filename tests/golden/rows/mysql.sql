@@ -147,6 +147,11 @@ UPDATE sqlsem_slot
 SET closed = %(yes)s
 WHERE semaphore_key = %(key)s AND closed = %(no)s AND slot > 1;
 
+-- exclusive.END
+UPDATE sqlsem_semaphore
+SET operator_slots = NULL
+WHERE name_key = %(key)s AND slots_until_us <= {now};
+
 -- exclusive.FREE update
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
@@ -210,7 +215,7 @@ WHERE id = %(id)s;
 UPDATE sqlsem_slot
 SET closed = %(no)s
 WHERE semaphore_key = %(key)s AND closed = %(yes)s AND slot > 0 AND slot <= COALESCE((SELECT CASE WHEN kind =
-      'mutex' THEN 1 ELSE operator_slots END
+      'mutex' THEN 1 ELSE CASE WHEN slots_until_us <= {now} THEN NULL ELSE operator_slots END END
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), slot);
 
@@ -379,10 +384,11 @@ FROM sqlsem_waiter
 WHERE id = %(waiter)s;
 
 -- handoff.LOOK
-SELECT m.operator_slots, m.declared_slots, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) THEN 0 ELSE 1
-      END, m.shrinking, {now}, CASE kind WHEN 'mutex' THEN 'mutex' ELSE '' END, w.id, w.ticket, w.take, w.slots,
-      w.lease_us, w.lock_mode, w.host, w.pid, w.thread, w.label, w.user_name, w.process_id, w.boot_id, w.channel,
-      w.beacon
+SELECT CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, m.declared_slots, CASE WHEN
+      (m.paused = %(no)s OR m.paused_until_us <= {now}) THEN 0 ELSE 1 END, CASE WHEN (m.shrinking = %(no)s AND
+      (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})) THEN 0 ELSE 1 END, {now},
+      CASE kind WHEN 'mutex' THEN 'mutex' ELSE '' END, w.id, w.ticket, w.take, w.slots, w.lease_us, w.lock_mode,
+      w.host, w.pid, w.thread, w.label, w.user_name, w.process_id, w.boot_id, w.channel, w.beacon
 FROM sqlsem_semaphore m
 LEFT JOIN sqlsem_waiter w ON w.semaphore_key = m.name_key AND w.expires_us > {now} AND w.away = %(no)s AND
       (%(witness)s = %(no)s OR NOT (w.beacon AND (CASE WHEN CHAR_LENGTH(w.process_id) = 32 THEN
@@ -408,7 +414,9 @@ WHERE suspect_us <= {now} - %(out_for_us)s AND semaphore_key = %(key)s AND expir
       ELSE FALSE END);
 
 -- look
-SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
+SELECT m.kind, m.declared_slots, CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, CASE WHEN
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
+      THEN 0 ELSE 1 END, (SELECT COUNT(*)
   FROM sqlsem_slot s
   WHERE s.semaphore_key = m.name_key AND s.slot > 0), (SELECT COUNT(*)
   FROM (SELECT DISTINCT s.process_id, s.beacon
@@ -420,10 +428,10 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token), CASE WHEN (m.paused = %(no)s OR
       m.paused_until_us <= {now}) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
-      %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} -
-      %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN CASE WHEN m.kind = 'mutex' AND NOT EXISTS
-      (SELECT 1
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN
+      m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us
+      IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} - %(since)s AND (f.fenced IS NULL OR f.fenced <>
+      f.token)))) THEN CASE WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
   FROM sqlsem_slot l
   WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
@@ -448,18 +456,21 @@ SELECT (SELECT COUNT(*)
       <=> 1 ELSE FALSE END)) + (SELECT COUNT(*)
   FROM sqlsem_slot x
   WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token) ELSE 0 END, v.kind
-FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
-      AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s AND (s.fenced IS NULL
-      OR s.fenced <> s.token))) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN
-      s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s
-      THEN 1 ELSE 0 END) AS strangers, MIN(m.kind) AS kind
+FROM (SELECT SUM(CASE WHEN (s.closed = %(no)s OR (m.operator_slots IS NOT NULL AND m.slots_until_us <= {now})) AND
+      s.slot <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s AND
+      (s.fenced IS NULL OR s.fenced <> s.token))) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us >
+      {now} THEN s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE
+      %(near)s THEN 1 ELSE 0 END) AS strangers, MIN(m.kind) AS kind
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v, sqlsem_waiter
 WHERE sqlsem_waiter.ticket = %(permit_id)s;
 
 -- look bounded
-SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
+SELECT m.kind, m.declared_slots, CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, CASE WHEN
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
+      THEN 0 ELSE 1 END, (SELECT COUNT(*)
   FROM sqlsem_slot s
   WHERE s.semaphore_key = m.name_key AND s.slot > 0), (SELECT COUNT(*)
   FROM (SELECT DISTINCT s.process_id, s.beacon
@@ -471,10 +482,10 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
   WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token), CASE WHEN (m.paused = %(no)s OR
       m.paused_until_us <= {now}) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
-      %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} -
-      %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))) THEN CASE WHEN m.kind = 'mutex' AND NOT EXISTS
-      (SELECT 1
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN
+      m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us
+      IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} - %(since)s AND (f.fenced IS NULL OR f.fenced <>
+      f.token)))) THEN CASE WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
   FROM sqlsem_slot l
   WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
@@ -514,9 +525,11 @@ SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, 
       %(lease_us)s, %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
-      'mutex'))) AND COALESCE(m.operator_slots, %(slots)s, m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
+      'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, %(slots)s, m.declared_slots));
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+      m.operator_slots END, %(slots)s, m.declared_slots));
 
 -- place ranked
 INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
@@ -528,9 +541,11 @@ SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, 
       %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
-      'mutex'))) AND COALESCE(m.operator_slots, %(slots)s, m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
+      'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, %(slots)s, m.declared_slots));
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+      m.operator_slots END, %(slots)s, m.declared_slots));
 
 -- place unless free
 INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
@@ -540,19 +555,23 @@ SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, 
       %(lease_us)s, %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
-      'mutex'))) AND COALESCE(m.operator_slots, %(slots)s, m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
+      'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)) AND NOT
-      (m.paused = %(no)s AND m.shrinking = %(no)s AND EXISTS (SELECT 1
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+      m.operator_slots END, %(slots)s, m.declared_slots)) AND NOT (m.paused = %(no)s AND (m.shrinking = %(no)s AND
+      (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
   WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
-      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE
+      n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL
+      ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
     FROM sqlsem_semaphore n
     JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
     WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND f.slot
-      <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now}
-      AND f.lease_us <= {now} - %(since)s AND (f.fenced IS NULL OR f.fenced <> f.token)))));
+      <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} - %(since)s AND
+      (f.fenced IS NULL OR f.fenced <> f.token)))));
 
 -- queue.BACK
 DELETE
@@ -618,8 +637,9 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
 
 -- reading.SEMAPHORE
-SELECT name_key, name, kind, template, declared_slots, declared_us, other_slots, other_us, operator_slots, paused,
-      paused_us, paused_until_us, paused_by, paused_reason, shrinking, units
+SELECT name_key, name, kind, template, declared_slots, declared_us, other_slots, other_us, operator_slots,
+      slots_until_us, slots_by, slots_reason, paused, paused_us, paused_until_us, paused_by, paused_reason,
+      shrinking, units
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
@@ -677,8 +697,10 @@ SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN 
 WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s;
 
 -- statements.LOCK
-SELECT CASE WHEN kind = 'mutex' THEN 1 ELSE operator_slots END, declared_slots, CASE WHEN (paused = %(no)s OR
-      paused_until_us <= {now}) THEN 0 ELSE 1 END, shrinking, {now}, kind
+SELECT CASE WHEN kind = 'mutex' THEN 1 ELSE CASE WHEN slots_until_us <= {now} THEN NULL ELSE operator_slots END END,
+      declared_slots, CASE WHEN (paused = %(no)s OR paused_until_us <= {now}) THEN 0 ELSE 1 END, CASE WHEN
+      (shrinking = %(no)s AND (operator_slots IS NULL OR slots_until_us IS NULL OR slots_until_us > {now})) THEN 0
+      WHEN slots_until_us <= {now} THEN 2 ELSE 1 END, {now}, kind
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s
 FOR UPDATE;
@@ -705,11 +727,12 @@ SELECT (SELECT COUNT(*)
       <=> 1 ELSE FALSE END)) + (SELECT COUNT(*)
   FROM sqlsem_slot x
   WHERE x.semaphore_key = %(key)s AND x.expires_us <= {now} AND x.fenced = x.token) ELSE 0 END, v.kind
-FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
-      AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s AND (s.fenced IS NULL
-      OR s.fenced <> s.token))) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN
-      s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s
-      THEN 1 ELSE 0 END) AS strangers, MIN(m.kind) AS kind
+FROM (SELECT SUM(CASE WHEN (s.closed = %(no)s OR (m.operator_slots IS NOT NULL AND m.slots_until_us <= {now})) AND
+      s.slot <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s AND
+      (s.fenced IS NULL OR s.fenced <> s.token))) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us >
+      {now} THEN s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE
+      %(near)s THEN 1 ELSE 0 END) AS strangers, MIN(m.kind) AS kind
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v, sqlsem_waiter
@@ -730,15 +753,16 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <=
       {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take =
-      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots)
-      THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL
+      ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN
+      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0) AND slot <= (SELECT
-      COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
+      COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots)
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s)
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})))
 ORDER BY slot LIMIT 1;
 
 -- take newcomer
@@ -749,15 +773,17 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <=
       {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take =
-      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots)
-      THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL
+      ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN
+      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND slot <=
-      (SELECT COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
+      (SELECT COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots)
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s)
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})))
 ORDER BY slot LIMIT 1;
 
 -- take newcomer mutex
@@ -768,16 +794,17 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <=
       {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND lock_mode = 'mutex' AND slot > (SELECT
-      COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+      COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN
+      n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE
+      WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND slot <=
-      (SELECT COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
+      (SELECT COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots)
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s)
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})))
 ORDER BY slot LIMIT 1;
 
 -- take ranked
@@ -788,17 +815,19 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <=
       {now} - %(since)s AND (fenced IS NULL OR fenced <> token))) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take =
-      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots)
-      THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL
+      ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN
+      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
       w.queued_us < COALESCE((SELECT a.queued_us
     FROM sqlsem_waiter a
-    WHERE a.ticket = %(rank)s), {now})) AND slot <= (SELECT COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
+    WHERE a.ticket = %(rank)s), {now})) AND slot <= (SELECT COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL
+      ELSE m.operator_slots END, %(slots)s, m.declared_slots)
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s)
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})))
 ORDER BY slot LIMIT 1;
 
 -- take two
@@ -821,9 +850,10 @@ FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expi
   WHERE s.expires_us IS NOT NULL) d;
 
 -- wanted before barge
-SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE
+      WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) THEN
+      COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots)
+      END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0)
@@ -831,9 +861,10 @@ FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});
 
 -- wanted before newcomer
-SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE
+      WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) THEN
+      COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots)
+      END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update')
@@ -841,9 +872,10 @@ FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});
 
 -- wanted before ranked
-SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE
+      WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) THEN
+      COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots)
+      END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND

@@ -163,6 +163,11 @@ UPDATE sqlsem_slot
 SET closed = %(yes)s
 WHERE semaphore_key = %(key)s AND closed = %(no)s AND slot > 1;
 
+-- exclusive.END
+UPDATE sqlsem_semaphore
+SET operator_slots = NULL
+WHERE name_key = %(key)s AND slots_until_us <= {now};
+
 -- exclusive.FREE update
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
@@ -221,7 +226,7 @@ WHERE id = %(id)s;
 UPDATE sqlsem_slot
 SET closed = %(no)s
 WHERE semaphore_key = %(key)s AND closed = %(yes)s AND slot > 0 AND slot <= COALESCE((SELECT CASE WHEN kind =
-      'mutex' THEN 1 ELSE operator_slots END
+      'mutex' THEN 1 ELSE CASE WHEN slots_until_us <= {now} THEN NULL ELSE operator_slots END END
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), slot);
 
@@ -346,10 +351,11 @@ FROM sqlsem_waiter
 WHERE id = %(waiter)s;
 
 -- handoff.LOOK
-SELECT m.operator_slots, m.declared_slots, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) THEN 0 ELSE 1
-      END, m.shrinking, {now}, CASE kind WHEN 'mutex' THEN 'mutex' ELSE '' END, w.id, w.ticket, w.take, w.slots,
-      w.lease_us, w.lock_mode, w.host, w.pid, w.thread, w.label, w.user_name, w.process_id, w.boot_id, w.channel,
-      w.beacon
+SELECT CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, m.declared_slots, CASE WHEN
+      (m.paused = %(no)s OR m.paused_until_us <= {now}) THEN 0 ELSE 1 END, CASE WHEN (m.shrinking = %(no)s AND
+      (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})) THEN 0 ELSE 1 END, {now},
+      CASE kind WHEN 'mutex' THEN 'mutex' ELSE '' END, w.id, w.ticket, w.take, w.slots, w.lease_us, w.lock_mode,
+      w.host, w.pid, w.thread, w.label, w.user_name, w.process_id, w.boot_id, w.channel, w.beacon
 FROM sqlsem_semaphore m
 LEFT JOIN sqlsem_waiter w ON w.semaphore_key = m.name_key AND w.expires_us > {now} AND w.away = %(no)s
 WHERE m.name_key = %(key)s
@@ -365,14 +371,17 @@ SET held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN 
 WHERE id = %(row0)s AND permit_id = %(released)s AND closed = %(no)s;
 
 -- look
-SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
+SELECT m.kind, m.declared_slots, CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, CASE WHEN
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
+      THEN 0 ELSE 1 END, (SELECT COUNT(*)
   FROM sqlsem_slot s
   WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <=
       {now}) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
-      %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} -
-      %(since)s))) THEN CASE WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN
+      m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us
+      IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} - %(since)s))) THEN CASE WHEN m.kind = 'mutex' AND
+      NOT EXISTS (SELECT 1
   FROM sqlsem_slot l
   WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
@@ -390,24 +399,29 @@ SELECT (SELECT COUNT(*)
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
       'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us = sqlsem_waiter.queued_us AND w.id <
       sqlsem_waiter.id))) = 0 THEN NULL ELSE 0 END, v.kind
-FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
-      AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END)
-      AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN
-      s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers, MIN(m.kind) AS kind
+FROM (SELECT SUM(CASE WHEN (s.closed = %(no)s OR (m.operator_slots IS NOT NULL AND m.slots_until_us <= {now})) AND
+      s.slot <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
+      THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS
+      expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers,
+      MIN(m.kind) AS kind
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v, sqlsem_waiter
 WHERE sqlsem_waiter.ticket = %(permit_id)s;
 
 -- look bounded
-SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
+SELECT m.kind, m.declared_slots, CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, CASE WHEN
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
+      THEN 0 ELSE 1 END, (SELECT COUNT(*)
   FROM sqlsem_slot s
   WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <=
       {now}) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
-      %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} -
-      %(since)s))) THEN CASE WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN
+      m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us
+      IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} - %(since)s))) THEN CASE WHEN m.kind = 'mutex' AND
+      NOT EXISTS (SELECT 1
   FROM sqlsem_slot l
   WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
@@ -438,9 +452,11 @@ SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, 
       %(lease_us)s, %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
-      'mutex'))) AND COALESCE(m.operator_slots, %(slots)s, m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
+      'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, %(slots)s, m.declared_slots));
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+      m.operator_slots END, %(slots)s, m.declared_slots));
 
 -- place ranked
 INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
@@ -452,9 +468,11 @@ SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, 
       %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
-      'mutex'))) AND COALESCE(m.operator_slots, %(slots)s, m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
+      'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, %(slots)s, m.declared_slots));
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+      m.operator_slots END, %(slots)s, m.declared_slots));
 
 -- place unless free
 INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
@@ -464,19 +482,22 @@ SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, 
       %(lease_us)s, %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
-      'mutex'))) AND COALESCE(m.operator_slots, %(slots)s, m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
+      'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)) AND NOT
-      (m.paused = %(no)s AND m.shrinking = %(no)s AND EXISTS (SELECT 1
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+      m.operator_slots END, %(slots)s, m.declared_slots)) AND NOT (m.paused = %(no)s AND (m.shrinking = %(no)s AND
+      (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
   WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
-      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE
+      n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL
+      ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
     FROM sqlsem_semaphore n
     JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
     WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND f.slot
-      <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now}
-      AND f.lease_us <= {now} - %(since)s))));
+      <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} - %(since)s))));
 
 -- queue.BACK
 DELETE
@@ -542,8 +563,9 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
 
 -- reading.SEMAPHORE
-SELECT name_key, name, kind, template, declared_slots, declared_us, other_slots, other_us, operator_slots, paused,
-      paused_us, paused_until_us, paused_by, paused_reason, shrinking, units
+SELECT name_key, name, kind, template, declared_slots, declared_us, other_slots, other_us, operator_slots,
+      slots_until_us, slots_by, slots_reason, paused, paused_us, paused_until_us, paused_by, paused_reason,
+      shrinking, units
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
@@ -601,8 +623,10 @@ SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN 
 WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s;
 
 -- statements.LOCK
-SELECT CASE WHEN kind = 'mutex' THEN 1 ELSE operator_slots END, declared_slots, CASE WHEN (paused = %(no)s OR
-      paused_until_us <= {now}) THEN 0 ELSE 1 END, shrinking, {now}, kind
+SELECT CASE WHEN kind = 'mutex' THEN 1 ELSE CASE WHEN slots_until_us <= {now} THEN NULL ELSE operator_slots END END,
+      declared_slots, CASE WHEN (paused = %(no)s OR paused_until_us <= {now}) THEN 0 ELSE 1 END, CASE WHEN
+      (shrinking = %(no)s AND (operator_slots IS NULL OR slots_until_us IS NULL OR slots_until_us > {now})) THEN 0
+      WHEN slots_until_us <= {now} THEN 2 ELSE 1 END, {now}, kind
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s
 FOR UPDATE;
@@ -622,10 +646,12 @@ SELECT (SELECT COUNT(*)
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
       'upgrade' AND (w.queued_us < sqlsem_waiter.queued_us OR (w.queued_us = sqlsem_waiter.queued_us AND w.id <
       sqlsem_waiter.id))) = 0 THEN NULL ELSE 0 END, v.kind
-FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
-      AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END)
-      AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS expiry_us, SUM(CASE WHEN
-      s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers, MIN(m.kind) AS kind
+FROM (SELECT SUM(CASE WHEN (s.closed = %(no)s OR (m.operator_slots IS NOT NULL AND m.slots_until_us <= {now})) AND
+      s.slot <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
+      THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS
+      expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers,
+      MIN(m.kind) AS kind
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v, sqlsem_waiter
@@ -644,15 +670,16 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
       AND lease_us <= {now} - %(since)s)) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
-      'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+      'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
+      END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE
+      n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0) AND slot <= (SELECT
-      COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
+      COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots)
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s);
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})));
 
 -- take newcomer
 UPDATE sqlsem_slot
@@ -662,15 +689,17 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
       AND lease_us <= {now} - %(since)s)) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
-      'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+      'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
+      END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE
+      n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND slot <=
-      (SELECT COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
+      (SELECT COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots)
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s);
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})));
 
 -- take newcomer mutex
 UPDATE sqlsem_slot
@@ -680,15 +709,17 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
       AND lease_us <= {now} - %(since)s)) AND lock_mode = 'mutex' AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take =
-      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots)
-      THEN COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL
+      ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN
+      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND slot <=
-      (SELECT COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
+      (SELECT COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots)
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s);
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})));
 
 -- take ranked
 UPDATE sqlsem_slot
@@ -698,17 +729,19 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
       AND lease_us <= {now} - %(since)s)) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
-      'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+      'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
+      END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE
+      n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
       w.queued_us < COALESCE((SELECT a.queued_us
     FROM sqlsem_waiter a
-    WHERE a.ticket = %(rank)s), {now})) AND slot <= (SELECT COALESCE(m.operator_slots, %(slots)s, m.declared_slots)
+    WHERE a.ticket = %(rank)s), {now})) AND slot <= (SELECT COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL
+      ELSE m.operator_slots END, %(slots)s, m.declared_slots)
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s);
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})));
 
 -- take two
 UPDATE sqlsem_slot
@@ -726,9 +759,10 @@ FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expi
   WHERE s.expires_us IS NOT NULL) d;
 
 -- wanted before barge
-SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE
+      WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) THEN
+      COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots)
+      END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0)
@@ -736,9 +770,10 @@ FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});
 
 -- wanted before newcomer
-SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE
+      WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) THEN
+      COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots)
+      END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update')
@@ -746,9 +781,10 @@ FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});
 
 -- wanted before ranked
-SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE
+      WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) THEN
+      COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots)
+      END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND

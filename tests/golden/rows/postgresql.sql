@@ -142,6 +142,11 @@ UPDATE sqlsem_slot
 SET closed = %(yes)s
 WHERE semaphore_key = %(key)s AND closed = %(no)s AND slot > 1;
 
+-- exclusive.END
+UPDATE sqlsem_semaphore
+SET operator_slots = NULL
+WHERE name_key = %(key)s AND slots_until_us <= {now};
+
 -- exclusive.FREE update
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
@@ -200,7 +205,7 @@ WHERE id = %(id)s;
 UPDATE sqlsem_slot
 SET closed = %(no)s
 WHERE semaphore_key = %(key)s AND closed = %(yes)s AND slot > 0 AND slot <= COALESCE((SELECT CASE WHEN kind =
-      'mutex' THEN 1 ELSE operator_slots END
+      'mutex' THEN 1 ELSE CASE WHEN slots_until_us <= {now} THEN NULL ELSE operator_slots END END
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), slot);
 
@@ -342,32 +347,34 @@ WHERE id = %(waiter)s;
 SELECT pg_notify(%(channel)s, %(note)s);
 
 -- handoff.PASS_IN_ONE
-WITH m AS ( SELECT operator_slots, declared_slots, (paused = %(no)s OR paused_until_us <= {now}) AS unpaused,
-      shrinking, CASE kind WHEN 'mutex' THEN 'mutex' ELSE '' END AS held_as FROM sqlsem_semaphore WHERE name_key =
-      %(key)s ), o AS MATERIALIZED ( SELECT w.id FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND
-      w.expires_us > {now} AND w.away = %(no)s AND (%(witness)s = %(no)s OR NOT (w.beacon AND (CASE WHEN
-      length(w.process_id) <> 32 OR translate(w.process_id, '0123456789abcdef', '') <> '' THEN FALSE WHEN
-      w.process_id = current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN pg_try_advisory_lock_shared(1936813171,
-      ('x' || substr(w.process_id, 1, 8))::bit(32)::int) THEN pg_advisory_unlock_shared(1936813171, ('x' ||
+WITH m AS ( SELECT CASE WHEN slots_until_us <= {now} THEN NULL ELSE operator_slots END AS operator_slots,
+      declared_slots, (paused = %(no)s OR paused_until_us <= {now}) AS unpaused, (shrinking = %(no)s AND
+      (operator_slots IS NULL OR slots_until_us IS NULL OR slots_until_us > {now})) AS settled, CASE kind WHEN
+      'mutex' THEN 'mutex' ELSE '' END AS held_as FROM sqlsem_semaphore WHERE name_key = %(key)s ), o AS
+      MATERIALIZED ( SELECT w.id FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND
+      w.away = %(no)s AND (%(witness)s = %(no)s OR NOT (w.beacon AND (CASE WHEN length(w.process_id) <> 32 OR
+      translate(w.process_id, '0123456789abcdef', '') <> '' THEN FALSE WHEN w.process_id =
+      current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN pg_try_advisory_lock_shared(1936813171, ('x' ||
+      substr(w.process_id, 1, 8))::bit(32)::int) THEN pg_advisory_unlock_shared(1936813171, ('x' ||
       substr(w.process_id, 1, 8))::bit(32)::int) ELSE FALSE END))) ORDER BY w.queued_us, w.id LIMIT 1 ), s AS
       MATERIALIZED ( SELECT id, slot, closed FROM sqlsem_slot WHERE id = %(row0)s AND permit_id = %(permit_id)s FOR
       UPDATE ), h AS MATERIALIZED ( SELECT w.id, w.take, w.slots, w.lock_mode FROM sqlsem_waiter w WHERE EXISTS
       (SELECT 1
   FROM s) AND w.id = (SELECT id
   FROM o) FOR UPDATE SKIP LOCKED ), w AS ( DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.id = h.id AND h.take =
-      1 AND m.unpaused AND h.lock_mode = m.held_as AND h.lock_mode = %(held_as)s AND m.shrinking = %(no)s AND
-      s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, h.slots, m.declared_slots) RETURNING w.*, w.ticket
-      AS permit_id, w.process_id = %(process_id)s AS here, CASE WHEN w.process_id = %(process_id)s THEN w.lease_us
-      ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us ), u AS ( UPDATE sqlsem_slot p SET held_us = CASE WHEN
-      {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} -
-      acquired_us - held_us) / 8 END, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id =
-      w.permit_id, acquired_us = {now}, expires_us = {now} + w.lasts_us, lease_us = w.lease_us, suspect_us = NULL,
-      lock_mode = w.lock_mode, host = w.host, pid = w.pid, thread = w.thread, label = w.label, user_name =
-      w.user_name, process_id = w.process_id, boot_id = w.boot_id, channel = w.channel, beacon = w.beacon FROM s, w
-      WHERE p.id = s.id RETURNING p.id, p.slot, p.token, w.ticket, w.channel, w.here, w.lasts_us ), f AS ( UPDATE
-      sqlsem_slot p SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <=
-      acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us -
-      held_us) / 8 END FROM s WHERE p.id = s.id AND NOT EXISTS (SELECT 1
+      1 AND m.unpaused AND h.lock_mode = m.held_as AND h.lock_mode = %(held_as)s AND m.settled AND s.closed = %(no)s
+      AND s.slot <= COALESCE(m.operator_slots, h.slots, m.declared_slots) RETURNING w.*, w.ticket AS permit_id,
+      w.process_id = %(process_id)s AS here, CASE WHEN w.process_id = %(process_id)s THEN w.lease_us ELSE
+      LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us ), u AS ( UPDATE sqlsem_slot p SET held_us = CASE WHEN {now}
+      <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us -
+      held_us) / 8 END, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = w.permit_id,
+      acquired_us = {now}, expires_us = {now} + w.lasts_us, lease_us = w.lease_us, suspect_us = NULL, lock_mode =
+      w.lock_mode, host = w.host, pid = w.pid, thread = w.thread, label = w.label, user_name = w.user_name,
+      process_id = w.process_id, boot_id = w.boot_id, channel = w.channel, beacon = w.beacon FROM s, w WHERE p.id =
+      s.id RETURNING p.id, p.slot, p.token, w.ticket, w.channel, w.here, w.lasts_us ), f AS ( UPDATE sqlsem_slot p
+      SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN
+      held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END FROM
+      s WHERE p.id = s.id AND NOT EXISTS (SELECT 1
   FROM o) RETURNING p.id )
 SELECT CASE WHEN u.id IS NOT NULL OR f.id IS NOT NULL THEN 'done' WHEN s.id IS NULL THEN 'gone' WHEN o.id IS NOT
       NULL AND h.id IS NULL THEN 'raced' ELSE 'open' END, u.ticket, u.id, u.slot, u.token, u.lasts_us, u.here, CASE
@@ -405,7 +412,9 @@ WHERE suspect_us <= {now} - %(out_for_us)s AND semaphore_key = %(key)s AND expir
       substr(%(process_id)s::text, 1, 8))::bit(32)::int) ELSE FALSE END);
 
 -- look
-SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
+SELECT m.kind, m.declared_slots, CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, CASE WHEN
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
+      THEN 0 ELSE 1 END, (SELECT COUNT(*)
   FROM sqlsem_slot s
   WHERE s.semaphore_key = m.name_key AND s.slot > 0), (SELECT COUNT(*)
   FROM (SELECT DISTINCT s.process_id, s.beacon
@@ -417,9 +426,10 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
       pg_advisory_unlock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)),
       CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
-      %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} -
-      %(since)s))) THEN CASE WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN
+      m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us
+      IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} - %(since)s))) THEN CASE WHEN m.kind = 'mutex' AND
+      NOT EXISTS (SELECT 1
   FROM sqlsem_slot l
   WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
@@ -445,18 +455,21 @@ SELECT (SELECT COUNT(*)
       pg_try_advisory_lock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) THEN
       pg_advisory_unlock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)) ELSE
       0 END, v.kind
-FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
-      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
-      THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS
-      expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers,
-      MIN(m.kind) AS kind
+FROM (SELECT SUM(CASE WHEN (s.closed = %(no)s OR (m.operator_slots IS NOT NULL AND m.slots_until_us <= {now})) AND
+      s.slot <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, CAST(%(slots)s AS
+      integer), m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} -
+      %(since)s)) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now}
+      END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS
+      strangers, MIN(m.kind) AS kind
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v, sqlsem_waiter
 WHERE sqlsem_waiter.ticket = %(permit_id)s;
 
 -- look bounded
-SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
+SELECT m.kind, m.declared_slots, CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, CASE WHEN
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
+      THEN 0 ELSE 1 END, (SELECT COUNT(*)
   FROM sqlsem_slot s
   WHERE s.semaphore_key = m.name_key AND s.slot > 0), (SELECT COUNT(*)
   FROM (SELECT DISTINCT s.process_id, s.beacon
@@ -468,9 +481,10 @@ SELECT m.kind, m.declared_slots, m.operator_slots, m.shrinking, (SELECT COUNT(*)
       pg_advisory_unlock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)),
       CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(m.operator_slots,
-      %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} -
-      %(since)s))) THEN CASE WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
+  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN
+      m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us
+      IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} - %(since)s))) THEN CASE WHEN m.kind = 'mutex' AND
+      NOT EXISTS (SELECT 1
   FROM sqlsem_slot l
   WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
@@ -517,11 +531,11 @@ SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, 
       AS integer), %(lease_us)s, %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
-      'mutex'))) AND COALESCE(m.operator_slots, CAST(%(slots)s AS integer), m.declared_slots) >= %(take)s AND EXISTS
-      (SELECT 1
+      'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END,
+      CAST(%(slots)s AS integer), m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
-      m.declared_slots));
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+      m.operator_slots END, CAST(%(slots)s AS integer), m.declared_slots));
 
 -- place ranked
 INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
@@ -533,11 +547,11 @@ SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, 
       %(lease_us)s, %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
-      'mutex'))) AND COALESCE(m.operator_slots, CAST(%(slots)s AS integer), m.declared_slots) >= %(take)s AND EXISTS
-      (SELECT 1
+      'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END,
+      CAST(%(slots)s AS integer), m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
-      m.declared_slots));
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+      m.operator_slots END, CAST(%(slots)s AS integer), m.declared_slots));
 
 -- queue.BACK
 DELETE
@@ -598,8 +612,9 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
 
 -- reading.SEMAPHORE
-SELECT name_key, name, kind, template, declared_slots, declared_us, other_slots, other_us, operator_slots, paused,
-      paused_us, paused_until_us, paused_by, paused_reason, shrinking, units
+SELECT name_key, name, kind, template, declared_slots, declared_us, other_slots, other_us, operator_slots,
+      slots_until_us, slots_by, slots_reason, paused, paused_us, paused_until_us, paused_by, paused_reason,
+      shrinking, units
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
@@ -648,8 +663,10 @@ SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN 
 WHERE semaphore_key = %(key)s AND permit_id = %(permit_id)s;
 
 -- statements.LOCK
-SELECT CASE WHEN kind = 'mutex' THEN 1 ELSE operator_slots END, declared_slots, CASE WHEN (paused = %(no)s OR
-      paused_until_us <= {now}) THEN 0 ELSE 1 END, shrinking, {now}, kind
+SELECT CASE WHEN kind = 'mutex' THEN 1 ELSE CASE WHEN slots_until_us <= {now} THEN NULL ELSE operator_slots END END,
+      declared_slots, CASE WHEN (paused = %(no)s OR paused_until_us <= {now}) THEN 0 ELSE 1 END, CASE WHEN
+      (shrinking = %(no)s AND (operator_slots IS NULL OR slots_until_us IS NULL OR slots_until_us > {now})) THEN 0
+      WHEN slots_until_us <= {now} THEN 2 ELSE 1 END, {now}, kind
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s
 FOR UPDATE;
@@ -657,11 +674,12 @@ FOR UPDATE;
 -- stay and look around 0
 UPDATE sqlsem_waiter
 SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
-FROM (SELECT SUM(CASE WHEN s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
-      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
-      THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS
-      expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers,
-      MIN(m.kind) AS kind
+FROM (SELECT SUM(CASE WHEN (s.closed = %(no)s OR (m.operator_slots IS NOT NULL AND m.slots_until_us <= {now})) AND
+      s.slot <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, CAST(%(slots)s AS
+      integer), m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} -
+      %(since)s)) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now}
+      END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS
+      strangers, MIN(m.kind) AS kind
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v
@@ -701,14 +719,17 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
-      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
+      AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN
+      10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END,
+      w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
+      END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0) AND s.slot <=
-      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
-      AND s.lease_us <= {now} - %(since)s)) ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
+      COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots)
+      AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) ORDER BY s.slot
+      LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
@@ -721,14 +742,17 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
-      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
+      AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN
+      10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END,
+      w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
+      END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND s.slot <=
-      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
-      AND s.lease_us <= {now} - %(since)s)) ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
+      COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots)
+      AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) ORDER BY s.slot
+      LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
@@ -741,15 +765,17 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
-      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
+      AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN
+      10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END,
+      w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
+      END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND s.slot <=
-      COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
-      AND s.lease_us <= {now} - %(since)s)) AND s.lock_mode = 'mutex' ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP
-      LOCKED )
+      COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots)
+      AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND s.lock_mode =
+      'mutex' ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
@@ -762,14 +788,17 @@ WITH c AS (UPDATE sqlsem_slot
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
   WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
-      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
+      AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN
+      10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END,
+      w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
+      END, w.slots, n.declared_slots) END), 0)
     FROM sqlsem_semaphore n
     JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
     WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND s.slot
-      <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
-      AND s.lease_us <= {now} - %(since)s)) ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
+      <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
+      ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
   RETURNING id, slot, token, (SELECT declared_slots
     FROM sqlsem_semaphore
     WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true)), i AS ( INSERT INTO sqlsem_waiter
@@ -778,10 +807,11 @@ WITH c AS (UPDATE sqlsem_slot
       %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s, %(beacon)s, %(permit_id)s, m.name_key, {now} -
       %(age_us)s, {now} + %(patience_us)s, %(take)s, CAST(%(slots)s AS integer), %(lease_us)s, %(no)s,
       %(lock_mode)s, %(waiting)s FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND
-      COALESCE(m.operator_slots, CAST(%(slots)s AS integer), m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
+      COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, CAST(%(slots)s AS integer),
+      m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
-      m.declared_slots)) AND NOT EXISTS (SELECT 1
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+      m.operator_slots END, CAST(%(slots)s AS integer), m.declared_slots)) AND NOT EXISTS (SELECT 1
   FROM c) RETURNING ( SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND w.expires_us > {now}
       AND w.away = %(no)s) AS ahead)
 SELECT id, slot, token, declared_slots, NULL::bigint, NULL::text
@@ -798,15 +828,17 @@ WITH c AS (UPDATE sqlsem_slot
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
   WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
-      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
+      AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN
+      10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END,
+      w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
+      END, w.slots, n.declared_slots) END), 0)
     FROM sqlsem_semaphore n
     JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
     WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND s.slot
-      <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now}
-      AND s.lease_us <= {now} - %(since)s)) AND s.lock_mode = 'mutex' ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP
-      LOCKED )
+      <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
+      AND s.lock_mode = 'mutex' ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
   RETURNING id, slot, token, (SELECT declared_slots
     FROM sqlsem_semaphore
     WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true)), i AS ( INSERT INTO sqlsem_waiter
@@ -817,11 +849,12 @@ WITH c AS (UPDATE sqlsem_slot
       %(lock_mode)s, %(waiting)s FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND EXISTS
       (SELECT 1
   FROM sqlsem_slot l
-  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') AND COALESCE(m.operator_slots, CAST(%(slots)s AS
-      integer), m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
+  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') AND COALESCE(CASE WHEN m.slots_until_us <= {now}
+      THEN NULL ELSE m.operator_slots END, CAST(%(slots)s AS integer), m.declared_slots) >= %(take)s AND EXISTS
+      (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(m.operator_slots, CAST(%(slots)s AS integer),
-      m.declared_slots)) AND NOT EXISTS (SELECT 1
+  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+      m.operator_slots END, CAST(%(slots)s AS integer), m.declared_slots)) AND NOT EXISTS (SELECT 1
   FROM c) RETURNING ( SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND w.expires_us > {now}
       AND w.away = %(no)s) AS ahead)
 SELECT id, slot, token, declared_slots, NULL::bigint, NULL::text
@@ -838,17 +871,19 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
       s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      m.shrinking = %(no)s AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
-      w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) END), 0)
+      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
+      AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN
+      10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END,
+      w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
+      END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
       w.queued_us < COALESCE((SELECT a.queued_us
     FROM sqlsem_waiter a
-    WHERE a.ticket = %(rank)s), {now})) AND s.slot <= COALESCE(m.operator_slots, %(slots)s, m.declared_slots) AND
-      (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) ORDER BY s.slot LIMIT 1
-      FOR UPDATE OF s SKIP LOCKED )
+    WHERE a.ticket = %(rank)s), {now})) AND s.slot <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+      m.operator_slots END, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND
+      s.lease_us <= {now} - %(since)s)) ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
@@ -873,9 +908,10 @@ FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expi
   WHERE s.expires_us IS NOT NULL) d;
 
 -- wanted before barge
-SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE
+      WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) THEN
+      COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots)
+      END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0)
@@ -883,9 +919,10 @@ FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});
 
 -- wanted before newcomer
-SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE
+      WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) THEN
+      COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots)
+      END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update')
@@ -893,9 +930,10 @@ FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});
 
 -- wanted before ranked
-SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <=
-      COALESCE(n.operator_slots, w.slots, n.declared_slots) THEN COALESCE(n.operator_slots, w.slots,
-      n.declared_slots) END), 0)
+SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE
+      WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) THEN
+      COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots)
+      END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND

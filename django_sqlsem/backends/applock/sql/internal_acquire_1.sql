@@ -84,8 +84,10 @@ BEGIN TRY
         -- 2. The rows, before any lock: a table that is missing ends a procedure without its CATCH. Then every 50 ms.
         IF @record = 1 AND (@turn = 0 OR @ms - @looked >= 50)
         BEGIN
-            SELECT @seen = kind, @declared = declared_slots, @operator = operator_slots,
-                -- A pause with an end is over when that has passed.
+            SELECT @seen = kind, @declared = declared_slots,
+                -- A number of slots or a pause with an end is over when that has passed.
+                @operator = CASE WHEN slots_until_us <= DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME())
+                    THEN NULL ELSE operator_slots END,
                 @paused = CASE WHEN paused = 1 AND (paused_until_us IS NULL OR paused_until_us
                     > DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME())) THEN 1 ELSE 0 END,
                 @top = (SELECT MAX(slot) FROM dbo.sqlsem_slot WITH (FORCESEEK) WHERE semaphore_key = @key),

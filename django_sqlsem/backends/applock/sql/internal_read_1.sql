@@ -14,8 +14,9 @@ ELSE
     WHERE (@prefix IS NULL OR CHARINDEX(@prefix, name COLLATE Latin1_General_100_BIN2) = 1)
         AND (@template IS NULL OR template = @template);
 SELECT @now AS now_us;
-SELECT m.name_key AS [key], m.name, m.kind, m.template, m.declared_slots, m.declared_us, m.operator_slots, m.paused,
-    m.paused_us, m.paused_until_us, m.paused_by, m.paused_reason, m.other_slots, m.other_us, m.units,
+SELECT m.name_key AS [key], m.name, m.kind, m.template, m.declared_slots, m.declared_us, m.operator_slots,
+    m.slots_until_us, m.slots_by, m.slots_reason, m.paused, m.paused_us, m.paused_until_us, m.paused_by, m.paused_reason,
+    m.other_slots, m.other_us, m.units,
     (SELECT MAX(s.acquired_us) FROM dbo.sqlsem_slot AS s WHERE s.semaphore_key = m.name_key) AS last_grant_us,
     (SELECT AVG(s.held_us) FROM dbo.sqlsem_slot AS s WHERE s.semaphore_key = m.name_key AND s.held_us > 0) AS usual_us,
     (SELECT SUM(w.take) FROM dbo.sqlsem_waiter AS w

@@ -24,7 +24,8 @@ FROM (
             WHEN APPLOCK_TEST(N'public', r.resource, N'Exclusive', N'Session') = 0 THEN 1 ELSE 0 END AS taken
     FROM (
         SELECT m.name, s.slot, CASE m.kind WHEN N'mutex' THEN 1
-            ELSE COALESCE(m.operator_slots, m.declared_slots) END AS slots, m.paused, s.host, s.pid, s.label, s.user_name,
+            ELSE COALESCE(CASE WHEN m.slots_until_us <= @now THEN NULL ELSE m.operator_slots END, m.declared_slots)
+            END AS slots, m.paused, s.host, s.pid, s.label, s.user_name,
             s.session_id, s.acquired_us, s.expires_us, s.token,
             CONCAT(s.slot, N'-', CASE WHEN DATALENGTH(m.name) > 488
                 OR LEFT(m.name COLLATE Latin1_General_100_BIN2, 7) = N'sqlsem:'

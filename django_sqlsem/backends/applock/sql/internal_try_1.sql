@@ -64,7 +64,8 @@ BEGIN TRY
     BEGIN
         SELECT @result = -9 FROM dbo.sqlsem_semaphore WITH (FORCESEEK)
         WHERE name_key = @key AND (COALESCE(operator_slots, 0) > CASE kind WHEN @kind THEN @slots ELSE -1 END
-            OR (operator_slots IS NULL AND (declared_slots <> @slots OR COALESCE(other_us, 0) > @lately)))
+            OR ((operator_slots IS NULL OR slots_until_us <= @lately + 3600000000)
+                AND (declared_slots <> @slots OR COALESCE(other_us, 0) > @lately)))
         OPTION (KEEPFIXED PLAN);
         IF @named < 0
             SELECT @refused = @base, @refused_mode = @mode;
