@@ -93,7 +93,7 @@ class LocalQueue:
         """Give up what is unwanted, let the first in line be known, and look around if it is time."""
         while True:
             with self.keeper.queue_lock:
-                unwanted, self.unwanted = self.unwanted, []
+                unwanted = list(self.unwanted)
                 head = self.waiting[0] if self.waiting else None
                 served = head is not None and head.was_served()
                 waiting = len(self.waiting)
@@ -237,6 +237,8 @@ class LocalQueue:
             self.keeper.backend.leave(session, request)
         except BackendError:
             self.keeper.doubt(request)
+        with self.keeper.queue_lock:  # not before: others who step meanwhile would not wait for it
+            self.unwanted = [each for each in self.unwanted if each is not request]
 
 
 def _same(error: Exception) -> Exception:

@@ -111,6 +111,7 @@ class LockSession:
         self.session_id, self.session_us = 0, 0
         try:
             with self._wrapper.wrap_database_errors, contextlib.closing(self._raw.cursor()) as cursor:
+                self.asked = time.monotonic()  # Microsoft's driver alone gives it up after 15 s
                 cursor.execute(SETTINGS)
             opened = self.run(OPEN, {"stamp": self.stamp})
         except BaseException:

@@ -12,6 +12,7 @@ from django_sqlsem import (
     queries,
     semaphore,
 )
+from django_sqlsem.backends.applock.backend import ApplockBackend
 from django_sqlsem.locks import rlock, rwlock
 from django_sqlsem.models import WaiterRow
 from tests.backends.applock import counting_semaphore
@@ -233,6 +234,33 @@ def test_an_upgrade_that_has_given_up_keeps_no_reader_out(one, monkeypatch):
         monkeypatch.setattr("django_sqlsem.backends.applock.line.SUCCESSION", 5.0)
         for _ in range(3):
             is_let_in(timeout=0)
+    reader.release()
+
+
+def test_who_tries_once_does_not_pass_an_upgrade_that_is_just_being_given_up(committed, monkeypatch):
+    """The keeper is in the midst of it, however slow it is: whoever comes then sees to it as well."""
+    lock = rwlock("being given up", readers=5, using=ALIAS)
+    reader = lock.read().acquire(timeout=PATIENT)
+    reader.detach()
+    real = ApplockBackend.leave
+    begun, go_on = threading.Event(), threading.Event()
+
+    def leave(*args):
+        if not begun.is_set():
+            begun.set()
+            assert go_on.wait(PATIENT)
+        real(*args)
+
+    monkeypatch.setattr("django_sqlsem.backends.applock.line.SUCCESSION", 2 * PATIENT)  # its thread does nothing
+    with lock.upgradable(timeout=PATIENT) as permit:
+        monkeypatch.setattr(ApplockBackend, "leave", leave)
+        try:
+            with pytest.raises(AcquireTimeoutError):
+                permit.upgrade(timeout=0.5)
+            assert begun.wait(PATIENT)
+            run_in_threads(1, lambda _number: lock.read(timeout=0).acquire().release())
+        finally:
+            go_on.set()
     reader.release()
 
 

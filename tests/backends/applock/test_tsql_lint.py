@@ -358,11 +358,11 @@ def test_what_is_released_is_known_to_be_held(name: str) -> None:
 @files
 def test_what_asks_about_locks_asks_publics_and_the_sessions(name: str) -> None:
     code = FILES[name]
-    asked = re.findall(r"APPLOCK_MODE\(([^()]*)\)", code)
+    asked = re.findall(r"APPLOCK_MODE\(((?:[^()]|\([^()]*\))*)\)", code)
     tested = re.findall(r"APPLOCK_TEST\(([^()]*)\)", code)
     assert len(asked) + len(tested) == len(re.findall(r"\bAPPLOCK_\w+", code))
     for each in asked:
-        assert re.fullmatch(r"N'public', [@\w.]+, N'Session'", each)
+        assert re.fullmatch(r"N'public', ([@\w.]+|CONCAT\(slot, N'-', @base\)), N'Session'", each)
     for each in tested:
         assert re.fullmatch(r"N'public', [@\w.]+, (N'Exclusive'|@mode), N'Session'", each)
 

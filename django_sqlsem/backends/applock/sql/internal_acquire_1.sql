@@ -251,9 +251,8 @@ BEGIN TRY
             WHILE @count < @take AND @i < @most
             BEGIN
                 -- The first in line tries all, and then waits for the one that it has chosen; of many, the other way.
-                IF @full = 0
-                    SET @try = CASE WHEN @place IS NOT NULL THEN @place WHEN @some = 1 THEN (@start + @bound) % @bound + 1
-                        ELSE (@start + 1 + @i) % @bound + 1 END;
+                SET @try = CASE WHEN @full = 1 THEN @try WHEN @place IS NOT NULL THEN @place
+                    WHEN @some = 1 THEN (@start + @bound) % @bound + 1 ELSE (@start + 1 + @i) % @bound + 1 END;
                 SET @wait = CASE WHEN @some = 1 AND @i = 0 OR @some = 0 AND @i = @most - 1 THEN @step ELSE 0 END;
                 IF @some = 1 AND @i > 0
                 BEGIN
@@ -264,26 +263,33 @@ BEGIN TRY
                     SET @i = COALESCE(@try, @bound);
                     IF @try IS NULL BREAK;
                 END;
-                IF @try > @low AND CHARINDEX(CONCAT(N',', @try, N','), @taken) = 0
+                SET @resource = CONCAT(@try, N'-', @base);
+                IF @try > @low AND APPLOCK_MODE(N'public', @resource, N'Session') = N'NoLock'
                 BEGIN
-                    SET @resource = CONCAT(@try, N'-', @base);
                     EXEC @rc = sys.sp_getapplock @resource, 'Exclusive', 'Session', @wait, 'public';
-                    IF @rc >= 0 AND @full = 1            -- it was only a way to wait
-                        EXEC @done = sys.sp_releaseapplock @resource, 'Session', 'public';
-                    ELSE IF @rc >= 0
+                    IF @rc >= 0 AND @full = 0
                     BEGIN
                         -- A transaction that the last holder has fenced may still be open: stand behind it.
                         IF APPLOCK_TEST(N'public', @fence, N'Exclusive', N'Session') = 0
                             EXEC sqlsem.internal_behind_1 @fence, @try, @mode, @wait, @rc OUTPUT;
                         IF @rc >= 0
-                            SELECT @taken = CONCAT(@taken, @try, N','), @count = @count + 1,
-                                @least = CASE WHEN @try < @least THEN @try ELSE @least END,
-                                @greatest = CASE WHEN @try > @greatest THEN @try ELSE @greatest END;
+                        BEGIN
+                            -- A SET each: of thousands of slots, a stand-in takes long for a SELECT.
+                            SET @taken = CONCAT(@taken, @try, N',');
+                            SET @count = @count + 1;
+                            IF @try < @least SET @least = @try;
+                            IF @try > @greatest SET @greatest = @try;
+                        END
                         ELSE EXEC @done = sys.sp_releaseapplock @resource, 'Session', 'public';
+                    END
+                    ELSE IF @rc >= 0         -- it was only a way to wait
+                        EXEC @done = sys.sp_releaseapplock @resource, 'Session', 'public';
+                    IF @rc < 0 OR @wait > 0
+                    BEGIN
+                        IF @wait > 0 SET @waited = 1;
+                        IF @rc = -1 SET @spent = @spent + @wait;
+                        IF @rc < -1 SELECT @bad = @rc, @strikes = @strikes + 1;
                     END;
-                    IF @wait > 0 SET @waited = 1;
-                    IF @rc = -1 SET @spent = @spent + @wait;
-                    IF @rc < -1 SELECT @bad = @rc, @strikes = @strikes + 1;
                 END;
                 SET @i = @i + 1;
             END;
@@ -320,7 +326,7 @@ BEGIN TRY
                 SET @chosen = @ms;
                 SELECT TOP (1) @start = slot - 1 FROM dbo.sqlsem_slot WITH (FORCESEEK)
                 WHERE semaphore_key = @key AND slot BETWEEN 1 AND @bound AND expires_us IS NOT NULL
-                    AND CHARINDEX(CONCAT(N',', slot, N','), @taken) = 0
+                    AND APPLOCK_MODE(N'public', CONCAT(slot, N'-', @base), N'Session') = N'NoLock'
                 ORDER BY acquired_us OPTION (KEEPFIXED PLAN);
             END;
         END;
@@ -354,7 +360,7 @@ BEGIN TRY
         BEGIN TRANSACTION;
         SELECT @token = MAX(token) FROM dbo.sqlsem_slot WITH (FORCESEEK)
         WHERE semaphore_key = @key AND slot BETWEEN @least AND @greatest
-            AND CHARINDEX(CONCAT(N',', slot, N','), @taken) > 0 OPTION (KEEPFIXED PLAN);
+            AND APPLOCK_MODE(N'public', CONCAT(slot, N'-', @base), N'Session') <> N'NoLock' OPTION (KEEPFIXED PLAN);
         SET @token = CASE WHEN @token >= @now THEN @token + 1 ELSE @now END;
         IF @seen <> @kind                    -- nobody who is in uses it as the other, and people are told of this one
             UPDATE m SET kind = @kind FROM dbo.sqlsem_semaphore AS m WITH (ROWLOCK, FORCESEEK)
@@ -365,7 +371,7 @@ BEGIN TRY
             user_name = @user, process_id = @process, session_id = @@SPID, session_us = @session_us
         FROM dbo.sqlsem_slot AS s WITH (ROWLOCK, FORCESEEK)
         WHERE semaphore_key = @key AND slot BETWEEN @least AND @greatest
-            AND CHARINDEX(CONCAT(N',', slot, N','), @taken) > 0 OPTION (KEEPFIXED PLAN);
+            AND APPLOCK_MODE(N'public', CONCAT(slot, N'-', @base), N'Session') <> N'NoLock' OPTION (KEEPFIXED PLAN);
         IF @@ROWCOUNT = 0 SET @result = -10;             -- the rows were deleted while it waited
         -- A crash that loses this loses the locks too, and the clock goes on: no token comes back.
         COMMIT TRANSACTION WITH (DELAYED_DURABILITY = ON);  -- noqa: PRS
