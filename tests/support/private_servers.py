@@ -1,6 +1,7 @@
 """Database servers of a test's own, which it may kill and start again: ``with private_server("postgres") as server``.
 
-A template with the tables is made once per test process, and copied for each server.
+A template with the tables is made once per test process, and copied for each server. ``galera_cluster()`` starts
+several MariaDB servers that replicate to one another.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ ALIAS = "private"
 KINDS = ("postgres", "mariadb")
 _DATABASE = "sqlsem"
 _PATIENCE = 30.0
+#: What makes MariaDB a node of a Galera cluster.
+GALERA = "/usr/lib/galera/libgalera_smm.so"
 
 
 class PrivateServer:
@@ -207,6 +210,77 @@ def private_server(kind: str, **options: str) -> Iterator[PrivateServer]:
             yield server
     finally:
         server.close()
+
+
+def galera_node(address: str = "", provider: str = "", **options: str) -> dict[str, str]:
+    """Return the options of a node that joins the one at ``address``, or begins a cluster. Skips without Galera."""
+    import pytest
+
+    programs.need("mariadbd")
+    if not os.path.exists(GALERA):
+        pytest.skip(f"no Galera: {GALERA} is not installed")
+    fixed = {
+        "wsrep-on": "ON",
+        "wsrep-provider": GALERA,
+        "wsrep-provider-options": provider or "gmcast.listen_addr=tcp://127.0.0.1:0",
+        "wsrep-cluster-address": f"gcomm://{address}",
+        "wsrep-node-address": "127.0.0.1",
+        "binlog-format": "ROW",
+        "default-storage-engine": "InnoDB",
+        "innodb-autoinc-lock-mode": "2",
+    }
+    return fixed | options
+
+
+@contextlib.contextmanager
+def galera_cluster(nodes: int = 3, **options: str) -> Iterator[list[PrivateServer]]:
+    """Run the nodes of a Galera cluster with the tables in it. Skips without its programs.
+
+    All begin with the same data at the same point of the cluster's history, so that no node has to send a copy to
+    another. ``server.env()`` leads a child process to one node, as ``ALIAS``; in this process that is the first.
+    """
+    galera_node()  # skips
+    template = _galera_template()
+    servers: list[PrivateServer] = []
+    try:
+        for _ in range(nodes):
+            directory = Path(tempfile.mkdtemp(prefix="sqlsem-galera-"))
+            _give(directory, "mariadb")
+            subprocess.run(["cp", "-a", f"{template}/data", f"{directory}/data"], check=True)
+            listens, receives = free_port(), free_port()
+            provider = f"gmcast.listen_addr=tcp://127.0.0.1:{listens};ist.recv_addr=127.0.0.1:{receives}"
+            first = f"127.0.0.1:{_listens(servers[0])}" if servers else ""
+            node = galera_node(first, provider + ";gcache.size=32M", **options)
+            servers.append(PrivateServer("mariadb", directory, node))
+            servers[-1].start()
+        for server in servers:
+            assert server.query("SHOW STATUS LIKE 'wsrep_cluster_size'") == [("wsrep_cluster_size", str(nodes))]
+        with known(ALIAS, servers[0].settings):
+            yield servers
+    finally:
+        for server in reversed(servers):
+            server.close()
+
+
+def _listens(server: PrivateServer) -> str:
+    return server.options["wsrep-provider-options"].partition(";")[0].rpartition(":")[2]
+
+
+@functools.cache
+def _galera_template() -> Path:
+    """Make the data directory of a node that has left a cluster, once: it knows how far it had come."""
+    directory = Path(tempfile.mkdtemp(prefix="sqlsem-galera-template-"))
+    owner = os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(directory, ignore_errors=True))
+    _give(directory, "mariadb")
+    subprocess.run(["cp", "-a", f"{_template('mariadb')}/data", f"{directory}/data"], check=True)
+    server = PrivateServer("mariadb", directory, galera_node())
+    server.start()
+    try:
+        server.stop()
+    finally:
+        server.kill()
+    return directory
 
 
 @contextlib.contextmanager
