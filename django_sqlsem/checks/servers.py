@@ -41,6 +41,8 @@ SLOW: Final = 0.01
 VERY_SLOW: Final = 0.1
 #: Clocks further apart than this show in logs, in seconds.
 SKEW: Final = 1.0
+#: Clocks of a cluster's nodes further apart than this may let too many in, in seconds.
+SKEW_OF_NODES: Final = 0.5
 #: The share of a server's connections from which on there may be none left for the library's own.
 CROWDED: Final = 0.8
 #: Seconds that the project's own statements should wait for SQLite's one writer.
@@ -116,6 +118,15 @@ class Server:
 
     def clock(self) -> Iterator[CheckMessage]:
         """Compare this host's clock with the database's."""
+        skew, uncertainty = self._skew()
+        text = self._distance(skew)
+        if abs(skew) > SKEW + uncertainty:
+            yield note("D004", text, "Leases go by the database's clock, and are right. Compare logs with care.")
+        else:
+            yield ok("D004", text)
+
+    def _skew(self) -> tuple[float, float]:
+        """Return how far the database's clock is ahead of this host's, and how much of that may be wrong."""
         skews = []
         for _ in range(5):
             before = time.time()
@@ -124,12 +135,12 @@ class Server:
             after = time.time()
             skews.append((after - before, now / 1e6 - (before + after) / 2))
         uncertainty, skew = min(skews, key=lambda each: each[0])
+        return skew, uncertainty
+
+    @staticmethod
+    def _distance(skew: float) -> str:
         ahead = "ahead of" if skew >= 0 else "behind"
-        text = f"The database's clock is {milliseconds(abs(skew))} {ahead} this host's."
-        if abs(skew) > SKEW + uncertainty:
-            yield note("D004", text, "Leases go by the database's clock, and are right. Compare logs with care.")
-        else:
-            yield ok("D004", text)
+        return f"The database's clock is {milliseconds(abs(skew))} {ahead} this host's."
 
     def connections(self) -> Iterator[CheckMessage]:
         """Say how pools and persistent connections stand to the library's own connections."""
@@ -208,18 +219,33 @@ class MySQLServer(Server):
         connection: Any = self.connection
         yield _pooler(self, self.row("SELECT CONNECTION_ID()")[0] != connection.connection.thread_id())
 
+    def clock(self) -> Iterator[CheckMessage]:
+        """Compare this host's clock with the node's: each node of a cluster judges leases by its own."""
+        skew, uncertainty = self._skew()
+        if not self._among_writers() or abs(skew) <= SKEW_OF_NODES + uncertainty:
+            yield from super().clock()
+            return
+        text = (
+            f"{self._distance(skew)} The server is a node of a cluster with several writers, each of which judges"
+            " leases by its own clock: one that is ahead grants slots that others still hold."
+        )
+        yield error("D004", text, "Keep the clocks of all nodes and hosts together (NTP), or write to one node only.")
+
+    def _among_writers(self) -> bool:
+        with self.connection.cursor() as cursor:
+            return several_writers(cursor)
+
     def cluster(self) -> Iterator[CheckMessage]:
         """Find a cluster with several writers."""
-        with self.connection.cursor() as cursor:
-            several = several_writers(cursor)
-        if not several:
+        if not self._among_writers():
             yield ok("D006", "The server is the only one that is written to.")
             return
         self.no_beacons.append("every node of a cluster has locks of its own")
         text = (
-            "The server is a node of a cluster with several writers (Galera, or group replication): two claims of one"
-            " slot on two nodes are only told apart when they commit, and a killed process's slots come back with its"
-            " lease."
+            "The server is a node of a cluster with several writers (Galera, or group replication). Two that ask for"
+            " one lock on two nodes are only told apart when they commit: a transaction with transaction_lock() or"
+            " fence() may then be rolled back (1213), and must be repeated. A killed process's slots come back with"
+            " its lease."
         )
         advice = "Send all writes to one node, and shorten LEASE"
         yield warning("D006", text, f"{advice} ({self.config.lease:g} s) if crashes are frequent.")
