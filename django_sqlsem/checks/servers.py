@@ -118,15 +118,6 @@ class Server:
 
     def clock(self) -> Iterator[CheckMessage]:
         """Compare this host's clock with the database's."""
-        skew, uncertainty = self._skew()
-        text = self._distance(skew)
-        if abs(skew) > SKEW + uncertainty:
-            yield note("D004", text, "Leases go by the database's clock, and are right. Compare logs with care.")
-        else:
-            yield ok("D004", text)
-
-    def _skew(self) -> tuple[float, float]:
-        """Return how far the database's clock is ahead of this host's, and how much of that may be wrong."""
         skews = []
         for _ in range(5):
             before = time.time()
@@ -135,12 +126,15 @@ class Server:
             after = time.time()
             skews.append((after - before, now / 1e6 - (before + after) / 2))
         uncertainty, skew = min(skews, key=lambda each: each[0])
-        return skew, uncertainty
-
-    @staticmethod
-    def _distance(skew: float) -> str:
         ahead = "ahead of" if skew >= 0 else "behind"
-        return f"The database's clock is {milliseconds(abs(skew))} {ahead} this host's."
+        text = f"The database's clock is {milliseconds(abs(skew))} {ahead} this host's."
+        yield self.judged(text, abs(skew) - uncertainty)
+
+    def judged(self, text: str, apart: float) -> CheckMessage:
+        """Say what it means that clocks are at least so far apart, in seconds."""
+        if apart > SKEW:
+            return note("D004", text, "Leases go by the database's clock, and are right. Compare logs with care.")
+        return ok("D004", text)
 
     def connections(self) -> Iterator[CheckMessage]:
         """Say how pools and persistent connections stand to the library's own connections."""
@@ -219,17 +213,15 @@ class MySQLServer(Server):
         connection: Any = self.connection
         yield _pooler(self, self.row("SELECT CONNECTION_ID()")[0] != connection.connection.thread_id())
 
-    def clock(self) -> Iterator[CheckMessage]:
-        """Compare this host's clock with the node's: each node of a cluster judges leases by its own."""
-        skew, uncertainty = self._skew()
-        if not self._among_writers() or abs(skew) <= SKEW_OF_NODES + uncertainty:
-            yield from super().clock()
-            return
-        text = (
-            f"{self._distance(skew)} The server is a node of a cluster with several writers, each of which judges"
-            " leases by its own clock: one that is ahead grants slots that others still hold."
+    def judged(self, text: str, apart: float) -> CheckMessage:
+        """Refuse what is too far where each node of a cluster judges leases by a clock of its own."""
+        if apart <= SKEW_OF_NODES or not self._among_writers():
+            return super().judged(text, apart)
+        text += (
+            " The server is a node of a cluster with several writers, each of which judges leases by its own clock: one"
+            " that is ahead grants slots that others still hold."
         )
-        yield error("D004", text, "Keep the clocks of all nodes and hosts together (NTP), or write to one node only.")
+        return error("D004", text, "Set the clocks of all nodes and hosts by NTP, or send all writes to one node.")
 
     def _among_writers(self) -> bool:
         with self.connection.cursor() as cursor:

@@ -109,8 +109,8 @@ def is_used(name: str, dialect: Dialect) -> bool:
         "renewal.EXTEND": not dialect.returning,
         **dict.fromkeys(
             (
-                *("SIBLING", "SIBLING_WRITTEN", "RENEWED", "BESIDE", "MARK", "MARKED", "ALONE", "EXISTS", "TAKEN"),
-                "UNMARK",
+                *("SIBLING", "SIBLING_WRITTEN", "SIBLING_TAKEN", "RENEWED", "BESIDE"),
+                *("MARK", "MARKED", "ALONE", "EXISTS", "UNMARK"),
             ),
             dialect.fence == "sibling",
         ),

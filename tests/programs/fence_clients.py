@@ -32,7 +32,7 @@ def run_page() -> dict[str, Any]:
 
 
 def obey(alias: str, name: str, archive: str, options: dict[str, Any]) -> None:
-    """Do what the parent's lines say, until one says ``end``. ``row`` in ``options``: what it writes to, else ``name``."""
+    """Do what the parent's lines say, until one says ``end``. The option ``row``: what it writes to, else ``name``."""
     probe = Probe.objects.using(alias).filter(name=options.pop("row", name))
     page = run_page()
     block = transaction.atomic(using=alias)

@@ -79,7 +79,7 @@ class PrivateServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=os.environ | {"LC_ALL": "C"},
+                env=environment_in(self.directory),
                 **user_of(self.kind),
             )
         self.wait()
@@ -312,9 +312,14 @@ def _template(kind: str) -> Path:
     else:
         command = [str(_beside(programs.find("mariadbd"), "mariadb-install-db")), "--no-defaults", f"--datadir={data}"]
         command += ["--auth-root-authentication-method=normal", "--skip-test-db", "--skip-name-resolve"]
-    environment = os.environ | {"LC_ALL": "C"}
     made = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, check=False, **user_of(kind)
+        command,
+        cwd=directory,
+        env=environment_in(directory),
+        capture_output=True,
+        text=True,
+        check=False,
+        **user_of(kind),
     )
     assert made.returncode == 0, f"{made.stdout}\n{made.stderr}"
     server = PrivateServer(kind, directory, {})
@@ -339,6 +344,11 @@ def migrate(settings: dict[str, Any]) -> None:
 def user_of(kind: str) -> dict[str, Any]:
     """Return what starts a process as the user of such a server, if we are root."""
     return programs.other_user("postgres") if kind == "postgres" else programs.other_user("mysql")
+
+
+def environment_in(directory: Path) -> dict[str, str]:
+    """Return the environment of a server: one that starts deletes the temporary tables of all in its directory."""
+    return os.environ | {"LC_ALL": "C", "TMPDIR": str(directory)}
 
 
 def free_port() -> int:

@@ -61,7 +61,7 @@ _MARKED: Final = (
 )
 _ALONE: Final = "SELECT slot_id FROM sqlsem_fence WHERE slot_id = %(id)s FOR UPDATE SKIP LOCKED"
 _EXISTS: Final = "SELECT slot_id FROM sqlsem_fence WHERE slot_id = %(id)s"
-_TAKEN: Final = "UPDATE sqlsem_fence SET writes = writes + 1 WHERE slot_id = %(id)s"
+_SIBLING_TAKEN: Final = "UPDATE sqlsem_fence SET writes = writes + 1 WHERE slot_id = %(id)s"
 _UNMARK: Final = "UPDATE sqlsem_slot SET fenced = NULL WHERE id = %(id)s AND token = %(token)s AND expires_us <= {now}"
 
 
@@ -179,7 +179,7 @@ def _unmark(statements: Statements, row_id: int, token: int) -> bool:
         return False  # a transaction that is fenced with it is open
     if not statements.change(_UNMARK, id=row_id, token=token):
         return False
-    statements.change(_TAKEN, id=row_id)  # one that is open on another node cannot commit any more
+    statements.change(_SIBLING_TAKEN, id=row_id)  # one that is open on another node cannot commit any more
     return True
 
 

@@ -341,16 +341,16 @@ FROM sqlsem_fence
 WHERE slot_id IN ({ids})
 ORDER BY slot_id LOCK IN SHARE MODE;
 
+-- fences.SIBLING_TAKEN
+UPDATE sqlsem_fence
+SET writes = writes + 1
+WHERE slot_id = %(id)s;
+
 -- fences.SIBLING_WRITTEN
 UPDATE sqlsem_fence
 SET writes = writes + 1
 WHERE slot_id IN ({ids})
 ORDER BY slot_id;
-
--- fences.TAKEN
-UPDATE sqlsem_fence
-SET writes = writes + 1
-WHERE slot_id = %(id)s;
 
 -- fences.UNMARK
 UPDATE sqlsem_slot

@@ -74,6 +74,12 @@ SELECT slot, token
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
 
+-- beacons.TAKEN
+SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR (s.expires_us <= {now}
+      AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END AS ran_out
+FROM sqlsem_slot s
+WHERE s.expires_us IS NOT NULL;
+
 -- counters.FIND
 SELECT id, take, away, expires_us - {now}
 FROM sqlsem_waiter
