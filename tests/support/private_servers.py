@@ -253,8 +253,11 @@ def galera_cluster(nodes: int = 3, **options: str) -> Iterator[list[PrivateServe
             node = galera_node(first, provider + ";gcache.size=32M", **options)
             servers.append(PrivateServer("mariadb", directory, node))
             servers[-1].start()
+        deadline = time.monotonic() + _PATIENCE
         for server in servers:
-            assert server.query("SHOW STATUS LIKE 'wsrep_cluster_size'") == [("wsrep_cluster_size", str(nodes))]
+            while server.query("SHOW STATUS LIKE 'wsrep_cluster_size'") != [("wsrep_cluster_size", str(nodes))]:
+                assert time.monotonic() < deadline, f"the nodes have not met:\n{server.log.read_text()}"
+                time.sleep(0.02)
         with known(ALIAS, servers[0].settings):
             yield servers
     finally:
