@@ -41,6 +41,8 @@ SLOW: Final = 0.01
 VERY_SLOW: Final = 0.1
 #: Clocks further apart than this show in logs, in seconds.
 SKEW: Final = 1.0
+#: Clocks of a cluster's nodes further apart than this may let too many in, in seconds.
+SKEW_OF_NODES: Final = 0.5
 #: The share of a server's connections from which on there may be none left for the library's own.
 CROWDED: Final = 0.8
 #: Seconds that the project's own statements should wait for SQLite's one writer.
@@ -126,10 +128,13 @@ class Server:
         uncertainty, skew = min(skews, key=lambda each: each[0])
         ahead = "ahead of" if skew >= 0 else "behind"
         text = f"The database's clock is {milliseconds(abs(skew))} {ahead} this host's."
-        if abs(skew) > SKEW + uncertainty:
-            yield note("D004", text, "Leases go by the database's clock, and are right. Compare logs with care.")
-        else:
-            yield ok("D004", text)
+        yield self.judged(text, abs(skew) - uncertainty)
+
+    def judged(self, text: str, apart: float) -> CheckMessage:
+        """Say what it means that clocks are at least so far apart, in seconds."""
+        if apart > SKEW:
+            return note("D004", text, "Leases go by the database's clock, and are right. Compare logs with care.")
+        return ok("D004", text)
 
     def connections(self) -> Iterator[CheckMessage]:
         """Say how pools and persistent connections stand to the library's own connections."""
@@ -208,18 +213,31 @@ class MySQLServer(Server):
         connection: Any = self.connection
         yield _pooler(self, self.row("SELECT CONNECTION_ID()")[0] != connection.connection.thread_id())
 
+    def judged(self, text: str, apart: float) -> CheckMessage:
+        """Refuse what is too far where each node of a cluster judges leases by a clock of its own."""
+        if apart <= SKEW_OF_NODES or not self._among_writers():
+            return super().judged(text, apart)
+        text += (
+            " The server is a node of a cluster with several writers, each of which judges leases by its own clock: one"
+            " that is ahead grants slots that others still hold."
+        )
+        return error("D004", text, "Set the clocks of all nodes and hosts by NTP, or send all writes to one node.")
+
+    def _among_writers(self) -> bool:
+        with self.connection.cursor() as cursor:
+            return several_writers(cursor)
+
     def cluster(self) -> Iterator[CheckMessage]:
         """Find a cluster with several writers."""
-        with self.connection.cursor() as cursor:
-            several = several_writers(cursor)
-        if not several:
+        if not self._among_writers():
             yield ok("D006", "The server is the only one that is written to.")
             return
         self.no_beacons.append("every node of a cluster has locks of its own")
         text = (
-            "The server is a node of a cluster with several writers (Galera, or group replication): two claims of one"
-            " slot on two nodes are only told apart when they commit, and a killed process's slots come back with its"
-            " lease."
+            "The server is a node of a cluster with several writers (Galera, or group replication). Two that ask for"
+            " one lock on two nodes are only told apart when they commit: a transaction with transaction_lock() or"
+            " fence() may then be rolled back (1213), and must be repeated. A killed process's slots come back with"
+            " its lease."
         )
         advice = "Send all writes to one node, and shorten LEASE"
         yield warning("D006", text, f"{advice} ({self.config.lease:g} s) if crashes are frequent.")

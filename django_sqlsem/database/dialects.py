@@ -234,6 +234,10 @@ class Dialect:
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
         """Set the limits of a fresh session. Raises what the database raises."""
 
+    def among_writers(self, connection: BaseDatabaseWrapper) -> bool:
+        """Whether other nodes of the server's cluster are written to as well: its row locks keep none of those out."""
+        return False
+
     def limits(self, connection: BaseDatabaseWrapper, seconds: float) -> BriefLimits:
         """Return how no statement of one transaction takes longer than that, nor waits long for a lock."""
         return BriefLimits()
@@ -505,6 +509,11 @@ class SQLite(Dialect):
                 cursor.execute("PRAGMA synchronous = NORMAL")
 
 
+#: For how many seconds an address is known to lead to a node of a cluster, or to none.
+_KNOWN_FOR: Final = 60.0
+_among_writers: dict[tuple[Any, ...], tuple[bool, float]] = {}
+
+
 def several_writers(cursor: CursorWrapper) -> bool:
     """Whether a MySQL or MariaDB server is a node of a cluster whose other nodes are written to as well."""
     cursor.execute("SHOW GLOBAL VARIABLES WHERE Variable_name IN ('wsrep_on', 'group_replication_single_primary_mode')")
@@ -566,6 +575,17 @@ class MySQL(Dialect):
                 started = before - uptime
                 return Incarnation(":".join(map(str, [*address, started])), started * 1_000_000)
         return None
+
+    def among_writers(self, connection: BaseDatabaseWrapper) -> bool:
+        """Ask on this connection, at most once a minute."""
+        settings = connection.settings_dict
+        address = (connection.alias, settings["HOST"], settings["PORT"])
+        several, until = _among_writers.get(address, (False, 0.0))
+        if time.monotonic() >= until:
+            with connection.cursor() as cursor:
+                several = several_writers(cursor)
+            _among_writers[address] = several, time.monotonic() + _KNOWN_FOR
+        return several
 
     def adapt(self, options: dict[str, Any]) -> None:
         for name, value in _MYSQL.items():

@@ -26,6 +26,7 @@ class Migration(migrations.Migration):
             name='FenceRow',
             fields=[
                 ('slot_id', models.BigIntegerField(primary_key=True, serialize=False, verbose_name='slot row')),
+                ('writes', models.BigIntegerField(default=0, verbose_name='writes')),
             ],
             options={
                 'verbose_name': 'fence',

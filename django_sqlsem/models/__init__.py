@@ -213,9 +213,13 @@ class ServerRow(models.Model):
 
 
 class FenceRow(models.Model):
-    """One slot that was ever fenced. Who fences it reads this row with a shared lock; who takes it needs it alone."""
+    """One slot that was ever fenced. Who fences it reads this row with a shared lock; who takes it needs it alone.
+
+    Who takes it also writes it, and who fences it on a cluster with several writers: of two nodes one can commit.
+    """
 
     slot_id = models.BigIntegerField(_("slot row"), primary_key=True)
+    writes = models.BigIntegerField(_("writes"), default=0)
 
     class Meta:
         db_table = "sqlsem_fence"
@@ -235,7 +239,8 @@ class TransactionLockRow(models.Model):
 
     key = ExactCharField(_("key"), max_length=32, primary_key=True, editable=False, db_column="name_key")
     name = ExactCharField(_("name"), max_length=200)
-    #: How many committed transactions have had it. Counted on SQLite only, where nothing else tells who was waited for.
+    #: How many committed transactions have had it. Counted on SQLite, where nothing else tells who was waited for, and
+    #: on clusters with several writers, whose nodes see each other's writes only.
     grants = models.BigIntegerField(_("grants"), default=0)
 
     class Meta:

@@ -25,7 +25,7 @@ from django_sqlsem.database.dialects import dialect_for
 from tests.programs.beacon_holders import Burning, Lamp
 from tests.support import applocks, databases
 from tests.support.pgbouncer import pgbouncer
-from tests.support.private_servers import ALIAS, KINDS, private_server
+from tests.support.private_servers import ALIAS, KINDS, galera_node, private_server
 from tests.support.processes import Child, is_alive, wait_for_end
 from tests.support.threads import run_in_threads, wait_until
 
@@ -320,13 +320,8 @@ def test_there_are_none_behind_pgbouncer(committed, caplog, monkeypatch, mode):
 
 
 def test_there_are_none_on_galera(committed, caplog, monkeypatch):
-    provider = "/usr/lib/galera/libgalera_smm.so"
-    if not os.path.exists(provider):
-        pytest.skip("no Galera")
     monkeypatch.setattr(beacons, "_said", set())
-    options = {"wsrep-on": "ON", "wsrep-provider": provider, "wsrep-cluster-address": "gcomm://"}
-    options |= {"binlog-format": "ROW", "default-storage-engine": "InnoDB", "innodb-autoinc-lock-mode": "2"}
-    with private_server("mariadb", **options, **{"wsrep-provider-options": "gmcast.listen_addr=tcp://127.0.0.1:0"}):
+    with private_server("mariadb", **galera_node()):
         lamp = Lamp(ALIAS)
         with caplog.at_level(logging.INFO, "django_sqlsem"):
             for _ in range(2):

@@ -108,7 +108,11 @@ def is_used(name: str, dialect: Dialect) -> bool:
         "beacons.HOLDERS": dialect.dead is None,
         "renewal.EXTEND": not dialect.returning,
         **dict.fromkeys(
-            ("SIBLING", "BESIDE", "MARK", "MARKED", "ALONE", "EXISTS", "UNMARK"), dialect.fence == "sibling"
+            (
+                *("SIBLING", "SIBLING_WRITTEN", "SIBLING_TAKEN", "RENEWED", "BESIDE"),
+                *("MARK", "MARKED", "ALONE", "EXISTS", "UNMARK"),
+            ),
+            dialect.fence == "sibling",
         ),
     }
     return used.get(name, used.get(name.partition(".")[2], True))

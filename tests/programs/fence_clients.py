@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from django.db import connections, transaction
+from django.db import DatabaseError, connections, transaction
 from django.db.models import F
 
 from django_sqlsem import (
@@ -32,8 +32,8 @@ def run_page() -> dict[str, Any]:
 
 
 def obey(alias: str, name: str, archive: str, options: dict[str, Any]) -> None:
-    """Do what the parent's lines say, until one says ``end``."""
-    probe = Probe.objects.using(alias).filter(name=name)
+    """Do what the parent's lines say, until one says ``end``. The option ``row``: what it writes to, else ``name``."""
+    probe = Probe.objects.using(alias).filter(name=options.pop("row", name))
     page = run_page()
     block = transaction.atomic(using=alias)
     permit: Permit | None = None
@@ -76,8 +76,11 @@ def obey(alias: str, name: str, archive: str, options: dict[str, Any]) -> None:
             except page["StaleTokenError"]:
                 say("stale")
         elif verb == "commit":
-            block.__exit__(None, None, None)
-            say("committed")
+            try:
+                block.__exit__(None, None, None)
+                say("committed")
+            except DatabaseError as error:
+                say(f"refused {error}")
         elif verb == "rollback":
             transaction.set_rollback(True, using=alias)
             block.__exit__(None, None, None)
@@ -96,8 +99,10 @@ def obey(alias: str, name: str, archive: str, options: dict[str, Any]) -> None:
 class Fencer(Child):
     """The parent's side of ``obey``."""
 
-    def __init__(self, alias: str, name: str, archive: object = "", **options: Any) -> None:
-        super().__init__("tests.programs.fence_clients:obey", alias, name, str(archive), options)
+    def __init__(
+        self, alias: str, name: str, archive: object = "", *, env: dict[str, str] | None = None, **options: Any
+    ) -> None:
+        super().__init__("tests.programs.fence_clients:obey", alias, name, str(archive), options, env=env)
         self.token = 0
 
     def tell(self, line: str, timeout: float = 40.0) -> str:

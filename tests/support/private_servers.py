@@ -1,6 +1,7 @@
 """Database servers of a test's own, which it may kill and start again: ``with private_server("postgres") as server``.
 
-A template with the tables is made once per test process, and copied for each server.
+A template with the tables is made once per test process, and copied for each server. ``galera_cluster()`` starts
+several MariaDB servers that replicate to one another.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ ALIAS = "private"
 KINDS = ("postgres", "mariadb")
 _DATABASE = "sqlsem"
 _PATIENCE = 30.0
+#: What makes MariaDB a node of a Galera cluster.
+GALERA = "/usr/lib/galera/libgalera_smm.so"
 
 
 class PrivateServer:
@@ -76,7 +79,7 @@ class PrivateServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=os.environ | {"LC_ALL": "C"},
+                env=environment_in(self.directory),
                 **user_of(self.kind),
             )
         self.wait()
@@ -209,6 +212,80 @@ def private_server(kind: str, **options: str) -> Iterator[PrivateServer]:
         server.close()
 
 
+def galera_node(address: str = "", provider: str = "", **options: str) -> dict[str, str]:
+    """Return the options of a node that joins the one at ``address``, or begins a cluster. Skips without Galera."""
+    import pytest
+
+    programs.need("mariadbd")
+    if not os.path.exists(GALERA):
+        pytest.skip(f"no Galera: {GALERA} is not installed")
+    fixed = {
+        "wsrep-on": "ON",
+        "wsrep-provider": GALERA,
+        "wsrep-provider-options": provider or "gmcast.listen_addr=tcp://127.0.0.1:0",
+        "wsrep-cluster-address": f"gcomm://{address}",
+        "wsrep-node-address": "127.0.0.1",
+        "binlog-format": "ROW",
+        "default-storage-engine": "InnoDB",
+        "innodb-autoinc-lock-mode": "2",
+    }
+    return fixed | options
+
+
+@contextlib.contextmanager
+def galera_cluster(nodes: int = 3, **options: str) -> Iterator[list[PrivateServer]]:
+    """Run the nodes of a Galera cluster with the tables in it. Skips without its programs.
+
+    All begin with the same data at the same point of the cluster's history, so that no node has to send a copy to
+    another. ``server.env()`` leads a child process to one node, as ``ALIAS``; in this process that is the first.
+    """
+    galera_node()  # skips
+    template = _galera_template()
+    servers: list[PrivateServer] = []
+    try:
+        for _ in range(nodes):
+            directory = Path(tempfile.mkdtemp(prefix="sqlsem-galera-"))
+            _give(directory, "mariadb")
+            subprocess.run(["cp", "-a", f"{template}/data", f"{directory}/data"], check=True)
+            listens, receives = free_port(), free_port()
+            provider = f"gmcast.listen_addr=tcp://127.0.0.1:{listens};ist.recv_addr=127.0.0.1:{receives}"
+            first = f"127.0.0.1:{_listens(servers[0])}" if servers else ""
+            node = galera_node(first, provider + ";gcache.size=32M", **options)
+            servers.append(PrivateServer("mariadb", directory, node))
+            servers[-1].start()
+        deadline = time.monotonic() + _PATIENCE
+        for server in servers:
+            while server.query("SHOW STATUS LIKE 'wsrep_cluster_size'") != [("wsrep_cluster_size", str(nodes))]:
+                assert time.monotonic() < deadline, f"the nodes have not met:\n{server.log.read_text()}"
+                time.sleep(0.02)
+        with known(ALIAS, servers[0].settings):
+            yield servers
+    finally:
+        for server in reversed(servers):
+            server.close()
+
+
+def _listens(server: PrivateServer) -> str:
+    return server.options["wsrep-provider-options"].partition(";")[0].rpartition(":")[2]
+
+
+@functools.cache
+def _galera_template() -> Path:
+    """Make the data directory of a node that has left a cluster, once: it knows how far it had come."""
+    directory = Path(tempfile.mkdtemp(prefix="sqlsem-galera-template-"))
+    owner = os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(directory, ignore_errors=True))
+    _give(directory, "mariadb")
+    subprocess.run(["cp", "-a", f"{_template('mariadb')}/data", f"{directory}/data"], check=True)
+    server = PrivateServer("mariadb", directory, galera_node())
+    server.start()
+    try:
+        server.stop()
+    finally:
+        server.kill()
+    return directory
+
+
 @contextlib.contextmanager
 def known(alias: str, settings: dict[str, Any]) -> Iterator[None]:
     """Let Django know one more alias, in this process."""
@@ -238,9 +315,14 @@ def _template(kind: str) -> Path:
     else:
         command = [str(_beside(programs.find("mariadbd"), "mariadb-install-db")), "--no-defaults", f"--datadir={data}"]
         command += ["--auth-root-authentication-method=normal", "--skip-test-db", "--skip-name-resolve"]
-    environment = os.environ | {"LC_ALL": "C"}
     made = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, check=False, **user_of(kind)
+        command,
+        cwd=directory,
+        env=environment_in(directory),
+        capture_output=True,
+        text=True,
+        check=False,
+        **user_of(kind),
     )
     assert made.returncode == 0, f"{made.stdout}\n{made.stderr}"
     server = PrivateServer(kind, directory, {})
@@ -265,6 +347,11 @@ def migrate(settings: dict[str, Any]) -> None:
 def user_of(kind: str) -> dict[str, Any]:
     """Return what starts a process as the user of such a server, if we are root."""
     return programs.other_user("postgres") if kind == "postgres" else programs.other_user("mysql")
+
+
+def environment_in(directory: Path) -> dict[str, str]:
+    """Return the environment of a server: one that starts deletes the temporary tables of all in its directory."""
+    return os.environ | {"LC_ALL": "C", "TMPDIR": str(directory)}
 
 
 def free_port() -> int:

@@ -27,7 +27,7 @@ from django_sqlsem.models import SemaphoreRow
 from tests.support import databases
 from tests.support.operators import hold, locks, locks_command, make_semaphore, now_us
 from tests.support.pgbouncer import pgbouncer
-from tests.support.private_servers import ALIAS, known, private_server
+from tests.support.private_servers import ALIAS, galera_node, known, private_server
 
 needs_postgres = pytest.mark.skipif("postgres" not in databases.covered(), reason="PostgreSQL is not covered")
 FILE = {"ENGINE": "django.db.backends.sqlite3", "OPTIONS": {"transaction_mode": "IMMEDIATE"}}
@@ -169,15 +169,10 @@ def test_pgbouncer(committed: None, monkeypatch: Any) -> None:
 
 
 def test_galera(committed: None) -> None:
-    provider = "/usr/lib/galera/libgalera_smm.so"
-    if not os.path.exists(provider):
-        pytest.skip("no Galera")
-    options = {"wsrep-on": "ON", "wsrep-provider": provider, "wsrep-cluster-address": "gcomm://"}
-    options |= {"binlog-format": "ROW", "default-storage-engine": "InnoDB", "innodb-autoinc-lock-mode": "2"}
-    options |= {"wsrep-provider-options": "gmcast.listen_addr=tcp://127.0.0.1:0", "max-connections": "10"}
-    with private_server("mariadb", **options) as server:
+    with private_server("mariadb", **galera_node(), **{"max-connections": "10"}) as server:
         seen = found(ALIAS)
         assert levels(seen, "D006") == ["warning"]
+        assert levels(seen, "D004") == ["ok"]
         assert levels(seen, "D002") == ["ok"]
         server.query("SET GLOBAL innodb_flush_log_at_trx_commit = 2")
         server.query("ALTER TABLE sqlsem_waiter ENGINE=MyISAM")
@@ -210,15 +205,30 @@ def test_a_postgresql_that_forgets_and_repeats(committed: None) -> None:
         assert levels(found(ALIAS), "D007") == ["error"]
 
 
+def clock_of(alias: str, **env: str) -> dict[str, Any]:
+    """Return what a doctor with these variables says of the database's clock."""
+    command = locks_command("doctor", "--using", alias, "--no-acquire", "--format", "json")
+    command["env"] = command["env"] | env
+    done = subprocess.run(**command, capture_output=True, text=True, timeout=120)
+    (told,) = [each for each in json.loads(done.stdout) if each["id"] == "sqlsem.D004"]
+    return dict(told)
+
+
 @needs_postgres
 def test_clocks_that_differ(committed: None, wrong_clock: Any) -> None:
-    command = locks_command("doctor", "--using", "postgres", "--no-acquire", "--format", "json")
-    command["env"] = command["env"] | wrong_clock("+1d")
-    done = subprocess.run(**command, capture_output=True, text=True, timeout=120)
-    told = {each["id"]: each for each in json.loads(done.stdout)}
-    assert told["sqlsem.D004"]["level"] == "note"
-    assert "86" in told["sqlsem.D004"]["text"]
-    assert "behind this host's" in told["sqlsem.D004"]["text"]
+    told = clock_of("postgres", **wrong_clock("+1d"))
+    assert told["level"] == "note"
+    assert "86" in told["text"]
+    assert "behind this host's" in told["text"]
+    assert clock_of("postgres", **wrong_clock("+0.8"))["level"] == "ok"
+
+
+def test_clocks_of_a_cluster_that_differ(committed: None, wrong_clock: Any) -> None:
+    with private_server("mariadb", **galera_node()) as server:
+        told = clock_of(ALIAS, **server.env(), **wrong_clock("+0.8"))
+        assert told["level"] == "error"
+        assert "grants slots that others still hold" in told["text"]
+        assert clock_of(ALIAS, **server.env(), **wrong_clock("+0.2"))["level"] == "ok"
 
 
 @needs_postgres

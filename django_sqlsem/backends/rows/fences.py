@@ -3,6 +3,9 @@
 PostgreSQL: it locks the slot's row FOR KEY SHARE, which renewals pass; whoever takes a slot locks its row FOR UPDATE.
 MySQL: a row beside the slot's, locked in share mode. The slot says that its grant was fenced, so that only who would
 take such a one has to look whether it still is. SQLite: the transaction becomes the one writer.
+
+In a cluster with several writers a row lock is known to its own node only. So the row beside is written, by the fenced
+transaction and by whoever takes the slot: the cluster lets one of the two commit, and rolls the other back.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
+from django.db.models import F
 
 from django_sqlsem.backends.rows.statements import Row, Statements, change
 from django_sqlsem.database.dialects import dialect_for, positional
@@ -37,8 +41,14 @@ _KEY_SHARE: Final = (
     " SELECT id, token, permit_id, {live_now}, current_setting('transaction_isolation') FROM f"
 )
 _SIBLING: Final = "SELECT slot_id FROM sqlsem_fence WHERE slot_id IN ({ids}) ORDER BY slot_id LOCK IN SHARE MODE"
+_SIBLING_WRITTEN: Final = "UPDATE sqlsem_fence SET writes = writes + 1 WHERE slot_id IN ({ids}) ORDER BY slot_id"
+#: As ``_LOOK``, by a write: no node can have let somebody else take the slots before it.
+_RENEWED: Final = (
+    "UPDATE sqlsem_slot SET expires_us = {now} + lease_us WHERE id IN ({ids}) AND permit_id = %(permit_id)s"
+    " AND {live_now} AND fenced = token"
+)
 _LOOK: Final = "SELECT id, token, permit_id, {live_now}, fenced = token FROM sqlsem_slot WHERE id IN ({ids})"
-_BESIDE: Final = "INSERT IGNORE INTO sqlsem_fence (slot_id) VALUES (%(id)s)"
+_BESIDE: Final = "INSERT IGNORE INTO sqlsem_fence (slot_id, writes) VALUES (%(id)s, 0)"
 _MARK: Final = "UPDATE sqlsem_slot SET fenced = token WHERE id IN ({ids}) AND permit_id = %(permit_id)s"
 # A statement that changes nothing makes its transaction the writer all the same.
 _WRITER: Final = "UPDATE sqlsem_slot SET permit_id = permit_id WHERE id IN ({ids}) AND permit_id = %(permit_id)s"
@@ -51,6 +61,7 @@ _MARKED: Final = (
 )
 _ALONE: Final = "SELECT slot_id FROM sqlsem_fence WHERE slot_id = %(id)s FOR UPDATE SKIP LOCKED"
 _EXISTS: Final = "SELECT slot_id FROM sqlsem_fence WHERE slot_id = %(id)s"
+_SIBLING_TAKEN: Final = "UPDATE sqlsem_fence SET writes = writes + 1 WHERE slot_id = %(id)s"
 _UNMARK: Final = "UPDATE sqlsem_slot SET fenced = NULL WHERE id = %(id)s AND token = %(token)s AND expires_us <= {now}"
 
 
@@ -73,6 +84,8 @@ def fence(caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool
             session.run(lambda cursor: _mark(Statements(cursor, {"permit_id": held.permit_id}), held))
         try:
             locked = CallerSession(caller).run(lambda cursor: _lock(Statements(cursor, {}), held))
+            if dialect.among_writers(caller) and _renewed(session, held):
+                return True
         except BackendError:
             if not all(_look(session, held)[:2]):  # it was taken, and a strict transaction must not lock it
                 return False
@@ -88,8 +101,11 @@ def fence(caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool
 
 
 def _mark(statements: Statements, held: Acquired) -> None:
+    # The insert would wait for the caller's own transaction, if that has written the row before.
+    look_first = statements.dialect.among_writers(statements.cursor.db)
     for row_id in held.grant.row_ids:
-        statements.change(_BESIDE, id=row_id)
+        if not (look_first and statements.rows(_EXISTS, id=row_id)):
+            statements.change(_BESIDE, id=row_id)
     statements.change(_of(held, _MARK))
 
 
@@ -97,7 +113,11 @@ def _lock(statements: Statements, held: Acquired) -> bool | None:
     """Lock in the caller's transaction. Return whether the permit is live; ``None``: to be asked outside of it."""
     wanted = len(held.grant.row_ids)
     if statements.dialect.fence == "sibling":
-        if len(statements.rows(_of(held, _SIBLING))) < wanted:
+        if statements.dialect.among_writers(statements.cursor.db):
+            found = statements.change(_of(held, _SIBLING_WRITTEN))
+        else:
+            found = len(statements.rows(_of(held, _SIBLING)))
+        if found < wanted:
             raise BackendError(f"The rows of {held.resource.name!r} were deleted.")
         return None
     rows = statements.rows(_of(held, _KEY_SHARE))
@@ -109,6 +129,11 @@ def _lock(statements: Statements, held: Acquired) -> bool | None:
     if not rows[0][4].startswith("read"):
         return None  # these columns are as old as its snapshot; the locks are those of now
     return all(_is_ours(held, row) and row[3] for row in rows)
+
+
+def _renewed(session: Session, held: Acquired) -> bool:
+    """Renew a live permit that is marked as fenced. Return whether it was."""
+    return change(session, _of(held, _RENEWED), {"permit_id": held.permit_id}) == len(held.grant.row_ids)
 
 
 def _is_ours(held: Acquired, row: Row) -> bool:
@@ -155,7 +180,10 @@ def reap(session: Session, key: str) -> bool:
 def _unmark(statements: Statements, row_id: int, token: int) -> bool:
     if not statements.rows(_ALONE, id=row_id) and statements.rows(_EXISTS, id=row_id):
         return False  # a transaction that is fenced with it is open
-    return statements.change(_UNMARK, id=row_id, token=token) > 0
+    if not statements.change(_UNMARK, id=row_id, token=token):
+        return False
+    statements.change(_SIBLING_TAKEN, id=row_id)  # one that is open on another node cannot commit any more
+    return True
 
 
 def unfenced(rows: QuerySet[SlotRow], alias: str) -> list[int]:
@@ -168,6 +196,8 @@ def unfenced(rows: QuerySet[SlotRow], alias: str) -> list[int]:
     beside = FenceRow.objects.using(alias).filter(pk__in=marked).order_by("pk")
     there = set(beside.values_list("pk", flat=True))
     alone = set(beside.select_for_update(skip_locked=skip).values_list("pk", flat=True)) if there else set()
+    if alone:
+        FenceRow.objects.using(alias).filter(pk__in=alone).update(writes=F("writes") + 1)  # as in ``_unmark``
     return [pk for pk, _token, _fenced in found if pk not in there - alone]
 
 

@@ -1,14 +1,20 @@
-"""Transaction locks on MySQL and MariaDB: a key row of InnoDB, locked by a read."""
+"""Transaction locks on MySQL and MariaDB: a key row of InnoDB, locked by a read.
+
+In a cluster with several writers a row lock is known to its own node only. There the key row is written as well, so
+that of two transactions on two nodes the cluster lets one commit, and rolls the other back with a deadlock.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from django.db import Error as DjangoDatabaseError
 
+from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.locks.transaction import key_rows
 from django_sqlsem.locks.transaction.base import (
@@ -27,6 +33,8 @@ if TYPE_CHECKING:
 
 _LEVELS: Final = ", ".join(f"'{level.replace(' ', '-')}'" for level in FRESH_LEVELS)
 _LOCK: Final = f"SELECT {{hint}} 1 FROM {KEY_ROWS} WHERE name_key = %(key)s AND {{level}} IN ({_LEVELS}) {{strength}}"
+#: Tells the other nodes of a cluster, at the commit.
+_WRITE: Final = f"UPDATE {KEY_ROWS} SET grants = grants + 1 WHERE name_key = %(key)s"
 _LOOK: Final = f"SELECT {{level}}, EXISTS (SELECT 1 FROM {KEY_ROWS} WHERE name_key = %(key)s)"
 
 _LOCK_WAIT_TIMEOUT: Final = 1205
@@ -59,9 +67,15 @@ class MySQLLocking(TransactionLocking):
         return _LOCK.format(hint=hint, level=self._level, strength=strength)
 
     def lock(self, wanted: Wanted, timeout: float | None, *, mark: LockMark | None = None) -> float | None:
-        """Lock the key row, also of a table."""
+        """Lock the key row, also of a table; among several writers, write it: shared is as exclusive there."""
         with self.errors(wanted):
-            return key_rows.lock(self, wanted, timeout)
+            if not dialect_for(self.connection).among_writers(self.connection):
+                return key_rows.lock(self, wanted, timeout)
+            waited = key_rows.lock(self, dataclasses.replace(wanted, shared=False), timeout)
+            if waited is not None:
+                with self.connection.cursor() as cursor:
+                    cursor.execute(_WRITE, {"key": wanted.resource.key})
+            return waited
 
     def try_now(self, wanted: Wanted) -> Attempt:
         """Pass over a row that is locked, or that is just being made: then look, and try once more."""

@@ -302,8 +302,8 @@ WHERE slot_id = %(id)s
 FOR UPDATE SKIP LOCKED;
 
 -- fences.BESIDE
-INSERT IGNORE INTO sqlsem_fence (slot_id)
-VALUES (%(id)s);
+INSERT IGNORE INTO sqlsem_fence (slot_id, writes)
+VALUES (%(id)s, 0);
 
 -- fences.EXISTS
 SELECT slot_id
@@ -330,11 +330,27 @@ SELECT id, token
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us <= {now} AND fenced = token;
 
+-- fences.RENEWED
+UPDATE sqlsem_slot
+SET expires_us = {now} + lease_us
+WHERE id IN ({ids}) AND permit_id = %(permit_id)s AND expires_us > {now} AND fenced = token;
+
 -- fences.SIBLING
 SELECT slot_id
 FROM sqlsem_fence
 WHERE slot_id IN ({ids})
 ORDER BY slot_id LOCK IN SHARE MODE;
+
+-- fences.SIBLING_TAKEN
+UPDATE sqlsem_fence
+SET writes = writes + 1
+WHERE slot_id = %(id)s;
+
+-- fences.SIBLING_WRITTEN
+UPDATE sqlsem_fence
+SET writes = writes + 1
+WHERE slot_id IN ({ids})
+ORDER BY slot_id;
 
 -- fences.UNMARK
 UPDATE sqlsem_slot
