@@ -117,19 +117,23 @@ class LockSession:
         except BaseException:
             self.end("it could not be opened")
             raise
+        self._refuse_useless(opened)
+        self.session_id, self.session_us = int(opened["session_id"]), int(opened["session_us"] or 0)
+
+    def _refuse_useless(self, opened: dict[str, Any]) -> None:
+        """End a session whose locks would exclude nobody, or are somebody else's."""
         if opened["read_only"]:
             self.end("its database is read-only")
             raise BackendError(
-                f"The database {alias!r} is read-only, or a readable secondary: its locks would exclude nobody on the "
+                f"The database {self.alias!r} is read-only, or a readable secondary: its locks would exclude nobody on the "
                 "primary. Connect to the primary, without ApplicationIntent=ReadOnly."
             )
         if opened["used"]:
             self.end("it came out of a connection pool")
             raise BackendError(
-                f"A connection of {alias!r} came out of a pool, with the locks of its last user: "
+                f"A connection of {self.alias!r} came out of a pool, with the locks of its last user: "
                 "set DATABASE_CONNECTION_POOLING = False. See docs/checks.md#sqlsemw002."
             )
-        self.session_id, self.session_us = int(opened["session_id"]), int(opened["session_us"] or 0)
 
     @property
     def can_be_cut(self) -> bool:
