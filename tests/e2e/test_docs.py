@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
+from celery.exceptions import Retry
 from channels.routing import URLRouter
 from channels.testing import WebsocketCommunicator
 from django.db import connections
@@ -28,7 +29,7 @@ from django.urls import path as route
 from docutils import nodes
 
 import django_sqlsem
-from django_sqlsem import conf, mutex, semaphore
+from django_sqlsem import AcquireTimeoutError, conf, mutex, semaphore
 from django_sqlsem.checks import messages
 from django_sqlsem.management.commands.locks import Command
 from django_sqlsem.testing import busy, stop_requested
@@ -127,6 +128,22 @@ def test_the_decorators_of_the_page_on_semaphores_do_what_it_says(database: str,
     with busy("cleanup"):
         assert page["clean_up"]() is None
     assert page["import_file"]("x") == "x"
+
+
+def test_the_recipe_for_a_provider_answers_503_and_retries(
+    database: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.SQLSEM = {"DATABASE": database}
+    page = run_page(ROOT / "docs" / "recipes.md")
+    view, task, retried = page["prices"], page["import_prices"], []
+    monkeypatch.setattr(task, "retry", lambda **kwargs: retried.append(kwargs["exc"]) or Retry())
+    assert view(RequestFactory().get("/")).content == task.run().encode() == b"the answer for /prices"
+    with busy("provider"):
+        answer = view(RequestFactory().get("/"))
+        with pytest.raises(Retry):
+            task.run()
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+    assert [type(error) for error in retried] == [AcquireTimeoutError]
 
 
 def test_the_tests_in_testing_md_pass(tmp_path: Path) -> None:
