@@ -243,7 +243,7 @@ class SlotsForm(ReasonForm):
         min_value=1,
         max_value=MAX_SLOTS,
         required=False,
-        help_text=gettext_lazy("Leave it empty for the number that the code declares."),
+        help_text=gettext_lazy("Leave it empty to use the number from the code."),
     )
     seconds = _for_how_long(
         gettext_lazy("until somebody undoes it"),
