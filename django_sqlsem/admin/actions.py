@@ -204,7 +204,7 @@ class ReasonForm(forms.Form):
         label=gettext_lazy("Reason"),
         required=False,
         widget=forms.TextInput(attrs={"maxlength": control.MAX_REASON_LENGTH, "class": "sqlsem-wide"}),
-        help_text=gettext_lazy("Shown on the page of the lock and in the audit log: provider down, INC-12"),
+        help_text=gettext_lazy("Shown on the page of the lock and in the audit log, for instance: provider down, INC-12"),
     )
 
 
