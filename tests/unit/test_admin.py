@@ -303,6 +303,7 @@ def test_set_slots(operator: Client, locks_alias: str) -> None:
 def test_pause_and_resume(operator: Client, locks_alias: str) -> None:
     make_semaphore(locks_alias)
     page = ask(operator, SEMAPHORES, "pause", key())
+    assert "new calls of views and tasks are refused at once" in page.content.decode()
     assert not SemaphoreRow.objects.using(locks_alias).get().paused
     assert said(confirm(operator, SEMAPHORES, page)) == ["Paused: reports."]
     assert SemaphoreRow.objects.using(locks_alias).get().paused
