@@ -151,7 +151,10 @@ def test_the_page_counts_seconds_and_offers_no_reload_after_a_form():
     assert "Please try again in 12 seconds." in page
     assert "secret-name" not in page
     assert "<a " in page
-    assert "<a " not in busy_response(about, rf.post("/", headers={"accept": BROWSER}), 503).content.decode()
+    assert "Nothing was saved." not in page
+    posted = busy_response(about, rf.post("/", headers={"accept": BROWSER}), 503).content.decode()
+    assert "<p>This is busy right now. Nothing was saved.</p>" in posted
+    assert "<a " not in posted
 
 
 def test_a_project_may_have_its_own_page(urls, tmp_path, settings):
