@@ -165,9 +165,19 @@ def _explanation(busy: Busy, request: HttpRequest | None) -> str:
 
 
 def _advice(busy: Busy) -> str:
-    return ngettext(
-        "Please try again in %(seconds)d second.", "Please try again in %(seconds)d seconds.", busy.retry_after
-    ) % {"seconds": busy.retry_after}
+    seconds = busy.retry_after
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    if seconds < 120:
+        told = ngettext("Please try again in %(seconds)d second.", "Please try again in %(seconds)d seconds.", seconds)
+    elif seconds < 7200:
+        told = ngettext(
+            "Please try again in about %(minutes)d minute.", "Please try again in about %(minutes)d minutes.", minutes
+        )
+    else:
+        told = ngettext(
+            "Please try again in about %(hours)d hour.", "Please try again in about %(hours)d hours.", hours
+        )
+    return told % {"seconds": seconds, "minutes": minutes, "hours": hours}
 
 
 def of_ninja(view: Any) -> bool:

@@ -157,6 +157,25 @@ def test_the_page_counts_seconds_and_offers_no_reload_after_a_form():
     assert "<a " not in posted
 
 
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (1, "in 1 second."),
+        (119, "in 119 seconds."),
+        (120, "in about 2 minutes."),
+        (1799, "in about 30 minutes."),
+        (7199, "in about 120 minutes."),
+        (7200, "in about 2 hours."),
+        (86400, "in about 24 hours."),
+    ],
+)
+def test_a_long_wait_is_told_in_minutes_or_hours(seconds, told):
+    about = Busy("n", (), 0, seconds, reason="paused")
+    response = busy_response(about, rf.get("/", headers={"accept": BROWSER}), 503)
+    assert f"Please try again {told}" in response.content.decode()
+    assert response["Retry-After"] == str(seconds)
+
+
 def test_a_project_may_have_its_own_page(urls, tmp_path, settings):
     (tmp_path / "sqlsem").mkdir()
     (tmp_path / "sqlsem" / "busy.html").write_text("{{ busy.name }} {{ retry_after }} {{ request.path }} {{ user }}")

@@ -82,6 +82,16 @@ def test_a_busy_answer_is_in_the_visitors_language(language, reason):
     assert detail.count("5") == 1
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize(("seconds", "number"), [(1799, "30"), (86400, "24")])
+def test_a_long_wait_is_told_in_the_visitors_language(language, seconds, number):
+    with translation.override(language):
+        told = busy.detail(Busy("n", (), 0, seconds, reason="paused"), None)
+    assert number in told
+    assert str(seconds) not in told
+    assert "Please" not in told
+
+
 @pytest.mark.parametrize("language", ["it", "ar", "en-gb"])
 def test_without_a_catalogue_the_page_is_in_english_and_says_so(language):
     page = answer("full", language, "text/html").content.decode()
