@@ -77,6 +77,16 @@ def count_names(number: int) -> str:
     return ngettext("%(count)d name", "%(count)d names", number) % {"count": number}
 
 
+def count_known(names: int, made: Sequence[int]) -> str:
+    """Return ``2 names and 1 template of 3 names``; ``made``: how many names each template has made."""
+    known = count_names(names)
+    if not made:
+        return known
+    templates = ngettext("%(count)d template", "%(count)d templates", len(made)) % {"count": len(made)}
+    told = gettext("%(names)s and %(templates)s of %(made)s")
+    return told % {"names": known, "templates": templates, "made": count_names(sum(made))}
+
+
 def count_units(number: int) -> str:
     """Return ``3 units`` or ``1 unit``."""
     return ngettext("%(count)d unit", "%(count)d units", number) % {"count": number}
