@@ -281,7 +281,10 @@ def test_show(database: str, capsys: Any) -> None:
     assert "token 7" in out
     assert "waiting: web2 pid 99 worker, GET /wait/, 2 threads or tasks" in out
     assert json.loads(printed(capsys, "show", "reports", "--format", "json", "--database", database))["held"] == 1
-    with pytest.raises(CommandError, match=r"There is no semaphore 'report'\. Is it 'reports'\?"):
+    with pytest.raises(
+        CommandError,
+        match=r"There is no semaphore 'report'\. Is it 'reports'\? A name is known from its first acquire\.$",
+    ):
         locks("show", "report", "--database", database)
 
 

@@ -90,7 +90,7 @@ def _print(
         if text := output.as_csv(shown, header=header):
             console.say(text)
     else:
-        _print_groups(console, groups)
+        _print_groups(console, groups, database)
         if shown or not groups:
             _print_table(console, shown, found, stale=stale)
             if not any(each.holders or each.waiters for each in shown):
@@ -101,13 +101,14 @@ def _print(
         console.lines(map(output.clean, queries.notes(using=database)))
 
 
-def _print_groups(console: Console, groups: list[TemplateSnapshot]) -> None:
+def _print_groups(console: Console, groups: list[TemplateSnapshot], database: str | None) -> None:
     header, *lines = output.template_table(groups)
     if groups:
         console.heading(header)
         for line, group in zip(lines, groups, strict=True):
             console.say(console.style.WARNING(line) if group.trouble else line)
         console.say("")
+        console.lines(output.paused_names(groups, database))
 
 
 def _print_table(
