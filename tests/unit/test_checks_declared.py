@@ -54,6 +54,7 @@ def work(): ...
     [message] = found(module)
     assert message.id == "sqlsem.W023"
     assert f"'dup-checked': 3 in {module.__name__}.ONE, 5 in {module.__name__}.work" in message.msg
+    assert "Two views that answer differently need two objects: give both the same number" in message.hint
     assert "/checks.html#sqlsem-w023" in message.hint
 
 
