@@ -654,3 +654,11 @@ def committed_for_hypothesis(django_db_setup, django_db_blocker):
 
         delete_rows("default")
         connections.close_all()
+
+
+def test_a_blocking_call_in_an_event_loop_is_told_what_to_use():
+    async def main():
+        semaphore("x").acquire()
+
+    with pytest.raises(SynchronousOnlyOperation, match=r"use `async with` or `await semaphore\.aacquire\(\)`\.$"):
+        asyncio.run(main())

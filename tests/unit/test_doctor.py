@@ -443,3 +443,15 @@ def test_missing_tables_are_no_matter_for_who_is_about_to_migrate(committed: Non
     ):
         assert levels(found("locks"), "D002") == ["error"]
         call_command("check", databases=["locks"], deploy=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ([], "No name is in use yet."),
+        (["a"], "The only name is short enough."),
+        (["a", "b"], "The 2 names are well apart, and short enough."),
+    ],
+)
+def test_few_names_are_told_in_words(names: list[str], told: str) -> None:
+    assert [message.msg for message in servers._lookalikes(names)] == [told]
