@@ -14,7 +14,7 @@ import uuid
 from http import HTTPStatus
 
 import pytest
-from django.core.exceptions import ImproperlyConfigured
+from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
 from django.db import connections
 from django.test import override_settings
 from django.utils.safestring import SafeString, mark_safe
