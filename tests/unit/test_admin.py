@@ -163,6 +163,9 @@ def test_search(operator: Client, locks_alias: str) -> None:
     make_semaphore(locks_alias, "other")
     hold(locks_alias)
     assert "other" not in text(operator.get(reverse(SEMAPHORES), {"q": "repo"}))
+    for page in (SEMAPHORES, SLOTS):  # where all are shown, there is nothing more to show
+        assert "Show all" not in text(operator.get(reverse(page)))
+        assert "Show all" in text(operator.get(reverse(page), {"q": "repo"}))
     response = operator.get(reverse(SLOTS), {"q": "web1"})
     assert [(row.semaphore.name, row.slot) for row in response.context["cl"].result_list] == [("reports", 1)]
 

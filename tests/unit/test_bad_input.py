@@ -296,7 +296,9 @@ def test_templates_are_refused_where_they_decorate(function, name, message):
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     cases(
-        ("none", None, ValueError, "The field 'a' of the semaphore's name 'x:{a}' is None in this call. Everybody without a value would share one lock."),
+        ("none", None, ValueError,
+         "The field 'a' of the semaphore's name 'x:{a}' is None in this call. Everybody without a value would share one "
+         "lock."),
         ("empty", "", ValueError, "The field 'a' of the semaphore's name 'x:{a}' is empty in this call."),
         ("nul", "\0", ValueError, "A semaphore's name must not contain a NUL character: 'x:\\x00'."),
         ("long", "y" * 199, ValueError,
@@ -656,7 +658,7 @@ def committed_for_hypothesis(django_db_setup, django_db_blocker):
         connections.close_all()
 
 
-def test_a_blocking_call_in_an_event_loop_is_told_what_to_use():
+def test_a_blocking_call_in_an_event_loop_is_told_what_to_use(db):
     async def main():
         semaphore("x").acquire()
 
