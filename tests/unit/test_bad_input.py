@@ -297,8 +297,8 @@ def test_templates_are_refused_where_they_decorate(function, name, message):
     ("value", "error", "message"),
     cases(
         ("none", None, ValueError,
-         "The field 'a' of the semaphore's name 'x:{a}' is None in this call. Everybody without a value would share one "
-         "lock."),
+         "The field 'a' of the semaphore's name 'x:{a}' is None in this call. Everybody without a value would share "
+         "one lock."),
         ("empty", "", ValueError, "The field 'a' of the semaphore's name 'x:{a}' is empty in this call."),
         ("nul", "\0", ValueError, "A semaphore's name must not contain a NUL character: 'x:\\x00'."),
         ("long", "y" * 199, ValueError,
