@@ -540,7 +540,7 @@ def _lookalikes(names: Iterable[str]) -> Iterator[CheckMessage]:
         yield warning("D014", text, "Shorten them: one that is too long is an error at the acquire.")
     if not alike and not long:
         many = f"The {len(folded)} names are well apart, and short enough."
-        yield ok("D014", {0: "No name is in use yet.", 1: "The only name is short enough."}.get(len(folded), many))
+        yield ok("D014", {0: "No name is known yet.", 1: "The only name is short enough."}.get(len(folded), many))
 
 
 def fold(name: str) -> str:

@@ -448,7 +448,7 @@ def test_missing_tables_are_no_matter_for_who_is_about_to_migrate(committed: Non
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        ([], "No name is in use yet."),
+        ([], "No name is known yet."),
         (["a"], "The only name is short enough."),
         (["a", "b"], "The 2 names are well apart, and short enough."),
     ],
