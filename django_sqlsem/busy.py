@@ -25,6 +25,8 @@ from django_sqlsem.snapshots import HolderSnapshot
 PAGE: Final = "sqlsem/busy.html"
 #: What the page says, without a page around it.
 MESSAGE: Final = "sqlsem/busy_message.html"
+#: Methods by which nothing is changed.
+SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 #: By ``Busy.reason``.
 TITLES: Final = {
     "full": gettext_lazy("Busy right now"),
@@ -32,9 +34,9 @@ TITLES: Final = {
     "paused": gettext_lazy("Paused"),
 }
 EXPLANATIONS: Final = {
-    "full": gettext_lazy("This is busy right now. Nothing was saved."),
-    "queue full": gettext_lazy("This is busy right now, and others are waiting already. Nothing was saved."),
-    "paused": gettext_lazy("This is paused for the moment. Nothing was saved."),
+    "full": gettext_lazy("This is busy right now."),
+    "queue full": gettext_lazy("This is busy right now, and others are waiting already."),
+    "paused": gettext_lazy("This is paused for the moment."),
 }
 
 
@@ -47,7 +49,7 @@ def render(busy: Busy, request: HttpRequest, template: str) -> str:
         "retry_after": busy.retry_after,
         "can_reload": request.method in ("GET", "HEAD"),
         "title": str(TITLES.get(busy.reason, TITLES["full"])),
-        "explanation": str(EXPLANATIONS.get(busy.reason, EXPLANATIONS["full"])),
+        "explanation": _explanation(busy, request),
         "advice": _advice(busy),
         "again": gettext("Try again"),
         "language": language,
@@ -135,7 +137,7 @@ def busy_response(busy: Busy, request: HttpRequest, status: int) -> HttpResponse
         body = {
             "error": "busy",
             "reason": busy.reason,
-            "detail": detail(busy),
+            "detail": detail(busy, request),
             "retry_after": busy.retry_after,
         }
         response = JsonResponse(body, status=status)
@@ -150,15 +152,32 @@ def finish(response: HttpResponse, busy: Busy) -> HttpResponse:
     return response
 
 
-def detail(busy: Busy) -> str:
-    """Return the answer in two sentences, in the visitor's language."""
-    return f"{EXPLANATIONS.get(busy.reason, EXPLANATIONS['full'])} {_advice(busy)}"
+def detail(busy: Busy, request: HttpRequest | None) -> str:
+    """Return the answer in two or three sentences, in the visitor's language."""
+    return f"{_explanation(busy, request)} {_advice(busy)}"
+
+
+def _explanation(busy: Busy, request: HttpRequest | None) -> str:
+    why = str(EXPLANATIONS.get(busy.reason, EXPLANATIONS["full"]))
+    if request is not None and request.method in SAFE_METHODS:  # there was nothing to save
+        return why
+    return f"{why} {gettext('Nothing was saved.')}"
 
 
 def _advice(busy: Busy) -> str:
-    return ngettext(
-        "Please try again in %(seconds)d second.", "Please try again in %(seconds)d seconds.", busy.retry_after
-    ) % {"seconds": busy.retry_after}
+    seconds = busy.retry_after
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    if seconds < 120:
+        told = ngettext("Please try again in %(seconds)d second.", "Please try again in %(seconds)d seconds.", seconds)
+    elif seconds < 7200:
+        told = ngettext(
+            "Please try again in about %(minutes)d minute.", "Please try again in about %(minutes)d minutes.", minutes
+        )
+    else:
+        told = ngettext(
+            "Please try again in about %(hours)d hour.", "Please try again in about %(hours)d hours.", hours
+        )
+    return told % {"seconds": seconds, "minutes": minutes, "hours": hours}
 
 
 def of_ninja(view: Any) -> bool:

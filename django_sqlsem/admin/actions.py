@@ -204,7 +204,9 @@ class ReasonForm(forms.Form):
         label=gettext_lazy("Reason"),
         required=False,
         widget=forms.TextInput(attrs={"maxlength": control.MAX_REASON_LENGTH, "class": "sqlsem-wide"}),
-        help_text=gettext_lazy("Shown on the page of the lock and in the audit log: provider down, INC-12"),
+        help_text=gettext_lazy(
+            "Shown on the page of the lock and in the audit log, for instance: provider down, INC-12"
+        ),
     )
 
 
@@ -243,7 +245,7 @@ class SlotsForm(ReasonForm):
         min_value=1,
         max_value=MAX_SLOTS,
         required=False,
-        help_text=gettext_lazy("Leave it empty for the number that the code declares."),
+        help_text=gettext_lazy("Leave it empty to use the number from the code."),
     )
     seconds = _for_how_long(
         gettext_lazy("until somebody undoes it"),
@@ -308,7 +310,10 @@ def pause(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> Ht
     page = Page(
         action="pause",
         title=_("Pause"),
-        question=_("Nothing more will be granted until these are resumed. Whoever waits goes on waiting."),
+        question=_(
+            "Nothing more will be granted until these are resumed. Whoever waits already goes on waiting until its"
+            " timeout; new calls of views and tasks are refused at once."
+        ),
         confirm=_("Yes, pause"),
         others_title=str(_KEEP),
         form=form,

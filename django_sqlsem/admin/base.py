@@ -70,7 +70,14 @@ class ReadChangeList(ChangeList):
 
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
+        count_all(self)
         self.result_list = self.model_admin.known(request, self.result_list)  # type: ignore[attr-defined]
+
+
+def count_all(found: ChangeList) -> None:
+    """Where nothing is searched or filtered, what is counted is all: there is no more to show."""
+    if not (found.query or found.has_active_filters):
+        found.full_result_count = found.result_count
 
 
 class OperatorAdmin(admin.ModelAdmin):  # type: ignore[type-arg]

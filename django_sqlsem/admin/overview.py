@@ -30,6 +30,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
 from django_sqlsem.admin import drawing, live
+from django_sqlsem.admin.base import count_all
 from django_sqlsem.admin.display import (
     EMPTY,
     KIND_WORDS,
@@ -447,6 +448,7 @@ class OverviewChangeList(ChangeList):
         if not (self.query or self.has_active_filters or request.GET.get(PAGE_VAR, "1") != "1"):
             self.worst = worst(self.reading)
         super().get_results(request)
+        count_all(self)
         self.queryset, self.result_list = queryset, self._rows(self.result_list[:])
         self.show_admin_actions = bool(self.result_count)
         self.cut_off = self.result_count == most

@@ -9,6 +9,8 @@ from typing import Any
 
 from django.core import checks
 
+from django_sqlsem.core.text import check_page
+
 
 def ok(number: str, text: str) -> checks.CheckMessage:
     """All is well; said by the doctor only."""
@@ -30,11 +32,6 @@ def error(number: str, text: str, advice: str = "") -> checks.CheckMessage:
     return checks.Error(text, **_explained(number, advice))
 
 
-def page_of(message_id: str) -> str:
-    """Where the messages of an id are explained."""
-    return f"docs/checks.md#{message_id.replace('.', '')}".lower()
-
-
 def _explained(number: str, advice: str) -> dict[str, Any]:
     message_id = f"sqlsem.{number}"
-    return {"id": message_id, "hint": f"{advice} See {page_of(message_id)}.".lstrip()}
+    return {"id": message_id, "hint": f"{advice} See {check_page(message_id)}".lstrip()}

@@ -557,7 +557,8 @@ def _lookalikes(names: Iterable[str]) -> Iterator[CheckMessage]:
         text = f"Names are almost as long as they may be, {MAX_NAME_LENGTH} characters: {_some(long)}."
         yield warning("D014", text, "Shorten them: one that is too long is an error at the acquire.")
     if not alike and not long:
-        yield ok("D014", f"The {len(folded)} names are well apart, and short enough.")
+        many = f"The {len(folded)} names are well apart, and short enough."
+        yield ok("D014", {0: "No name is known yet.", 1: "The only name is short enough."}.get(len(folded), many))
 
 
 def fold(name: str) -> str:

@@ -274,7 +274,11 @@ def _two_kinds_or_numbers(found: list[tuple[str, Semaphore | Counter]]) -> Itera
             text = (
                 f"The code declares several numbers of slots for {name!r}: {_told(numbers)}. The largest is the bound."
             )
-            yield warning("W023", text, "Let one object be the lock, and import it where it is used.")
+            advice = (
+                "Import one object where it is used. Two views that answer differently need two objects: give both the"
+                " same number, from one constant."
+            )
+            yield warning("W023", text, advice)
 
 
 def _places(found: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:

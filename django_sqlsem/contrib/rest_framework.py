@@ -21,7 +21,7 @@ class BusyAnswer(exceptions.APIException):  # type: ignore[misc]  # of a library
 
     def __init__(self, busy: Busy, status: int) -> None:
         """``status``: the HTTP status of the answer."""
-        super().__init__(detail(busy), code=self.default_code)
+        super().__init__(detail(busy, busy.request), code=self.default_code)
         self.status_code = status
         self.wait = busy.retry_after
         self.busy = busy

@@ -105,8 +105,10 @@ class Template:
             value = value._wrapped
         if value is _MISSING:
             problem = "is missing in this call"
+        elif value is None and field.path[:2] == ("request", "user"):
+            problem = "is None in this call (nobody is logged in? Put login_required above the semaphore)"
         elif value is None:
-            problem = "is None in this call"
+            problem = "is None in this call. Everybody without a value would share one lock"
         elif callable(value):
             problem = "is something to call, not a value"
         elif not _has_text(type(value)):

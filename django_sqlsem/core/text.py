@@ -1,10 +1,12 @@
-"""How values are shown in messages: those that were refused, numbers of slots, a word of a command."""
+"""How values are shown in messages: those that were refused, numbers of slots, a word of a command; and links."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
+#: The pages of the documentation, each at the site's usual version.
+DOCUMENTATION: Final = "https://django-sqlsem.readthedocs.io/page/"
 MAX_SHOWN: Final = 100
 #: How many numbers in a row are told by the first and the last.
 MANY_NUMBERS: Final = 8
@@ -30,6 +32,11 @@ def numbers(slots: Sequence[int]) -> str:
 def a_kind(kind: str) -> str:
     """Return a kind of lock with its article: ``a mutex``, ``an rlock``."""
     return f"an {kind}" if kind in ("rlock", "rwlock") else f"a {kind}"
+
+
+def check_page(message_id: str) -> str:
+    """Return the address where the messages of an id, such as ``sqlsem.W002``, are explained."""
+    return f"{DOCUMENTATION}checks.html#{message_id.replace('.', '-')}".lower()
 
 
 def shell_quoted(word: str) -> str:

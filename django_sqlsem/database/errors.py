@@ -150,7 +150,7 @@ def backend_error(alias: str, error: Exception, *, stale: bool = False) -> Backe
     """Wrap a driver's error in one sentence that names the database; ``BackendError`` explains the flag."""
     message = f"The database {alias!r} failed: {str(error).strip() or type(error).__name__}"
     if is_missing_table(error):
-        message += f" (the lock tables are not there: run manage.py migrate --database {alias})"
+        message = f"Run manage.py migrate --database {alias}: the lock tables are not there. {message}"
     elif is_read_only(error):
         message += " (it cannot be written to: locks must be kept by the primary, see SQLSEM['DATABASE'])"
     wrapped = BackendError(message)

@@ -21,6 +21,7 @@ from django_sqlsem.busy import Busy, busy_response, of_ninja
 from django_sqlsem.core import forks, testmode
 from django_sqlsem.decorators.calls import Call
 from django_sqlsem.decorators.views import leads_to
+from django_sqlsem.locks.acquire import refused_by_tests
 from django_sqlsem.runtime.chores import Chore
 
 logger = logging.getLogger("django_sqlsem")
@@ -121,6 +122,8 @@ def log_busy(busy: Busy, work: str, outcome: str, *, level: int = logging.WARNIN
 
 def _because(busy: Busy) -> str:
     """Say why. A call that was refused at once has not asked for the holders."""
+    if busy.name in refused_by_tests:
+        return f"{busy.name!r} was made busy by a test."
     if busy.reason == "paused":
         return f"{busy.name!r} is paused by an operator."
     if busy.reason == "queue full":

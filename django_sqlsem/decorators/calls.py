@@ -230,6 +230,8 @@ def _celery_name(task: Any) -> str:
         return str(object.__getattribute__(task, "__thing").name)
     with contextlib.suppress(AttributeError, IndexError):  # what it will be made from: to ask itself would make it
         return str(object.__getattribute__(task, "_Proxy__args")[0].__name__)
+    with contextlib.suppress(AttributeError, KeyError, TypeError):  # of @shared_task
+        return str(inspect.getclosurevars(object.__getattribute__(task, "_Proxy__local")).nonlocals["fun"].__name__)
     return "work"
 
 

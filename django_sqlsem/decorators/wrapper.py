@@ -14,6 +14,7 @@ from asgiref.sync import sync_to_async
 from django.http.response import HttpResponseBase
 
 from django_sqlsem.busy import Busy
+from django_sqlsem.core import identity
 from django_sqlsem.core.templates import ANYTHING, CallName, is_coroutine_function, signature_of
 from django_sqlsem.database.transactions import at_transaction_end
 from django_sqlsem.decorators import tasks, views
@@ -389,6 +390,13 @@ class _Decorated:
         finally:
             del refusal, sent  # the exception's traceback keeps this frame
 
+    def _work(self) -> str:
+        """Return what the function is called in the log: a command as its holder is."""
+        name = str(getattr(self.func, "__qualname__", repr(self.func)))
+        if name == "Command.handle" and ".management.commands." in getattr(self.func, "__module__", ""):
+            return identity.current().label or name
+        return name
+
     def _logged(self, taken: CallPermit, answer: Any) -> Any:
         if isinstance(answer, tasks.SentAgain):
             return answer.value
@@ -400,7 +408,7 @@ class _Decorated:
         if request is not None and isinstance(answer, HttpResponseBase):
             log_busy_response(about, request, answer)
         else:
-            work = taken.call.label or getattr(self.func, "__qualname__", repr(self.func))
+            work = taken.call.label or self._work()
             if callable(on_busy):
                 log_busy(about, work, "was left to on_busy")
             else:

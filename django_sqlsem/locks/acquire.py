@@ -91,6 +91,7 @@ def refusal(
     message += f", {snapshot.waiting} waiting)" if snapshot.waiting else ")"
     if snapshot.paused:
         message += "; it is paused by an operator"
+        message += f" ({snapshot.paused_reason})" if snapshot.paused_reason else ""
     if other:
         message += f"; it is in use as a {snapshot.kind}"
     shown = [str(holder) for holder in snapshot.holders[:5]]

@@ -255,7 +255,8 @@ class Counter:
         wanted = "No unit" if take == 1 else f"No {take} units"
         when = "at once" if timeout == 0 else f"within {timeout:g} s" if timeout is not None else "ever"
         message = f"{wanted} of {snapshot.name!r} {when} (there are {snapshot.units}, {snapshot.waiting} waiting)"
-        message += "; it is paused by an operator." if snapshot.paused else "."
+        message += "; it is paused by an operator" if snapshot.paused else ""
+        message += f" ({snapshot.paused_reason})." if snapshot.paused_reason else "."
         raise AcquireTimeoutError(message, name=self.name, timeout=timeout, waiting=snapshot.waiting)
 
 

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterable
 
 from django.core.management.base import BaseCommand, CommandError
-from django.utils.translation import gettext
+from django.utils.translation import gettext, ngettext
 
 from django_sqlsem import queries
+from django_sqlsem.core.text import shell_quoted
 from django_sqlsem.management.output import clean
 from django_sqlsem.snapshots import SemaphoreSnapshot
 
@@ -81,9 +82,20 @@ class Console:
         """Return the snapshot of a name. Raises ``CommandError`` that says which names are like it."""
         if snapshot := queries.semaphore(name, using=database):
             return snapshot
+        if made := next((each.names for each in queries.templates(using=database) if each.template == name), 0):
+            told = ngettext(
+                "%(template)s is a template of %(count)d name: see `locks list --template %(quoted)s`. Actions are for"
+                " names.",
+                "%(template)s is a template of %(count)d names: see `locks list --template %(quoted)s`. Actions are for"
+                " names.",
+                made,
+            )
+            quoted = shell_quoted(clean(name))
+            raise CommandError(told % {"template": repr(clean(name)), "count": made, "quoted": quoted})
         near = difflib.get_close_matches(name, [each.name for each in queries.semaphores(using=database)], n=3)
         told = gettext("There is no semaphore %(name)s.") % {"name": repr(clean(name))}
         if near:
             alike = gettext(" or ").join(repr(clean(each)) for each in near)
             told += " " + gettext("Is it %(names)s?") % {"names": alike}
+        told += " " + gettext("A name is known from its first acquire.")
         raise CommandError(told)

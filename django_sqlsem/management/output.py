@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: The columns of the table that give way when the terminal is narrow: holder's work, name, holder; and what they keep.
 SHRINKING: Final = {4: 12, 0: 12, 3: 16}
+#: How many paused names of templates are named.
+MOST_PAUSED: Final = 10
 #: What slots, holders, waiters and templates are, in the words of a reader.
 WORDS: Final[dict[str, _StrPromise]] = {
     "free": pgettext_lazy("state", "free"),
@@ -75,6 +77,16 @@ def count_slots(number: int) -> str:
 def count_names(number: int) -> str:
     """Return ``3 names`` or ``1 name``."""
     return ngettext("%(count)d name", "%(count)d names", number) % {"count": number}
+
+
+def count_known(names: int, made: Sequence[int]) -> str:
+    """Return ``2 names and 1 template of 3 names``; ``made``: how many names each template has made."""
+    known = count_names(names)
+    if not made:
+        return known
+    templates = ngettext("%(count)d template", "%(count)d templates", len(made)) % {"count": len(made)}
+    told = gettext("%(names)s and %(templates)s of %(made)s")
+    return told % {"names": known, "templates": templates, "made": count_names(sum(made))}
 
 
 def count_units(number: int) -> str:
@@ -430,6 +442,19 @@ def template_table(templates: Iterable[TemplateSnapshot]) -> list[str]:
         pgettext("column", "TROUBLE"),
     )
     return table(cleaned(body), head, fit=False)
+
+
+def paused_names(templates: Iterable[TemplateSnapshot], using: str | None) -> list[str]:
+    """Return a line for each name of a template that an operator has paused, and how many more there are."""
+    if not any(each.paused for each in templates):
+        return []
+    found = (queries.survey(using).in_use or {}).values()
+    names = sorted(each.name for each in found if each.paused and each.template)
+    lines = [summary(each) for each in queries.by_name(names[:MOST_PAUSED], using=using).values()]
+    if more := len(names) - len(lines):
+        told = ngettext("%(count)d more name is paused.", "%(count)d more names are paused.", more)
+        lines.append(told % {"count": more})
+    return [*lines, ""]
 
 
 def table(body: Sequence[tuple[str, ...]], head: tuple[str, ...], *, fit: bool) -> list[str]:

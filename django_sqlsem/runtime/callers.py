@@ -201,8 +201,8 @@ def caller_is_gone(acquisition: Acquisition) -> bool:
 
 
 def refuse_event_loop(
-    message: str = "A semaphore can't be acquired synchronously from an async context: use `async with`, `await "
-    "semaphore.aacquire()` or sync_to_async.",
+    message: str = "A semaphore can't be acquired synchronously from an async context: use `async with` or `await "
+    "semaphore.aacquire()`.",
 ) -> None:
     """A thread that runs an event loop must not block: all its tasks would stand still, the holder's too.
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from django_sqlsem import control, queries, semaphore
+from django_sqlsem import AcquireTimeoutError, control, queries, semaphore
 from django_sqlsem.backends import get_backend
 from django_sqlsem.database.sessions import OwnSession
 from django_sqlsem.locks import counter, rwlock
@@ -42,6 +42,8 @@ def test_who_paused_and_why_and_until_when_is_told(lock, database):
     assert abs((now - found.paused_at).total_seconds()) < 60
     assert lock.status().paused_by == "ann@web1"
     assert lock.try_acquire() is None
+    with pytest.raises(AcquireTimeoutError, match=r"it is paused by an operator \(provider down, INC-12\)\.$"):
+        lock.acquire(timeout=0)
     assert control.pause("paused", by="ben", using=database)  # until he says so
     found = known(database)
     assert (found.paused_by, found.paused_reason, found.paused_until, found.resumes_in) == ("ben", "", None, None)
@@ -49,6 +51,14 @@ def test_who_paused_and_why_and_until_when_is_told(lock, database):
     found = known(database)
     assert (found.paused, found.paused_by, found.paused_at) == (False, "", None)
     lock.try_acquire().release()
+
+
+def test_the_error_of_a_counter_tells_why_it_is_paused(database):
+    units = counter("units", 1, using=database)
+    units.acquire(timeout=0)
+    control.pause("units", by="ann", reason="INC-12", using=database)
+    with pytest.raises(AcquireTimeoutError, match=r"it is paused by an operator \(INC-12\)\.$"):
+        units.acquire(timeout=0)
 
 
 @pytest.mark.rows_only("row grants")

@@ -14,19 +14,22 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
+from celery.exceptions import Retry
 from channels.routing import URLRouter
 from channels.testing import WebsocketCommunicator
 from django.db import connections
 from django.test import RequestFactory, override_settings
 from django.urls import path as route
+from docutils import nodes
 
 import django_sqlsem
-from django_sqlsem import conf, mutex, semaphore
+from django_sqlsem import AcquireTimeoutError, conf, mutex, semaphore
 from django_sqlsem.checks import messages
 from django_sqlsem.management.commands.locks import Command
 from django_sqlsem.testing import busy, stop_requested
@@ -125,6 +128,22 @@ def test_the_decorators_of_the_page_on_semaphores_do_what_it_says(database: str,
     with busy("cleanup"):
         assert page["clean_up"]() is None
     assert page["import_file"]("x") == "x"
+
+
+def test_the_recipe_for_a_provider_answers_503_and_retries(
+    database: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.SQLSEM = {"DATABASE": database}
+    page = run_page(ROOT / "docs" / "recipes.md")
+    view, task, retried = page["prices"], page["import_prices"], []
+    monkeypatch.setattr(task, "retry", lambda **kwargs: retried.append(kwargs["exc"]) or Retry())
+    assert view(RequestFactory().get("/")).content == task.run().encode() == b"the answer for /prices"
+    with busy("provider"):
+        answer = view(RequestFactory().get("/"))
+        with pytest.raises(Retry):
+            task.run()
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+    assert [type(error) for error in retried] == [AcquireTimeoutError]
 
 
 def test_the_tests_in_testing_md_pass(tmp_path: Path) -> None:
@@ -272,14 +291,18 @@ def test_modules_that_are_named_exist(page: Path) -> None:
 
 def test_every_check_has_a_heading_and_every_hint_leads_there() -> None:
     page = ROOT / "docs" / "checks.md"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    documentation = project["urls"]["Documentation"]
+    assert documentation in text_of(ROOT / "README.md")
     found = set(re.findall(r'"([EWID]\d+)", ', CHECKS))
     assert {number[0] for number in found} == set("EWID")
     headings = re.findall(r"^## (sqlsem\.\w+)$", text_of(page), re.MULTILINE)
     assert sorted(headings) == sorted(f"sqlsem.{number}" for number in found)
     for number in found:
         message = messages.warning(number, "text", "advice")
-        _, _, anchor = str(message.hint).partition(" See docs/checks.md#")
-        assert anchor.removesuffix(".") in anchors(page)
+        address, _, anchor = str(message.hint).removeprefix("advice See ").partition("#")
+        assert address == f"{documentation}page/checks.html"  # the site's own form: its usual version of the page
+        assert anchor == nodes.make_id(f"sqlsem.{number}")
 
 
 @pages

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 
 from django_sqlsem import mutex, semaphore
 from tests.places.queue_work import recipe
@@ -22,7 +22,11 @@ def test_the_documentations_command(database, settings, capsys, caplog):
     call_command(scope["Command"]())
     with mutex("nightly").acquire() as permit, caplog.at_level(logging.INFO):
         permit.detach()  # as somebody else's
-        call_command(scope["Command"]())
+        with pytest.raises(CommandError, match="nightly is at work already") as ended:
+            call_command(scope["Command"]())
+        skips = mutex("nightly", timeout=0, on_busy="skip")(scope["Command"].handle.__wrapped__)
+        call_command(type("Command", (scope["Command"],), {"handle": skips})())
+    assert ended.value.returncode == 75
     assert capsys.readouterr().out == "working\n"
     assert [record.what for record in caplog.records if record.name == "django_sqlsem"] == ["busy"]
     call_command(scope["Command"]())

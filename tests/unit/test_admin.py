@@ -163,6 +163,9 @@ def test_search(operator: Client, locks_alias: str) -> None:
     make_semaphore(locks_alias, "other")
     hold(locks_alias)
     assert "other" not in text(operator.get(reverse(SEMAPHORES), {"q": "repo"}))
+    for page in (SEMAPHORES, SLOTS):  # where all are shown, there is nothing more to show
+        assert "Show all" not in text(operator.get(reverse(page)))
+        assert "Show all" in text(operator.get(reverse(page), {"q": "repo"}))
     response = operator.get(reverse(SLOTS), {"q": "web1"})
     assert [(row.semaphore.name, row.slot) for row in response.context["cl"].result_list] == [("reports", 1)]
 
@@ -303,6 +306,7 @@ def test_set_slots(operator: Client, locks_alias: str) -> None:
 def test_pause_and_resume(operator: Client, locks_alias: str) -> None:
     make_semaphore(locks_alias)
     page = ask(operator, SEMAPHORES, "pause", key())
+    assert "new calls of views and tasks are refused at once" in page.content.decode()
     assert not SemaphoreRow.objects.using(locks_alias).get().paused
     assert said(confirm(operator, SEMAPHORES, page)) == ["Paused: reports."]
     assert SemaphoreRow.objects.using(locks_alias).get().paused

@@ -14,7 +14,7 @@ import uuid
 from http import HTTPStatus
 
 import pytest
-from django.core.exceptions import ImproperlyConfigured
+from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
 from django.db import connections
 from django.test import override_settings
 from django.utils.safestring import SafeString, mark_safe
@@ -296,7 +296,9 @@ def test_templates_are_refused_where_they_decorate(function, name, message):
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     cases(
-        ("none", None, ValueError, "The field 'a' of the semaphore's name 'x:{a}' is None in this call."),
+        ("none", None, ValueError,
+         "The field 'a' of the semaphore's name 'x:{a}' is None in this call. Everybody without a value would share "
+         "one lock."),
         ("empty", "", ValueError, "The field 'a' of the semaphore's name 'x:{a}' is empty in this call."),
         ("nul", "\0", ValueError, "A semaphore's name must not contain a NUL character: 'x:\\x00'."),
         ("long", "y" * 199, ValueError,
@@ -654,3 +656,11 @@ def committed_for_hypothesis(django_db_setup, django_db_blocker):
 
         delete_rows("default")
         connections.close_all()
+
+
+def test_a_blocking_call_in_an_event_loop_is_told_what_to_use(db):
+    async def main():
+        semaphore("x").acquire()
+
+    with pytest.raises(SynchronousOnlyOperation, match=r"use `async with` or `await semaphore\.aacquire\(\)`\.$"):
+        asyncio.run(main())

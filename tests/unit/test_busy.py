@@ -151,7 +151,29 @@ def test_the_page_counts_seconds_and_offers_no_reload_after_a_form():
     assert "Please try again in 12 seconds." in page
     assert "secret-name" not in page
     assert "<a " in page
-    assert "<a " not in busy_response(about, rf.post("/", headers={"accept": BROWSER}), 503).content.decode()
+    assert "Nothing was saved." not in page
+    posted = busy_response(about, rf.post("/", headers={"accept": BROWSER}), 503).content.decode()
+    assert "<p>This is busy right now. Nothing was saved.</p>" in posted
+    assert "<a " not in posted
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (1, "in 1 second."),
+        (119, "in 119 seconds."),
+        (120, "in about 2 minutes."),
+        (1799, "in about 30 minutes."),
+        (7199, "in about 120 minutes."),
+        (7200, "in about 2 hours."),
+        (86400, "in about 24 hours."),
+    ],
+)
+def test_a_long_wait_is_told_in_minutes_or_hours(seconds, told):
+    about = Busy("n", (), 0, seconds, reason="paused")
+    response = busy_response(about, rf.get("/", headers={"accept": BROWSER}), 503)
+    assert f"Please try again {told}" in response.content.decode()
+    assert response["Retry-After"] == str(seconds)
 
 
 def test_a_project_may_have_its_own_page(urls, tmp_path, settings):
@@ -178,7 +200,8 @@ def test_one_warning_and_no_mail_to_the_admins(urls, caplog, settings, where, as
         response = get(where, asynchronous)
     [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert (record.name, record.levelname) == ("django_sqlsem", "WARNING")
-    assert record.getMessage().startswith(f"Busy: GET {where} was answered {response.status_code}, because no slot of")
+    told = f"Busy: GET {where} was answered {response.status_code}, because 'busy' was made busy by a test."
+    assert record.getMessage() == told
     assert record.status_code == response.status_code
     assert record.request.path == where
     assert mail.outbox == []

@@ -217,7 +217,7 @@ def test_a_missing_package_is_named(before, options, words):
         assert words[-1] in said
         return
     assert "Traceback" not in said, said
-    for word in [*words, 'pip install "django-sqlsem[mssql]"', "docs/checks.md#sqlseme003"]:
+    for word in [*words, 'pip install "django-sqlsem[mssql]"', "/checks.html#sqlsem-e003"]:
         assert word in said
     assert said.count("sqlsem.E") == 1
 

@@ -99,7 +99,7 @@ def test_what_stands_on_the_wrong_side(case: str) -> None:
     assert ids(found) == [f"sqlsem.{each}" for each in expected]
     for each in messages(found):
         assert "reports" in each.msg or "'a'" in each.msg
-        assert "docs/checks.md#sqlsemw01" in str(each.hint)
+        assert "/checks.html#sqlsem-w01" in str(each.hint)
 
 
 @pytest.mark.parametrize("case", GOOD)

@@ -887,7 +887,15 @@ def test_a_skipped_call_is_one_line_and_no_warning(db, caplog):
     [record] = [record for record in caplog.records if record.levelno >= logging.INFO]
     assert record.levelno == logging.INFO
     assert "was skipped" in record.getMessage()
-    assert "'w'" in record.getMessage()
+    assert "because 'w' was made busy by a test." in record.getMessage()
+
+
+def test_a_skipped_command_is_called_as_its_holder_is(db, caplog):
+    scope = {"__name__": "shop.management.commands.nightly", "semaphore": semaphore}
+    exec("class Command:\n    @semaphore('w', on_busy='skip')\n    def handle(self): ...", scope)
+    with busy("w"), caplog.at_level(logging.INFO, "django_sqlsem"):
+        scope["Command"]().handle()
+    assert caplog.messages == [f"Busy: {identity.current().label} was skipped, because 'w' was made busy by a test."]
 
 
 # Whatever strikes, wherever.

@@ -103,7 +103,10 @@ def test_the_command_prints_json(database: str, capsys: Any) -> None:
     told = json.loads(capsys.readouterr().out)
     assert {tuple(each) for each in told} == {("id", "level", "database", "text", "advice", "docs")}
     assert {each["level"] for each in told} <= {"ok", "note"}
-    assert next(each for each in told if each["id"] == "sqlsem.D003")["docs"] == "docs/checks.md#sqlsemd003"
+    assert (
+        next(each for each in told if each["id"] == "sqlsem.D003")["docs"]
+        == "https://django-sqlsem.readthedocs.io/page/checks.html#sqlsem-d003"
+    )
 
 
 def test_it_examines_every_alias_that_the_settings_name(committed: None, capsys: Any) -> None:
@@ -121,8 +124,9 @@ def test_it_ends_with_1_if_something_is_wrong(committed: None, tmp_path: Path, c
     assert ended.value.code == 1
     out = capsys.readouterr().out
     assert "error    Tables are missing: " in out
-    assert "migrate sqlsem --database locks" in out.replace("\n         ", " ")
-    assert "See docs/checks.md#sqlsemd002." in out
+    unwrapped = out.replace("\n         ", " ")
+    assert "migrate sqlsem --database locks" in unwrapped
+    assert "See https://django-sqlsem.readthedocs.io/page/checks.html#sqlsem-d002\n" in unwrapped
     assert "A lock was taken" not in out
     assert out.splitlines()[-1].startswith("Found 1 error")
 
@@ -415,10 +419,14 @@ def test_a_message_is_for_programs_too() -> None:
         "database": "x",
         "text": "slow",
         "advice": "move",
-        "docs": "docs/checks.md#sqlsemd003",
+        "docs": "https://django-sqlsem.readthedocs.io/page/checks.html#sqlsem-d003",
     }
     plain = as_dict(messages.ok("D016", "fine"))
-    assert (plain["level"], plain["advice"], plain["docs"]) == ("ok", "", "docs/checks.md#sqlsemd016")
+    assert (plain["level"], plain["advice"], plain["docs"]) == (
+        "ok",
+        "",
+        "https://django-sqlsem.readthedocs.io/page/checks.html#sqlsem-d016",
+    )
 
 
 # As system checks.
@@ -445,3 +453,15 @@ def test_missing_tables_are_no_matter_for_who_is_about_to_migrate(committed: Non
     ):
         assert levels(found("locks"), "D002") == ["error"]
         call_command("check", databases=["locks"], deploy=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ([], "No name is known yet."),
+        (["a"], "The only name is short enough."),
+        (["a", "b"], "The 2 names are well apart, and short enough."),
+    ],
+)
+def test_few_names_are_told_in_words(names: list[str], told: str) -> None:
+    assert [message.msg for message in servers._lookalikes(names)] == [told]

@@ -83,11 +83,24 @@ def test_list_of_nothing(database: str, capsys: Any) -> None:
     friendly = "Nothing is held and nobody waits"
     assert printed(capsys, "list", "--database", database) == f"{friendly}: 0 names known.\n"
     make_semaphore(database)
-    assert printed(capsys, "list", "--busy", "--database", database) == f"{friendly}: 0 names known.\n"
+    assert printed(capsys, "list", "--busy", "--database", database) == "Nothing is busy.\n"
+    told = printed(capsys, "list", "--busy", "--name", "x*", "--database", database)
+    assert told == "Nothing is busy among names like 'x*'.\n"
     assert printed(capsys, "list", "--database", database).endswith(f"\n\n{friendly}: 1 name known.\n")
     out = printed(capsys, "list", "--name", "x*", "--database", database)
     assert out == f"{friendly} among names like 'x*': 0 names known.\n"
     assert printed(capsys, "list", "--format", "json", "--name", "x*", "--database", database) == "[]\n"
+
+
+def test_list_counts_the_names_of_templates_too(database: str, capsys: Any) -> None:
+    for name in ("reports", "other"):
+        make_semaphore(database, name)
+    for name in ("sync:1", "sync:2"):
+        make_semaphore(database, name, template="sync:{pk}")
+    out = printed(capsys, "list", "--database", database)
+    assert out.endswith("\n\nNothing is held and nobody waits: 2 names and 1 template of 2 names known.\n")
+    hold(database, "sync:1")
+    assert "Nothing is held" not in printed(capsys, "list", "--database", database)
 
 
 def test_list_lists_idle_names_too(database: str, capsys: Any) -> None:
@@ -161,7 +174,7 @@ def test_locks_alone_lists(database: str, committed: None, capsys: Any) -> None:
     assert "alone" in printed(capsys)
     for arguments in ((), ("--busy",), ("--name", "al*", "--traceback")):
         done = subprocess.run(**locks_command(*arguments), capture_output=True, text=True, check=True, timeout=60)
-        assert "Nothing is held and nobody waits" in done.stdout
+        assert ("Nothing is busy" if "--busy" in arguments else "Nothing is held and nobody waits") in done.stdout
     done = subprocess.run(**locks_command("--help"), capture_output=True, text=True, check=True, timeout=60)
     assert "exit codes:" in done.stdout
 
@@ -268,7 +281,10 @@ def test_show(database: str, capsys: Any) -> None:
     assert "token 7" in out
     assert "waiting: web2 pid 99 worker, GET /wait/, 2 threads or tasks" in out
     assert json.loads(printed(capsys, "show", "reports", "--format", "json", "--database", database))["held"] == 1
-    with pytest.raises(CommandError, match=r"There is no semaphore 'report'\. Is it 'reports'\?"):
+    with pytest.raises(
+        CommandError,
+        match=r"There is no semaphore 'report'\. Is it 'reports'\? A name is known from its first acquire\.$",
+    ):
         locks("show", "report", "--database", database)
 
 
@@ -768,7 +784,8 @@ def test_without_tables_the_error_helps(committed: None, tmp_path: Path) -> None
     command["env"]["SQLSEM_TEST_DATABASES"] = json.dumps(databases)
     done = subprocess.run(**command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
-    assert "the lock tables are not there: run manage.py migrate --database default" in done.stderr
+    advice = "Run manage.py migrate --database default: the lock tables are not there. The database"
+    assert advice in done.stderr.splitlines()[0]
     assert "Traceback" not in done.stderr
 
 

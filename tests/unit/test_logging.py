@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import logging
+import logging.config
 import re
 import threading
 import time
@@ -92,6 +93,24 @@ def test_what_records_say_is_in_the_table() -> None:
     page = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `(\w+)` \| (?:DEBUG|INFO|WARNING|ERROR)", page, re.MULTILINE))
     assert said == listed
+
+
+def test_the_documented_format_works_on_every_python(capsys: Any) -> None:
+    page = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```python\n(LOGGING = .*?)```", page, re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(block, namespace)
+    logger = logging.getLogger("django_sqlsem")
+    kept = (logger.handlers[:], logger.level, logger.propagate)
+    try:
+        logging.config.dictConfig(namespace["LOGGING"] | {"disable_existing_loggers": False})
+        logger.warning("of none")
+        logger.warning("of one", extra={"what": "busy", "semaphore": "reports"})
+        assert capsys.readouterr().err.splitlines() == ["WARNING - -: of none", "WARNING busy reports: of one"]
+        assert not logger.propagate  # or the root's handlers, such as Celery's, would print it again
+    finally:
+        logger.handlers[:], _, logger.propagate = kept
+        logger.setLevel(kept[1])
 
 
 def fields(caplog: Any, what: str) -> list[dict[str, Any]]:

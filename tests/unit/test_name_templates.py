@@ -185,3 +185,11 @@ def test_any_text_parses_or_is_refused_and_escaped_text_is_literal(text):
         assert repr(text) in str(error)  # noqa: PT017
     escaped = text.replace("{", "{{").replace("}", "}}")
     assert Template.parse(escaped).expand({}) == text
+
+
+def test_a_visitor_who_is_not_logged_in_is_told_of():
+    request = RequestFactory().get("/")
+    request.user = AnonymousUser()
+    template = Template.parse("sync:{request.user.pk}")
+    with pytest.raises(ValueError, match=r"\(nobody is logged in\? Put login_required above the semaphore\)\.$"):
+        template.expand({"request": request})

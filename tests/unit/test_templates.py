@@ -146,6 +146,21 @@ def test_without_a_history_refusals_are_not_told(database: str, settings: Any) -
 
 
 @everywhere_alike
+def test_what_is_done_to_a_name_tells_what_a_template_is(database: str, capsys: Any) -> None:
+    for number in range(12):
+        make_semaphore(database, f"sync:{number:02}", template=SYNC, paused=True)
+    told = f"'{SYNC}' is a template of 12 names: see `locks list --template '{SYNC}'`. Actions are for names."
+    for verb in (["show"], ["set", "--pause"]):
+        with pytest.raises(CommandError) as refused:
+            locks(*verb, SYNC, "--database", database)
+        assert str(refused.value) == told
+    locks("list", "--database", database)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":0")[0] for line in lines if ", paused" in line] == ["sync"] * 10
+    assert "2 more names are paused." in lines
+
+
+@everywhere_alike
 def test_list_prints_one_line_a_template_and_opens_it(database: str, capsys: Any) -> None:
     def listed(*arguments: str) -> str:
         locks("list", *arguments, "--database", database)
@@ -158,6 +173,7 @@ def test_list_prints_one_line_a_template_and_opens_it(database: str, capsys: Any
     assert re.fullmatch(told, lines[1])
     assert lines[2].split()[:2] == ["import:{pk}", "1"]
     assert "sync:0" not in "\n".join(lines)
+    assert "sync:4: 0 of 2 slots held, 0 waiting, paused" in lines
     assert any(line.startswith("plain ") for line in lines)
     for opened in (listed("--template", SYNC), listed("--name", "sync:*"), listed("--busy")):
         assert "TEMPLATE" not in opened

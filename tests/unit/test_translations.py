@@ -41,9 +41,9 @@ def texts():
             yield words[1]
 
 
-def answer(reason, language, accept):
+def answer(reason, language, accept, method="GET"):
     with translation.override(language):
-        request = rf.get("/", headers={"accept": accept})
+        request = rf.generic(method, "/", headers={"accept": accept})
         return busy_response(Busy("n", (), 0, 5, reason=reason), request, 503)
 
 
@@ -75,18 +75,28 @@ def test_what_is_shipped_is_compiled_from_the_text(path):
 def test_a_busy_answer_is_in_the_visitors_language(language, reason):
     page = answer(reason, language, "text/html").content.decode()
     assert f'<html lang="{language}" dir="ltr">' in page
-    detail = json.loads(answer(reason, language, "application/json").content)["detail"]
-    for english in (str(busy.TITLES[reason]), str(busy.EXPLANATIONS[reason]), "Please try again"):
+    detail = json.loads(answer(reason, language, "application/json", "POST").content)["detail"]
+    for english in (str(busy.TITLES[reason]), str(busy.EXPLANATIONS[reason]), "Nothing was saved", "Please try again"):
         assert english not in page
         assert english not in detail
     assert detail.count("5") == 1
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize(("seconds", "number"), [(1799, "30"), (86400, "24")])
+def test_a_long_wait_is_told_in_the_visitors_language(language, seconds, number):
+    with translation.override(language):
+        told = busy.detail(Busy("n", (), 0, seconds, reason="paused"), None)
+    assert number in told
+    assert str(seconds) not in told
+    assert "Please" not in told
 
 
 @pytest.mark.parametrize("language", ["it", "ar", "en-gb"])
 def test_without_a_catalogue_the_page_is_in_english_and_says_so(language):
     page = answer("full", language, "text/html").content.decode()
     assert '<html lang="en" dir="ltr">' in page
-    assert "This is busy right now. Nothing was saved." in page
+    assert "<p>This is busy right now.</p>" in page
 
 
 def test_the_language_of_a_region_is_that_of_the_language():

@@ -19,6 +19,7 @@ from django_sqlsem.backends.applock.calls import CLEAN, PROVE, ProcedureCall
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.identity import process_id
 from django_sqlsem.core.modes import UPDATE, line_of
+from django_sqlsem.core.text import check_page
 from django_sqlsem.core.turns import Turn
 from django_sqlsem.database import sockets as database_sockets
 from django_sqlsem.database.errors import backend_error
@@ -125,14 +126,14 @@ class LockSession:
         if opened["read_only"]:
             self.end("its database is read-only")
             raise BackendError(
-                f"The database {self.alias!r} is read-only, or a readable secondary: its locks would exclude nobody on the "
-                "primary. Connect to the primary, without ApplicationIntent=ReadOnly."
+                f"The database {self.alias!r} is read-only, or a readable secondary: its locks would exclude nobody on "
+                "the primary. Connect to the primary, without ApplicationIntent=ReadOnly."
             )
         if opened["used"]:
             self.end("it came out of a connection pool")
             raise BackendError(
                 f"A connection of {self.alias!r} came out of a pool, with the locks of its last user: "
-                "set DATABASE_CONNECTION_POOLING = False. See docs/checks.md#sqlsemw002."
+                f"set DATABASE_CONNECTION_POOLING = False. See {check_page('sqlsem.W002')}"
             )
 
     @property

@@ -12,7 +12,7 @@ from django.core.management.base import CommandParser
 from django.utils.translation import gettext, ngettext, pgettext
 
 from django_sqlsem.checks import doctor
-from django_sqlsem.checks.messages import page_of
+from django_sqlsem.core.text import check_page
 from django_sqlsem.management import arguments, output
 from django_sqlsem.management.console import Console
 
@@ -94,5 +94,5 @@ def as_dict(message: CheckMessage) -> dict[str, Any]:
         "database": message.obj or "",
         "text": str(message.msg),
         "advice": (message.hint or "").rpartition("See ")[0].strip(),
-        "docs": page_of(message.id or ""),
+        "docs": check_page(message.id or ""),
     }

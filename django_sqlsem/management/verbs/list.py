@@ -10,7 +10,7 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 from django.db import close_old_connections
-from django.utils.translation import gettext, ngettext
+from django.utils.translation import gettext
 
 from django_sqlsem import queries
 from django_sqlsem.core.durations import parse_duration
@@ -90,25 +90,29 @@ def _print(
         if text := output.as_csv(shown, header=header):
             console.say(text)
     else:
-        _print_groups(console, groups)
+        _print_groups(console, groups, database)
         if shown or not groups:
-            _print_table(console, shown, found, stale=stale, among=_among(template, name_glob))
+            _print_table(console, shown, found, stale=stale)
+            if not any(each.holders or each.waiters for each in shown):
+                nothing = _nothing(found, groups, stale=stale, busy=busy, among=_among(template, name_glob))
+                console.lines(filter(None, [nothing]))
         if not stale and not template:
             console.lines(output.refresh_table(queries.refreshes(name_glob, using=database)))
         console.lines(map(output.clean, queries.notes(using=database)))
 
 
-def _print_groups(console: Console, groups: list[TemplateSnapshot]) -> None:
+def _print_groups(console: Console, groups: list[TemplateSnapshot], database: str | None) -> None:
     header, *lines = output.template_table(groups)
     if groups:
         console.heading(header)
         for line, group in zip(lines, groups, strict=True):
             console.say(console.style.WARNING(line) if group.trouble else line)
         console.say("")
+        console.lines(output.paused_names(groups, database))
 
 
 def _print_table(
-    console: Console, shown: list[SemaphoreSnapshot], found: list[SemaphoreSnapshot], *, stale: bool, among: str
+    console: Console, shown: list[SemaphoreSnapshot], found: list[SemaphoreSnapshot], *, stale: bool
 ) -> None:
     body = output.rows(shown)
     idle = [] if stale else output.idle_rows(shown)
@@ -121,8 +125,6 @@ def _print_table(
             console.say(console.dim(line) if nth >= len(body) and warned is line else warned)
         console.say("")
     console.lines(output.summary(each) for each in found if _is_busy(each) or each.slots_until is not None)
-    if not body:
-        console.say(_nothing(len(found), stale=stale, among=among))
 
 
 def _among(template: str | None, name_glob: str | None) -> str:
@@ -135,22 +137,22 @@ def _among(template: str | None, name_glob: str | None) -> str:
     return " ".join(parts)
 
 
-def _nothing(known: int, *, stale: bool, among: str) -> str:
+def _nothing(
+    found: list[SemaphoreSnapshot], groups: list[TemplateSnapshot], *, stale: bool, busy: bool, among: str
+) -> str:
+    """Return what there is not; nothing if that would be wrong."""
     if stale:
         told = gettext("Nothing is stale %(among)s.") if among else gettext("Nothing is stale.")
+    elif busy:
+        told = gettext("Nothing is busy %(among)s.") if among else gettext("Nothing is busy.")
+        told = "" if found else told
+    elif any(each.held or each.stale or each.waiting for each in groups):
+        told = ""
     elif among:
-        told = ngettext(
-            "Nothing is held and nobody waits %(among)s: %(count)d name known.",
-            "Nothing is held and nobody waits %(among)s: %(count)d names known.",
-            known,
-        )
+        told = gettext("Nothing is held and nobody waits %(among)s: %(names)s known.")
     else:
-        told = ngettext(
-            "Nothing is held and nobody waits: %(count)d name known.",
-            "Nothing is held and nobody waits: %(count)d names known.",
-            known,
-        )
-    return told % {"count": known, "among": among}
+        told = gettext("Nothing is held and nobody waits: %(names)s known.")
+    return told % {"among": among, "names": output.count_known(len(found), [each.names for each in groups])}
 
 
 def _is_busy(snapshot: SemaphoreSnapshot) -> bool:
