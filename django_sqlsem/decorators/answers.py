@@ -127,7 +127,8 @@ def _because(busy: Busy) -> str:
     if busy.reason == "paused":
         return f"{busy.name!r} is paused by an operator."
     if busy.reason == "queue full":
-        return f"no slot of {busy.name!r} was free, and {busy.waiting} wait for one already."
+        wait = "1 waits" if busy.waiting == 1 else f"{busy.waiting} wait"
+        return f"no slot of {busy.name!r} was free, and {wait} for one already."
     if not (busy.holders or busy.waiting):
         return f"no slot of {busy.name!r} was free."
     return f"no slot of {busy.name!r} was free; {len(busy.holders)} held, {busy.waiting} waiting."

@@ -59,7 +59,8 @@ def turned_away(name: str, timeout: float | None, crowd: Crowd) -> AcquireTimeou
     else:
         told, reason = f"No slot of {name!r} is free", "full"
         if crowd.waiting:  # else nobody may wait
-            told, reason = f"{told}, and {crowd.waiting} wait already", "queue full"
+            wait = "1 waits" if crowd.waiting == 1 else f"{crowd.waiting} wait"
+            told, reason = f"{told}, and {wait} already", "queue full"
         turns = (crowd.waiting + 1) * (crowd.usual_hold or 0.0) / max(1, crowd.slots)
         seconds = min(LONGEST_ESTIMATE, max(LEAST, turns))
     return AcquireTimeoutError(
@@ -73,10 +74,11 @@ def turned_away(name: str, timeout: float | None, crowd: Crowd) -> AcquireTimeou
 
 
 def refusal(
-    snapshot: SemaphoreSnapshot, timeout: float | None, kind: str, take: int, mode: str = ""
+    snapshot: SemaphoreSnapshot, timeout: float | None, kind: str, take: int, mode: str = "", *, by_name: bool = False
 ) -> AcquireTimeoutError:
     """Return the error for an acquire that timed out: its message names the holders.
 
+    ``by_name``: whoever knows a name can lock it, without a row.
     Raises ``SemaphoreError`` if it could never have been met.
     """
     other = snapshot.kind != kind  # it is a mutex that is used as a semaphore, or the other way round
@@ -94,6 +96,8 @@ def refusal(
         message += f" ({snapshot.paused_reason})" if snapshot.paused_reason else ""
     if other:
         message += f"; it is in use as a {snapshot.kind}"
+    if by_name and timeout and not (snapshot.held or snapshot.paused):
+        message += "; something else has the lock of this name, perhaps a transaction_lock()"
     shown = [str(holder) for holder in snapshot.holders[:5]]
     if len(snapshot.holders) > 5:
         shown.append(f"and {len(snapshot.holders) - 5} more")

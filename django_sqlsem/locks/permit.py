@@ -86,8 +86,13 @@ class Permit:
         return self._acquisition.waited
 
     @property
-    def expires_at(self) -> datetime.datetime:
-        """When it will be lost unless it is renewed before: an aware instant on this host's clock, for display."""
+    def expires_at(self) -> datetime.datetime | None:
+        """When it will be lost unless it is renewed before: an aware instant on this host's clock, for display.
+
+        ``None`` where nothing expires: on SQL Server, and where the locks are in the process's memory.
+        """
+        if not self._acquisition.keeper.backend.supports_renewal:
+            return None
         left = self._acquisition.lease.deadline - boot_now()
         return datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=left)
 

@@ -337,7 +337,9 @@ class Semaphore:
     def _refusal(self, snapshot: SemaphoreSnapshot, timeout: float | None) -> AcquireTimeoutError:
         if not interchangeable(snapshot.kind, self.kind):  # it was refused by the queue of this process, unasked
             raise wrong_kind(self.name, snapshot.kind, self.kind, self._keeper().alias, snapshot)
-        return refusal(snapshot, timeout, self.kind, self.take, self.mode)
+        backend = self._keeper().backend
+        by_name = not (backend.supports_renewal or backend.process_local)
+        return refusal(snapshot, timeout, self.kind, self.take, self.mode, by_name=by_name)
 
     def _snapshot(self, found: SemaphoreSnapshot | None) -> SemaphoreSnapshot:
         slots = self.slots or 1

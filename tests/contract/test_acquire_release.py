@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import gc
 import threading
 import time
@@ -265,3 +266,12 @@ def test_a_name_of_another_kind_is_an_error_however_busy_it_is(database):
 def test_a_key_is_for_decorators():
     with pytest.raises(TypeError, match="key= gets a decorated function's arguments"):
         semaphore("keyed", key=lambda user: user).try_acquire()
+
+
+def test_a_permit_says_when_it_expires_where_it_does(database):
+    with semaphore("expires", lease=30, using=database) as permit:
+        if applocks.are_at(database):
+            assert permit.expires_at is None
+        else:
+            left = permit.expires_at - datetime.datetime.now(datetime.UTC)
+            assert 0 < left.total_seconds() <= 30

@@ -239,7 +239,7 @@ def test_paused_full_and_queue_full_are_told_apart(database, taken, rf, caplog):
         reason, page, message = told(max_waiting=1)
         assert reason == "queue full"
         assert "others are waiting already" in page
-        assert "because no slot of 'bounded' was free, and 1 wait for one already." in message
+        assert "because no slot of 'bounded' was free, and 1 waits for one already." in message
         other.kill()
     control.pause("bounded", by="ann", using=database)
     for options in ({}, {"timeout": 0}, {"max_waiting": 0}):

@@ -383,9 +383,11 @@ def test_set(database: str, capsys: Any) -> None:
     assert "reports: 2 of 1 slot held" in out
     assert "nothing is granted until fewer are held" in out
     assert "the code says 3" in out
-    assert "2 of 3 slots held, 0 waiting\n" in printed(
-        capsys, "set", "reports", "--slots", "default", "--database", database
-    )
+    out = printed(capsys, "set", "reports", "--slots", "default", "--database", database)
+    assert "2 of 3 slots held, 0 waiting\n" in out
+    assert re.search(r"\nBefore: 1 slot, set by \S+ \(the code says 3\)\.\n", out)
+    assert "Before" not in printed(capsys, "set", "reports", "--slots", "3", "--database", database)
+    printed(capsys, "set", "reports", "--slots", "default", "--database", database)
     assert re.search(
         r", paused by \S+ since [\d-]+ [\d:]+ UTC\n",
         printed(capsys, "set", "reports", "--pause", "--database", database),
@@ -408,6 +410,7 @@ def test_set(database: str, capsys: Any) -> None:
         (("odd",), "odd"),
         (("show", "x" * 201), "1 to 200 characters"),
         (("show", ""), "1 to 200 characters"),
+        (("set", "a", "--slot", "3"), "one of the arguments --slots --pause --resume is required"),
         (("set", "a", "--slots", "0"), "slots must be from 1 to 10000, not 0"),
         (("set", "a", "--slots", "many"), "slots must be an int"),
         (("set", "a"), "one of the arguments --slots --pause --resume is required"),

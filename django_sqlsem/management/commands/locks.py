@@ -56,6 +56,7 @@ class Command(BaseCommand):
         usual = [action for action in parser._actions if action.option_strings and action.dest not in _FOR_ALL]
         parsers = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=arguments.LocksParser)
         shared: dict[str, Any] = {"epilog": arguments.epilog(), "formatter_class": parser.formatter_class}
+        shared["allow_abbrev"] = False  # --slot is one slot, --slots their number
         for name in verbs.VERBS:
             if self._called not in (None, name):
                 parsers.add_parser(name)

@@ -25,7 +25,9 @@ VERBS: Final = {
     "drain": gettext_noop("Grants nothing more until it is resumed, and asks all holders to stop."),
     "set": gettext_noop("Sets the number of slots, or stops and resumes granting."),
     "doctor": gettext_noop("Examines the settings and each database that keeps locks, and says what it finds."),
-    "sql": gettext_noop("SQL Server: prints the stored procedures with which programs without Django join semaphores."),
+    "sql": gettext_noop(
+        "SQL Server: prints the stored procedures that take and give back locks, for a DBA who installs them by hand."
+    ),
     "run": gettext_noop(
         "Runs a command under a semaphore. It gets SIGTERM, SIGINT and SIGHUP, and is stopped if the permit is lost."
     ),

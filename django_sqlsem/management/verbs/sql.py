@@ -1,4 +1,4 @@
-"""SQL Server: prints the stored procedures with which programs without Django join semaphores."""
+"""SQL Server: prints the stored procedures that take and give back locks, for a DBA who installs them by hand."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ def handle(console: Console, *, apply: bool, drop: bool, interactive: bool, data
         console.say("\nGO\n".join(batch.rstrip("\n") for batch in (*batches, "")))
         return
     names = ", ".join(sorted(_PROCEDURE.findall("\n".join(batches))))
-    told = gettext("To be installed in the database: %(names)s.")
+    told = gettext("To be installed in the database: %(names)s, and what Django itself uses.")
     if drop:
-        told = gettext("To be removed from the database: %(names)s.")
+        told = gettext(
+            "To be removed from the database: %(names)s, and what Django itself uses. Afterwards no process can take a"
+            " lock."
+        )
     console.say(told % {"names": names})
     if console.agreed(interactive):
         control.change_procedures(drop=drop, by=console.by, using=database)

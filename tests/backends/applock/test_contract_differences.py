@@ -6,9 +6,11 @@ import json
 import time
 
 import pytest
+from django.db import transaction
 
-from django_sqlsem import control, queries, semaphore
+from django_sqlsem import AcquireTimeoutError, control, queries, semaphore
 from django_sqlsem.exceptions import KillNeededError
+from django_sqlsem.locks import transaction_lock
 from django_sqlsem.snapshots import SlotState
 from tests.backends.applock.plain import ALIAS, skip_unless_covered
 from tests.programs.lock_clients import Actor
@@ -101,3 +103,12 @@ def test_a_revoked_holder_loses_its_session_and_all_that_it_has_there(database):
         holder.release()
         for actor in (holder, waiter):
             actor.end()
+
+
+def test_a_lock_of_another_kind_under_the_name_is_named_as_a_reason(database):
+    """It has no row that would say who has it."""
+    semaphore("taken otherwise", using=ALIAS).acquire().release()
+    with transaction.atomic(using=ALIAS):
+        transaction_lock("taken otherwise", using=ALIAS)
+        with pytest.raises(AcquireTimeoutError, match=r"0 of 1 held\).*perhaps a transaction_lock\(\)"):
+            semaphore("taken otherwise", timeout=0.5, using=ALIAS).acquire()

@@ -726,7 +726,7 @@ def test_the_command_installs_and_removes_again_and_again(capsys, monkeypatch, p
         out = printed(capsys, "--apply", "--noinput", "--database", ALIAS)
         assert out.splitlines() == [
             "To be installed in the database: sqlsem.acquire, sqlsem.prove, sqlsem.release, sqlsem.status,"
-            " sqlsem.version.",
+            " sqlsem.version, and what Django itself uses.",
             "Installed.",
         ]
         assert {"acquire", "release", "status"} < set(names_of_procedures())
