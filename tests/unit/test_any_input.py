@@ -30,9 +30,10 @@ from tests.unit.test_admin import key, login
 
 pytestmark = [pytest.mark.leaves_held, pytest.mark.process_side]
 
+EXAMPLES = int(os.environ.get("SQLSEM_TEST_EXAMPLES", "40"))
 MANY = settings(
     deadline=None,
-    max_examples=int(os.environ.get("SQLSEM_TEST_EXAMPLES", "60")),
+    max_examples=EXAMPLES,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )
 NAMES = ("reports", "sync:1", "sync:2", "idle")
@@ -198,7 +199,7 @@ def columns_of(model: type[models.Model]) -> list[models.Field[Any, Any]]:
     return [field for field in model._meta.concrete_fields if not field.primary_key and not field.is_relation]
 
 
-@MANY
+@settings(MANY, max_examples=max(1, EXAMPLES // 4))  # each looks at every page
 @given(data=st.data())
 def test_any_row_is_shown(site: Client, data: st.DataObject) -> None:
     """On every page and by the command: nobody can say what is wrong with a lock that makes its page fail."""
