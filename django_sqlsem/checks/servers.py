@@ -488,7 +488,10 @@ def _unmigrated(connection: BaseDatabaseWrapper) -> tuple[set[str], str]:
     models = apps.get_app_config("sqlsem").get_models()
     wanted = {model._meta.db_table for model in models if router.allow_migrate_model(connection.alias, model)}
     there = set(connection.introspection.table_names())
-    if missing := sorted(wanted - there):
+    missing = sorted(wanted - there)
+    if connection.vendor == "microsoft":
+        missing = sqlserver.absent_tables(connection, missing)
+    if missing:
         return wanted, f"Tables are missing: {', '.join(missing)}."
     if MigrationRecorder.Migration._meta.db_table not in there:  # a role without rights on it does not see it
         return wanted, ""

@@ -13,6 +13,7 @@ from django.conf import settings as django_settings
 from django.core.checks import CheckMessage
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.applock.calls import SCHEMA
@@ -304,25 +305,31 @@ def _lacking(alias: str, refuses: str, row: Row) -> Iterator[CheckMessage]:
 
 def _missing_rights(row: Row, wanted: Mapping[str, tuple[str, ...]]) -> str:
     asked = {
-        f"{right} on {table}": f"HAS_PERMS_BY_NAME(N'{table}', N'OBJECT', N'{right}')"
+        (table, right): f"HAS_PERMS_BY_NAME(N'{table}', N'OBJECT', N'{right}')"
         for table, rights in wanted.items()
         for right in rights
     }
     if not asked:
         return ""
-    granted = dict(zip(asked, row(f"SELECT {', '.join(asked.values())};\n"), strict=True))
-    # Of a table on which a login has no right at all it is not even told that there is one.
-    hidden = {table for table in wanted if granted[f"SELECT on {table}"] is None and _is_refused(row, table)}
-    return ", ".join(
-        right for right, answer in granted.items() if answer == 0 or (answer is None and right.split()[-1] in hidden)
-    )
+    granted = zip(asked, row(f"SELECT {', '.join(asked.values())};\n"), strict=True)
+    # Without any right on a table the answer is NULL, as of one that is not there.
+    lacking = [each for each, answer in granted if answer != 1]
+    absent = {table for table in dict(lacking) if _is_absent(row, table)}
+    return ", ".join(f"{right} on {table}" for table, right in lacking if table not in absent)
 
 
-def _is_refused(row: Row, table: str) -> bool:
+def absent_tables(connection: BaseDatabaseWrapper, tables: Iterable[str]) -> list[str]:
+    """Return those of the tables that are not there. The server's views also hide those that one has no right on."""
+    with connection.cursor() as cursor:
+        return [table for table in tables if _is_absent(lambda sql: _row(cursor, sql), table)]
+
+
+def _is_absent(row: Row, table: str) -> bool:
     try:
         row(f"SELECT TOP (0) 1 FROM {table};\n")  # noqa: S608
     except Exception as failed:  # noqa: BLE001 - of the driver, whatever it is
-        return _says_forbidden(failed)
+        # One driver's errors carry no number.
+        return meaning(failed) is Meaning.NO_TABLES or "Invalid object name" in str(failed)
     return False
 
 

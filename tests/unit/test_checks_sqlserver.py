@@ -18,8 +18,10 @@ from django.test import override_settings
 
 from django_sqlsem import lifecycle, semaphore
 from django_sqlsem.checks import sqlserver
+from django_sqlsem.checks.doctor import examine
 from tests.support import databases, tds
 from tests.support.databases import ROOT
+from tests.support.private_servers import known
 from tests.support.threads import wait_until
 
 ALIAS = "locks"
@@ -299,26 +301,21 @@ def test_a_plain_user_lacks_rights_that_are_named(server):
 
 
 @needs_server
-def test_a_user_who_may_only_read_cannot_record(server):
+def test_a_user_who_may_only_read_takes_no_lock(server):
     reads = [f"SELECT ON {table}" for table in ("sqlsem_semaphore", "sqlsem_slot", "sqlsem_waiter")]
     with a_plain_user(server, *reads):
         ids, text = found(databases=[server], tags=[checks.Tags.database])
         assert "sqlsem.E006" in ids
-        assert "INSERT on sqlsem_semaphore" in text
         assert "UPDATE on sqlsem_slot" in text
-        assert "DELETE on sqlsem_waiter" in text
         assert not re.search(r"SELECT on sqlsem_(semaphore|slot|waiter\b)", text)
         with pytest.raises(CommandError, match=r"sqlsem\.E006"):
             call_command("check", "--database", server)
-        with override_settings(SQLSEM={"DATABASE": server, "RECORD": False}):
-            assert "sqlsem.E006" not in found(databases=[server], tags=[checks.Tags.database])[0]
 
 
 @needs_server
 def test_rights_that_only_some_features_need(server):
-    needed = [f"{', '.join(rights)} ON {table}" for table, rights in sqlserver.ACQUIRE_RIGHTS.items()]
     others = [*sqlserver.HISTORY_RIGHTS, *sqlserver.DEADLOCK_RIGHTS, *sqlserver.KIND_RIGHTS]
-    with a_plain_user(server, *needed, *(f"SELECT ON {table}" for table in others)):
+    with a_plain_user(server, "EXECUTE ON SCHEMA::sqlsem", *(f"SELECT ON {table}" for table in others)):
         ids, text = found(databases=[server], tags=[checks.Tags.database])
         assert set(ids) - {"sqlsem.I001"} == {"sqlsem.W013", "sqlsem.I002"}
         for right in ("INSERT on sqlsem_event", "DELETE on sqlsem_minute", "UPDATE on sqlsem_wait"):
@@ -332,10 +329,46 @@ def test_rights_that_only_some_features_need(server):
 def test_the_grants_of_the_documentation_are_enough(server):
     page = (ROOT / "docs" / "backends" / "sqlserver.md").read_text(encoding="utf-8")
     grants = re.findall(r"^GRANT (.+) TO app_user;$", page, re.MULTILINE)
-    tables = sqlserver.ACQUIRE_RIGHTS | sqlserver.HISTORY_RIGHTS | sqlserver.DEADLOCK_RIGHTS | sqlserver.KIND_RIGHTS
-    assert len(grants) == len(tables)
+    operators = ("sqlsem_semaphore", "sqlsem_slot", "sqlsem_waiter")
+    tables = sqlserver.HISTORY_RIGHTS | sqlserver.DEADLOCK_RIGHTS | sqlserver.KIND_RIGHTS
+    assert len(grants) == 1 + len(tables) - len(operators)
     with a_plain_user(server, *grants):
-        assert set(found(databases=[server], tags=[checks.Tags.database])[0]) <= {"sqlsem.I001"}
+        ids, text = found(databases=[server], tags=[checks.Tags.database])
+        assert set(ids) <= {"sqlsem.I001", "sqlsem.I002"}
+        assert set(re.findall(r" on (sqlsem_\w+)", text)) == set(operators)
         with semaphore("granted", slots=2, using=server) as permit:
             assert permit.token
         lifecycle.stop_all()  # its sessions are the plain user's
+
+
+@needs_server
+@pytest.mark.parametrize("grants", [(), ("SELECT ON sqlsem_event", "INSERT ON sqlsem_claim")], ids=["none", "two"])
+def test_tables_that_a_login_may_not_see_are_not_called_missing(server, grants, monkeypatch):
+    with a_plain_user(server, "EXECUTE ON SCHEMA::sqlsem", *grants):
+        for key, value in databases.child_environment().items():  # the doctor's child is the plain user too
+            monkeypatch.setenv(key, value)
+        assert "sqlsem.W026" not in found(databases=[server], tags=[checks.Tags.database])[0]
+        seen = list(examine(server))
+        lifecycle.stop_all()  # its sessions are the plain user's
+    assert [each.msg for each in seen if each.level >= checks.ERROR] == []
+    levels = {each.id: each.level for each in seen}
+    assert levels["sqlsem.D016"] == levels["sqlsem.D017"] == checks.DEBUG
+
+
+@needs_server
+def test_a_database_without_tables_is_told_of_that_alone(server):
+    name = f"sqlsem_bare_{os.getpid()}"
+    with contextlib.closing(tds.raw_connection(server)) as raw:
+        cursor = raw.cursor()
+        with tds.one_at_a_time():
+            cursor.execute(f"CREATE DATABASE [{name}]")
+        try:
+            with known(ALIAS, connections[server].settings_dict | {"NAME": name}):
+                with override_settings(SQLSEM={"DATABASE": ALIAS}):
+                    ids, text = found(databases=[ALIAS], tags=[checks.Tags.database])
+                connections[ALIAS].close()
+                tds.end_sessions(ALIAS)
+        finally:
+            cursor.execute(f"DROP DATABASE [{name}]")
+    assert ids == ["sqlsem.W026"]
+    assert "sqlsem_slot" in text
