@@ -251,7 +251,8 @@ def _asked(alias: str, where: str, row: Row) -> Iterator[CheckMessage]:
     if refused := _refusal(row):
         text = f"{where} gives the login {login!r} no application lock: {refused}"
         yield error("E005", text, "GRANT EXECUTE ON sys.sp_getapplock, and the like.")
-    yield from _procedures(alias, where, login, row)
+    if not _is_absent(row, SlotRow._meta.db_table):  # else the first ``migrate`` installs them, with the tables
+        yield from _procedures(alias, where, login, row)
     yield from _lacking(alias, f"{where} does not let the login {login!r}", row)
     yield from _workers(where, row)
     if 1 not in (server_state, performance_state):
@@ -275,7 +276,11 @@ def _procedures(alias: str, where: str, login: str, row: Row) -> Iterator[CheckM
     if found != version():
         which = "those of another version" if found else "none"
         text = f"{where} should have the stored procedures of this version of django-sqlsem, and has {which}."
-        yield warning("W027", text, f"Run manage.py migrate, or 'manage.py locks sql --apply --database {alias}'.")
+        advice = (
+            f"Run manage.py locks sql --apply --database {alias}. (migrate installs them only together with a new"
+            " migration.)"
+        )
+        yield warning("W027", text, advice)
 
 
 def _workers(where: str, row: Row) -> Iterator[CheckMessage]:
