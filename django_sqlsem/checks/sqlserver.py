@@ -135,32 +135,37 @@ def keeps_applocks(alias: str) -> bool:
 
 def driver_messages(alias: str, settings: Mapping[str, Any]) -> Iterator[CheckMessage]:
     """Yield the error that says what of the driver is missing. Nothing else works then, not even loading the alias."""
-    reason = _missing(settings) if settings.get("ENGINE") == "mssql" else ""
+    reason, advice = _missing(settings) if settings.get("ENGINE") == "mssql" else ("", "")
     if reason:
         text = f"The driver of the SQL Server database {alias!r} is missing: {reason}"
-        yield error("E003", text, 'pip install "django-sqlsem[mssql]".')
+        yield error("E003", text, advice)
 
 
-def _missing(settings: Mapping[str, Any]) -> str:
+def _missing(settings: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what is missing and what to do about it; two empty texts if nothing is."""
     options = settings.get("OPTIONS") or {}
     try:
         importlib.import_module("mssql.base")
         if _python_driver(options):
             importlib.import_module("mssql_python")
-            return ""
+            return "", ""
     except (ImportError, ImproperlyConfigured) as missing:
-        return f"{missing}."
+        return f"{missing}.", "Install django-sqlsem with its extra mssql."
     pyodbc: Any = importlib.import_module("pyodbc")
     if pyodbc.pooling or options.get("dsn"):  # asking the driver manager would make the pooling final
-        return ""
+        return "", ""
     try:
         known = pyodbc.drivers()
     except Exception:  # noqa: BLE001 - of the driver manager: then connecting will tell
-        return ""
+        return "", ""
     wanted = (str(options["driver"]),) if options.get("driver") else DEFAULT_DRIVERS
     if any(os.path.exists(name) if "/" in name else name.lower() in map(str.lower, known) for name in wanted):
-        return ""
-    return f"the ODBC driver manager knows {', '.join(map(repr, known)) or 'no driver'}, but not {wanted[0]!r}."
+        return "", ""
+    advice = (
+        'Install Microsoft\'s driver 18 or 17 (not by pip), or set "python_driver": "mssql_python", which brings its'
+        " own."
+    )
+    return f"the ODBC driver manager knows {', '.join(map(repr, known)) or 'no driver'}, but not {wanted[0]!r}.", advice
 
 
 def settings_messages(alias: str, settings: Mapping[str, Any]) -> Iterator[CheckMessage]:
