@@ -101,10 +101,8 @@ def check_sqlserver(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> I
     """Report a missing driver, and settings of SQL Server aliases under which application locks are not safe."""
     for alias in named():
         settings = connections.settings[alias]
-        missing = list(driver_messages(alias, settings))
-        if missing:
-            yield from missing
-        elif keeps_applocks(alias):
+        yield from driver_messages(alias, settings)
+        if keeps_applocks(alias):
             yield from settings_messages(alias, settings)
 
 
@@ -134,7 +132,7 @@ def keeps_applocks(alias: str) -> bool:
 
 
 def driver_messages(alias: str, settings: Mapping[str, Any]) -> Iterator[CheckMessage]:
-    """Yield the error that says what of the driver is missing. Nothing else works then, not even loading the alias."""
+    """Yield the error that says what of the driver is missing."""
     reason, advice = _missing(settings) if settings.get("ENGINE") == "mssql" else ("", "")
     if reason:
         text = f"The driver of the SQL Server database {alias!r} is missing: {reason}"
@@ -152,10 +150,10 @@ def _missing(settings: Mapping[str, Any]) -> tuple[str, str]:
     except (ImportError, ImproperlyConfigured) as missing:
         return f"{missing}.", "Install django-sqlsem with its extra mssql."
     pyodbc: Any = importlib.import_module("pyodbc")
-    if pyodbc.pooling or options.get("dsn"):  # asking the driver manager would make the pooling final
+    if options.get("dsn"):
         return "", ""
     try:
-        known = pyodbc.drivers()
+        known = pyodbc.drivers()  # this makes the pooling final; mssql-django has read the setting by now
     except Exception:  # noqa: BLE001 - of the driver manager: then connecting will tell
         return "", ""
     wanted = (str(options["driver"]),) if options.get("driver") else DEFAULT_DRIVERS
@@ -208,7 +206,10 @@ def _is_pooled(options: Mapping[str, Any]) -> bool:
     """Whether the driver will pool: what it says itself goes before the setting, which may have come too late."""
     if not _python_driver(options):
         return bool(getattr(importlib.import_module("pyodbc"), "pooling", True))
-    manager: Any = importlib.import_module("mssql_python").PoolingManager
+    try:
+        manager: Any = importlib.import_module("mssql_python").PoolingManager
+    except ImportError:  # E003 says it
+        return False
     asked_for = bool(getattr(django_settings, "DATABASE_CONNECTION_POOLING", True))
     return bool(manager.is_enabled() or (asked_for and not manager.is_initialized()))
 

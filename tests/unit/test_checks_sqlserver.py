@@ -169,6 +169,13 @@ def test_the_odbc_driver_must_be_there(driver, options, reason):
         assert '"python_driver": "mssql_python"' in messages[0].hint
 
 
+def test_a_missing_driver_is_reported_beside_what_is_wrong_with_the_settings(driver, monkeypatch):
+    with an_alias(driver="ODBC Driver 17 for SQL Server", extra_params="MARS_Connection=no"):
+        assert connections[ALIAS].vendor == "microsoft"  # its module is imported now, and has read the setting
+        monkeypatch.setattr(driver, "pooling", True)
+        assert found()[0] == ["sqlsem.E003", "sqlsem.W002"]
+
+
 def test_microsofts_driver_18_is_not_needed_where_17_is(driver, monkeypatch):
     monkeypatch.setattr(driver, "drivers", lambda: ["ODBC Driver 17 for SQL Server"])
     assert list(sqlserver.driver_messages(ALIAS, SETTINGS)) == []
