@@ -246,7 +246,16 @@ def database_messages(alias: str) -> Iterator[CheckMessage]:
         with contextlib.closing(connection), connection.cursor() as cursor:
             yield from _asked(alias, where, lambda sql: _row(cursor, sql))
     except Exception as failed:  # noqa: BLE001 - of the driver, whatever it is
-        yield warning("W006", f"{where} could not be asked: {failed}")
+        yield _unanswered(where, failed)
+
+
+def _unanswered(where: str, failed: Exception) -> CheckMessage:
+    advice = "No lock can be had until it answers."
+    if "certificate" in str(failed).lower():
+        advice = (
+            "Install the certificate of its authority here, or trust any: TrustServerCertificate=yes in extra_params."
+        )
+    return error("E010", f"{where} could not be asked: {failed}", advice)
 
 
 def _asked(alias: str, where: str, row: Row) -> Iterator[CheckMessage]:

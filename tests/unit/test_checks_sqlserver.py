@@ -13,7 +13,7 @@ import pytest
 from django.conf import settings as django_settings
 from django.core import checks
 from django.core.management import CommandError, call_command
-from django.db import connections
+from django.db import OperationalError, connections
 from django.test import override_settings
 
 from django_sqlsem import lifecycle, semaphore
@@ -237,13 +237,37 @@ def test_a_missing_package_is_named(before, options, words):
 # --- With a server ---
 
 
-def test_a_server_that_cannot_be_reached_is_a_warning(driver, monkeypatch):
+def test_a_server_that_cannot_be_reached_is_an_error(driver, monkeypatch):
     monkeypatch.undo()  # the real list of drivers
     driver.pooling = False
     with an_alias(connection_timeout=1, connection_retries=0, extra_params="MARS_Connection=no"):
         ids, text = found(databases=[ALIAS], tags=[checks.Tags.database])
-    assert ids == ["sqlsem.W006"]
+        with pytest.raises(CommandError, match=r"sqlsem\.E010"):
+            call_command("check", "--database", ALIAS)
+    assert ids == ["sqlsem.E010"]
     assert "could not be asked" in text
+    assert "No lock can be had until it answers." in text
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("SSL Provider: certificate verify failed: self-signed certificate", "TrustServerCertificate=yes"),
+        ("Login failed for user 'sa'.", "No lock can be had until it answers."),
+    ],
+    ids=["certificate", "password"],
+)
+def test_what_the_driver_says_of_a_login_has_its_advice(driver, monkeypatch, said, advice):
+    with an_alias():
+
+        def refuse(*args):
+            raise OperationalError(said)
+
+        monkeypatch.setattr(type(connections[ALIAS]), "get_new_connection", refuse)
+        (message,) = sqlserver.database_messages(ALIAS)
+    assert (message.id, message.level) == ("sqlsem.E010", checks.ERROR)
+    assert said in message.msg
+    assert advice in message.hint
 
 
 def test_no_server_is_asked_unless_it_is_named(driver):
