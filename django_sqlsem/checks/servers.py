@@ -138,7 +138,10 @@ class Server:
 
     def connections(self) -> Iterator[CheckMessage]:
         """Say how pools and persistent connections stand to the library's own connections."""
-        beside = "Those for locks, up to 2 a process, come beside them."
+        many = "up to 2 a process"
+        if sqlserver.keeps_applocks(self.alias):
+            many += ", and one more for each further permit of one name and each wait"
+        beside = f"Those for locks, {many}, come beside them."
         age = self.settings.get("CONN_MAX_AGE", 0)
         if self.options.get("pool"):
             text = f"The alias has a pool of connections. {beside}"

@@ -19,6 +19,7 @@ from django.test import override_settings
 from django_sqlsem import lifecycle, semaphore
 from django_sqlsem.checks import sqlserver
 from django_sqlsem.checks.doctor import examine
+from django_sqlsem.checks.servers import Server
 from tests.support import databases, tds
 from tests.support.databases import ROOT
 from tests.support.private_servers import known
@@ -268,6 +269,18 @@ def test_what_the_driver_says_of_a_login_has_its_advice(driver, monkeypatch, sai
     assert (message.id, message.level) == ("sqlsem.E010", checks.ERROR)
     assert said in message.msg
     assert advice in message.hint
+
+
+def test_the_doctor_counts_the_sessions_of_permits_and_waits(driver):
+    def told():
+        (message,) = Server(ALIAS, connections[ALIAS]).connections()
+        return message.msg
+
+    more = "2 a process, and one more for each further permit of one name and each wait, come"
+    with an_alias():
+        assert more in told()
+        with override_settings(SQLSEM={"DATABASE": ALIAS, "BACKEND": "django_sqlsem.backends.rows.RowsBackend"}):
+            assert more not in told()
 
 
 def test_no_server_is_asked_unless_it_is_named(driver):
