@@ -51,7 +51,7 @@ WHERE l.resource_type = N'APPLICATION' AND l.resource_database_id = DB_ID() AND 
 _DESCRIPTION: Final = re.compile(r"0:\[(.*)\]:\(([0-9a-fA-F]+)\)\s*", re.DOTALL)
 _SLOT: Final = re.compile(r"([1-9][0-9]{0,4})-(.+)", re.DOTALL)
 
-_ONLY: Final = "Only the holders that keep a row are named: "
+_ONLY: Final = "Only holders and waiters that keep a row are shown: "
 
 
 @dataclass(frozen=True, slots=True)
