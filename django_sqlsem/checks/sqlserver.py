@@ -21,7 +21,7 @@ from django_sqlsem.backends.applock.install import VERSION, version
 from django_sqlsem.checks.messages import error, note, warning
 from django_sqlsem.conf import config
 from django_sqlsem.database.raw import split
-from django_sqlsem.database.sqlserver import Meaning, meaning
+from django_sqlsem.database.sqlserver import Meaning, meaning, no_such_table
 from django_sqlsem.models import (
     ClaimRow,
     EventRow,
@@ -348,8 +348,7 @@ def _is_absent(row: Row, table: str) -> bool:
     try:
         row(f"SELECT TOP (0) 1 FROM {table};\n")  # noqa: S608
     except Exception as failed:  # noqa: BLE001 - of the driver, whatever it is
-        # One driver's errors carry no number.
-        return meaning(failed) is Meaning.NO_TABLES or "Invalid object name" in str(failed)
+        return no_such_table(failed)
     return False
 
 

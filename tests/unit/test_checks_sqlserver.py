@@ -238,7 +238,7 @@ def test_a_missing_package_is_named(before, options, words):
 # --- With a server ---
 
 
-def test_a_server_that_cannot_be_reached_is_an_error(driver, monkeypatch):
+def test_a_server_that_cannot_be_reached_is_an_error(committed, driver, monkeypatch):
     monkeypatch.undo()  # the real list of drivers
     driver.pooling = False
     with an_alias(connection_timeout=1, connection_retries=0, extra_params="MARS_Connection=no"):
@@ -258,14 +258,15 @@ def test_a_server_that_cannot_be_reached_is_an_error(driver, monkeypatch):
     ],
     ids=["certificate", "password"],
 )
-def test_what_the_driver_says_of_a_login_has_its_advice(driver, monkeypatch, said, advice):
+def test_what_the_driver_says_of_a_login_has_its_advice(committed, driver, monkeypatch, said, advice):
     with an_alias():
 
         def refuse(*args):
             raise OperationalError(said)
 
-        monkeypatch.setattr(type(connections[ALIAS]), "get_new_connection", refuse)
-        (message,) = sqlserver.database_messages(ALIAS)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(connections[ALIAS]), "get_new_connection", refuse)
+            (message,) = sqlserver.database_messages(ALIAS)
     assert (message.id, message.level) == ("sqlsem.E010", checks.ERROR)
     assert said in message.msg
     assert advice in message.hint
@@ -334,6 +335,9 @@ def a_plain_user(alias, *grants):
             undo.callback(cursor.execute, f"REVOKE {grant} FROM [{name}]")
         undo.callback(entry.update, {key: entry[key] for key in ("USER", "PASSWORD")})
         entry.update(USER=name, PASSWORD="Plain-1-Password")
+        connections[alias].close()
+        undo.callback(connections[alias].close)
+        undo.callback(lifecycle.stop_all)  # the login's other sessions
         yield
 
 
@@ -383,9 +387,9 @@ def test_the_grants_of_the_documentation_are_enough(server):
         ids, text = found(databases=[server], tags=[checks.Tags.database])
         assert set(ids) <= {"sqlsem.I001", "sqlsem.I002"}
         assert set(re.findall(r" on (sqlsem_\w+)", text)) == set(operators)
-        with semaphore("granted", slots=2, using=server) as permit:
-            assert permit.token
-        lifecycle.stop_all()  # its sessions are the plain user's
+        if not tds.is_stand_in(server):  # there, who executes a procedure needs rights on what it reads
+            with semaphore("granted", slots=2, using=server) as permit:
+                assert permit.token
 
 
 @needs_server
@@ -395,11 +399,12 @@ def test_tables_that_a_login_may_not_see_are_not_called_missing(server, grants, 
         for key, value in databases.child_environment().items():  # the doctor's child is the plain user too
             monkeypatch.setenv(key, value)
         assert "sqlsem.W026" not in found(databases=[server], tags=[checks.Tags.database])[0]
-        seen = list(examine(server))
-        lifecycle.stop_all()  # its sessions are the plain user's
+        takes = not tds.is_stand_in(server)  # there, who executes a procedure needs rights on what it reads
+        seen = list(examine(server, acquire=takes))
     assert [each.msg for each in seen if each.level >= checks.ERROR] == []
     levels = {each.id: each.level for each in seen}
-    assert levels["sqlsem.D016"] == levels["sqlsem.D017"] == checks.DEBUG
+    for number in ("D002", "D016", "D017")[: 3 if takes else 1]:
+        assert f"sqlsem.{number}" in levels
 
 
 @needs_server
@@ -407,15 +412,19 @@ def test_a_database_without_tables_is_told_of_that_alone(server):
     name = f"sqlsem_bare_{os.getpid()}"
     with contextlib.closing(tds.raw_connection(server)) as raw:
         cursor = raw.cursor()
+
+        def dropped():  # not before the server has seen the end of the last session
+            with contextlib.suppress(Exception):
+                cursor.execute(f"DROP DATABASE [{name}]")
+                return True
+
         with tds.one_at_a_time():
             cursor.execute(f"CREATE DATABASE [{name}]")
         try:
-            with known(ALIAS, connections[server].settings_dict | {"NAME": name}):
-                with override_settings(SQLSEM={"DATABASE": ALIAS}):
-                    ids, text = found(databases=[ALIAS], tags=[checks.Tags.database])
-                connections[ALIAS].close()
-                tds.end_sessions(ALIAS)
+            bare = connections[server].settings_dict | {"NAME": name}
+            with known(ALIAS, bare), override_settings(SQLSEM={"DATABASE": ALIAS}):
+                ids, text = found(databases=[ALIAS], tags=[checks.Tags.database])
         finally:
-            cursor.execute(f"DROP DATABASE [{name}]")
+            wait_until(dropped)
     assert ids == ["sqlsem.W026"]
     assert "sqlsem_slot" in text
