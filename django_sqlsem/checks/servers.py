@@ -138,7 +138,10 @@ class Server:
 
     def connections(self) -> Iterator[CheckMessage]:
         """Say how pools and persistent connections stand to the library's own connections."""
-        beside = "Those for locks, up to 2 a process, come beside them."
+        many = "up to 2 a process"
+        if sqlserver.keeps_applocks(self.alias):
+            many += ", and one more for each further permit of one name and each wait"
+        beside = f"Those for locks, {many}, come beside them."
         age = self.settings.get("CONN_MAX_AGE", 0)
         if self.options.get("pool"):
             text = f"The alias has a pool of connections. {beside}"
@@ -488,7 +491,10 @@ def _unmigrated(connection: BaseDatabaseWrapper) -> tuple[set[str], str]:
     models = apps.get_app_config("sqlsem").get_models()
     wanted = {model._meta.db_table for model in models if router.allow_migrate_model(connection.alias, model)}
     there = set(connection.introspection.table_names())
-    if missing := sorted(wanted - there):
+    missing = sorted(wanted - there)
+    if connection.vendor == "microsoft":
+        missing = sqlserver.absent_tables(connection, missing)
+    if missing:
         return wanted, f"Tables are missing: {', '.join(missing)}."
     if MigrationRecorder.Migration._meta.db_table not in there:  # a role without rights on it does not see it
         return wanted, ""

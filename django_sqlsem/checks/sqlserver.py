@@ -13,6 +13,7 @@ from django.conf import settings as django_settings
 from django.core.checks import CheckMessage
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.applock.calls import SCHEMA
@@ -20,7 +21,7 @@ from django_sqlsem.backends.applock.install import VERSION, version
 from django_sqlsem.checks.messages import error, note, warning
 from django_sqlsem.conf import config
 from django_sqlsem.database.raw import split
-from django_sqlsem.database.sqlserver import Meaning, meaning
+from django_sqlsem.database.sqlserver import Meaning, meaning, no_such_table
 from django_sqlsem.models import (
     ClaimRow,
     EventRow,
@@ -100,10 +101,8 @@ def check_sqlserver(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> I
     """Report a missing driver, and settings of SQL Server aliases under which application locks are not safe."""
     for alias in named():
         settings = connections.settings[alias]
-        missing = list(driver_messages(alias, settings))
-        if missing:
-            yield from missing
-        elif keeps_applocks(alias):
+        yield from driver_messages(alias, settings)
+        if keeps_applocks(alias):
             yield from settings_messages(alias, settings)
 
 
@@ -133,33 +132,38 @@ def keeps_applocks(alias: str) -> bool:
 
 
 def driver_messages(alias: str, settings: Mapping[str, Any]) -> Iterator[CheckMessage]:
-    """Yield the error that says what of the driver is missing. Nothing else works then, not even loading the alias."""
-    reason = _missing(settings) if settings.get("ENGINE") == "mssql" else ""
+    """Yield the error that says what of the driver is missing."""
+    reason, advice = _missing(settings) if settings.get("ENGINE") == "mssql" else ("", "")
     if reason:
         text = f"The driver of the SQL Server database {alias!r} is missing: {reason}"
-        yield error("E003", text, 'pip install "django-sqlsem[mssql]".')
+        yield error("E003", text, advice)
 
 
-def _missing(settings: Mapping[str, Any]) -> str:
+def _missing(settings: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what is missing and what to do about it; two empty texts if nothing is."""
     options = settings.get("OPTIONS") or {}
     try:
         importlib.import_module("mssql.base")
         if _python_driver(options):
             importlib.import_module("mssql_python")
-            return ""
+            return "", ""
     except (ImportError, ImproperlyConfigured) as missing:
-        return f"{missing}."
+        return f"{missing}.", "Install django-sqlsem with its extra mssql."
     pyodbc: Any = importlib.import_module("pyodbc")
-    if pyodbc.pooling or options.get("dsn"):  # asking the driver manager would make the pooling final
-        return ""
+    if options.get("dsn"):
+        return "", ""
     try:
-        known = pyodbc.drivers()
+        known = pyodbc.drivers()  # this makes the pooling final; mssql-django has read the setting by now
     except Exception:  # noqa: BLE001 - of the driver manager: then connecting will tell
-        return ""
+        return "", ""
     wanted = (str(options["driver"]),) if options.get("driver") else DEFAULT_DRIVERS
     if any(os.path.exists(name) if "/" in name else name.lower() in map(str.lower, known) for name in wanted):
-        return ""
-    return f"the ODBC driver manager knows {', '.join(map(repr, known)) or 'no driver'}, but not {wanted[0]!r}."
+        return "", ""
+    advice = (
+        'Install Microsoft\'s driver 18 or 17 (not by pip), or set "python_driver": "mssql_python", which brings its'
+        " own."
+    )
+    return f"the ODBC driver manager knows {', '.join(map(repr, known)) or 'no driver'}, but not {wanted[0]!r}.", advice
 
 
 def settings_messages(alias: str, settings: Mapping[str, Any]) -> Iterator[CheckMessage]:
@@ -202,7 +206,10 @@ def _is_pooled(options: Mapping[str, Any]) -> bool:
     """Whether the driver will pool: what it says itself goes before the setting, which may have come too late."""
     if not _python_driver(options):
         return bool(getattr(importlib.import_module("pyodbc"), "pooling", True))
-    manager: Any = importlib.import_module("mssql_python").PoolingManager
+    try:
+        manager: Any = importlib.import_module("mssql_python").PoolingManager
+    except ImportError:  # E003 says it
+        return False
     asked_for = bool(getattr(django_settings, "DATABASE_CONNECTION_POOLING", True))
     return bool(manager.is_enabled() or (asked_for and not manager.is_initialized()))
 
@@ -239,7 +246,16 @@ def database_messages(alias: str) -> Iterator[CheckMessage]:
         with contextlib.closing(connection), connection.cursor() as cursor:
             yield from _asked(alias, where, lambda sql: _row(cursor, sql))
     except Exception as failed:  # noqa: BLE001 - of the driver, whatever it is
-        yield warning("W006", f"{where} could not be asked: {failed}")
+        yield _unanswered(where, failed)
+
+
+def _unanswered(where: str, failed: Exception) -> CheckMessage:
+    advice = "No lock can be had until it answers."
+    if "certificate" in str(failed).lower():
+        advice = (
+            "Install the certificate of its authority here, or trust any: TrustServerCertificate=yes in extra_params."
+        )
+    return error("E010", f"{where} could not be asked: {failed}", advice)
 
 
 def _asked(alias: str, where: str, row: Row) -> Iterator[CheckMessage]:
@@ -250,7 +266,8 @@ def _asked(alias: str, where: str, row: Row) -> Iterator[CheckMessage]:
     if refused := _refusal(row):
         text = f"{where} gives the login {login!r} no application lock: {refused}"
         yield error("E005", text, "GRANT EXECUTE ON sys.sp_getapplock, and the like.")
-    yield from _procedures(alias, where, login, row)
+    if not _is_absent(row, SlotRow._meta.db_table):  # else the first ``migrate`` installs them, with the tables
+        yield from _procedures(alias, where, login, row)
     yield from _lacking(alias, f"{where} does not let the login {login!r}", row)
     yield from _workers(where, row)
     if 1 not in (server_state, performance_state):
@@ -274,7 +291,11 @@ def _procedures(alias: str, where: str, login: str, row: Row) -> Iterator[CheckM
     if found != version():
         which = "those of another version" if found else "none"
         text = f"{where} should have the stored procedures of this version of django-sqlsem, and has {which}."
-        yield warning("W027", text, f"Run manage.py migrate, or 'manage.py locks sql --apply --database {alias}'.")
+        advice = (
+            f"Run manage.py locks sql --apply --database {alias}. (migrate installs them only together with a new"
+            " migration.)"
+        )
+        yield warning("W027", text, advice)
 
 
 def _workers(where: str, row: Row) -> Iterator[CheckMessage]:
@@ -304,25 +325,30 @@ def _lacking(alias: str, refuses: str, row: Row) -> Iterator[CheckMessage]:
 
 def _missing_rights(row: Row, wanted: Mapping[str, tuple[str, ...]]) -> str:
     asked = {
-        f"{right} on {table}": f"HAS_PERMS_BY_NAME(N'{table}', N'OBJECT', N'{right}')"
+        (table, right): f"HAS_PERMS_BY_NAME(N'{table}', N'OBJECT', N'{right}')"
         for table, rights in wanted.items()
         for right in rights
     }
     if not asked:
         return ""
-    granted = dict(zip(asked, row(f"SELECT {', '.join(asked.values())};\n"), strict=True))
-    # Of a table on which a login has no right at all it is not even told that there is one.
-    hidden = {table for table in wanted if granted[f"SELECT on {table}"] is None and _is_refused(row, table)}
-    return ", ".join(
-        right for right, answer in granted.items() if answer == 0 or (answer is None and right.split()[-1] in hidden)
-    )
+    granted = zip(asked, row(f"SELECT {', '.join(asked.values())};\n"), strict=True)
+    # Without any right on a table the answer is NULL, as of one that is not there.
+    lacking = [each for each, answer in granted if answer != 1]
+    absent = {table for table in dict(lacking) if _is_absent(row, table)}
+    return ", ".join(f"{right} on {table}" for table, right in lacking if table not in absent)
 
 
-def _is_refused(row: Row, table: str) -> bool:
+def absent_tables(connection: BaseDatabaseWrapper, tables: Iterable[str]) -> list[str]:
+    """Return those of the tables that are not there. The server's views also hide those that one has no right on."""
+    with connection.cursor() as cursor:
+        return [table for table in tables if _is_absent(lambda sql: _row(cursor, sql), table)]
+
+
+def _is_absent(row: Row, table: str) -> bool:
     try:
         row(f"SELECT TOP (0) 1 FROM {table};\n")  # noqa: S608
     except Exception as failed:  # noqa: BLE001 - of the driver, whatever it is
-        return _says_forbidden(failed)
+        return no_such_table(failed)
     return False
 
 

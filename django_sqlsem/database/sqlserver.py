@@ -189,6 +189,12 @@ def meaning(error: Exception) -> Meaning:
     return Meaning.OTHER
 
 
+def no_such_table(error: Exception) -> bool:
+    """Whether the table or view that a statement asks for is not there. One driver's errors carry no number."""
+    text = _said(error)[1]
+    return meaning(error) is Meaning.NO_TABLES or "Invalid object name" in text or "does not exist" in text
+
+
 def failure(alias: str, status: int) -> SemaphoreError:
     """Return the error for a batch's status that is a failure."""
     error, text = RETURN_CODES.get(status, (BackendError, f"unexpected status {status}"))

@@ -13,13 +13,16 @@ import pytest
 from django.conf import settings as django_settings
 from django.core import checks
 from django.core.management import CommandError, call_command
-from django.db import connections
+from django.db import OperationalError, connections
 from django.test import override_settings
 
 from django_sqlsem import lifecycle, semaphore
 from django_sqlsem.checks import sqlserver
+from django_sqlsem.checks.doctor import examine
+from django_sqlsem.checks.servers import Server
 from tests.support import databases, tds
 from tests.support.databases import ROOT
+from tests.support.private_servers import known
 from tests.support.threads import wait_until
 
 ALIAS = "locks"
@@ -161,7 +164,17 @@ def test_only_aliases_with_application_locks_are_looked_at(driver, sqlsem, expec
 def test_the_odbc_driver_must_be_there(driver, options, reason):
     messages = list(sqlserver.driver_messages(ALIAS, SETTINGS | {"OPTIONS": options}))
     assert [each.id for each in messages] == (["sqlsem.E003"] if reason else [])
-    assert not reason or reason in messages[0].msg
+    if reason:
+        assert reason in messages[0].msg
+        assert "(not by pip)" in messages[0].hint
+        assert '"python_driver": "mssql_python"' in messages[0].hint
+
+
+def test_a_missing_driver_is_reported_beside_what_is_wrong_with_the_settings(driver, monkeypatch):
+    with an_alias(driver="ODBC Driver 17 for SQL Server", extra_params="MARS_Connection=no"):
+        assert connections[ALIAS].vendor == "microsoft"  # its module is imported now, and has read the setting
+        monkeypatch.setattr(driver, "pooling", True)
+        assert found()[0] == ["sqlsem.E003", "sqlsem.W002"]
 
 
 def test_microsofts_driver_18_is_not_needed_where_17_is(driver, monkeypatch):
@@ -217,7 +230,7 @@ def test_a_missing_package_is_named(before, options, words):
         assert words[-1] in said
         return
     assert "Traceback" not in said, said
-    for word in [*words, 'pip install "django-sqlsem[mssql]"', "/checks.html#sqlsem-e003"]:
+    for word in [*words, "Install django-sqlsem with its extra mssql.", "/checks.html#sqlsem-e003"]:
         assert word in said
     assert said.count("sqlsem.E") == 1
 
@@ -225,13 +238,50 @@ def test_a_missing_package_is_named(before, options, words):
 # --- With a server ---
 
 
-def test_a_server_that_cannot_be_reached_is_a_warning(driver, monkeypatch):
+def test_a_server_that_cannot_be_reached_is_an_error(committed, driver, monkeypatch):
     monkeypatch.undo()  # the real list of drivers
     driver.pooling = False
     with an_alias(connection_timeout=1, connection_retries=0, extra_params="MARS_Connection=no"):
         ids, text = found(databases=[ALIAS], tags=[checks.Tags.database])
-    assert ids == ["sqlsem.W006"]
+        with pytest.raises(CommandError, match=r"sqlsem\.E010"):
+            call_command("check", "--database", ALIAS)
+    assert ids == ["sqlsem.E010"]
     assert "could not be asked" in text
+    assert "No lock can be had until it answers." in text
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("SSL Provider: certificate verify failed: self-signed certificate", "TrustServerCertificate=yes"),
+        ("Login failed for user 'sa'.", "No lock can be had until it answers."),
+    ],
+    ids=["certificate", "password"],
+)
+def test_what_the_driver_says_of_a_login_has_its_advice(committed, driver, monkeypatch, said, advice):
+    with an_alias():
+
+        def refuse(*args):
+            raise OperationalError(said)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(connections[ALIAS]), "get_new_connection", refuse)
+            (message,) = sqlserver.database_messages(ALIAS)
+    assert (message.id, message.level) == ("sqlsem.E010", checks.ERROR)
+    assert said in message.msg
+    assert advice in message.hint
+
+
+def test_the_doctor_counts_the_sessions_of_permits_and_waits(driver):
+    def told():
+        (message,) = Server(ALIAS, connections[ALIAS]).connections()
+        return message.msg
+
+    more = "2 a process, and one more for each further permit of one name and each wait, come"
+    with an_alias():
+        assert more in told()
+        with override_settings(SQLSEM={"DATABASE": ALIAS, "BACKEND": "django_sqlsem.backends.rows.RowsBackend"}):
+            assert more not in told()
 
 
 def test_no_server_is_asked_unless_it_is_named(driver):
@@ -285,6 +335,9 @@ def a_plain_user(alias, *grants):
             undo.callback(cursor.execute, f"REVOKE {grant} FROM [{name}]")
         undo.callback(entry.update, {key: entry[key] for key in ("USER", "PASSWORD")})
         entry.update(USER=name, PASSWORD="Plain-1-Password")
+        connections[alias].close()
+        undo.callback(connections[alias].close)
+        undo.callback(lifecycle.stop_all)  # the login's other sessions
         yield
 
 
@@ -299,26 +352,21 @@ def test_a_plain_user_lacks_rights_that_are_named(server):
 
 
 @needs_server
-def test_a_user_who_may_only_read_cannot_record(server):
+def test_a_user_who_may_only_read_takes_no_lock(server):
     reads = [f"SELECT ON {table}" for table in ("sqlsem_semaphore", "sqlsem_slot", "sqlsem_waiter")]
     with a_plain_user(server, *reads):
         ids, text = found(databases=[server], tags=[checks.Tags.database])
         assert "sqlsem.E006" in ids
-        assert "INSERT on sqlsem_semaphore" in text
         assert "UPDATE on sqlsem_slot" in text
-        assert "DELETE on sqlsem_waiter" in text
         assert not re.search(r"SELECT on sqlsem_(semaphore|slot|waiter\b)", text)
         with pytest.raises(CommandError, match=r"sqlsem\.E006"):
             call_command("check", "--database", server)
-        with override_settings(SQLSEM={"DATABASE": server, "RECORD": False}):
-            assert "sqlsem.E006" not in found(databases=[server], tags=[checks.Tags.database])[0]
 
 
 @needs_server
 def test_rights_that_only_some_features_need(server):
-    needed = [f"{', '.join(rights)} ON {table}" for table, rights in sqlserver.ACQUIRE_RIGHTS.items()]
     others = [*sqlserver.HISTORY_RIGHTS, *sqlserver.DEADLOCK_RIGHTS, *sqlserver.KIND_RIGHTS]
-    with a_plain_user(server, *needed, *(f"SELECT ON {table}" for table in others)):
+    with a_plain_user(server, "EXECUTE ON SCHEMA::sqlsem", *(f"SELECT ON {table}" for table in others)):
         ids, text = found(databases=[server], tags=[checks.Tags.database])
         assert set(ids) - {"sqlsem.I001"} == {"sqlsem.W013", "sqlsem.I002"}
         for right in ("INSERT on sqlsem_event", "DELETE on sqlsem_minute", "UPDATE on sqlsem_wait"):
@@ -332,10 +380,51 @@ def test_rights_that_only_some_features_need(server):
 def test_the_grants_of_the_documentation_are_enough(server):
     page = (ROOT / "docs" / "backends" / "sqlserver.md").read_text(encoding="utf-8")
     grants = re.findall(r"^GRANT (.+) TO app_user;$", page, re.MULTILINE)
-    tables = sqlserver.ACQUIRE_RIGHTS | sqlserver.HISTORY_RIGHTS | sqlserver.DEADLOCK_RIGHTS | sqlserver.KIND_RIGHTS
-    assert len(grants) == len(tables)
+    operators = ("sqlsem_semaphore", "sqlsem_slot", "sqlsem_waiter")
+    tables = sqlserver.HISTORY_RIGHTS | sqlserver.DEADLOCK_RIGHTS | sqlserver.KIND_RIGHTS
+    assert len(grants) == 1 + len(tables) - len(operators)
     with a_plain_user(server, *grants):
-        assert set(found(databases=[server], tags=[checks.Tags.database])[0]) <= {"sqlsem.I001"}
-        with semaphore("granted", slots=2, using=server) as permit:
-            assert permit.token
-        lifecycle.stop_all()  # its sessions are the plain user's
+        ids, text = found(databases=[server], tags=[checks.Tags.database])
+        assert set(ids) <= {"sqlsem.I001", "sqlsem.I002"}
+        assert set(re.findall(r" on (sqlsem_\w+)", text)) == set(operators)
+        if not tds.is_stand_in(server):  # there, who executes a procedure needs rights on what it reads
+            with semaphore("granted", slots=2, using=server) as permit:
+                assert permit.token
+
+
+@needs_server
+@pytest.mark.parametrize("grants", [(), ("SELECT ON sqlsem_event", "INSERT ON sqlsem_claim")], ids=["none", "two"])
+def test_tables_that_a_login_may_not_see_are_not_called_missing(server, grants, monkeypatch):
+    with a_plain_user(server, "EXECUTE ON SCHEMA::sqlsem", *grants):
+        for key, value in databases.child_environment().items():  # the doctor's child is the plain user too
+            monkeypatch.setenv(key, value)
+        assert "sqlsem.W026" not in found(databases=[server], tags=[checks.Tags.database])[0]
+        takes = not tds.is_stand_in(server)  # there, who executes a procedure needs rights on what it reads
+        seen = list(examine(server, acquire=takes))
+    assert [each.msg for each in seen if each.level >= checks.ERROR] == []
+    levels = {each.id: each.level for each in seen}
+    for number in ("D002", "D016", "D017")[: 3 if takes else 1]:
+        assert f"sqlsem.{number}" in levels
+
+
+@needs_server
+def test_a_database_without_tables_is_told_of_that_alone(server):
+    name = f"sqlsem_bare_{os.getpid()}"
+    with contextlib.closing(tds.raw_connection(server)) as raw:
+        cursor = raw.cursor()
+
+        def dropped():  # not before the server has seen the end of the last session
+            with contextlib.suppress(Exception):
+                cursor.execute(f"DROP DATABASE [{name}]")
+                return True
+
+        with tds.one_at_a_time():
+            cursor.execute(f"CREATE DATABASE [{name}]")
+        try:
+            bare = connections[server].settings_dict | {"NAME": name}
+            with known(ALIAS, bare), override_settings(SQLSEM={"DATABASE": ALIAS}):
+                ids, text = found(databases=[ALIAS], tags=[checks.Tags.database])
+        finally:
+            wait_until(dropped)
+    assert ids == ["sqlsem.W026"]
+    assert "sqlsem_slot" in text

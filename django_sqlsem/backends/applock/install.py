@@ -28,7 +28,7 @@ VERSION: Final = "version"
 _TABLES: Final = re.compile(r"\bdbo\.(?=sqlsem_)")
 
 _FIRST: Final = f"""-- The stored procedures of django-sqlsem: see docs/backends/tsql.md.
--- Made by "manage.py locks sql"; "manage.py migrate" runs the same. What Django's login needs, and any other program's:
+-- Made by "manage.py locks sql"; with --apply it runs the same. What Django's login needs, and any other program's:
 --   GRANT EXECUTE ON SCHEMA::{SCHEMA} TO [app];
 SET QUOTED_IDENTIFIER ON;
 """

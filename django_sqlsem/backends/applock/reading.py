@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from django_sqlsem.backends.clock import RowClock, stop_by
 from django_sqlsem.core.modes import WHOLE, WRITER
 from django_sqlsem.core.names import MAX_SLOTS, key_of, validate_name
-from django_sqlsem.database.sqlserver import LockNames, Meaning, lock_names, meaning
+from django_sqlsem.database.sqlserver import LockNames, Meaning, lock_names, meaning, no_such_table
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot
 
@@ -51,7 +51,7 @@ WHERE l.resource_type = N'APPLICATION' AND l.resource_database_id = DB_ID() AND 
 _DESCRIPTION: Final = re.compile(r"0:\[(.*)\]:\(([0-9a-fA-F]+)\)\s*", re.DOTALL)
 _SLOT: Final = re.compile(r"([1-9][0-9]{0,4})-(.+)", re.DOTALL)
 
-_ONLY: Final = "Only the holders that keep a row are named: "
+_ONLY: Final = "Only holders and waiters that keep a row are shown: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +191,7 @@ def refusal(error: Exception) -> str:
     what, text = meaning(error), str(said[-1] if said else error)
     if what in (Meaning.SESSION_ENDED, Meaning.SILENT):
         return ""
-    # One driver's errors carry no number.
-    if what is Meaning.NO_TABLES or "Invalid object name" in text or "does not exist" in text:
+    if no_such_table(error):
         return f"{_ONLY}this server does not show its locks."
     if what is Meaning.FORBIDDEN or "permission" in text:
         return f"{_ONLY}the login may not VIEW SERVER STATE."

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _NOT_INSTALLED: Final = (
     "The stored procedures of django-sqlsem are not in the database {alias!r}, or the login may not execute them. Run "
-    "manage.py migrate, or have a DBA run what 'manage.py locks sql --database {alias}' prints."
+    "'manage.py locks sql --apply --database {alias}', or have a DBA run what it prints without --apply."
 )
 #: How a session is set up. Without parameters: what a statement with parameters sets is undone at its end. Nobody waits
 #: on a session that holds what others wait for, so as a deadlock's victim it would free nothing.

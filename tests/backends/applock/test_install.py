@@ -8,10 +8,12 @@ import os
 import re
 
 import pytest
+from django.core.management import call_command
 from django.db import connections
 
-from django_sqlsem import BackendError
+from django_sqlsem import BackendError, semaphore
 from django_sqlsem.backends.applock import install
+from django_sqlsem.checks import sqlserver
 from django_sqlsem.database.sqlserver import lock_names
 from django_sqlsem.models import SlotRow
 from tests.backends.applock import procedures
@@ -114,6 +116,26 @@ def test_calls_that_wait_while_another_version_is_installed_end_well(program, an
                 assert newcomer.acquire(NAME, 1)[:2] == (0, 1)
                 newcomer.give(NAME)
             actor.end()
+
+
+def test_the_check_names_the_command_that_brings_them_up_to_date():
+    def told():
+        return [each.hint for each in sqlserver.database_messages(ALIAS) if each.id == "sqlsem.W027"]
+
+    assert told() == []
+    with changed("release"):
+        (hint,) = told()
+        assert hint.startswith(f"Run manage.py locks sql --apply --database {ALIAS}. (migrate installs them only")
+        call_command("locks", "sql", "--apply", "--noinput", "--database", ALIAS)
+        assert told() == []
+
+
+def test_an_acquire_without_them_names_the_command_that_installs_them():
+    if tds.is_stand_in(ALIAS):
+        pytest.skip("the stand-in has no number for a procedure that is not there")
+    install.remove(connections[ALIAS])
+    with pytest.raises(BackendError, match=f"Run 'manage.py locks sql --apply --database {ALIAS}'"):
+        semaphore(NAME, using=ALIAS).acquire(timeout=0)
 
 
 def test_a_schema_of_the_tables_that_is_not_dbo_is_put_in():

@@ -123,7 +123,7 @@ def test_a_lock_without_a_row_is_somebody_elses(alias, stranger, capsys):
         out = printed(capsys, "list")
         notes = queries.notes(using=ALIAS)
         if tds.is_stand_in(ALIAS):
-            assert notes == ["Only the holders that keep a row are named: this server does not show its locks."]
+            assert notes == ["Only holders and waiters that keep a row are shown: this server does not show its locks."]
             assert out.endswith(f"ops: 2 of 3 slots held, 0 waiting\n{notes[0]}\n")
             assert (shown.label, shown.host, shown.pid, shown.session_id) == ("another program", "", 0, None)
             with pytest.raises(KillNeededError, match=r"a program that keeps no row: end its database session by hand"):
@@ -395,7 +395,9 @@ def test_the_admin_shows_sessions_and_says_that_they_will_be_ended(alias, settin
         assert said(confirm(boss, SEMAPHORES, page)) == ["Revoked 1 permit."]
         assert holder.expect("lost").endswith(" revoked boss")
     response = boss.get(reverse(SEMAPHORES))
-    assert response.content.decode().count("Only the holders that keep a row are named") == tds.is_stand_in(ALIAS)
+    assert response.content.decode().count("Only holders and waiters that keep a row are shown") == tds.is_stand_in(
+        ALIAS
+    )
 
 
 def test_the_admin_purges_the_row_of_a_killed_holder(alias, settings):

@@ -240,17 +240,17 @@ def refused(text: str) -> str:
     ],
 )
 def test_without_the_right_one_line_says_so(text: str) -> None:
-    line = "Only the holders that keep a row are named: the login may not VIEW SERVER STATE."
+    line = "Only holders and waiters that keep a row are shown: the login may not VIEW SERVER STATE."
     assert refused(text) == line
 
 
 def test_without_the_views_one_line_says_so() -> None:
-    line = "Only the holders that keep a row are named: this server does not show its locks."
+    line = "Only holders and waiters that keep a row are shown: this server does not show its locks."
     assert refused("[42S02] Invalid object name 'sys.dm_tran_locks'. (208)") == line
 
 
 def test_any_other_refusal_is_quoted() -> None:
-    assert refused("Something\n else (1)").endswith("are named: Something else (1)")
+    assert refused("Something\n else (1)").endswith("are shown: Something else (1)")
 
 
 def test_a_session_that_ended_is_no_refusal() -> None:
