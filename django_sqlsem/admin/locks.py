@@ -56,7 +56,8 @@ def _entrance(model_admin: SemaphoreAdmin, app_index: Callable[..., HttpResponse
         ours = app_label == opts.app_label and site.is_registered(model_admin.model)
         if ours and model_admin.has_view_permission(request):
             overview = f"admin:{app_label}_{opts.model_name}_changelist"
-            return HttpResponseRedirect(reverse(overview, current_app=site.name))
+            query = request.META.get("QUERY_STRING", "")
+            return HttpResponseRedirect(reverse(overview, current_app=site.name) + (f"?{query}" if query else ""))
         return app_index(request, app_label, extra_context)
 
     return index

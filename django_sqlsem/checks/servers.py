@@ -184,8 +184,11 @@ class PostgreSQLServer(Server):
         """Count the connections of clients, and those for locks."""
         most, used, own = self.row(
             "SELECT current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int,"
-            " (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'),"
-            " (SELECT count(*) FROM pg_stat_activity WHERE application_name = 'sqlsem')"
+            # A role without pg_monitor sees of other roles' sessions only which database they are in.
+            " (SELECT count(*) FROM pg_stat_activity WHERE datid IS NOT NULL AND COALESCE(backend_type, '') NOT IN"
+            " ('autovacuum worker', 'parallel worker', 'background worker')),"
+            " (SELECT count(*) FROM pg_stat_activity"
+            " WHERE application_name = 'sqlsem' AND datname = current_database())"
         )
         yield _limits(most, used, f", {own} of them for locks")
 

@@ -133,7 +133,12 @@ class Semaphore:
 
     def status(self) -> SemaphoreSnapshot:
         """Return a frozen snapshot: slots, holders, waiters. A name never used has its declared slots, all free."""
-        return self._snapshot(read_status(self._keeper(), resource_for(self.name, self.kind)))
+        keeper = self._keeper()
+        if not keeper.backend.process_local:
+            callers.refuse_event_loop(
+                "A status can't be read synchronously from an async context: use `await astatus()`."
+            )
+        return self._snapshot(read_status(keeper, resource_for(self.name, self.kind)))
 
     async def astatus(self) -> SemaphoreSnapshot:
         """Return what ``status()`` does, without blocking the event loop."""

@@ -18,8 +18,8 @@ from django_sqlsem.claims import claim
 from django_sqlsem.locks import counter, locked_atomic, monitor, rwlock, table_lock, transaction_lock
 from django_sqlsem.refresh import refresh_every
 from tests.e2e.test_docs import blocks
-from tests.support.databases import ROOT
-from tests.support.private_servers import known, private_server
+from tests.support.databases import ROOT, raw_connection
+from tests.support.private_servers import ALIAS, known, private_server
 from tests.support.threads import run_beside, wait_until
 from tests.testapp.models import Job, Stage
 
@@ -103,3 +103,20 @@ def test_every_lock_and_act_works_with_these_rights(role: str) -> None:
         cursor.execute("CREATE TABLE more (id integer)")
     with pytest.raises(DatabaseError), connections[role].cursor() as cursor:
         cursor.execute("SELECT * FROM auth_user")
+
+
+@pytest.mark.parametrize("role", ["postgres"], indirect=True)
+def test_the_doctor_counts_the_sessions_of_other_roles(role: str) -> None:
+    """Of which a role without pg_monitor sees little: it is the server that runs out of connections."""
+    lifecycle.stop_all()
+    with contextlib.ExitStack() as stack, connections[ALIAS].cursor() as cursor:
+        for _ in range(5):
+            stack.enter_context(contextlib.closing(raw_connection(ALIAS)))
+        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'")
+        there = cursor.fetchone()[0]
+        out = io.StringIO()
+        with contextlib.suppress(SystemExit):
+            call_command("locks", "doctor", "--database", role, "--no-acquire", stdout=out)
+    found = re.search(r"(\d+) of the server's \d+ connections", out.getvalue())
+    assert found
+    assert int(found[1]) >= there >= 6

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from django.core.exceptions import ImproperlyConfigured
+from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
 
 from django_sqlsem import (
     AcquireTimeoutError,
@@ -275,3 +275,12 @@ def test_a_permit_says_when_it_expires_where_it_does(database):
         else:
             left = permit.expires_at - datetime.datetime.now(datetime.UTC)
             assert 0 < left.total_seconds() <= 30
+
+
+def test_a_status_is_not_read_in_an_event_loop(database):
+    async def main():
+        with pytest.raises(SynchronousOnlyOperation, match="astatus"):
+            semaphore("status", using=database).status()
+        assert (await semaphore("status", using=database).astatus()).held == 0
+
+    asyncio.run(main())

@@ -103,7 +103,9 @@ def test_the_documented_format_works_on_every_python(capsys: Any) -> None:
     logger = logging.getLogger("django_sqlsem")
     kept = (logger.handlers[:], logger.level, logger.propagate)
     try:
-        logging.config.dictConfig(namespace["LOGGING"] | {"disable_existing_loggers": False})
+        celerys = logging.getLogger("celery.app.trace")
+        logging.config.dictConfig(namespace["LOGGING"])
+        assert not celerys.disabled
         logger.warning("of none")
         logger.warning("of one", extra={"what": "busy", "semaphore": "reports"})
         assert capsys.readouterr().err.splitlines() == ["WARNING - -: of none", "WARNING busy reports: of one"]

@@ -352,3 +352,8 @@ def test_a_template_has_tiles_of_what_is_counted_by_template(operator: Client, l
     page = operator.get(reverse(SEMAPHORES), {"template": "n{pk}"}).content.decode()
     tiles = dict(re.findall(r'<li class="sqlsem-(\w+)[^>]*><a [^>]*>(?:<strong>(\d*)</strong>)?', page))
     assert tiles == {"all": "", "held": "0", "stale": "0", "waiting": "0", "paused": "0"}
+
+
+def test_the_entrance_keeps_what_an_address_asks_for(operator: Client, locks_alias: str) -> None:
+    asked = reverse("admin:app_list", args=["sqlsem"]) + "?state=waiting&range=24h"
+    assert operator.get(asked)["Location"] == reverse(SEMAPHORES) + "?state=waiting&range=24h"
