@@ -43,10 +43,14 @@ class Numbers:
     def agreed(self):
         """Return the numbers, once every node has the same."""
         sql = f"SELECT entered FROM testapp_probe WHERE {self.among} ORDER BY name"
-        first = self.nodes[0].query(sql)
-        wait_until(lambda: all(node.query(sql) == first for node in self.nodes), what="the nodes agree")
-        assert len(first) == len(self.nodes)
-        return [row[0] for row in first]
+
+        def same():  # what another node has committed may not have arrived at the first one yet
+            found = [node.query(sql) for node in self.nodes]
+            return found[0] if all(each == found[0] for each in found) else None
+
+        agreed = wait_until(same, what="the nodes agree")
+        assert len(agreed) == len(self.nodes)
+        return [row[0] for row in agreed]
 
 
 @pytest.fixture

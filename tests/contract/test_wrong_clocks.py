@@ -100,7 +100,7 @@ def test_a_dead_holders_slot_comes_back_when_its_lease_ends(database, wrong_cloc
 
 def test_many_exclude_each_other(database, counter, wrong_clock):
     environments = [wrong_clock("+1d"), wrong_clock("-1d"), {}]
-    figures = fight("contend", 3, 1.5, database, "fight", 2, 2, environments=environments)
+    figures = fight("contend", 3, 4.0, database, "fight", 2, 2, environments=environments)
     assert figures.errors == []
     assert counter.peak == 2
     assert counter.entered == figures.grants
