@@ -675,7 +675,7 @@ class BaseSemaphoreBackend(abc.ABC):
     def end_acts(self, session: Session) -> list[OverAct]:
         """End the pauses and the numbers of slots whose time has passed, and return them.
 
-        Nobody is granted sooner by that on rows, except who waits for slots that are opened again.
+        On rows that serves waiters of slots that are opened again; all others are served without it.
         """
         parameters = {"yes": True}
         over = session.run(lambda cursor: _rows(cursor, _OVER, parameters))

@@ -29,6 +29,11 @@ def numbers(slots: Sequence[int]) -> str:
     return ", ".join(map(str, slots))
 
 
+def wait(count: int) -> str:
+    """Return how many wait, as the end of a clause: ``1 waits``, ``3 wait``."""
+    return "1 waits" if count == 1 else f"{count} wait"
+
+
 def a_kind(kind: str) -> str:
     """Return a kind of lock with its article: ``a mutex``, ``an rlock``."""
     return f"an {kind}" if kind in ("rlock", "rwlock") else f"a {kind}"

@@ -19,6 +19,7 @@ from django.http.response import HttpResponseBase
 
 from django_sqlsem.busy import Busy, busy_response, of_ninja
 from django_sqlsem.core import forks, testmode
+from django_sqlsem.core.text import wait
 from django_sqlsem.decorators.calls import Call
 from django_sqlsem.decorators.views import leads_to
 from django_sqlsem.locks.acquire import refused_by_tests
@@ -127,8 +128,7 @@ def _because(busy: Busy) -> str:
     if busy.reason == "paused":
         return f"{busy.name!r} is paused by an operator."
     if busy.reason == "queue full":
-        wait = "1 waits" if busy.waiting == 1 else f"{busy.waiting} wait"
-        return f"no slot of {busy.name!r} was free, and {wait} for one already."
+        return f"no slot of {busy.name!r} was free, and {wait(busy.waiting)} for one already."
     if not (busy.holders or busy.waiting):
         return f"no slot of {busy.name!r} was free."
     return f"no slot of {busy.name!r} was free; {len(busy.holders)} held, {busy.waiting} waiting."

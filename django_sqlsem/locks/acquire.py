@@ -9,6 +9,7 @@ from django_sqlsem.conf import config
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.modes import refused
 from django_sqlsem.core.names import Resource
+from django_sqlsem.core.text import wait
 from django_sqlsem.exceptions import AcquireTimeoutError, never_met
 from django_sqlsem.runtime.keeper import Keeper
 from django_sqlsem.snapshots import LEAST, LONGEST_ESTIMATE, PAUSED_ESTIMATE, SemaphoreSnapshot, retry_after
@@ -59,8 +60,7 @@ def turned_away(name: str, timeout: float | None, crowd: Crowd) -> AcquireTimeou
     else:
         told, reason = f"No slot of {name!r} is free", "full"
         if crowd.waiting:  # else nobody may wait
-            wait = "1 waits" if crowd.waiting == 1 else f"{crowd.waiting} wait"
-            told, reason = f"{told}, and {wait} already", "queue full"
+            told, reason = f"{told}, and {wait(crowd.waiting)} already", "queue full"
         turns = (crowd.waiting + 1) * (crowd.usual_hold or 0.0) / max(1, crowd.slots)
         seconds = min(LONGEST_ESTIMATE, max(LEAST, turns))
     return AcquireTimeoutError(

@@ -45,7 +45,7 @@ def handle(
     if duration is not None and (resume or (not pause and slots is None)):
         raise CommandError(gettext("--for is of a pause or a number of slots: give one of them."), returncode=2)
     who: dict[str, Any] = {"by": console.by, "using": database, "reason": reason}
-    before = console.known(name, database)
+    before = None if slots is UNSET else console.known(name, database)
     try:
         if pause:
             done = control.pause(name, duration=duration, **who)
@@ -59,7 +59,7 @@ def handle(
     if not done:
         raise CommandError(gettext("%(name)s was purged meanwhile.") % {"name": repr(output.clean(name))})
     console.done(output.summary(snapshot))
-    if slots is not UNSET and before.operator_slots is not None:
+    if before is not None and before.operator_slots is not None:
         told = gettext("Before: %(slots)s, %(sized)s.")
         console.say(told % {"slots": output.count_slots(before.operator_slots), "sized": output.sized(before)})
     if snapshot.held > snapshot.slots:
