@@ -15,7 +15,7 @@ from django.db.models.signals import post_migrate
 
 from django_sqlsem import checks, contrib
 from django_sqlsem.core import forks, testmode
-from django_sqlsem.database import bells, sqlite
+from django_sqlsem.database import bells, sessions
 from django_sqlsem.deadlocks.lent_threads import LentThreads
 from django_sqlsem.deadlocks.watch import DeadlockWatch
 from django_sqlsem.decorators import answers
@@ -38,7 +38,7 @@ def install() -> None:
     for chore in (LentThreads, DeadlockWatch, HistoryChore, answers.LogRest):
         chores.plug_in(chore)
     connection_created.connect(_guard_test_database, dispatch_uid="sqlsem_lifecycle")
-    connection_created.connect(sqlite.remember, dispatch_uid="sqlsem_sqlite_files")
+    connection_created.connect(sessions.remember, dispatch_uid="sqlsem_sqlite_files")
     post_migrate.connect(_lose_flushed, dispatch_uid="sqlsem_lifecycle")
     _import_drivers()
     atexit.register(stop_all)

@@ -6,11 +6,13 @@ is as long as its value (``nvarchar(7)``): the server prepares the statement ane
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeVar
 
+from django.db import Error as DatabaseError
 from django.db.backends.utils import CursorWrapper
 
 if TYPE_CHECKING:
@@ -70,24 +72,31 @@ def padded(values: Sequence[T], counts: Sequence[int]) -> list[T]:
 
 
 class Cursor:
-    """A driver's cursor that takes ``%s`` and ``%(name)s``, as Django's do. It is used for one piece of work."""
+    """A driver's cursor that takes ``%s`` and ``%(name)s``, as Django's do. It is a block around one piece of work."""
 
-    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+    def __init__(self, connection: BaseDatabaseWrapper, raw: Any = None) -> None:
         self.db = connection
         #: The database's clock when its server was started or promoted, in microseconds: see ``server``.
         self.since_us: int = getattr(connection, "sqlsem_since_us", 0)
-        self._raw: Any = self._open(connection)
+        self._raw = raw or connection.connection.cursor()
+        #: Returns the next row, or ``None``.
+        self.fetchone: Callable[[], Any] = self._raw.fetchone
 
-    def _open(self, connection: BaseDatabaseWrapper) -> Any:
-        return connection.connection.cursor()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *exc_info: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        # SQLite keeps the write lock of a half-read statement until its cursor is closed, and the traceback of an
+        # interrupted thread keeps the cursor. The connection may be gone: that is not what it died of.
+        with contextlib.suppress(DatabaseError, driver_errors(self.db), OSError):
+            self.close()
 
     def execute(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] | None = None) -> None:
         """Run one statement. Raises the driver's errors, which the session translates."""
         self._raw.execute(sql, parameters)
-
-    def fetchone(self) -> Any:
-        """Return the next row, or ``None``."""
-        return self._raw.fetchone()
 
     def fetchall(self) -> list[Any]:
         """Return the rows that are left."""
@@ -106,17 +115,16 @@ class Cursor:
 class PostgreSQLCursor(Cursor):
     """One that has its statements prepared, which Django's does not."""
 
-    _psycopg2 = False
-
-    def _open(self, connection: BaseDatabaseWrapper) -> Any:
-        if not hasattr(connection.connection, "pgconn"):
-            self._psycopg2 = True
-            return connection.connection.cursor()
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self._psycopg2 = not hasattr(connection.connection, "pgconn")
+        if self._psycopg2:
+            super().__init__(connection)
+            return
         import psycopg
 
         # A prepared statement belongs to a session, and behind a pooler the next one may be another's.
         self._prepare = getattr(connection, "sqlsem_pooled", False) is False
-        return psycopg.Cursor(connection.connection)
+        super().__init__(connection, psycopg.Cursor(connection.connection))
 
     def execute(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] | None = None) -> None:
         """Run one statement, prepared."""
@@ -143,14 +151,21 @@ class SQLiteCursor(Cursor):
 class DjangoCursor(Cursor):
     """Django's."""
 
-    def _open(self, connection: BaseDatabaseWrapper) -> Any:
-        return connection.cursor()
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        super().__init__(connection, connection.cursor())
 
 
 #: What a statement may run on: a cursor of our own session, or of the caller's or the operator's connection.
 AnyCursor: TypeAlias = Cursor | CursorWrapper
 
 _NAMED: Final = re.compile(r"%\((\w+)\)s")
+
+
+def driver_errors(connection: BaseDatabaseWrapper) -> type[Exception]:
+    """Return the class of a driver's own errors."""
+    driver: Any = connection.Database  # type: ignore[attr-defined]
+    found: type[Exception] = driver.Error
+    return found
 
 
 @functools.lru_cache(maxsize=512)

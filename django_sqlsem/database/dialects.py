@@ -211,6 +211,8 @@ class Dialect:
     begin: ClassVar[str] = ""
     #: What its statements run on.
     cursor: ClassVar[type[cursors.Cursor]] = cursors.DjangoCursor
+    #: Does the driver take parameters in order alone, not by name?
+    positional: ClassVar[bool] = False
     #: Does the server compile each text anew, so that there should be few of them?
     fixed_texts: ClassVar[bool] = False
     #: Is the database a file, which the processes of one host share?
@@ -262,10 +264,18 @@ class Dialect:
         """Run a statement; only the parameters that its text names are sent."""
         text, names = _prepare(sql, self)
         values = {**self.parameters(), "since": getattr(cursor, "since_us", 0), "witness": False, **parameters}
-        if "arrived_us" in parameters:
+        if "age_us" in names:
             # At this very moment: a statement may have waited for the database.
             values["age_us"] = max(0, clocks.boot_now_us() - parameters["arrived_us"])
-        self.send(cursor, text, {name: values[name] for name in names})
+        if self.positional:
+            cursor.execute(text, [values[name] for name in names] or None)
+        else:
+            cursor.execute(text, {name: values[name] for name in names} or None)
+
+    def prepared(self, sql: str) -> tuple[str, Sequence[str]]:
+        """Return a statement as it is sent, and the names of its parameters, each once."""
+        text = " ".join(self.expand(sql).split())
+        return text, tuple(dict.fromkeys(_PARAMETER.findall(text)))
 
     def expand(self, sql: str) -> str:
         """Return a text with its words spelled out."""
@@ -277,10 +287,6 @@ class Dialect:
             return self.expand(text.replace("{t}", word[1] or ""))
 
         return _WORD.sub(spelled, sql)
-
-    def send(self, cursor: AnyCursor, text: str, values: Mapping[str, Any]) -> None:
-        """Run a statement with its parameters, as the driver takes them."""
-        cursor.execute(text, values or None)
 
     def insert_missing(self, cursor: AnyCursor, row: str, parameters: Mapping[str, Any]) -> bool:
         """Insert a row, ``table (columns) VALUES (...)``, unless it is there. Return whether it was inserted."""
@@ -339,8 +345,7 @@ class Dialect:
 
 @functools.lru_cache(maxsize=512)
 def _prepare(sql: str, dialect: Dialect) -> tuple[str, Sequence[str]]:
-    text = " ".join(dialect.expand(sql).split())
-    return text, tuple(dict.fromkeys(_PARAMETER.findall(text)))
+    return dialect.prepared(sql)
 
 
 @functools.lru_cache(maxsize=512)
@@ -349,7 +354,6 @@ def positional(text: str) -> tuple[str, Sequence[str]]:
     return _PARAMETER.sub("%s", text), tuple(_PARAMETER.findall(text))
 
 
-@functools.lru_cache(maxsize=512)
 def _sought(text: str) -> str:
     """Have SQL Server seek rows by an index: it would scan a small table, and wait for the rows of all other names."""
     text = _WRITTEN.sub(r"\1 FROM \2 WITH (ROWLOCK, FORCESEEK)", text)
@@ -647,12 +651,13 @@ class SQLServer(Dialect):
     reads_may_lock = True
     fixed_texts = True
 
-    def send(self, cursor: AnyCursor, text: str, values: Mapping[str, Any]) -> None:
-        """Run a statement: its driver knows no parameters by name, and the session may have been told not to count."""
+    positional = True  # its driver knows no parameters by name
+
+    def prepared(self, sql: str) -> tuple[str, Sequence[str]]:
+        """Return a statement and the names of its parameters in order; the session may have been told not to count."""
+        text, _ = super().prepared(sql)
         statement, names = positional(_sought(text))
-        if not statement.startswith("SELECT"):
-            statement = f"SET NOCOUNT OFF; {statement}"
-        cursor.execute(statement, [values[name] for name in names] or None)
+        return statement if statement.startswith("SELECT") else f"SET NOCOUNT OFF; {statement}", names
 
     def adapt(self, options: dict[str, Any]) -> None:
         options["isolation_level"] = "READ COMMITTED"

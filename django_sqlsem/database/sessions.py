@@ -1,6 +1,7 @@
 """Connections of our own, apart from the caller's: opened late, used by one thread at a time, dropped when in doubt.
 
-And where statements run: on these, on the caller's connection, or on an operator's.
+And where statements run: on these, on the caller's connection, or on an operator's. And what SQLite asks of those who
+share a file: no open connection passes a fork, and no file is swapped unseen.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import sqlite3
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 from django.db import Error as DjangoDatabaseError
 from django.db import IntegrityError, connections, transaction
@@ -22,18 +24,20 @@ from django.db.utils import load_backend
 
 from django_sqlsem.core import forks
 from django_sqlsem.core.clocks import boot_now, chance
-from django_sqlsem.database import dialects, errors, sockets, sqlite
-from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.database import dialects, errors, sockets
+from django_sqlsem.database.cursors import driver_errors
+from django_sqlsem.database.dialects import Dialect, dialect_for
 from django_sqlsem.database.errors import backend_error
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
     from django.db.models import Model
 
-    from django_sqlsem.database.cursors import AnyCursor, Cursor
+    from django_sqlsem.database.cursors import AnyCursor
 
 
 T = TypeVar("T")
+FileId: TypeAlias = "tuple[int, int] | None"
 
 #: What a driver's connection has, by PEP 249.
 _DRIVERS: Final = ("cursor", "commit", "rollback", "close")
@@ -46,6 +50,9 @@ class Session(Protocol):
 
     #: How often something was sent, by any thread.
     attempts: int
+
+    #: What its database's SQL is like.
+    dialect: Dialect
 
     @property
     def connection(self) -> BaseDatabaseWrapper:
@@ -87,11 +94,13 @@ def open_connection(alias: str, made: list[Any] | None = None) -> BaseDatabaseWr
     made = [] if made is None else made
     try:
         connection = _connection(alias, made)
-        sqlite.leave_inherited(sqlite.file_id(connection))
+        dialect = dialect_for(connection)
+        if dialect.in_a_file:
+            _leave_inherited(_file_id(connection))
         connection.ensure_connection()  # unlike connect(), it raises Django's errors, not the driver's
         # A test runner that forbids the database from here on means the tests, not what is left to be given back.
         connection.ensure_connection = _stay_open  # type: ignore[method-assign]
-        dialect_for(connection).prepare(connection)
+        dialect.prepare(connection)
         return connection
     except BaseException as error:
         made += _half_open(error)
@@ -154,23 +163,61 @@ def _connection(alias: str, made: list[Any]) -> BaseDatabaseWrapper:
     return connection
 
 
+# SQLite's files.
+
+#: The connections to files that any code of the process has opened.
+_known: weakref.WeakSet[BaseDatabaseWrapper] = weakref.WeakSet()
+#: Those that came along at the fork.
+_brought: list[tuple[weakref.ref[BaseDatabaseWrapper], Any]] = []
+#: Two threads may open their first connections at the same moment: none opens before the inherited ones are closed.
+_leaving = threading.Lock()
+
+
+def remember(connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
+    """Know of a connection that was opened by any code of the process: a receiver of ``connection_created``."""
+    if isinstance(connection.connection, sqlite3.Connection):
+        _known.add(connection)
+
+
+def _file_id(connection: BaseDatabaseWrapper) -> FileId:
+    """Return what file an SQLite connection's name means now; ``None`` if none."""
+    try:
+        found = os.stat(connection.settings_dict["NAME"])
+    except (OSError, TypeError, ValueError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _note_inherited() -> None:
+    global _leaving
+    _leaving = threading.Lock()
+    _brought[:] = [(weakref.ref(each), each.connection) for each in list(_known) if each.connection is not None]
+
+
+def _leave_inherited(file: FileId) -> None:
+    """Close the connections to a file that came along at the fork, before the first of our own is opened.
+
+    As long as SQLite sees them it believes that this process has the file's locks. The system says that the parent
+    has: others would take the write-ahead log away under this process, which went on alone in a file of its own.
+    A connection inside a transaction is left alone, as its end would undo the parent's.
+    """
+    if not _brought:
+        return
+    with _leaving:
+        for reference, raw in list(_brought):
+            connection = reference()
+            mine = connection is not None and connection.connection is raw
+            if connection is not None and mine and file is not None and _file_id(connection) == file:
+                if raw.in_transaction:
+                    continue
+                with contextlib.suppress(Exception):
+                    raw.close()
+                connection.connection = None
+            if connection is None or connection.connection is not raw:
+                _brought.remove((reference, raw))
+
+
 # How it is used.
-
-
-@contextlib.contextmanager
-def cursor_of(connection: BaseDatabaseWrapper) -> Iterator[Cursor]:
-    """Yield a cursor of an open connection. The driver's errors come out as Django's."""
-    with connection.wrap_database_errors:
-        cursor = dialect_for(connection).cursor(connection)
-        try:
-            yield cursor
-        except BaseException:
-            # SQLite keeps the write lock of a half-read statement until its cursor is closed, and the traceback of an
-            # interrupted thread keeps the cursor. The connection may be gone: that is not what it died of.
-            with contextlib.suppress(DjangoDatabaseError, _driver_errors(connection), OSError):
-                cursor.close()
-            raise
-        cursor.close()
 
 
 @contextlib.contextmanager
@@ -251,7 +298,12 @@ def briefly(session: Session, work: Callable[[AnyCursor], T], seconds: float, in
 @contextlib.contextmanager
 def _atomic(connection: BaseDatabaseWrapper) -> Iterator[AnyCursor]:
     try:
-        with transaction.atomic(using=connection.alias), cursor_of(connection) as cursor:
+        cursor_of = dialect_for(connection).cursor
+        with (
+            transaction.atomic(using=connection.alias),
+            connection.wrap_database_errors,
+            cursor_of(connection) as cursor,
+        ):
             yield cursor
     except AttributeError as error:
         # The end of a transaction that could not be rolled back asks mssql-django for a connection that is closed.
@@ -281,6 +333,7 @@ class OwnSession:
 
     def __init__(self, alias: str) -> None:
         self.alias = alias
+        self.dialect = dialect_for(connections[alias])
         self.last_used = time.monotonic()
         self.attempts = 0
         #: Since when the database owes an answer, by the boot clock; ``None`` if the last statement was answered.
@@ -291,7 +344,7 @@ class OwnSession:
         self._connection: BaseDatabaseWrapper | None = None
         #: What must be closed with the connection, or was made under way to one.
         self._made: list[Any] = []
-        self._file: sqlite.FileId = None
+        self._file: FileId = None
         #: When a connection could not be opened last, and why; ``None`` since one could.
         self._unreachable: tuple[float, DjangoDatabaseError] | None = None
         with _gate:  # a thread that is about to fork goes through all sessions
@@ -311,45 +364,39 @@ class OwnSession:
         """Whether no connection could be opened since an instant of ``time.monotonic()``."""
         return self._unreachable is not None and self._unreachable[0] >= since
 
-    def run(self, work: Callable[[AnyCursor], T], *, again: bool = True) -> T:
-        """Call ``work`` with a cursor in autocommit. Raises ``BackendError``."""
-
-        def attempt(connection: BaseDatabaseWrapper) -> T:
-            with cursor_of(connection) as cursor:
-                return work(cursor)
-
-        return self._repeat(attempt, again=again)
-
     def transaction(self, work: Callable[[AnyCursor], T | None], *, again: bool = True) -> T | None:
         """Call ``work`` in a transaction; commit unless it returns ``None``. Raises ``BackendError``."""
 
-        def attempt(connection: BaseDatabaseWrapper) -> T | None:
-            dialect = dialect_for(connection)
-            if not dialect.begin:
-                with used_by_orm(connection), _atomic(connection) as cursor:
-                    result = work(cursor)
+        def whole(cursor: AnyCursor) -> T | None:
+            connection: Any = cursor.db
+            if not self.dialect.begin:
+                with used_by_orm(connection), _atomic(connection) as inside:
+                    result = work(inside)
                     transaction.set_rollback(result is None, using=connection.alias)
                     return result
             # The driver stays in autocommit: Django's way would cost MySQL two more round trips.
-            with cursor_of(connection) as cursor:
-                cursor.execute(dialect.begin)
-                try:
-                    result = work(cursor)
-                    cursor.execute("ROLLBACK" if result is None else "COMMIT")  # SQLite may be too busy for that
-                except _driver_errors(connection):
-                    with contextlib.suppress(_driver_errors(connection)):
-                        cursor.execute("ROLLBACK")
-                    raise  # anything else costs the connection: not a word more on it
-                return result
+            cursor.execute(self.dialect.begin)
+            try:
+                result = work(cursor)
+                cursor.execute("ROLLBACK" if result is None else "COMMIT")  # SQLite may be too busy for that
+            except driver_errors(connection):
+                with contextlib.suppress(driver_errors(connection)):
+                    cursor.execute("ROLLBACK")
+                raise  # anything else costs the connection: not a word more on it
+            return result
 
-        return self._repeat(attempt, again=again)
+        return self.run(whole, again=again)
 
     def close(self) -> None:
         """Close the connection. The session stays usable."""
         with self._lock:
             self._discard()
 
-    def _repeat(self, attempt: Callable[[BaseDatabaseWrapper], T], *, again: bool) -> T:
+    def run(self, work: Callable[[AnyCursor], T], *, again: bool = True) -> T:
+        """Call ``work`` with a cursor in autocommit; the driver's errors come out of it as Django's.
+
+        Raises ``BackendError``.
+        """
         asked = time.monotonic()
         with _gate:  # a thread that is about to fork goes first
             pass
@@ -367,7 +414,8 @@ class OwnSession:
                     connection = self._open()
                     opened, self._unreachable = True, None
                     self.attempts += 1
-                    result = attempt(connection)
+                    with connection.wrap_database_errors, self.dialect.cursor(connection) as cursor:
+                        result = work(cursor)
                     self.asked_at = None
                     return result
                 except DjangoDatabaseError as error:
@@ -399,11 +447,12 @@ class OwnSession:
             # A test runner renames the database under way; and a file may have been put in the place of SQLite's.
             same_name = self._connection.settings_dict["NAME"] == connections[self.alias].settings_dict["NAME"]
             stands = self._connection.connection is not None  # Django closes one that it could not roll back
-            if same_name and stands and self._file == sqlite.file_id(self._connection):
+            in_place = self._file is None or self._file == _file_id(self._connection)
+            if same_name and stands and in_place:
                 return self._connection
             self._discard()
         connection = self._connection = open_connection(self.alias, self._made)
-        self._file = sqlite.file_id(connection)
+        self._file = _file_id(connection) if self.dialect.in_a_file else None
         if self.opened is not None:
             self.opened(connection)
         return connection
@@ -425,12 +474,6 @@ class OwnSession:
             null = os.open(os.devnull, os.O_RDWR)
             os.dup2(null, descriptor, inheritable=False)
             os.close(null)
-
-
-def _driver_errors(connection: BaseDatabaseWrapper) -> type[Exception]:
-    driver: Any = connection.Database  # type: ignore[attr-defined]
-    found: type[Exception] = driver.Error
-    return found
 
 
 _sessions: weakref.WeakSet[OwnSession] = weakref.WeakSet()
@@ -463,7 +506,7 @@ def after_fork_in_child() -> None:
     global _gate
     _frozen.clear()
     _gate = threading.Lock()
-    sqlite.after_fork()
+    _note_inherited()
     sockets.forget_watched()
     sockets.after_fork()
     for session in list(_sessions):
@@ -485,6 +528,7 @@ class CallerSession:
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection = connection
+        self.dialect = dialect_for(connection)
         self.attempts = 0
 
     def run(self, work: Callable[[AnyCursor], T], *, again: bool = True) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django_sqlsem.backends.base import Request
 from django_sqlsem.core.clocks import boot_now
@@ -38,10 +38,10 @@ class HistoryChore(Chore):
 
     def granted(self, acquisition: Acquisition) -> None:
         """Note a grant."""
-        if acquisition.kept:
+        if acquisition.undo is None:
             self._open[id(acquisition)] = acquisition
-        if acquisition.grant is not None:
-            self._note(GRANTED, acquisition, at=acquisition.granted_at, waited=acquisition.waited)
+        note, at = self.recorder.note, acquisition.granted_at
+        note(GRANTED, acquisition.request, acquisition.grant, at=at, waited=acquisition.waited)
 
     def refused(self, request: Request, waited: float | None) -> None:
         """Note that a caller got nothing."""
@@ -52,16 +52,17 @@ class HistoryChore(Chore):
         loss = acquisition.loss
         if loss is not None and loss.reason is not LossReason.STOPPED:
             self.lost(acquisition, loss)  # another thread has found it, and may be about to tell of it
-        elif self._ends(acquisition):
+        elif self._open.pop(id(acquisition), None) is not None:
+            note, at = self.recorder.note, acquisition.releasing_since
+            held = max(0.0, at - acquisition.granted_at)
             detail = str(loss) if loss is not None else ""
-            held = max(0.0, acquisition.releasing_since - acquisition.granted_at)
-            self._note(RELEASED, acquisition, at=acquisition.releasing_since, held=held, detail=detail)
+            note(RELEASED, acquisition.request, acquisition.grant, at=at, held=held, detail=detail)
 
     def lost(self, acquisition: Acquisition, loss: Loss) -> None:
         """Note a loss."""
-        if loss.reason is not LossReason.FORKED and self._ends(acquisition):
-            held = boot_now() - acquisition.granted_at
-            self._note(LOST, acquisition, held=held, by=loss.by, detail=f"{loss.reason}: {loss.detail}")
+        if loss.reason is not LossReason.FORKED and self._open.pop(id(acquisition), None) is not None:
+            held, detail = boot_now() - acquisition.granted_at, f"{loss.reason}: {loss.detail}"
+            self.recorder.note(LOST, acquisition.request, acquisition.grant, held=held, by=loss.by, detail=detail)
 
     def ended(self, hold: Ended) -> None:
         """Note how long a hold lasted whose process is gone: until it proved last that it lives."""
@@ -86,13 +87,6 @@ class HistoryChore(Chore):
     def deadlocked(self, request: Request, waited: float, detail: str) -> None:
         """Note a deadlock."""
         self.recorder.note(DEADLOCK, request, waited=waited, detail=detail)
-
-    def _note(self, what: str, acquisition: Acquisition, **details: Any) -> None:
-        self.recorder.note(what, acquisition.request, acquisition.grant, **details)
-
-    def _ends(self, acquisition: Acquisition) -> bool:
-        """Whether a grant that was noted ends now: it does so once."""
-        return self._open.pop(id(acquisition), None) is not None
 
     # When it is written.
 

@@ -79,7 +79,8 @@ def enter(alias: str, acquisition: Acquisition) -> None:
     """
     caller = current_caller()
     key = acquisition.request.resource.key
-    for other in taken_by(caller, alias, key):
+    place = id(caller), key
+    for other in taken_by(caller, alias, key) if place in _asked else ():
         if is_held(other):
             slots = other.grant.slots if other.grant else ()
             raise AlreadyHeldError(
@@ -90,7 +91,7 @@ def enter(alias: str, acquisition: Acquisition) -> None:
             )
     found = acquisition.caller = Caller()
     found.ref = found.asker = weakref.ref(caller)
-    found.scope, found.place, found.beside = (alias, key), (id(caller), key), _trail.get()
+    found.scope, found.place, found.beside = (alias, key), place, _trail.get()
     if isinstance(caller, asyncio.Task):
         task, thread = _running()
         if task is not caller:
@@ -101,8 +102,11 @@ def enter(alias: str, acquisition: Acquisition) -> None:
     if running_loop() is None:
         found.thread = weakref.ref(threading.current_thread())
     with _lock:
-        _asked.setdefault(found.place, []).append(weakref.ref(acquisition))
-    _trail.set(_longer(found.beside, acquisition))
+        _asked.setdefault(place, []).append(weakref.ref(acquisition))
+    trail = found.beside
+    if trail is not None and trail.length >= trail.swept_at:
+        trail = _swept(trail)
+    _trail.set(Trail(acquisition, trail, _SHORT if trail is None else trail.swept_at))
 
 
 def ask_besides(acquisition: Acquisition, other: Acquisition) -> None:
@@ -112,14 +116,13 @@ def ask_besides(acquisition: Acquisition, other: Acquisition) -> None:
     found.beside = Trail(other, _trail.get(), _SHORT)
 
 
-def _longer(trail: Trail | None, acquisition: Acquisition) -> Trail:
-    """Return the trail of one that took this too. As soon as half of it may have gone, what has gone is left out."""
-    if trail is not None and trail.length >= trail.swept_at:
-        left = [*trail.back()][::-1]
-        trail = None
-        for each in left:
-            trail = Trail(each, trail, 2 * len(left) + _SHORT)
-    return Trail(acquisition, trail, _SHORT if trail is None else trail.swept_at)
+def _swept(trail: Trail) -> Trail | None:
+    """Return a trail of which half may have gone without what has gone."""
+    left = [*trail.back()][::-1]
+    swept: Trail | None = None
+    for each in left:
+        swept = Trail(each, swept, 2 * len(left) + _SHORT)
+    return swept
 
 
 def taken_by(caller: Any, alias: str, key: str) -> list[Acquisition]:

@@ -13,12 +13,20 @@ class CountedSession(OwnSession):
     def __init__(self, alias: str) -> None:
         super().__init__(alias)
         self.statements: list[str] = []
+        self._in_transaction = False
 
     def run(self, work: Any, *, again: bool = True) -> Any:
-        return super().run(lambda cursor: work(_Cursor(cursor, self.statements)), again=again)
+        return super().run(work if self._in_transaction else self._counted(work), again=again)
 
     def transaction(self, work: Any, *, again: bool = True) -> Any:
-        return super().transaction(lambda cursor: work(_Cursor(cursor, self.statements)), again=again)
+        self._in_transaction = True
+        try:
+            return super().transaction(self._counted(work), again=again)
+        finally:
+            self._in_transaction = False
+
+    def _counted(self, work: Any) -> Any:
+        return lambda cursor: work(_Cursor(cursor, self.statements))
 
     def sent(self) -> int:
         """Return how many it has sent since the last call."""

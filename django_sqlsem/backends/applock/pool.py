@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from django.db import Error as DjangoDatabaseError
+from django.db import connections
 
 from django_sqlsem.backends.applock.held import Holding
 from django_sqlsem.backends.applock.sessions import INSIDE, LockSession
 from django_sqlsem.core import turns
 from django_sqlsem.core.modes import UPDATE, line_of
 from django_sqlsem.database import sockets
+from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.errors import backend_error
 from django_sqlsem.database.sessions import FORK_PATIENCE
 from django_sqlsem.exceptions import BackendError
@@ -40,6 +42,7 @@ class LockPool:
 
     def __init__(self, alias: str) -> None:
         self.alias = alias
+        self.dialect = dialect_for(connections[alias])
         self.attempts = 0
         self.last_used = time.monotonic()
         #: Since when a batch is under way, by the boot clock: only the keeper's own sessions say so.

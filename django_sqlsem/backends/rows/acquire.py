@@ -26,7 +26,7 @@ from django_sqlsem.backends.rows.statements import (
 )
 from django_sqlsem.core.modes import MUTEX, RWLOCK, WRITER, interchangeable
 from django_sqlsem.core.names import MAX_SLOTS
-from django_sqlsem.database.dialects import Dialect, dialect_for
+from django_sqlsem.database.dialects import Dialect
 from django_sqlsem.exceptions import never_met, wrong_kind
 
 if TYPE_CHECKING:
@@ -167,15 +167,17 @@ _NOTHING: Final = Grant((), (), ())
 class SlotRequest:
     """One request for slots, and the session that it runs on."""
 
-    __slots__ = ("crowd", "dialect", "parameters", "request", "session")
+    __slots__ = ("crowd", "dialect", "parameters", "request", "session", "turn")
 
     def __init__(self, session: Session, request: Request, place: Place | None = None) -> None:
         #: Why it may not wait, as far as it was seen.
         self.crowd: Crowd | None = None
         self.session = session
         self.request = request
-        self.dialect = dialect_for(session.connection)
+        self.dialect = session.dialect
         self.parameters = request_parameters(request, place)
+        #: To whom it yields: see ``_YIELDS_TO``.
+        self.turn = "barge" if not request.fair else "ranked" if request.rank else "newcomer"
 
     def take(self) -> Grant | None:
         """Take slots, without waiting."""
@@ -188,11 +190,8 @@ class SlotRequest:
     def take_one(self) -> Grant | None:
         """Take one slot of a name that is as it should be, by one statement."""
         # Once sent, a claim may have been granted although the answer got lost: it is not repeated as it is.
-        row = self.session.run(lambda cursor: self._take(Statements(cursor, self.parameters)), again=False)
-        if row is None:
-            return None
-        self._declare(row[3])
-        return Grant((row[1],), (row[2],), (row[0],))
+        row = self.session.run(self._take, again=False)
+        return None if row is None else self._grant(row)
 
     def take_or_stand(self) -> Waited | None:
         """Take one slot, or else a place in the queue, in one statement; ``None``: neither was to be had."""
@@ -201,10 +200,13 @@ class SlotRequest:
         row = row_of(self.session, text, self.parameters, again=False)
         if row is None:
             return None
-        if row[0] is None:
-            return Waited((), Queue(ahead=int(row[4])))
-        self._declare(row[3])
-        return self.granted(Grant((row[1],), (row[2],), (row[0],)))
+        return Waited((), Queue(ahead=int(row[4]))) if row[0] is None else self.granted(self._grant(row))
+
+    def _grant(self, row: Sequence[Any]) -> Grant:
+        row_id, slot, token, declared_slots = row[:4]
+        if self.request.slots not in (None, declared_slots):
+            self._declare(declared_slots)
+        return Grant((slot,), (token,), (row_id,))
 
     def granted(self, grant: Grant, *, at_once: bool = True) -> Waited:
         """Return a grant as the outcome of a first step of waiting."""
@@ -286,7 +288,7 @@ class SlotRequest:
                 if self.request.slots is not None:
                     statements.change(_DECLARE)
                 found = statements.row(LOCK)
-            wanted = statements.row(wanted_sql(self._turn))
+            wanted = statements.row(wanted_sql(self.turn))
             if wanted is None:
                 return None
             operator_slots, declared_slots, _paused, shrinking, now, _kind = found
@@ -300,17 +302,14 @@ class SlotRequest:
         grant = self.session.transaction(work, again=False)
         return None if grant is _NOTHING else grant
 
-    @property
-    def _turn(self) -> str:
-        request = self.request
-        return "barge" if not request.fair else "ranked" if request.rank else "newcomer"
-
-    def _take(self, statements: Statements) -> Any:
+    def _take(self, cursor: AnyCursor) -> Any:
         """Take one slot; return the row's id, slot, token and the declared number of slots, or ``None``."""
         mutex = self.request.resource.kind == MUTEX
-        text = take_sql(self.dialect, self._turn, durable=self.request.durable, mutex=mutex)
+        text = take_sql(self.dialect, self.turn, durable=self.request.durable, mutex=mutex)
         if self.dialect.returning:
-            return statements.row(text)
+            self.dialect.execute(cursor, text, self.parameters)
+            return cursor.fetchone()
+        statements = Statements(cursor, self.parameters)
         if self.dialect.update_limit:
             taken = statements.change(text) > 0
         else:

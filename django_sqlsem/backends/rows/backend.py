@@ -104,7 +104,7 @@ class RowsBackend(BaseSemaphoreBackend):
             queue.leave(session, request)
 
     def release(self, session: Session, held: Acquired, *, wanted: bool = False, hand_on: bool = True) -> Released:
-        if held.resource.kind == COUNTER:  # they were handed over, and nobody took them
+        if held.request.resource.kind == COUNTER:  # they were handed over, and nobody took them
             return Released(counters.discard(session, held.resource, held.permit_id))
         return handoff.release(session, held, wanted=wanted, hand_on=hand_on)
 

@@ -36,11 +36,10 @@ from django_sqlsem.backends.rows.statements import (
     row_of,
     rows_named,
 )
-from django_sqlsem.core.identity import process_id
 from django_sqlsem.core.modes import MUTEX, RWLOCK, SEMAPHORE, SHARED, UPDATE
 from django_sqlsem.core.names import MAX_SLOTS
 from django_sqlsem.database import bells
-from django_sqlsem.database.dialects import Dialect, dialect_for
+from django_sqlsem.database.dialects import Dialect
 from django_sqlsem.models import HOLDER_COLUMNS
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ def free_sql(dialect: Dialect, rows: int, unwanted: bool) -> str:
 
 def release(session: Session, held: Acquired, *, wanted: bool, hand_on: bool) -> Released:
     """Free the rows of a permit, and hand them on; ``wanted``: it is likely that somebody waits."""
-    dialect, parameters = dialect_for(session.connection), _parameters(held)
+    dialect, parameters = session.dialect, _parameters(held)
     mode, rows = held.request.mode, len(held.grant.row_ids)
     # With a mode they may be thousands, and are known by the permit's id.
     free = DISCARD if mode else free_sql(dialect, rows, False)
@@ -128,18 +127,18 @@ def release(session: Session, held: Acquired, *, wanted: bool, hand_on: bool) ->
 
 
 def _parameters(held: Acquired) -> dict[str, Any]:
-    grant, presence = held.grant, held.request.presence
+    grant, request = held.grant, held.request
     parameters = {
-        "key": held.resource.key,
-        "permit_id": held.permit_id,
-        "process_id": process_id(),
-        "witness": presence.beacon,
-        "bells": presence.bells,
-        "held_as": held.request.lock_mode,
+        "key": request.resource.key,
+        "permit_id": request.permit_id,
+        "process_id": request.holder.process,
+        "witness": request.presence.beacon,
+        "bells": request.presence.bells,
+        "held_as": request.lock_mode,
         "slot0": grant.slots[0],
         "token0": grant.tokens[0],
     }
-    if not held.request.mode:
+    if not request.mode:
         parameters |= rows_named(grant.row_ids)
     return parameters
 

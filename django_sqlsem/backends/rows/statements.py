@@ -62,12 +62,22 @@ class Statements:
 
 def change(session: Session, text: str, parameters: dict[str, Any], *, again: bool = True) -> int:
     """Run a statement by itself, and return how many rows it changed. Raises ``BackendError``."""
-    return session.run(lambda cursor: Statements(cursor, parameters).change(text), again=again)
+
+    def work(cursor: AnyCursor) -> int:
+        session.dialect.execute(cursor, text, parameters)
+        return int(cursor.rowcount)
+
+    return session.run(work, again=again)
 
 
 def row_of(session: Session, text: str, parameters: dict[str, Any], *, again: bool = True) -> Any:
     """Run a query by itself, and return its first row, or ``None``. Raises ``BackendError``."""
-    return session.run(lambda cursor: Statements(cursor, parameters).row(text), again=again)
+
+    def work(cursor: AnyCursor) -> Any:
+        session.dialect.execute(cursor, text, parameters)
+        return cursor.fetchone()
+
+    return session.run(work, again=again)
 
 
 def request_parameters(request: Request, place: Place | None = None) -> dict[str, Any]:
