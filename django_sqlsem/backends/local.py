@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_sqlsem.backends.base import (
     COUNTER,
@@ -18,6 +20,7 @@ from django_sqlsem.backends.base import (
     Grant,
     Granted,
     Place,
+    Presence,
     Queue,
     Released,
     Renewal,
@@ -27,9 +30,12 @@ from django_sqlsem.backends.base import (
     check_slots,
     tell_of_two_kinds,
 )
+from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import boot_now, stood_still
 from django_sqlsem.core.modes import EXCLUSIVE, MUTEX, RWLOCK, UPDATE, UPGRADE, WHOLE, WRITER, interchangeable
+from django_sqlsem.core.names import Resource
+from django_sqlsem.database.sessions import Session
 from django_sqlsem.exceptions import never_met, wrong_kind
 from django_sqlsem.snapshots import (
     HolderSnapshot,
@@ -42,15 +48,6 @@ from django_sqlsem.snapshots import (
     grouped,
     templates_of,
 )
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
-    from django_sqlsem.backends.base import Presence
-    from django_sqlsem.backends.clock import RowClock
-    from django_sqlsem.core.names import Resource
-    from django_sqlsem.database.sessions import Session
-
 
 _tokens = itertools.count(time.time_ns() // 1000)
 

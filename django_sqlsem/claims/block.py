@@ -5,26 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.db import connections
 from django.db.models import Model, QuerySet
 
 from django_sqlsem.claims.recovery import give_back_abandoned, is_due
-from django_sqlsem.claims.rows import Outcome, let_go, refuse_atomic, take
+from django_sqlsem.claims.rows import Outcome, StatusColumn, let_go, refuse_atomic, take
 from django_sqlsem.core.durations import UNSET, Unset
 from django_sqlsem.core.text import shown
 from django_sqlsem.database import transactions
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, PermitLostError, SemaphoreError
-
-if TYPE_CHECKING:
-    from django_sqlsem.claims.rows import StatusColumn
-    from django_sqlsem.locks.permit import Permit
-    from django_sqlsem.locks.semaphore import Semaphore
-    from django_sqlsem.models import ClaimRow
-
+from django_sqlsem.locks.permit import Permit
+from django_sqlsem.locks.semaphore import Semaphore
+from django_sqlsem.models import ClaimRow
 
 logger = logging.getLogger("django_sqlsem")
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django.core.exceptions import ValidationError
 
-from django_sqlsem.claims.rows import Outcome, let_go, owned
+from django_sqlsem.claims.rows import Outcome, StatusColumn, let_go, owned
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.names import Resource
 from django_sqlsem.exceptions import BackendError
-
-if TYPE_CHECKING:
-    from django_sqlsem.claims.rows import StatusColumn
-    from django_sqlsem.core.names import Resource
-    from django_sqlsem.models import ClaimRow
-    from django_sqlsem.runtime.keeper import Keeper
-
+from django_sqlsem.models import ClaimRow
+from django_sqlsem.runtime.keeper import Keeper
 
 logger = logging.getLogger("django_sqlsem")
 

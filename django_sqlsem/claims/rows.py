@@ -11,25 +11,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from django.core.exceptions import FieldDoesNotExist, ValidationError
 from django.db import Error as DatabaseError
 from django.db import connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Field, Model, QuerySet
 
 from django_sqlsem.core.identity import current
 from django_sqlsem.core.names import MAX_NAME_LENGTH, Resource, resource_for
 from django_sqlsem.core.text import shown
 from django_sqlsem.database import errors, transactions
+from django_sqlsem.database.cursors import AnyCursor
 from django_sqlsem.database.dialects import DatabaseNow, dialect_for
 from django_sqlsem.models import ClaimRow
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
-    from django_sqlsem.database.cursors import AnyCursor
-
 
 T = TypeVar("T")
 

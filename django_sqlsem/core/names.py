@@ -11,14 +11,11 @@ import functools
 import hashlib
 import re
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django_sqlsem.core.text import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 MAX_NAME_LENGTH: Final = 200
 MAX_SLOTS: Final = 10_000

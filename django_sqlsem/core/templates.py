@@ -7,18 +7,15 @@ import inspect
 import re
 import sys
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.http import HttpRequest
 from django.utils.functional import LazyObject, empty
 
 from django_sqlsem.core.names import escaped, joined, validate_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
 
 _TOKEN: Final = re.compile(r"\{\{|\}\}|\{(?P<field>[^{}]*)\}|[{}]")
 _MISSING: Final = object()

@@ -7,30 +7,23 @@ import functools
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from django.db import connections
+from django.db.models import Model
 
 from django_sqlsem.backends import database_for, get_backend
+from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.conf import config
 from django_sqlsem.core.modes import MUTEX
-from django_sqlsem.database.cursors import padded
-from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.database.cursors import AnyCursor, padded
+from django_sqlsem.database.dialects import Dialect, dialect_for
 from django_sqlsem.database.sessions import CallerSession
 from django_sqlsem.deadlocks import graph
-from django_sqlsem.deadlocks.graph import Name, Slot, Wait, entangled
+from django_sqlsem.deadlocks.graph import Knot, Name, Slot, Wait, entangled
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow, WaitRow
 from django_sqlsem.snapshots import DeadlockSnapshot, HolderSnapshot, SlotState, WaitSnapshot, grouped
-
-if TYPE_CHECKING:
-    from django.db.models import Model
-
-    from django_sqlsem.backends.base import BaseSemaphoreBackend
-    from django_sqlsem.database.cursors import AnyCursor
-    from django_sqlsem.database.dialects import Dialect
-    from django_sqlsem.deadlocks.graph import Knot
-
 
 #: A row, by the names of its model's fields; of waiters in line, by those of ``WaitRow``.
 Rows: TypeAlias = list[dict[str, Any]]

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django.db import connections
 
@@ -20,24 +20,19 @@ from django_sqlsem.conf import config
 from django_sqlsem.core.clocks import boot_now, chance
 from django_sqlsem.core.identity import HolderIdentity
 from django_sqlsem.core.names import resource_for
-from django_sqlsem.database.dialects import DatabaseNow, dialect_for
+from django_sqlsem.database.cursors import AnyCursor
+from django_sqlsem.database.dialects import DatabaseNow, Dialect, dialect_for
 from django_sqlsem.database.errors import is_transient
 from django_sqlsem.database.sessions import OwnSession, RefusedError, briefly, insert_missing
 from django_sqlsem.deadlocks import graph as deadlocks_graph
-from django_sqlsem.deadlocks.reading import IDS_AT_ONCE, Teller, has_rows, marks, numbered, read_waits
+from django_sqlsem.deadlocks.graph import Knot
+from django_sqlsem.deadlocks.reading import IDS_AT_ONCE, Look, Teller, has_rows, marks, numbered, read_waits
 from django_sqlsem.exceptions import BackendError, DeadlockError
 from django_sqlsem.models import WaitRow
 from django_sqlsem.runtime import callers
 from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State
 from django_sqlsem.runtime.chores import Chore
-
-if TYPE_CHECKING:
-    from django_sqlsem.database.cursors import AnyCursor
-    from django_sqlsem.database.dialects import Dialect
-    from django_sqlsem.deadlocks.graph import Knot
-    from django_sqlsem.deadlocks.reading import Look
-    from django_sqlsem.snapshots import DeadlockSnapshot
-
+from django_sqlsem.snapshots import DeadlockSnapshot
 
 logger = logging.getLogger("django_sqlsem")
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from django.db import Error as DatabaseError
 from django.db import connections, transaction
 
+from django_sqlsem.backends.base import OverAct
 from django_sqlsem.conf import config
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.core.names import key_of
+from django_sqlsem.database.cursors import AnyCursor
 from django_sqlsem.database.dialects import dialect_for
-from django_sqlsem.database.sessions import used_by_orm
+from django_sqlsem.database.sessions import OwnSession, used_by_orm
 from django_sqlsem.history.events import (
     DRAINED,
     PAUSED,
@@ -25,13 +27,7 @@ from django_sqlsem.history.events import (
     several,
 )
 from django_sqlsem.models import EventRow
-
-if TYPE_CHECKING:
-    from django_sqlsem.backends.base import OverAct
-    from django_sqlsem.database.cursors import AnyCursor
-    from django_sqlsem.database.sessions import OwnSession
-    from django_sqlsem.snapshots import HolderSnapshot
-
+from django_sqlsem.snapshots import HolderSnapshot
 
 logger = logging.getLogger("django_sqlsem")
 

@@ -6,13 +6,14 @@ import datetime
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django.db import connections
-from django.db.models import BigIntegerField, Count, F, Max, Min, Sum, Value
+from django.db.models import BigIntegerField, Count, F, Max, Min, QuerySet, Sum, Value
 from django.db.models.expressions import RawSQL
 
 from django_sqlsem.backends import database_for
+from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.conf import config
 from django_sqlsem.core.names import Name, key_of, validate_name
 from django_sqlsem.database.dialects import DatabaseNow, dialect_for
@@ -20,12 +21,6 @@ from django_sqlsem.database.errors import database_errors
 from django_sqlsem.history import recorder
 from django_sqlsem.history.events import ACTS, LOST, PURGED, RELEASED, REVOKED, Event, Minute, Span, Totals, Trend
 from django_sqlsem.models import EventRow, MinuteRow
-
-if TYPE_CHECKING:
-    from django.db.models import QuerySet
-
-    from django_sqlsem.backends.clock import RowClock
-
 
 MINUTE_US: Final = 60_000_000
 #: No timeline shows more.

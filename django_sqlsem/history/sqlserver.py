@@ -9,16 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from django_sqlsem.database.cursors import TEXT, declare_types, padded
+from django.db.models import Field, Model
 
-if TYPE_CHECKING:
-    from django.db.models import Field, Model
-
-    from django_sqlsem.database.cursors import AnyCursor
-    from django_sqlsem.models import MinuteRow
-
+from django_sqlsem.database.cursors import TEXT, AnyCursor, declare_types, padded
+from django_sqlsem.models import MinuteRow
 
 #: How many rows, or keys.
 AT_ONCE: Final = 10

@@ -6,9 +6,9 @@ import functools
 import logging
 import operator
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from django.db import connections
 from django.db.models import Q
@@ -16,20 +16,14 @@ from django.db.models import Q
 from django_sqlsem.conf import Config, config
 from django_sqlsem.core.clocks import boot_now, boot_now_us, chance
 from django_sqlsem.core.identity import printable
+from django_sqlsem.database.cursors import AnyCursor
 from django_sqlsem.database.dialects import dialect_for
-from django_sqlsem.database.sessions import OwnSession, briefly, passes
+from django_sqlsem.database.sessions import KeeperSession, OwnSession, briefly, passes
 from django_sqlsem.history import recorder as history_recorder
 from django_sqlsem.history import sqlserver
 from django_sqlsem.history.events import PASSING
 from django_sqlsem.history.recorder import MINUTE_US, Entry, Recorder, Tallies, Tally
 from django_sqlsem.models import EventRow, MinuteRow
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from django_sqlsem.database.cursors import AnyCursor
-    from django_sqlsem.database.sessions import KeeperSession
-
 
 logger = logging.getLogger("django_sqlsem")
 

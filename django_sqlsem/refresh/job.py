@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.core.exceptions import ImproperlyConfigured
@@ -17,19 +17,15 @@ from django_sqlsem.backends import database_for, get_counting_backend
 from django_sqlsem.core.durations import duration
 from django_sqlsem.core.names import resource_for
 from django_sqlsem.database.dialects import dialect_for
-from django_sqlsem.database.sessions import CallerSession
+from django_sqlsem.database.sessions import CallerSession, Session
 from django_sqlsem.database.transactions import in_transaction
 from django_sqlsem.exceptions import SemaphoreError
+from django_sqlsem.locks.permit import Permit
+from django_sqlsem.locks.semaphore import Semaphore
 from django_sqlsem.refresh import rows
 from django_sqlsem.refresh.rows import RefreshState
 from django_sqlsem.refresh.values import MISSING, Values
 from django_sqlsem.runtime.keepers import keeper_for
-
-if TYPE_CHECKING:
-    from django_sqlsem.database.sessions import Session
-    from django_sqlsem.locks.permit import Permit
-    from django_sqlsem.locks.semaphore import Semaphore
-
 
 logger = logging.getLogger("django_sqlsem")
 

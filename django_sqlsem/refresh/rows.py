@@ -6,27 +6,23 @@ What operators see of refreshed values is read on the alias's ordinary connectio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django.db import connections
+from django.db.models import QuerySet
+from django.db.models.expressions import Combinable
 
 from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.core.clocks import ahead_us
 from django_sqlsem.core.identity import current
+from django_sqlsem.core.names import Resource
+from django_sqlsem.database.cursors import AnyCursor
 from django_sqlsem.database.dialects import DatabaseNow, dialect_for
 from django_sqlsem.database.errors import database_errors
-from django_sqlsem.database.sessions import CallerSession, OwnSession, insert_missing, used_by_orm
+from django_sqlsem.database.sessions import CallerSession, OwnSession, Session, insert_missing, used_by_orm
 from django_sqlsem.models import RefreshRow
+from django_sqlsem.runtime.keeper import Keeper
 from django_sqlsem.snapshots import RefreshSnapshot
-
-if TYPE_CHECKING:
-    from django.db.models import QuerySet
-    from django.db.models.expressions import Combinable
-
-    from django_sqlsem.core.names import Resource
-    from django_sqlsem.database.cursors import AnyCursor
-    from django_sqlsem.database.sessions import Session
-    from django_sqlsem.runtime.keeper import Keeper
 
 
 @dataclass(frozen=True, slots=True)

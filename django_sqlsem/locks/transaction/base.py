@@ -7,19 +7,15 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from django.db import Error as DjangoDatabaseError
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
+from django_sqlsem.core.names import Resource
 from django_sqlsem.database.errors import backend_error, is_deadlock_of_sql_server, sqlstate
 from django_sqlsem.exceptions import DeadlockError
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
-    from django_sqlsem.core.names import Resource
-
 
 #: Levels at which every statement sees what others have committed. What was read before a wait is read anew after it.
 FRESH_LEVELS: Final = ("READ COMMITTED", "READ UNCOMMITTED")

@@ -11,20 +11,17 @@ import enum
 import functools
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
+
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_sqlsem.core import testmode
+from django_sqlsem.core.names import Resource
+from django_sqlsem.database.cursors import AnyCursor, Cursor
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.sessions import OwnSession
 from django_sqlsem.exceptions import BackendError
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
-    from django_sqlsem.core.names import Resource
-    from django_sqlsem.database.cursors import AnyCursor, Cursor
-    from django_sqlsem.locks.transaction.base import Wanted
-
+from django_sqlsem.locks.transaction.base import Wanted
 
 KEY_ROWS: Final = "sqlsem_transaction_lock"
 #: How many rows a purge deletes in one transaction.

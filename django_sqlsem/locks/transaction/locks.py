@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from types import TracebackType
+from typing import Any, Final, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error as DatabaseError
 from django.db import connections, router, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Model
 from django.db.transaction import TransactionManagementError
 from django.utils.asyncio import async_unsafe
@@ -33,12 +35,6 @@ from django_sqlsem.locks.transaction.mysql import MySQLLocking
 from django_sqlsem.locks.transaction.postgresql import PostgreSQLLocking
 from django_sqlsem.locks.transaction.sqlite import SQLiteLocking
 from django_sqlsem.locks.transaction.sqlserver import ApplockLocking
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
 
 T = TypeVar("T")
 

@@ -10,9 +10,10 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from django.db import Error as DjangoDatabaseError
+from django.db.backends.utils import CursorWrapper
 
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.exceptions import BackendError
@@ -26,10 +27,6 @@ from django_sqlsem.locks.transaction.base import (
     stale_reads,
 )
 from django_sqlsem.locks.transaction.key_rows import KEY_ROWS, Attempt
-
-if TYPE_CHECKING:
-    from django.db.backends.utils import CursorWrapper
-
 
 _LEVELS: Final = ", ".join(f"'{level.replace(' ', '-')}'" for level in FRESH_LEVELS)
 _LOCK: Final = f"SELECT {{hint}} 1 FROM {KEY_ROWS} WHERE name_key = %(key)s AND {{level}} IN ({_LEVELS}) {{strength}}"

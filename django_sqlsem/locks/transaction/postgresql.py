@@ -6,9 +6,10 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django.db import Error as DjangoDatabaseError
+from django.db.backends.utils import CursorWrapper
 
 from django_sqlsem.locks.transaction import key_rows
 from django_sqlsem.locks.transaction.base import (
@@ -20,10 +21,6 @@ from django_sqlsem.locks.transaction.base import (
     stale_reads,
 )
 from django_sqlsem.locks.transaction.key_rows import KEY_ROWS, Attempt
-
-if TYPE_CHECKING:
-    from django.db.backends.utils import CursorWrapper
-
 
 _LEVELS: Final = ", ".join(f"'{level.lower()}'" for level in FRESH_LEVELS)
 _ISOLATION: Final = "current_setting('transaction_isolation')"

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from django.db.backends.utils import CursorWrapper
 
 from django_sqlsem.database.sqlserver import failure, lock_names
 from django_sqlsem.exceptions import DeadlockError
@@ -19,10 +21,6 @@ from django_sqlsem.locks.transaction.base import (
     deadlock,
     stale_reads,
 )
-
-if TYPE_CHECKING:
-    from django.db.backends.utils import CursorWrapper
-
 
 #: Levels by their numbers in sys.dm_exec_sessions.
 _LEVELS: Final = {1: "READ UNCOMMITTED", 2: "READ COMMITTED", 3: "REPEATABLE READ", 4: "SERIALIZABLE", 5: "SNAPSHOT"}
