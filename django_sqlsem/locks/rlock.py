@@ -39,11 +39,11 @@ class Stay:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._inside: dict[int, weakref.ref[RLockPermit]] = {}
+        self._inside: weakref.WeakValueDictionary[int, RLockPermit] = weakref.WeakValueDictionary()
 
     def inside(self) -> list[RLockPermit]:
         """Return the permits that have not been given back, the outermost first."""
-        return [permit for ref in list(self._inside.values()) if (permit := ref()) is not None]
+        return list(self._inside.values())
 
     def outermost(self) -> Permit | None:
         """Return the permit by which everyone else is inside, or ``None`` if all have left."""
@@ -51,11 +51,10 @@ class Stay:
 
     def admit(self, permit: RLockPermit) -> None:
         """Count one in."""
-        number = next(self._numbers)
-        permit._number, permit._depth = number, len(self._inside) + 1
-        self._inside[number] = weakref.ref(permit)
+        permit._number, permit._depth = next(self._numbers), len(self._inside) + 1
+        self._inside[permit._number] = permit
         before = [ref for ref in _flow.get() if (other := ref()) is not None and not other.released]
-        _flow.set((*before, self._inside[number]))
+        _flow.set((*before, weakref.ref(permit)))
 
     def leave(self, permit: RLockPermit) -> bool:
         """Count one out. Return whether it was the last one."""
@@ -98,9 +97,6 @@ class Stay:
 
     def forget(self, acquisition: Acquisition) -> None:
         """A permit was garbage-collected: give the lock back if it was the last one."""
-        for number, ref in list(self._inside.items()):
-            if ref() is None:
-                self._inside.pop(number, None)
         if self.outermost() is None:
             acquisition.keeper.forget(acquisition, "it was garbage-collected")
         else:

@@ -57,7 +57,7 @@ MOST_FOR_LIST = 12
 #: Modules of the backend that it loads, as the first acquire of a process does.
 BACKEND_FOR_LIST = 15
 #: Places that catch what interrupts a thread.
-INTERRUPTIONS = 14
+INTERRUPTIONS = 13
 
 
 def classes() -> dict[str, list[tuple[str, ast.ClassDef]]]:

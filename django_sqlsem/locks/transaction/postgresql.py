@@ -6,9 +6,10 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from django.db import Error as DjangoDatabaseError
+from django.db import transaction
 from django.db.backends.utils import CursorWrapper
 
 from django_sqlsem.locks.transaction import key_rows
@@ -94,16 +95,8 @@ class PostgreSQLLocking(TransactionLocking):
     @contextlib.contextmanager
     def _savepoint(self) -> Iterator[CursorWrapper]:
         """Run statements that may fail: the caller's transaction goes on, its settings as they were."""
-        savepoint: Any = self.connection.savepoint()
-        try:
-            with self.connection.cursor() as cursor:
-                yield cursor
-        except BaseException:
-            with contextlib.suppress(DjangoDatabaseError):
-                self.connection.savepoint_rollback(savepoint)
-                self.connection.savepoint_commit(savepoint)
-            raise
-        self.connection.savepoint_commit(savepoint)
+        with transaction.atomic(using=self.connection.alias), self.connection.cursor() as cursor:
+            yield cursor
 
 
 @contextlib.contextmanager
