@@ -47,6 +47,7 @@ from django_sqlsem.snapshots import (
     Survey,
     grouped,
     templates_of,
+    who,
 )
 
 _tokens = itertools.count(time.time_ns() // 1000)
@@ -282,17 +283,12 @@ class LocalName:
         """Return the snapshot of a taken slot."""
         slot = self.held[number]
         age, left, now = boot_now() - slot.since, slot.left, datetime.datetime.now(datetime.UTC)
-        who = slot.request.holder
         return HolderSnapshot(
             name=self.name,
             slot=number,
             state=SlotState.HELD,
             token=slot.token,
-            host=who.host,
-            pid=who.pid,
-            thread=who.thread,
-            label=who.label,
-            user=who.user,
+            **who(slot.request.holder),
             acquired_at=now - datetime.timedelta(seconds=age),
             expires_at=now + datetime.timedelta(seconds=left),
             age=age,

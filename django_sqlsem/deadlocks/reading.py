@@ -23,7 +23,7 @@ from django_sqlsem.database.sessions import CallerSession
 from django_sqlsem.deadlocks import graph
 from django_sqlsem.deadlocks.graph import Knot, Name, Slot, Wait, entangled
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow, WaitRow
-from django_sqlsem.snapshots import DeadlockSnapshot, HolderSnapshot, SlotState, WaitSnapshot, grouped
+from django_sqlsem.snapshots import WHO, DeadlockSnapshot, HolderSnapshot, SlotState, WaitSnapshot, grouped
 
 #: A row, by the names of its model's fields; of waiters in line, by those of ``WaitRow``.
 Rows: TypeAlias = list[dict[str, Any]]
@@ -35,8 +35,6 @@ COUNTS: Final = (1, 5, 25, 200)
 IDS_AT_ONCE: Final = COUNTS[-1]
 #: A deadlock must still be there after this many seconds: what is read in several statements may fit ill together.
 _AGAIN: Final = 0.05
-
-_WHO: Final = ("host", "pid", "thread", "label", "user")
 
 
 @dataclass
@@ -234,7 +232,7 @@ class Teller:
             name=row["name"] if "name" in row else names[row["key"]]["name"],
             take=row["take"],
             mode=row["mode"],
-            **{field: row[field] for field in _WHO},
+            **{name: row[name] for name in WHO},
             waiting_since=self._clock.at(age),
             age=age,
             holds=grouped(

@@ -32,7 +32,7 @@ from django_sqlsem.models import WaitRow
 from django_sqlsem.runtime import callers
 from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State
 from django_sqlsem.runtime.chores import Chore
-from django_sqlsem.snapshots import DeadlockSnapshot
+from django_sqlsem.snapshots import DeadlockSnapshot, who
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -83,11 +83,7 @@ def _row(acquisition: Acquisition, permits: str, boot_id: str, patience_us: int)
         permits=permits,
         since_us=DatabaseNow(was_us=round(acquisition.arrived * 1e6)),
         expires_us=DatabaseNow() + patience_us,
-        host=holder.host,
-        pid=holder.pid,
-        thread=holder.thread,
-        label=holder.label,
-        user=holder.user,
+        **who(holder),
         process_id=holder.process,
         boot_id=boot_id,
     )
@@ -125,8 +121,8 @@ def tell(keeper: AcquisitionKeeper, deadlock: DeadlockSnapshot, youngest: Acquis
     end = f" The last wait, for {name!r}, was broken off." if broken else ""
     logger.error("Deadlock: %s.%s", deadlock, end, extra={"semaphores": deadlock.names, "broken": broken})
     for wait in {each.name: each for each in deadlock.waits}.values():
-        who = HolderIdentity(wait.host, wait.pid, wait.thread, wait.label, wait.user, "")
-        theirs = dataclasses.replace(request, resource=resource_for(wait.name, request.resource.kind), holder=who)
+        holder = HolderIdentity(**who(wait), process="")
+        theirs = dataclasses.replace(request, resource=resource_for(wait.name, request.resource.kind), holder=holder)
         keeper.tell("deadlocked", theirs, wait.age, f"{deadlock}.{end}")
 
 

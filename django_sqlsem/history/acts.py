@@ -27,7 +27,7 @@ from django_sqlsem.history.events import (
     several,
 )
 from django_sqlsem.models import EventRow
-from django_sqlsem.snapshots import HolderSnapshot
+from django_sqlsem.snapshots import HolderSnapshot, who
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -58,12 +58,9 @@ def record(alias: str, action: str, name: str, by: str, detail: str, holder: Hol
         return
     connection = connections[alias]
     dialect = dialect_for(connection)
-    row = EventRow(key=key_of(name), name=name, what=what, by=printable(by, MAX_USER_LENGTH))
-    row.detail = detail
+    whose = {} if holder is None else {"slot": holder.slot, "token": holder.token, **who(holder)}
+    row = EventRow(key=key_of(name), name=name, what=what, by=printable(by, MAX_USER_LENGTH), detail=detail, **whose)
     if holder is not None:
-        row.slot, row.token = holder.slot, holder.token
-        row.host, row.pid, row.thread = holder.host, holder.pid, holder.thread
-        row.label, row.user = holder.label, holder.user
         row.held_us = round(holder.age * 1e6) if what in _ENDS and holder.recorded else None
         told = detail if parse_slots(detail.removeprefix("slots ")) == () else f"({detail})"  # else it passes for slots
         row.detail = ": ".join(filter(None, (several(holder.numbers), told)))

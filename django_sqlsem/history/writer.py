@@ -21,9 +21,10 @@ from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.sessions import KeeperSession, OwnSession, briefly, passes
 from django_sqlsem.history import recorder as history_recorder
 from django_sqlsem.history import sqlserver
-from django_sqlsem.history.events import PASSING
+from django_sqlsem.history.events import ADDED_UP, LONGEST, PASSING
 from django_sqlsem.history.recorder import MINUTE_US, Entry, Recorder, Tallies, Tally
 from django_sqlsem.models import EventRow, MinuteRow
+from django_sqlsem.snapshots import who
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -103,7 +104,7 @@ def event_row(at_us: int, entry: Entry, settings: Config) -> EventRow | None:
     kept = settings.history_grants if entry.what in PASSING else settings.history_acts
     if not kept:
         return None
-    request, grant, who = entry.request, entry.grant, entry.request.holder
+    request, grant = entry.request, entry.grant
     return EventRow(
         key=request.resource.key,
         name=request.resource.name,
@@ -114,11 +115,7 @@ def event_row(at_us: int, entry: Entry, settings: Config) -> EventRow | None:
         token=grant.tokens[0] if grant is not None and grant.tokens else None,
         waited_us=None if entry.waited is None else round(entry.waited * 1e6),
         held_us=None if entry.held is None else round(entry.held * 1e6),
-        host=who.host,
-        pid=who.pid,
-        thread=who.thread,
-        label=who.label,
-        user=who.user,
+        **who(request.holder),
         by=printable(entry.by, 150),
         detail=printable(entry.told(), 500),
     )
@@ -132,13 +129,7 @@ def minute_row(at_us: int, tally: Tally, writer: int, settings: Config) -> Minut
         minute_us=at_us,
         writer=writer,
         until_us=at_us + MINUTE_US + round(settings.history_minutes * 1e6),
-        granted=tally.granted,
-        released=tally.released,
-        turned_away=tally.turned_away,
-        lost=tally.lost,
-        held_us=tally.held_us,
-        longest_hold_us=tally.longest_hold_us,
-        longest_wait_us=tally.longest_wait_us,
+        **{name: getattr(tally, name) for name in (*ADDED_UP, *LONGEST)},
         holds=history_recorder.to_text(tally.holds),
         waits=history_recorder.to_text(tally.waits),
     )

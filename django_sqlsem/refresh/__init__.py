@@ -16,15 +16,11 @@ from django_sqlsem.core.names import validate_name
 from django_sqlsem.core.templates import CallName
 from django_sqlsem.core.text import shown
 from django_sqlsem.exceptions import AlreadyHeldError, BackendError
+from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore
-from django_sqlsem.refresh.job import BuildFailedError, Job
+from django_sqlsem.refresh.job import BuildFailedError, Found, Job
 from django_sqlsem.refresh.values import MISSING, CacheValues, FieldValues, Values
 from django_sqlsem.runtime.callers import refuse_event_loop
-
-if TYPE_CHECKING:
-    from django_sqlsem.locks.permit import Permit
-    from django_sqlsem.refresh.job import Found
-
 
 __all__ = ["BuildFailedError", "Refresh", "refresh_every"]
 
@@ -68,7 +64,7 @@ class Refresh(Generic[T]):
         self._refuse_async()
         job = self._job(self._name.name(args, kwargs))
         found = job.look()
-        if found.fresh:
+        if found.settles(job):
             return cast("T", found.value)
         permit = self._take(job, found)
         if permit is None:
@@ -80,7 +76,7 @@ class Refresh(Generic[T]):
         """Return what ``get()`` does, without blocking the event loop."""
         job = self._job(await self._name.aname(args, kwargs))
         found = await job.alook()
-        if found.fresh:
+        if found.settles(job):
             return cast("T", found.value)
         permit = await self._atake(job, found)
         if permit is None:
@@ -117,27 +113,19 @@ class Refresh(Generic[T]):
 
     def _take(self, job: Job, found: Found) -> Permit | None:
         """Get the lock, waiting for it only if there is no old value. ``None``: be content with that."""
-        found.refuse_resting(job)
-        try:
-            if found.value is MISSING:
-                return job.lock.acquire()
-            return None if found.resting else job.lock.try_acquire()
-        except AlreadyHeldError:  # a build that asks for its own value, or a transaction that has just built it
-            if found.value is MISSING:
-                raise
-            return None
+        if found.value is MISSING:
+            return job.lock.acquire()
+        with contextlib.suppress(AlreadyHeldError):  # a build asks for its own value, or its transaction goes on
+            return job.lock.try_acquire()
+        return None
 
     async def _atake(self, job: Job, found: Found) -> Permit | None:
         """Do as ``_take()`` does, from a coroutine."""
-        found.refuse_resting(job)
-        try:
-            if found.value is MISSING:
-                return await job.lock.aacquire()
-            return None if found.resting else await job.lock.atry_acquire()
-        except AlreadyHeldError:
-            if found.value is MISSING:
-                raise
-            return None
+        if found.value is MISSING:
+            return await job.lock.aacquire()
+        with contextlib.suppress(AlreadyHeldError):
+            return await job.lock.atry_acquire()
+        return None
 
     def _rebuild(self, job: Job, permit: Permit, args: Any, kwargs: Any, *, forced: bool = False) -> T:
         found = job.look(again=True)  # the previous holder of the lock may have built it

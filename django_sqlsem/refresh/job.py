@@ -52,21 +52,17 @@ class Found:
         """Return the value, or ``other`` if there is none."""
         return other if self.value is MISSING else self.value
 
-    def settles(self, job: Job, forced: bool) -> bool:
+    def settles(self, job: Job, forced: bool = False) -> bool:
         """Whether nothing is to be built. Raises ``BuildFailedError`` if nothing may be, and there is no value."""
         if self.fresh or forced:
             return self.fresh
-        self.refuse_resting(job)
-        return self.resting
-
-    def refuse_resting(self, job: Job) -> None:
-        """Raise ``BuildFailedError`` if there is no value, and none is to be built yet."""
         if self.resting and self.value is MISSING:
             failed = self.state.failed or 0.0
             raise BuildFailedError(
                 f"The build of {job.name!r} failed {duration(failed)} ago, and there is no old value; it is tried "
                 f"again in {duration((job.retry_after or 0.0) - failed)}."
             )
+        return self.resting
 
 
 class Job:

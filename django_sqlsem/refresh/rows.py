@@ -22,7 +22,7 @@ from django_sqlsem.database.errors import database_errors
 from django_sqlsem.database.sessions import CallerSession, OwnSession, Session, insert_missing, used_by_orm
 from django_sqlsem.models import RefreshRow
 from django_sqlsem.runtime.keeper import Keeper
-from django_sqlsem.snapshots import RefreshSnapshot
+from django_sqlsem.snapshots import RefreshSnapshot, who
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +111,14 @@ def write(
 
 def built(session: Session, took: float, built_for: int) -> dict[str, Any]:
     """Return what a row says of a build by this thread or task that has just ended."""
-    who = current()
+    builder = current()
     return {
         "built_us": now(),
         "took_us": round(took * 1e6),
         "built_for": built_for,
         "failed_us": None,
-        "host": who.host,
-        "pid": who.pid,
-        "thread": who.thread,
-        "label": who.label,
-        "user": who.user,
-        "process_id": who.process,
+        **who(builder),
+        "process_id": builder.process,
         "boot_id": dialect_for(session.connection).boot_id,
     }
 
@@ -156,11 +152,7 @@ def snapshot_of(clock: RowClock, row: RefreshRow) -> RefreshSnapshot:
     return RefreshSnapshot(
         name=row.name,
         period=period,
-        host=row.host,
-        pid=row.pid,
-        thread=row.thread,
-        label=row.label,
-        user=row.user,
+        **who(row),
         built_at=None if age is None else clock.at(age),
         age=age,
         took=row.took_us / 1e6 if built else None,

@@ -20,7 +20,7 @@ from django_sqlsem.locks.semaphore import Semaphore
 from django_sqlsem.runtime.acquisition import Acquisition, State
 from django_sqlsem.runtime.keepers import all_acquisitions, all_keepers
 from django_sqlsem.signals import acquire_timed_out, permit_acquired, permit_forgotten, permit_released
-from django_sqlsem.snapshots import HolderSnapshot, SlotState
+from django_sqlsem.snapshots import HolderSnapshot, SlotState, who
 
 #: How many lines of the program's own are told of each acquire.
 LINES: Final = 3
@@ -104,7 +104,7 @@ def make_busy(name: Name, *, holders: int = 1, waiting: int = 0, retry_after: in
     ``holders``: how many hold a slot, each for a second so far, in this process's name; or give your own
     ``HolderSnapshot`` by ``dataclasses.replace()``. Raises ``TypeError`` or ``ValueError`` for a bad name.
     """
-    name, who, now = validate_name(name), identity.current(), datetime.datetime.now(datetime.UTC)
+    name, now = validate_name(name), datetime.datetime.now(datetime.UTC)
     second = datetime.timedelta(seconds=1)
 
     def holder(slot: int) -> HolderSnapshot:
@@ -113,11 +113,7 @@ def make_busy(name: Name, *, holders: int = 1, waiting: int = 0, retry_after: in
             slot=slot,
             state=SlotState.HELD,
             token=slot,
-            host=who.host,
-            pid=who.pid,
-            thread=who.thread,
-            label=who.label,
-            user=who.user,
+            **who(identity.current()),
             acquired_at=now - second,
             expires_at=now + 59 * second,
             age=1.0,
