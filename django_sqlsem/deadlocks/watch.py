@@ -56,7 +56,7 @@ _PATIENCE: Final = 50
 _MANY: Final = 100
 #: How often who looks also sweeps up what the dead have left.
 _SWEEP: Final = 0.2
-#: How many rows are inserted at once.
+#: How many rows one step inserts.
 INSERTED: Final = 20
 
 # Not with the ORM: SQL Server would scan a small table, and wait for the rows of others.
@@ -134,9 +134,6 @@ class _Plan:
     new: dict[str, tuple[Acquisition, str]] = field(default_factory=dict)
     kept: dict[str, tuple[Acquisition, str]] = field(default_factory=dict)
     looks: bool = False
-    #: When, on the boot clock, to leave the rest to the next step; and the rows that are there by then.
-    until: float = math.inf
-    written: dict[str, tuple[Acquisition, str]] = field(default_factory=dict)
 
 
 class DeadlockWatch(Chore):
@@ -210,10 +207,8 @@ class DeadlockWatch(Chore):
             if closed or seconds < self._dialect.shortest(self._session.connection):
                 self._rest_until = boot_now() + LOCKED
                 return
-            plan.until = boot_now() + seconds / 3
             limit = min(seconds / 3, _LONGEST)  # there are several
-            look = briefly(self._session, lambda cursor: self._ask(cursor, plan), limit)
-            self._written = plan.written
+            self._written, look = briefly(self._session, lambda cursor: self._ask(cursor, plan), limit)
             if look is not None:
                 suspected = self._judge(look)
                 self._crowd = max(1.0, len(look.waits) / _CROWD)
@@ -257,7 +252,8 @@ class DeadlockWatch(Chore):
             if known is not None and known == (acquisition, permits):
                 plan.kept[acquisition.permit_id] = known
             elif permits and (known is not None or len(plan.new) + len(self._written) < _MANY):
-                plan.new[acquisition.permit_id] = (acquisition, permits)
+                if len(plan.new) < INSERTED:  # the next step is for the others
+                    plan.new[acquisition.permit_id] = (acquisition, permits)
             else:
                 self._waits[key] = (acquisition, now + _LOOK)  # it holds nothing now, or there are enough of them
         plan.gone = self._written.keys() - plan.kept.keys()
@@ -276,26 +272,21 @@ class DeadlockWatch(Chore):
                     found[each.permit_id] = f"{each.request.resource.key}/{each.permit_id}"
         return " ".join(found.values())
 
-    def _ask(self, cursor: AnyCursor, plan: _Plan) -> Look | None:
-        """Send what is planned. It may be sent again if it was not answered."""
-        dialect = self._dialect
+    def _ask(self, cursor: AnyCursor, plan: _Plan) -> tuple[dict[str, tuple[Acquisition, str]], Look | None]:
+        """Send what is planned. It may be sent again if it was not answered. Return what is written by then."""
+        dialect, written = self._dialect, plan.kept | plan.new
         patience_us = round(_LOOK * MISSED * self._crowd * 1e6)
         delete(cursor, dialect, plan.gone)
-        inserted, plan.written = dict(plan.new), dict(plan.kept)
         if plan.looks and not refresh(cursor, dialect, plan.kept, patience_us):
-            delete(cursor, dialect, plan.kept)  # some were swept up while this process was stopped
-            inserted, plan.written = plan.kept | inserted, {}
-        left = list(inserted.items())
-        while left and not (plan.written and boot_now() > plan.until):
-            some, left = dict(left[:INSERTED]), left[INSERTED:]
-            insert(self._alias, some.values(), dialect.boot_id, patience_us)
-            plan.written |= some
+            delete(cursor, dialect, plan.kept)  # some were swept up while this process was stopped: they are new again
+            written = plan.new
+        insert(self._alias, plan.new.values(), dialect.boot_id, patience_us)
         if not plan.looks:
-            return None
+            return written, None
         look = read_waits(cursor, dialect, leases=self._keeper.backend.supports_renewal)
         if look.dead and chance.random() < _SWEEP:
             delete(cursor, dialect, look.dead[:IDS_AT_ONCE])
-        return look
+        return written, look
 
     def _judge(self, look: Look) -> bool:
         """Tell of each deadlock once, and break it if settings say so. Return whether one is suspected.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import secrets
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from django_sqlsem.backends.base import COUNTER, LAPSE_US, Request
 from django_sqlsem.core import identity
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
-from django_sqlsem.core.names import Resource, refuse_fields, resource_for, validate_name
+from django_sqlsem.core.names import Resource, refuse_fields, resource_for, validate_name, validate_slots
 from django_sqlsem.core.text import shown
 from django_sqlsem.database import transactions
 from django_sqlsem.database.sessions import CallerSession, OwnSession, Session
@@ -35,17 +36,8 @@ logger = logging.getLogger("django_sqlsem")
 LONGEST_LOGIN: Final = 20.0
 #: The most that one call adds or takes.
 MOST_AT_ONCE: Final = 1_000_000_000
+_units: Final = functools.partial(validate_slots, most=MOST_AT_ONCE)
 LAPSE: Final = LAPSE_US / 1e6  #: A grant that is not taken by then goes back into the count, in seconds.
-
-
-def validate_count(count: object, *, what: str, minimum: int = 1) -> int:
-    """Return ``count`` if it is an ``int`` from ``minimum`` to a billion. Raises ``TypeError`` or ``ValueError``."""
-    if isinstance(count, bool) or not isinstance(count, int):
-        kind = type(count).__name__
-        raise TypeError(f"{what} must be an int from {minimum} to {MOST_AT_ONCE}, not {shown(count)} of type {kind}.")
-    if not minimum <= count <= MOST_AT_ONCE:
-        raise ValueError(f"{what} must be from {minimum} to {MOST_AT_ONCE}, not {shown(count)}.")
-    return int(count)
 
 
 @dataclass(frozen=True)
@@ -91,7 +83,7 @@ class Counter:
         They are there at once, whatever becomes of the caller's transaction; on SQLite inside ``atomic()``, with its
         commit. Raises ``BackendError``.
         """
-        count = validate_count(n, what="n")
+        count = _units(n, what="n")
         _refuse_event_loop("arelease")
         keeper = self._keeper()
         session = keeper.session_here()
@@ -105,7 +97,7 @@ class Counter:
 
     async def arelease(self, n: int = 1) -> None:
         """Add ``n`` units from a coroutine; see ``release()``."""
-        count = validate_count(n, what="n")
+        count = _units(n, what="n")
         keeper = self._keeper()
         await keeper.call(lambda: self._add(keeper, keeper.own, count))
 
@@ -176,7 +168,7 @@ class Counter:
         return found
 
     def _wanted(self, n: int | None) -> int:
-        return self.take if n is None else validate_count(n, what="n")
+        return self.take if n is None else _units(n, what="n")
 
     def _acquire(self, take: int, timeout: float | None) -> Taken | None:
         _refuse_event_loop("aacquire")
@@ -284,8 +276,8 @@ def counter(
         refuse_fields(name)
     return Counter(
         validate_name(name),
-        validate_count(initial, what="initial", minimum=0),
-        take=validate_count(take, what="take"),
+        _units(initial, what="initial", least=0),
+        take=_units(take, what="take"),
         timeout=timeout,
         using=using,
     )
