@@ -244,40 +244,30 @@ class LocalName:
     def snapshot(self) -> SemaphoreSnapshot:
         """Return what it is like now."""
         self.expire()
-        holders = grouped(self.holder(number) for number in sorted(self.held))
-        units = self.units if self.kind == COUNTER else None
-        found = SemaphoreSnapshot(
+        wall, told = datetime.datetime.now(datetime.UTC), dict[str, Any]()
+        operator_slots, paused = self.operator_slots, self.paused
+
+        def at(seconds: float | None) -> datetime.datetime | None:
+            return None if seconds is None else wall + datetime.timedelta(seconds=seconds)
+
+        if operator_slots is not None and (act := self.sizing) is not None:
+            told |= {"slots_by": act.by, "slots_reason": act.reason, "slots_until": at(act.left)}
+            told |= {"slots_end_in": act.left}
+        if paused and (act := self.pause) is not None:
+            told |= {"paused_by": act.by, "paused_reason": act.reason, "paused_at": at(act.since - boot_now())}
+            told |= {"paused_until": at(act.left), "resumes_in": act.left}
+        return SemaphoreSnapshot(
             self.name,
             self.kind,
             self.slots,
             self.declared,
-            self.operator_slots,
-            self.paused,
-            holders,
-            units=units,
+            operator_slots,
+            paused,
+            grouped(self.holder(number) for number in sorted(self.held)),
+            units=self.units if self.kind == COUNTER else None,
             template=self.template,
+            **told,
         )
-        now, wall = boot_now(), datetime.datetime.now(datetime.UTC)
-        if found.operator_slots is not None and self.sizing is not None:
-            left = self.sizing.left
-            found = replace(
-                found,
-                slots_by=self.sizing.by,
-                slots_reason=self.sizing.reason,
-                slots_until=None if left is None else wall + datetime.timedelta(seconds=left),
-                slots_end_in=left,
-            )
-        if found.paused and self.pause is not None:
-            left = self.pause.left
-            found = replace(
-                found,
-                paused_by=self.pause.by,
-                paused_reason=self.pause.reason,
-                paused_at=wall - datetime.timedelta(seconds=now - self.pause.since),
-                paused_until=None if left is None else wall + datetime.timedelta(seconds=left),
-                resumes_in=left,
-            )
-        return found
 
     def holder(self, number: int) -> HolderSnapshot:
         """Return the snapshot of a taken slot."""

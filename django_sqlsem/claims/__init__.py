@@ -13,8 +13,7 @@ from django.db.models.query import ModelIterable
 
 from django_sqlsem.backends import database_for
 from django_sqlsem.claims.block import Claim
-from django_sqlsem.claims.recovery import give_back_abandoned
-from django_sqlsem.claims.rows import CLAIM_KIND, refuse_atomic, status_column
+from django_sqlsem.claims.rows import CLAIM_KIND, give_back_abandoned, refuse_atomic, status_column
 from django_sqlsem.core.durations import Seconds
 from django_sqlsem.core.names import validate_slots
 from django_sqlsem.core.text import shown

@@ -11,8 +11,15 @@ from asgiref.sync import sync_to_async
 from django.db import connections
 from django.db.models import Model, QuerySet
 
-from django_sqlsem.claims.recovery import give_back_abandoned, is_due
-from django_sqlsem.claims.rows import Outcome, StatusColumn, let_go, refuse_atomic, take
+from django_sqlsem.claims.rows import (
+    Outcome,
+    StatusColumn,
+    give_back_abandoned,
+    is_due,
+    let_go,
+    refuse_atomic,
+    take,
+)
 from django_sqlsem.core.durations import UNSET, Unset
 from django_sqlsem.core.text import shown
 from django_sqlsem.database import transactions

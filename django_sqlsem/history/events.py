@@ -29,7 +29,7 @@ PASSING: Final = frozenset({GRANTED, RELEASED, TIMED_OUT})
 
 #: The columns of a minute's counts: those that add up, and the longest of which counts.
 ADDED_UP: Final = ("granted", "released", "turned_away", "lost", "held_us")
-LONGEST: Final = ("longest_hold_us", "longest_wait_us")
+LONGEST_ONES: Final = ("longest_hold_us", "longest_wait_us")
 
 _SEVERAL: Final = re.compile(r"slots ([\d, -]+)")
 

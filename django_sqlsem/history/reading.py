@@ -23,7 +23,7 @@ from django_sqlsem.history import recorder
 from django_sqlsem.history.events import (
     ACTS,
     ADDED_UP,
-    LONGEST,
+    LONGEST_ONES,
     LOST,
     PURGED,
     RELEASED,
@@ -48,7 +48,7 @@ _ENDS: Final = (RELEASED, LOST, REVOKED, PURGED)
 
 _COUNTS: Final[dict[str, Aggregate]] = {
     **{f"all_{name}": Sum(name) for name in ADDED_UP},
-    **{f"most_{name}": Max(name) for name in LONGEST},
+    **{f"most_{name}": Max(name) for name in LONGEST_ONES},
 }
 
 

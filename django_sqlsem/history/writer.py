@@ -21,7 +21,7 @@ from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.sessions import KeeperSession, OwnSession, briefly, passes
 from django_sqlsem.history import recorder as history_recorder
 from django_sqlsem.history import sqlserver
-from django_sqlsem.history.events import ADDED_UP, LONGEST, PASSING
+from django_sqlsem.history.events import ADDED_UP, LONGEST_ONES, PASSING
 from django_sqlsem.history.recorder import MINUTE_US, Entry, Recorder, Tallies, Tally
 from django_sqlsem.models import EventRow, MinuteRow
 from django_sqlsem.snapshots import who
@@ -129,7 +129,7 @@ def minute_row(at_us: int, tally: Tally, writer: int, settings: Config) -> Minut
         minute_us=at_us,
         writer=writer,
         until_us=at_us + MINUTE_US + round(settings.history_minutes * 1e6),
-        **{name: getattr(tally, name) for name in (*ADDED_UP, *LONGEST)},
+        **{name: getattr(tally, name) for name in (*ADDED_UP, *LONGEST_ONES)},
         holds=history_recorder.to_text(tally.holds),
         waits=history_recorder.to_text(tally.waits),
     )

@@ -10,8 +10,8 @@ import contextlib
 import enum
 import functools
 import time
-from collections.abc import Iterator
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator
+from typing import Final
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -47,38 +47,35 @@ class Attempt(enum.Enum):
     MISSING = "missing"
 
 
-class RowLocker(Protocol):
-    """How a database locks a key row by a read, which the server lets wait."""
-
-    connection: BaseDatabaseWrapper
-
-    def try_now(self, wanted: Wanted) -> Attempt:
-        """Take the lock if it is free. Nothing else makes it look taken: neither a row's making nor its purge."""
-
-    def wait(self, wanted: Wanted, seconds: float | None) -> Attempt:
-        """Wait in the server for at most this many seconds, and leave the session's settings as they were."""
-
-
-def lock(locker: RowLocker, wanted: Wanted, timeout: float | None) -> float | None:
+def lock(
+    connection: BaseDatabaseWrapper,
+    wanted: Wanted,
+    timeout: float | None,
+    *,
+    try_now: Callable[[Wanted], Attempt],
+    wait: Callable[[Wanted, float | None], Attempt],
+) -> float | None:
     """Try at once, so that waiting is known from its opposite, then wait. Make the row if it is not there.
 
-    Returns what ``TransactionLocking.lock`` does.
+    ``try_now`` takes the lock if it is free; neither a row's making nor its purge makes it look taken. ``wait`` waits
+    in the server for at most so many seconds, and leaves the session's settings as they were. Returns what
+    ``TransactionLocking.lock`` does.
     """
     started = time.monotonic()
     for _ in range(_MAX_MAKES):
-        attempt = locker.try_now(wanted)
+        attempt = try_now(wanted)
         if attempt is Attempt.GRANTED:
             return 0.0
         if attempt is Attempt.TAKEN:
             left = None if timeout is None else started + timeout - time.monotonic()
-            attempt = Attempt.TAKEN if left is not None and left <= 0 else locker.wait(wanted, left)
+            attempt = Attempt.TAKEN if left is not None and left <= 0 else wait(wanted, left)
             if attempt is Attempt.GRANTED:
                 return max(time.monotonic() - started, 1e-6)
             if attempt is Attempt.TAKEN:
                 return None
         # If anything was waited for, it was a purge: who comes first now has not waited for a holder.
-        _make(locker.connection, wanted.resource)
-    raise BackendError(f"The row of {wanted.resource.name!r} on {locker.connection.alias!r} goes away as it is made.")
+        _make(connection, wanted.resource)
+    raise BackendError(f"The row of {wanted.resource.name!r} on {connection.alias!r} goes away as it is made.")
 
 
 def _make(connection: BaseDatabaseWrapper, resource: Resource) -> None:

@@ -66,10 +66,11 @@ class MySQLLocking(TransactionLocking):
     def lock(self, wanted: Wanted, timeout: float | None, *, mark: LockMark | None = None) -> float | None:
         """Lock the key row, also of a table; among several writers, write it: shared is as exclusive there."""
         with self.errors(wanted):
-            if not dialect_for(self.connection).among_writers(self.connection):
-                return key_rows.lock(self, wanted, timeout)
-            waited = key_rows.lock(self, dataclasses.replace(wanted, shared=False), timeout)
-            if waited is not None:
+            among_writers = dialect_for(self.connection).among_writers(self.connection)
+            if among_writers:
+                wanted = dataclasses.replace(wanted, shared=False)
+            waited = key_rows.lock(self.connection, wanted, timeout, try_now=self.try_now, wait=self.wait)
+            if among_writers and waited is not None:
                 with self.connection.cursor() as cursor:
                     cursor.execute(_WRITE, {"key": wanted.resource.key})
             return waited

@@ -43,7 +43,7 @@ class PostgreSQLLocking(TransactionLocking):
     def lock(self, wanted: Wanted, timeout: float | None, *, mark: LockMark | None = None) -> float | None:
         """Lock the key row, or the table."""
         with self.errors(wanted):
-            return key_rows.lock(self, wanted, timeout)
+            return key_rows.lock(self.connection, wanted, timeout, try_now=self.try_now, wait=self.wait)
 
     def try_now(self, wanted: Wanted) -> Attempt:
         """Pass over a row that is locked: no error, so no savepoint is needed."""
