@@ -6,7 +6,6 @@ A grant is not kept: its units are taken for good at once, on the keeper's side,
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import logging
@@ -21,7 +20,7 @@ from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.names import Resource, refuse_fields, resource_for, validate_name, validate_slots
 from django_sqlsem.core.text import shown
 from django_sqlsem.database import transactions
-from django_sqlsem.database.sessions import CallerSession, OwnSession, Session
+from django_sqlsem.database.sessions import CallerSession, Session
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, wrong_kind
 from django_sqlsem.locks.acquire import aread_status, read_status, refused_by_tests, seconds_to_wait
 from django_sqlsem.runtime import callers
@@ -32,8 +31,6 @@ from django_sqlsem.snapshots import SemaphoreSnapshot
 
 logger = logging.getLogger("django_sqlsem")
 
-#: A login that takes longer is not waited for before the claim, in seconds.
-LONGEST_LOGIN: Final = 20.0
 #: The most that one call adds or takes.
 MOST_AT_ONCE: Final = 1_000_000_000
 _units: Final = functools.partial(validate_slots, most=MOST_AT_ONCE)
@@ -140,19 +137,13 @@ class Counter:
         """Return how many units there are to take."""
         return (await self.astatus()).units or 0
 
-    def __enter__(self) -> NoReturn:
+    def __enter__(self, *exc_info: object) -> NoReturn:
         raise TypeError(
             f"Units are used up, and nothing is given back at the end of a block: use {self.name!r} by acquire(), "
             "or a semaphore()."
         )
 
-    __aenter__ = __enter__
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Never gets here."""
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        """Never gets here."""
+    __exit__ = __aenter__ = __aexit__ = __enter__
 
     def _resource(self) -> Resource:
         return resource_for(self.name, COUNTER)
@@ -175,7 +166,6 @@ class Counter:
         if self.name in refused_by_tests:
             return None
         keeper = self._keeper()
-        _get_ready(keeper)
         acquisition = self._acquisition(keeper, take)
         with acquisition:
             while keeper.acquire(acquisition, timeout):
@@ -189,7 +179,6 @@ class Counter:
         if self.name in refused_by_tests:
             return None
         keeper = self._keeper()
-        await keeper.call(lambda: _open(keeper.own))
         acquisition = self._acquisition(keeper, take)
         with acquisition:
             while await keeper.aacquire(acquisition, timeout):
@@ -281,22 +270,6 @@ def counter(
         timeout=timeout,
         using=using,
     )
-
-
-def _get_ready(keeper: Keeper) -> None:
-    """Open the connections that a grant and its taking need: a slow login would outlast what is handed over.
-
-    Raises ``BackendError``.
-    """
-    if not isinstance(keeper.session_here(), CallerSession):
-        _open(keeper.work)
-    if isinstance(keeper.own, OwnSession) and not keeper.own.is_open:
-        concurrent.futures.wait([keeper.submit(lambda: _open(keeper.own))], LONGEST_LOGIN)
-
-
-def _open(session: Session) -> None:
-    if isinstance(session, OwnSession) and not session.is_open:
-        session.run(lambda cursor: None)
 
 
 def _take_here(acquisition: Acquisition) -> bool:

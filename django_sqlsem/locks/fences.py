@@ -65,7 +65,7 @@ def fence(permit: _Holder, using: str | None) -> None:
     connection = _connection(acquisition, using)
     if not transactions.in_transaction(connection):
         raise _outside(connection, permit)
-    with _transaction_fails(connection):
+    try:
         permit.check()
         new, found = _begin(permit, connection)
         live = False
@@ -78,6 +78,10 @@ def fence(permit: _Holder, using: str | None) -> None:
                 _over(permit, found)
         if not live:
             raise _lost(permit)
+    except PermitLostError:  # the transaction is rolled back, also if the caller goes on
+        if connection.in_atomic_block:
+            connection.needs_rollback = True
+        raise
 
 
 def fenced(permit: _Holder) -> _Fenced:
@@ -153,32 +157,17 @@ def _outside(connection: BaseDatabaseWrapper, permit: _Holder) -> TransactionMan
     )
 
 
-@contextlib.contextmanager
-def _transaction_fails(connection: BaseDatabaseWrapper) -> Any:
-    """Have the transaction rolled back, also if the caller goes on, when the permit turns out to be lost."""
-    try:
-        yield
-    except PermitLostError:
-        if connection.in_atomic_block:
-            connection.needs_rollback = True
-        raise
-
-
 def _begin(permit: _Holder, connection: BaseDatabaseWrapper) -> tuple[bool, Fence]:
     """Note that the transaction is fenced, which puts the permit's release off. Return whether this is new, and it."""
     acquisition = permit._acquisition
-    for found in _of(acquisition):
-        if found.stands and found.connection is connection:
-            return False, found
+    for known in acquisition.fences:
+        if isinstance(known, Fence) and known.stands and known.connection is connection:
+            return False, known
     found = Fence(connection)
     acquisition.fences = (*acquisition.fences, found)
     transactions.before_transaction_ends(connection.alias, partial(_ending, acquisition, found, acquisition.acquired))
     transactions.at_transaction_end(connection.alias, partial(_over, permit, found))
     return True, found
-
-
-def _of(acquisition: Acquisition) -> list[Fence]:
-    return [each for each in acquisition.fences if isinstance(each, Fence)]
 
 
 def _stands(permit: _Holder, found: Fence) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from django_sqlsem.exceptions import DeadlockError
 #: Levels at which every statement sees what others have committed. What was read before a wait is read anew after it.
 FRESH_LEVELS: Final = ("READ COMMITTED", "READ UNCOMMITTED")
 _DEADLOCKS: Final = {"40P01", 1213}
+#: The longest wait that all servers take, in milliseconds.
+_MAX_MS: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,11 @@ def stale_reads(level: str, alias: str) -> TransactionManagementError:
         " others gave it back. Use READ COMMITTED (isolation_level in the OPTIONS of DATABASES), or take a mutex before"
         " the transaction begins."
     )
+
+
+def milliseconds(seconds: float | None, *, least: int = 0, no_limit: int = _MAX_MS) -> int:
+    """Return for how long to wait in whole milliseconds, from ``least``; ``no_limit`` for ``None``."""
+    return no_limit if seconds is None else min(max(math.ceil(seconds * 1000), least), _MAX_MS)
 
 
 def number_of(error: Exception) -> str | int | None:

@@ -1,7 +1,7 @@
 """The key rows of transaction locks: locked by a read in the caller's transaction, made and purged beside it.
 
 They are made and purged on a connection of our own, in autocommit: in the caller's transaction they would be in
-everybody's way.
+everybody's way. It is closed at once: rows are made once.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _make(connection: BaseDatabaseWrapper, resource: Resource) -> None:
         with connection.cursor() as ordinary:
             _insert(ordinary, resource)
         return
-    with _session(connection.alias) as session:
+    with contextlib.closing(OwnSession(connection.alias)) as session:
         session.run(work)  # type: ignore[arg-type] # our own session's cursor is never Django's
 
 
@@ -107,7 +107,7 @@ def grants(alias: str, resource: Resource) -> int | None:
         row = cursor.fetchone()
         return int(row[0]) if row else 0
 
-    with contextlib.suppress(BackendError), _session(alias) as session:
+    with contextlib.suppress(BackendError), contextlib.closing(OwnSession(alias)) as session:
         return session.run(read)
     return None
 
@@ -115,7 +115,7 @@ def grants(alias: str, resource: Resource) -> int | None:
 def purge(alias: str) -> int:
     """Delete the rows that no transaction has locked, and return how many. Raises ``BackendError``."""
     deleted, after = 0, ""
-    with _session(alias) as session:
+    with contextlib.closing(OwnSession(alias)) as session:
         while found := session.transaction(functools.partial(_purge_some, after=after)):
             count, after = found
             deleted += count
@@ -139,16 +139,6 @@ def _purge_some(cursor: AnyCursor, after: str) -> tuple[int, str] | None:
 
 def _places(values: list[str]) -> str:
     return ", ".join(["%s"] * len(values))
-
-
-@contextlib.contextmanager
-def _session(alias: str) -> Iterator[OwnSession]:
-    """A session for a moment: rows are made once, and a connection is not kept for the next."""
-    session = OwnSession(alias)
-    try:
-        yield session
-    finally:
-        session.close()
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from django_sqlsem.locks.transaction.base import (
     LockMark,
     TransactionLocking,
     Wanted,
+    milliseconds,
     number_of,
     stale_reads,
 )
@@ -39,8 +40,6 @@ _LOCK_WAIT_TIMEOUT: Final = 1205
 _STATEMENT_TIMEOUTS: Final = {1969, 3024}
 #: About three years: MariaDB takes it for "without a limit". In seconds.
 _MAX_WAIT: Final = 100_000_000
-#: The longest execution time that MySQL takes, in milliseconds.
-_MAX_MS: Final = 2**32 - 1
 
 
 class MySQLLocking(TransactionLocking):
@@ -111,7 +110,7 @@ class MySQLLocking(TransactionLocking):
         return self._read(cursor, f"SET STATEMENT {settings} FOR {self._sql(wanted)}", wanted)
 
     def _wait_on_mysql(self, cursor: CursorWrapper, wanted: Wanted, seconds: float | None) -> bool:
-        limit = 0 if seconds is None else min(max(math.ceil(seconds * 1000), 1), _MAX_MS)
+        limit = milliseconds(seconds, least=1, no_limit=0)
         with _lock_wait_timeout(cursor, _longer(seconds)):
             return self._read(cursor, self._sql(wanted, hint=f"/*+ MAX_EXECUTION_TIME({limit}) */"), wanted)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Iterator
 from typing import Final
@@ -18,6 +17,7 @@ from django_sqlsem.locks.transaction.base import (
     LockMark,
     TransactionLocking,
     Wanted,
+    milliseconds,
     number_of,
     stale_reads,
 )
@@ -33,8 +33,6 @@ _TRY: Final = (
 _STRENGTH: Final = {True: "FOR SHARE", False: "FOR UPDATE"}
 _NOT_AVAILABLE: Final = "55P03"
 _CANCELED: Final = "57014"
-#: The longest timeout that the server takes, in milliseconds.
-_MAX_MS: Final = 2**31 - 1
 
 
 class PostgreSQLLocking(TransactionLocking):
@@ -72,7 +70,7 @@ class PostgreSQLLocking(TransactionLocking):
 
     def wait(self, wanted: Wanted, seconds: float | None) -> Attempt:
         """Wait for all that stands in between, as ``lock_timeout`` would count each of those anew."""
-        limit = 0 if seconds is None else min(max(math.ceil(seconds * 1000), 1), _MAX_MS)
+        limit = milliseconds(seconds, least=1, no_limit=0)
         started = time.monotonic()
         try:
             with self._savepoint() as cursor, _limits(cursor, limit):
