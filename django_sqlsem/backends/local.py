@@ -64,10 +64,6 @@ class LocalSlot:
     #: For how long this process had stood still when the slot was granted or renewed last.
     renewed: float
 
-    def belongs_to(self, permit_id: str) -> bool:
-        """Whether the slot is this permit's."""
-        return self.request.permit_id == permit_id
-
     @property
     def left(self) -> float:
         """Seconds until its lease runs out: only standing still uses it up."""
@@ -236,7 +232,7 @@ class LocalName:
         self.waiting.pop(permit_id, None)
         handed = self.handed.pop(permit_id, 0)
         self.units += handed
-        mine = [number for number, slot in self.held.items() if slot.belongs_to(permit_id)]
+        mine = [number for number, slot in self.held.items() if slot.request.permit_id == permit_id]
         for number in mine:
             del self.held[number]
         return bool(handed or mine)
@@ -426,7 +422,7 @@ class LocalBackend(BaseSemaphoreBackend):
             known = self._world().get(held.resource.name)
             if known is not None:
                 known.expire()
-                mine = [number for number, slot in known.held.items() if slot.belongs_to(held.permit_id)]
+                mine = [number for number, slot in known.held.items() if slot.request.permit_id == held.permit_id]
                 if len(mine) == len(held.grant.slots):
                     return None
                 for token in held.grant.tokens:
@@ -493,7 +489,7 @@ class LocalBackend(BaseSemaphoreBackend):
             request = known.held[slot].request
             by = known.asked.get(token, by)
             for each in known.held.values():
-                if each.belongs_to(request.permit_id) or (each.request.got and request.got):  # all that it has
+                if each.request.permit_id == request.permit_id or (each.request.got and request.got):  # all that it has
                     known.asked.setdefault(each.token, by)
             snapshot = known.holder(slot)
         self._changed()

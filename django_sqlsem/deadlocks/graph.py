@@ -129,18 +129,10 @@ def _blockers(
     if name is None or name.paused or wait.take > _bound(wait, name):
         return frozenset()  # it waits for an operator
     mine = {permit for _key, permit in wait.permits}
-    found = {
-        owner
-        for slot in _in_the_way(wait, name, [slot for slot in name.slots if _is_kept(slot, left, owners)], mine)
-        for owner in owners[slot.permit]
-    }
-    return frozenset(found | {other.id for other in left.values() if _is_ahead(other, wait)})
-
-
-def _is_kept(slot: Slot, left: Mapping[str, Wait], owners: Mapping[str, AbstractSet[str]]) -> bool:
     # What threads of one task share, any of them may give back.
-    found = owners.get(slot.permit)
-    return bool(found) and all(owner in left for owner in found or ())
+    kept = [slot for slot in name.slots if slot.permit in owners and owners[slot.permit] <= left.keys()]
+    found = {owner for slot in _in_the_way(wait, name, kept, mine) for owner in owners[slot.permit]}
+    return frozenset(found | {other.id for other in left.values() if _is_ahead(other, wait)})
 
 
 def _in_the_way(wait: Wait, name: Name, kept: list[Slot], mine: AbstractSet[str]) -> list[Slot]:

@@ -23,7 +23,6 @@ RESUMED: Final = "resumed"
 DRAINED: Final = "drained"
 
 ACTS: Final = (STOP_ASKED, REVOKED, PURGED, RESIZED, PAUSED, RESUMED, DRAINED)
-KINDS: Final = (GRANTED, RELEASED, TIMED_OUT, LOST, DEADLOCK, *ACTS)
 #: What comes and goes with the work itself; everything else is kept for long.
 PASSING: Final = frozenset({GRANTED, RELEASED, TIMED_OUT})
 

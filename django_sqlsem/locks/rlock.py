@@ -18,12 +18,10 @@ from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.names import Name, key_of
 from django_sqlsem.exceptions import AlreadyHeldError, BackendError, NotEnteredError, PermitLostError
 from django_sqlsem.locks import permit as blocks
-from django_sqlsem.locks.acquire import Bound
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Options, Semaphore, one_slot
 from django_sqlsem.runtime import callers
-from django_sqlsem.runtime.acquisition import Acquisition, Client, State
-from django_sqlsem.runtime.keeper import Keeper
+from django_sqlsem.runtime.acquisition import Acquisition, State
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -263,21 +261,12 @@ class RLock(Semaphore):
         """Any object of this name may leave what another one entered."""
         return "rlock", database_for(self.using), self.name
 
-    def _acquire(
-        self,
-        keeper: Keeper,
-        timeout: float | None,
-        rank: str = "",
-        client: Client | None = None,
-        bound: Bound | None = None,
-    ) -> Permit | None:
+    def _acquire(self, *args: Any, **kwargs: Any) -> Permit | None:
         callers.refuse_event_loop()
-        return self._enter_again() or super()._acquire(keeper, timeout, rank, client, bound)
+        return self._enter_again() or super()._acquire(*args, **kwargs)
 
-    async def _aacquire(
-        self, keeper: Keeper, timeout: float | None, rank: str = "", bound: Bound | None = None
-    ) -> Permit | None:
-        return self._enter_again() or await super()._aacquire(keeper, timeout, rank, bound)
+    async def _aacquire(self, *args: Any, **kwargs: Any) -> Permit | None:
+        return self._enter_again() or await super()._aacquire(*args, **kwargs)
 
     def _enter_again(self) -> RLockPermit | None:
         caller = callers.current_caller()

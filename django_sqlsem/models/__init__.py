@@ -410,7 +410,7 @@ class MinuteRow(models.Model):
     """What one process counted of one name in one minute: several rows may be of the same minute, and add up.
 
     Its writer writes it anew while the minute lasts. ``waits`` and ``holds`` are histograms as text: see
-    ``history.buckets``.
+    ``history.recorder``.
     """
 
     id = models.BigAutoField(primary_key=True)
