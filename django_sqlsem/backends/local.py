@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import itertools
 import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -142,15 +143,7 @@ class LocalName:
 
     def copy(self) -> LocalName:
         """Return one that can be changed without changing this one."""
-        return replace(
-            self,
-            held=dict(self.held),
-            expired=set(self.expired),
-            revoked=dict(self.revoked),
-            asked=dict(self.asked),
-            handed=dict(self.handed),
-            waiting=dict(self.waiting),
-        )
+        return replace(self, **{each.name: copy.copy(getattr(self, each.name)) for each in fields(self)})
 
     def expire(self) -> None:
         """Free what was not renewed for a lease, as a test had this process stand still."""

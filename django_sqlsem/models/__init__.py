@@ -6,7 +6,7 @@ without time zones, and the same on every database.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django.apps import apps
 from django.core.exceptions import ValidationError
@@ -38,13 +38,7 @@ __all__ = [
 ]
 
 
-if TYPE_CHECKING:
-    _CharField = models.CharField[Any, Any]
-else:
-    _CharField = models.CharField
-
-
-class ExactCharField(_CharField):
+class ExactCharField(models.CharField):  # type: ignore[type-arg]
     """Text that compares by its code points and stores any of Unicode, whatever the database's own collation."""
 
     def to_python(self, value: Any) -> Any:

@@ -6,8 +6,8 @@ alias's ordinary connection.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, TypeVar
@@ -29,7 +29,7 @@ from django_sqlsem.database.dialects import DatabaseNow, dialect_for
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.database.sessions import CallerSession, OwnSession, Session, insert_missing, used_by_orm
 from django_sqlsem.database.transactions import in_transaction
-from django_sqlsem.exceptions import SemaphoreError
+from django_sqlsem.exceptions import BackendError, SemaphoreError
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore
 from django_sqlsem.models import RefreshRow
@@ -80,10 +80,6 @@ class Found:
     #: Whether a build has failed so lately that nobody tries again yet.
     resting: bool
 
-    def value_or(self, other: Any) -> Any:
-        """Return the value, or ``other`` if there is none."""
-        return other if self.value is MISSING else self.value
-
     def settles(self, job: Job, forced: bool = False) -> bool:
         """Whether nothing is to be built. Raises ``BuildFailedError`` if nothing may be, and there is no value."""
         if self.fresh or forced:
@@ -128,16 +124,12 @@ class Job:
         """Do as ``look()`` does; the row is read on the keeper's thread, which no build blocks."""
         keeper = self.keeper
         if self.values.release_policy == "on_commit" or not self._has_own_session:
-            return await self.here(self.look)
+            return await sync_to_async(self.look)()
         state = await keeper.call(lambda: self._read(keeper.own))
         value = await self.values.aget(self.resource, state.token) if state.token else MISSING
         if value is MISSING and state.token:
-            return await self.here(self.look, again=True)
+            return await sync_to_async(self.look)(again=True)
         return self._found(state, value)
-
-    async def here(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call what may use the database or the cache, in the thread in which Django wants that."""
-        return await sync_to_async(function)(*args, **kwargs)
 
     @property
     def _would_lock(self) -> bool:
@@ -193,8 +185,8 @@ class Job:
         if permit.token is None:
             raise ImproperlyConfigured(f"{self.name!r} needs the tokens of permits: leave SQLSEM['RECORD'] at True.")
 
-    def store(self, permit: Permit, found: Found, value: Any, took: float) -> bool:
-        """Keep what was built, unless a later builder has. Return whether it counts."""
+    def store(self, permit: Permit, found: Found, value: Any, took: float) -> Any:
+        """Keep what was built, unless a later builder has. Return the value that counts."""
         token, builder = permit.token or 0, current()
 
         def stamp(session: Session) -> bool:
@@ -218,14 +210,16 @@ class Job:
                 took,
                 extra={"semaphore": self.name, "what": "refresh_late", "took": took},
             )
-            return False
+            newer = self.look(again=True).value
+            return value if newer is MISSING else newer
         if found.state.token:
             self.values.drop(self.resource, found.state.token)
-        return True
+        return value
 
     def note_failure(self, permit: Permit) -> None:
         """Note that the build has raised, unless a later one has gone well."""
-        self._write(self._own, {"failed_us": _now()}, later_than=permit.token or 0)
+        with contextlib.suppress(BackendError):  # what the build raised says more
+            self._write(self._own, {"failed_us": _now()}, later_than=permit.token or 0)
 
     def invalidate(self) -> None:
         """Say that the value is out of date, also the one that is being built now."""
