@@ -155,24 +155,22 @@ class Claim(Generic[M]):
 
     def __enter__(self) -> Claim[M]:
         if self._look():
-            self._keep(self._acquire())
-            taken = False
+            permit = self._acquire()
             try:
-                taken = self._take()
+                self._take(permit)
             finally:
-                if not taken:
-                    self._forget()._close()
+                if self.permit is None:
+                    permit._close()
         return self
 
     async def __aenter__(self) -> Claim[M]:
         if await sync_to_async(self._look)():
-            self._keep(await self._aacquire())
-            taken = False
+            permit = await self._aacquire()
             try:
-                taken = await sync_to_async(self._take)()
+                await sync_to_async(self._take)(permit)
             finally:
-                if not taken:
-                    await self._forget()._aclose()
+                if self.permit is None:
+                    await permit._aclose()
         return self
 
     def __exit__(
@@ -230,19 +228,9 @@ class Claim(Generic[M]):
                     raise
         return await self._semaphore.aacquire()
 
-    def _keep(self, permit: Permit) -> None:
-        self.permit = permit
+    def _take(self, permit: Permit) -> None:
+        """Take rows, and keep the permit if there are any."""
         permit.detach()  # it belongs to the rows: a block inside this one may claim others
-
-    def _forget(self) -> Permit:
-        """Let go of the permit: there was nothing to take."""
-        assert self.permit is not None  # noqa: S101
-        permit, self.permit = self.permit, None
-        return permit
-
-    def _take(self) -> bool:
-        permit = self.permit
-        assert permit is not None  # noqa: S101
         if permit.token is None:
             raise SemaphoreError(
                 'claim() must know a worker\'s permit by its token, and here is none: set SQLSEM["RECORD"] to True.'
@@ -259,7 +247,7 @@ class Claim(Generic[M]):
         self._rows = [row for row, _claimed in taken]
         self._claimed = {claimed.object_pk: claimed for _row, claimed in taken}
         self._open = dict(zip(self._claimed, self._rows, strict=True))
-        return bool(taken)
+        self.permit = permit if taken else None
 
     def _must_stand(self) -> None:
         """Raise ``PermitLostError`` if the permit is lost, or is no longer there in the database."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -89,15 +88,14 @@ def read_waits(
         keys = {key for wait in waits for key in (wait.key, *(key for key, _permit in wait.permits))}
     else:
         keys = {wait.key for wait in entangled(waits)}
-    ordered = sorted(keys)
-    for start in range(0, len(ordered), IDS_AT_ONCE):
-        _look_at(cursor, dialect, found, ordered[start : start + IDS_AT_ONCE], leases=leases)
+    for some, parameters in at_once(keys):
+        _look_at(cursor, dialect, found, some, parameters, leases=leases)
     return found
 
 
-def _look_at(cursor: AnyCursor, dialect: Dialect, found: Look, keys: Sequence[str], *, leases: bool) -> None:
-    parameters = numbered(keys)
-    some = marks(len(parameters))
+def _look_at(
+    cursor: AnyCursor, dialect: Dialect, found: Look, some: str, parameters: Mapping[str, str], *, leases: bool
+) -> None:
     for row in _select(cursor, dialect, SemaphoreRow, f"name_key IN ({some})", parameters):
         clock = RowClock(found.now, dialect.boot_id)
         found.names[row["key"]] = row | {
@@ -148,15 +146,16 @@ def _select(cursor: AnyCursor, dialect: Dialect, model: type[Model], where: str,
     return [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]
 
 
-@functools.cache
-def marks(count: int) -> str:
-    """Return this many placeholders of ``numbered``."""
-    return ", ".join(f"%(id{number})s" for number in range(count))
+def at_once(ids: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield as many ids as one statement takes: its placeholders, and the parameters by name.
 
-
-def numbered(values: Sequence[str]) -> dict[str, str]:
-    """Return values as parameters, by names; the last one is repeated, so that there are few texts."""
-    return {f"id{number}": value for number, value in enumerate(padded(values, COUNTS))}
+    The last one is repeated, so that there are few texts.
+    """
+    ordered = sorted(ids)
+    for start in range(0, len(ordered), IDS_AT_ONCE):
+        some = padded(ordered[start : start + IDS_AT_ONCE], COUNTS)
+        parameters = {f"id{number}": value for number, value in enumerate(some)}
+        yield ", ".join(f"%({name})s" for name in parameters), parameters
 
 
 def has_rows(backend: BaseSemaphoreBackend) -> bool:

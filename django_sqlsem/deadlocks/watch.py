@@ -26,7 +26,7 @@ from django_sqlsem.database.errors import is_transient
 from django_sqlsem.database.sessions import OwnSession, RefusedError, briefly, insert_missing
 from django_sqlsem.deadlocks import graph as deadlocks_graph
 from django_sqlsem.deadlocks.graph import Knot
-from django_sqlsem.deadlocks.reading import IDS_AT_ONCE, Look, Teller, has_rows, marks, numbered, read_waits
+from django_sqlsem.deadlocks.reading import IDS_AT_ONCE, Look, Teller, at_once, has_rows, read_waits
 from django_sqlsem.exceptions import BackendError, DeadlockError
 from django_sqlsem.models import WaitRow
 from django_sqlsem.runtime import callers
@@ -100,10 +100,9 @@ def delete(cursor: AnyCursor, dialect: Dialect, wait_ids: Collection[str]) -> No
 
 
 def _each(cursor: AnyCursor, dialect: Dialect, text: str, ids: Collection[str], values: Mapping[str, Any]) -> int:
-    ordered, changed = sorted(ids), 0
-    for start in range(0, len(ordered), IDS_AT_ONCE):
-        parameters = numbered(ordered[start : start + IDS_AT_ONCE])
-        dialect.execute(cursor, text.replace("{some}", marks(len(parameters))), {**values, **parameters})
+    changed = 0
+    for some, parameters in at_once(ids):
+        dialect.execute(cursor, text.replace("{some}", some), {**values, **parameters})
         changed += max(0, cursor.rowcount)
     return changed
 
