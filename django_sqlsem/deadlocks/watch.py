@@ -200,7 +200,7 @@ class DeadlockWatch(Chore):
         if plan.gone or plan.looks:
             # The keeper's session is the keeper's to open, which takes a while when the database is away.
             closed = self._session is self._keeper.own and not self._session.is_open
-            if closed and not (self._keeper.is_in_use()):
+            if closed and not self._keeper.is_in_use():
                 self.forget()  # nobody will open it again for them: the rows run out
                 return
             if closed or seconds < self._dialect.shortest(self._session.connection):
@@ -248,7 +248,7 @@ class DeadlockWatch(Chore):
                 continue
             permits = self._permits(acquisition)
             known = self._written.get(acquisition.permit_id)
-            if known is not None and known == (acquisition, permits):
+            if known == (acquisition, permits):
                 plan.kept[acquisition.permit_id] = known
             elif permits and (known is not None or len(plan.new) + len(self._written) < _MANY):
                 if len(plan.new) < INSERTED:  # the next step is for the others

@@ -195,28 +195,23 @@ def minute_row(at_us: int, tally: Tally, writer: int, settings: Config) -> Minut
 class Writer:
     """Writes what one recorder has noted. All its methods are the keeper's to call."""
 
+    #: The minutes that are left to be written in this turn; ``None``: the next one begins with all that changed.
+    _left: list[tuple[int, Tally]] | None
+
     def __init__(self, recorder: Recorder, session: KeeperSession) -> None:
         self.recorder = recorder
         self.alias = recorder.alias
-        self.tallies = Tallies()
         self._dialect = dialect_for(connections[self.alias])
         #: Whether it writes on the keeper's own session: not where that is none for statements of any kind.
         self.shares = isinstance(session, OwnSession) and bool(self._dialect.begin)
         self.session: KeeperSession = session if self.shares else OwnSession(self.alias)
-        self._writer = secrets.randbits(62)
         self._offset_us: int | None = None
         self._compare_at = 0.0
-        self._write_at = boot_now() + EVERY
         self._prune_at = boot_now() + chance.uniform(0, PRUNE_EVERY)  # no two processes in step
         #: Whether the next turn is for what has run out: what is held may not have the time for both in one.
         self._prunes = False
-        self._rest = EVERY
-        self._refusals = 0
-        self._told = False
         self._tell_at = 0.0
-        self._lost = 0
-        #: The minutes that are left to be written in this turn; ``None``: the next one begins with all that changed.
-        self._left: list[tuple[int, Tally]] | None = None
+        self.begin_anew()
 
     @property
     def pending(self) -> bool:
@@ -278,8 +273,13 @@ class Writer:
         """Forget all there was. What comes later is told under another number: it replaces nothing that is written."""
         self.recorder.notes.clear()
         self.recorder.dropped = 0
-        self.tallies, self._writer, self._left = Tallies(), secrets.randbits(62), None
-        self._refusals, self._told, self._lost, self._rest = 0, False, 0, EVERY
+        self.tallies = Tallies()
+        self._writer = secrets.randbits(62)
+        self._left = None
+        self._refusals = 0
+        self._told = False
+        self._lost = 0
+        self._rest = EVERY
         self._write_at = boot_now() + EVERY
 
     def leave(self) -> None:
