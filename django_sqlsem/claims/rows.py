@@ -334,8 +334,6 @@ def is_due(keeper: Keeper, key: str) -> bool:
     # What is kept inside the process is looked at in no time.
     if not keeper.backend.process_local and now < _looked.get(place, 0.0):
         return False
-    if len(_looked) > 10_000:
-        _looked.clear()
     _looked[place] = now + _LOOK_EVERY
     return True
 

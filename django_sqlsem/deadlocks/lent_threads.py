@@ -89,20 +89,17 @@ def _knots(acquisitions: Iterable[Acquisition]) -> list[ThreadKnot]:
         caller = acquisition.caller
         if caller is None:
             continue
-        if acquisition.state is State.QUEUED and acquisition.request.resource.kind != COUNTER:  # anybody may add units
-            if caller.thread and (thread := caller.thread()) is not None:
+        thread, task = caller.thread() if caller.thread else None, caller.itself
+        if acquisition.state is State.QUEUED and thread is not None:
+            if acquisition.request.resource.kind != COUNTER:  # anybody may add units
                 waiting.append((acquisition, thread))
         # What has a time limit of its own is waited for.
-        elif (
-            acquisition.state is State.HELD
-            and acquisition.max_hold is None
-            and isinstance(task := caller.itself, asyncio.Task)
-        ):
+        elif acquisition.state is State.HELD and isinstance(task, asyncio.Task) and acquisition.max_hold is None:
             held.append((acquisition, task))
     stuck: dict[tuple[str, threading.Thread], list[tuple[Acquisition, asyncio.Task[object]]]] = defaultdict(list)
     for acquisition, task in held if waiting else ():
-        if (thread := needed(task)) is not None:
-            stuck[acquisition.request.resource.key, thread].append((acquisition, task))
+        if (its := needed(task)) is not None:
+            stuck[acquisition.request.resource.key, its].append((acquisition, task))
     return [
         ThreadKnot(acquisition, thread, tuple(theirs))
         for acquisition, thread in waiting

@@ -107,12 +107,6 @@ def _each(cursor: AnyCursor, dialect: Dialect, text: str, ids: Collection[str], 
     return changed
 
 
-def error(acquisition: Acquisition, deadlock: DeadlockSnapshot) -> DeadlockError:
-    """Return the error that breaks a wait off."""
-    name = acquisition.request.resource.name
-    return DeadlockError(f"Waiting for {name!r} was broken off, as it could not have ended: {deadlock}.", deadlock)
-
-
 def tell(keeper: AcquisitionKeeper, deadlock: DeadlockSnapshot, youngest: Acquisition, *, broken: bool) -> None:
     """Log a deadlock, and note it in the history of each name."""
     request = youngest.request
@@ -213,7 +207,10 @@ class DeadlockWatch(Chore):
                 self._crowd = max(1.0, len(look.waits) / _CROWD)
                 pause = _LOOK * self._crowd * chance.uniform(0.85, 1.15)  # no two processes in step
                 self._look_at = boot_now() + (pause / 2 if suspected else pause)
-            self._answered()
+            self._refusals = 0
+            if self._failing:
+                self._failing = False
+                logger.warning("Deadlocks over the locks of %r are looked for again.", self._alias)
         if not self._waits and not self._written:
             self.forget()
 
@@ -317,7 +314,9 @@ class DeadlockWatch(Chore):
         mine = [self._written[wait.id][0] for wait in knot.waits if wait.id in self._written]
         if not all(_goes_on(acquisition) for acquisition in mine):
             return  # what was read is over by now
-        broken = breaks and self._keeper.break_off(youngest, error(youngest, deadlock))
+        name = youngest.request.resource.name
+        told = f"Waiting for {name!r} was broken off, as it could not have ended: {deadlock}."
+        broken = breaks and self._keeper.break_off(youngest, DeadlockError(told, deadlock))
         if breaks and not broken:
             return
         if knot.identity not in self._told:
@@ -339,12 +338,6 @@ class DeadlockWatch(Chore):
             unknown = not isinstance(error, (BackendError, RefusedError))
             message = "Deadlocks over the locks of %r cannot be looked for now: %s"
             logger.warning(message, self._alias, error, exc_info=error if unknown else None)
-
-    def _answered(self) -> None:
-        self._refusals = 0
-        if self._failing:
-            self._failing = False
-            logger.warning("Deadlocks over the locks of %r are looked for again.", self._alias)
 
 
 def _goes_on(acquisition: Acquisition) -> bool:
