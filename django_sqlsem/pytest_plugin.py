@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: What pytest-django gives a test its database by: theirs is the outer life.
 _DATABASES = ("db", "transactional_db", "django_db_reset_sequences", "django_db_serialized_rollback", "live_server")
+#: What is loaded by whoever takes a lock: before that there is nothing to watch.
+_KEEPERS = "django_sqlsem.runtime.keepers"
 _failed = pytest.StashKey[bool]()
 
 
@@ -115,24 +117,8 @@ def _until_the_end(request: pytest.FixtureRequest, name: str) -> Iterator[Callab
 @contextlib.contextmanager
 def _nothing_held(request: pytest.FixtureRequest) -> Iterator[None]:
     """Look at the end of a test that has not failed."""
-    loaded = "django_sqlsem.runtime.keepers" in sys.modules
     with contextlib.ExitStack() as stack:
-        if loaded:
-            watched = _testing().nothing_held()
-            watched.__enter__()
-            stack.callback(_end, request, watched)
+        refuse = stack.enter_context(_testing().recording.watched()) if _KEEPERS in sys.modules else None
         yield
-    if not loaded and "django_sqlsem.runtime.keepers" in sys.modules and not request.node.stash.get(_failed, False):
-        _testing().assert_nothing_held()
-
-
-def _end(request: pytest.FixtureRequest, watched: contextlib.AbstractContextManager[None]) -> None:
-    if not request.node.stash.get(_failed, False):
-        watched.__exit__(None, None, None)
-        return
-    with contextlib.suppress(_NotLookedAtError):
-        watched.__exit__(_NotLookedAtError, _NotLookedAtError(), None)
-
-
-class _NotLookedAtError(Exception):
-    """Ends a block that is not to be looked at."""
+        if _KEEPERS in sys.modules and not request.node.stash.get(_failed, False):
+            (refuse or _testing().assert_nothing_held)()

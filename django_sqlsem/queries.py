@@ -18,7 +18,7 @@ from django_sqlsem.deadlocks.reading import deadlocks, waits
 from django_sqlsem.history.events import Totals
 from django_sqlsem.history.reading import acts, events, minutes, since, spans, template_totals, totals, trends
 from django_sqlsem.history.reading import clock as history_clock
-from django_sqlsem.refresh import rows as refresh_rows
+from django_sqlsem.refresh import job as refresh_job
 from django_sqlsem.snapshots import TROUBLE, longest
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class Reading:
 
     def refreshed(self, rows: Iterable[RefreshRow]) -> dict[str, RefreshSnapshot]:
         """Return what rows of refreshed values say, by their keys."""
-        return {row.pk: refresh_rows.snapshot_of(self._clock, row) for row in rows}
+        return {row.pk: refresh_job.snapshot_of(self._clock, row) for row in rows}
 
     def claimed(self, rows: Iterable[ClaimRow]) -> dict[int, tuple[float, datetime.datetime]]:
         """Return for how many seconds rows have been claimed, and since when, by their keys."""
@@ -296,7 +296,7 @@ def refreshes(name_glob: str | None = None, *, using: str | None = None) -> list
     if prefix is None:
         return []
     matches = matcher(name_glob)
-    return [each for each in refresh_rows.refreshes(database_for(using), prefix) if matches(each.name)]
+    return [each for each in refresh_job.refreshes(database_for(using), prefix) if matches(each.name)]
 
 
 def lately(snapshots: Iterable[SemaphoreSnapshot], *, using: str | None = None) -> dict[str, Lately]:

@@ -8,7 +8,7 @@ import heapq
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from django_sqlsem.core.durations import duration
 from django_sqlsem.core.modes import MUTEX, SEMAPHORE, UPDATE, WHOLE, WRITER, word
@@ -16,6 +16,13 @@ from django_sqlsem.core.names import key_of
 
 #: Who asked a holder to stop, if they did not say.
 SOMEBODY: Final = "an operator"
+#: What an operator is told of who holds or waits.
+WHO: Final = ("host", "pid", "thread", "label", "user")
+
+
+def who(source: object) -> dict[str, Any]:
+    """Return what a row, an identity or a snapshot tells of who holds or waits, by these names."""
+    return {name: getattr(source, name) for name in WHO}
 
 
 class LossReason(enum.StrEnum):

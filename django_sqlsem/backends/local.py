@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import itertools
 import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_sqlsem.backends.base import (
     COUNTER,
@@ -18,6 +21,7 @@ from django_sqlsem.backends.base import (
     Grant,
     Granted,
     Place,
+    Presence,
     Queue,
     Released,
     Renewal,
@@ -27,9 +31,12 @@ from django_sqlsem.backends.base import (
     check_slots,
     tell_of_two_kinds,
 )
+from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import boot_now, stood_still
 from django_sqlsem.core.modes import EXCLUSIVE, MUTEX, RWLOCK, UPDATE, UPGRADE, WHOLE, WRITER, interchangeable
+from django_sqlsem.core.names import Resource
+from django_sqlsem.database.sessions import Session
 from django_sqlsem.exceptions import never_met, wrong_kind
 from django_sqlsem.snapshots import (
     HolderSnapshot,
@@ -41,16 +48,8 @@ from django_sqlsem.snapshots import (
     Survey,
     grouped,
     templates_of,
+    who,
 )
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
-    from django_sqlsem.backends.base import Presence
-    from django_sqlsem.backends.clock import RowClock
-    from django_sqlsem.core.names import Resource
-    from django_sqlsem.database.sessions import Session
-
 
 _tokens = itertools.count(time.time_ns() // 1000)
 
@@ -65,10 +64,6 @@ class LocalSlot:
     since: float
     #: For how long this process had stood still when the slot was granted or renewed last.
     renewed: float
-
-    def belongs_to(self, permit_id: str) -> bool:
-        """Whether the slot is this permit's."""
-        return self.request.permit_id == permit_id
 
     @property
     def left(self) -> float:
@@ -148,15 +143,7 @@ class LocalName:
 
     def copy(self) -> LocalName:
         """Return one that can be changed without changing this one."""
-        return replace(
-            self,
-            held=dict(self.held),
-            expired=set(self.expired),
-            revoked=dict(self.revoked),
-            asked=dict(self.asked),
-            handed=dict(self.handed),
-            waiting=dict(self.waiting),
-        )
+        return replace(self, **{each.name: copy.copy(getattr(self, each.name)) for each in fields(self)})
 
     def expire(self) -> None:
         """Free what was not renewed for a lease, as a test had this process stand still."""
@@ -238,7 +225,7 @@ class LocalName:
         self.waiting.pop(permit_id, None)
         handed = self.handed.pop(permit_id, 0)
         self.units += handed
-        mine = [number for number, slot in self.held.items() if slot.belongs_to(permit_id)]
+        mine = [number for number, slot in self.held.items() if slot.request.permit_id == permit_id]
         for number in mine:
             del self.held[number]
         return bool(handed or mine)
@@ -246,56 +233,41 @@ class LocalName:
     def snapshot(self) -> SemaphoreSnapshot:
         """Return what it is like now."""
         self.expire()
-        holders = grouped(self.holder(number) for number in sorted(self.held))
-        units = self.units if self.kind == COUNTER else None
-        found = SemaphoreSnapshot(
+        wall, told = datetime.datetime.now(datetime.UTC), dict[str, Any]()
+        operator_slots, paused = self.operator_slots, self.paused
+
+        def at(seconds: float | None) -> datetime.datetime | None:
+            return None if seconds is None else wall + datetime.timedelta(seconds=seconds)
+
+        if operator_slots is not None and (act := self.sizing) is not None:
+            told |= {"slots_by": act.by, "slots_reason": act.reason, "slots_until": at(act.left)}
+            told |= {"slots_end_in": act.left}
+        if paused and (act := self.pause) is not None:
+            told |= {"paused_by": act.by, "paused_reason": act.reason, "paused_at": at(act.since - boot_now())}
+            told |= {"paused_until": at(act.left), "resumes_in": act.left}
+        return SemaphoreSnapshot(
             self.name,
             self.kind,
             self.slots,
             self.declared,
-            self.operator_slots,
-            self.paused,
-            holders,
-            units=units,
+            operator_slots,
+            paused,
+            grouped(self.holder(number) for number in sorted(self.held)),
+            units=self.units if self.kind == COUNTER else None,
             template=self.template,
+            **told,
         )
-        now, wall = boot_now(), datetime.datetime.now(datetime.UTC)
-        if found.operator_slots is not None and self.sizing is not None:
-            left = self.sizing.left
-            found = replace(
-                found,
-                slots_by=self.sizing.by,
-                slots_reason=self.sizing.reason,
-                slots_until=None if left is None else wall + datetime.timedelta(seconds=left),
-                slots_end_in=left,
-            )
-        if found.paused and self.pause is not None:
-            left = self.pause.left
-            found = replace(
-                found,
-                paused_by=self.pause.by,
-                paused_reason=self.pause.reason,
-                paused_at=wall - datetime.timedelta(seconds=now - self.pause.since),
-                paused_until=None if left is None else wall + datetime.timedelta(seconds=left),
-                resumes_in=left,
-            )
-        return found
 
     def holder(self, number: int) -> HolderSnapshot:
         """Return the snapshot of a taken slot."""
         slot = self.held[number]
         age, left, now = boot_now() - slot.since, slot.left, datetime.datetime.now(datetime.UTC)
-        who = slot.request.holder
         return HolderSnapshot(
             name=self.name,
             slot=number,
             state=SlotState.HELD,
             token=slot.token,
-            host=who.host,
-            pid=who.pid,
-            thread=who.thread,
-            label=who.label,
-            user=who.user,
+            **who(slot.request.holder),
             acquired_at=now - datetime.timedelta(seconds=age),
             expires_at=now + datetime.timedelta(seconds=left),
             age=age,
@@ -443,7 +415,7 @@ class LocalBackend(BaseSemaphoreBackend):
             known = self._world().get(held.resource.name)
             if known is not None:
                 known.expire()
-                mine = [number for number, slot in known.held.items() if slot.belongs_to(held.permit_id)]
+                mine = [number for number, slot in known.held.items() if slot.request.permit_id == held.permit_id]
                 if len(mine) == len(held.grant.slots):
                     return None
                 for token in held.grant.tokens:
@@ -510,7 +482,7 @@ class LocalBackend(BaseSemaphoreBackend):
             request = known.held[slot].request
             by = known.asked.get(token, by)
             for each in known.held.values():
-                if each.belongs_to(request.permit_id) or (each.request.got and request.got):  # all that it has
+                if each.request.permit_id == request.permit_id or (each.request.got and request.got):  # all that it has
                     known.asked.setdefault(each.token, by)
             snapshot = known.holder(slot)
         self._changed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
@@ -13,17 +13,13 @@ from django.db.models.query import ModelIterable
 
 from django_sqlsem.backends import database_for
 from django_sqlsem.claims.block import Claim
-from django_sqlsem.claims.recovery import give_back_abandoned
-from django_sqlsem.claims.rows import CLAIM_KIND, refuse_atomic, status_column
+from django_sqlsem.claims.rows import CLAIM_KIND, give_back_abandoned, refuse_atomic, status_column
+from django_sqlsem.core.durations import Seconds
 from django_sqlsem.core.names import validate_slots
 from django_sqlsem.core.text import shown
 from django_sqlsem.database.server import is_per_tenant
+from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import semaphore
-
-if TYPE_CHECKING:
-    from django_sqlsem.core.durations import Seconds
-    from django_sqlsem.locks.permit import Permit
-
 
 __all__ = ["Claim", "claim", "recover"]
 

@@ -5,26 +5,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.db import connections
 from django.db.models import Model, QuerySet
 
-from django_sqlsem.claims.recovery import give_back_abandoned, is_due
-from django_sqlsem.claims.rows import Outcome, let_go, refuse_atomic, take
+from django_sqlsem.claims.rows import (
+    Outcome,
+    StatusColumn,
+    give_back_abandoned,
+    is_due,
+    let_go,
+    refuse_atomic,
+    take,
+)
 from django_sqlsem.core.durations import UNSET, Unset
 from django_sqlsem.core.text import shown
 from django_sqlsem.database import transactions
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, PermitLostError, SemaphoreError
-
-if TYPE_CHECKING:
-    from django_sqlsem.claims.rows import StatusColumn
-    from django_sqlsem.locks.permit import Permit
-    from django_sqlsem.locks.semaphore import Semaphore
-    from django_sqlsem.models import ClaimRow
-
+from django_sqlsem.locks.permit import Permit
+from django_sqlsem.locks.semaphore import Semaphore
+from django_sqlsem.models import ClaimRow
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -152,24 +155,22 @@ class Claim(Generic[M]):
 
     def __enter__(self) -> Claim[M]:
         if self._look():
-            self._keep(self._acquire())
-            taken = False
+            permit = self._acquire()
             try:
-                taken = self._take()
+                self._take(permit)
             finally:
-                if not taken:
-                    self._forget()._close()
+                if self.permit is None:
+                    permit._close()
         return self
 
     async def __aenter__(self) -> Claim[M]:
         if await sync_to_async(self._look)():
-            self._keep(await self._aacquire())
-            taken = False
+            permit = await self._aacquire()
             try:
-                taken = await sync_to_async(self._take)()
+                await sync_to_async(self._take)(permit)
             finally:
-                if not taken:
-                    await self._forget()._aclose()
+                if self.permit is None:
+                    await permit._aclose()
         return self
 
     def __exit__(
@@ -227,19 +228,9 @@ class Claim(Generic[M]):
                     raise
         return await self._semaphore.aacquire()
 
-    def _keep(self, permit: Permit) -> None:
-        self.permit = permit
+    def _take(self, permit: Permit) -> None:
+        """Take rows, and keep the permit if there are any."""
         permit.detach()  # it belongs to the rows: a block inside this one may claim others
-
-    def _forget(self) -> Permit:
-        """Let go of the permit: there was nothing to take."""
-        assert self.permit is not None  # noqa: S101
-        permit, self.permit = self.permit, None
-        return permit
-
-    def _take(self) -> bool:
-        permit = self.permit
-        assert permit is not None  # noqa: S101
         if permit.token is None:
             raise SemaphoreError(
                 'claim() must know a worker\'s permit by its token, and here is none: set SQLSEM["RECORD"] to True.'
@@ -256,7 +247,7 @@ class Claim(Generic[M]):
         self._rows = [row for row, _claimed in taken]
         self._claimed = {claimed.object_pk: claimed for _row, claimed in taken}
         self._open = dict(zip(self._claimed, self._rows, strict=True))
-        return bool(taken)
+        self.permit = permit if taken else None
 
     def _must_stand(self) -> None:
         """Raise ``PermitLostError`` if the permit is lost, or is no longer there in the database."""

@@ -7,54 +7,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TypeAlias
 
+Step: TypeAlias = Callable[[], object]
 
-def _nothing() -> None:
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class AtFork:
-    """What one room does at a fork."""
-
-    name: str
-    #: What breaks without it.
-    breaks: str
-    before: Callable[[], object] = _nothing
-    in_parent: Callable[[], object] = _nothing
-    in_child: Callable[[], object] = _nothing
-
-
-rooms: list[AtFork] = []
+_before: list[Step] = []
+_in_parent: list[Step] = []
+_in_child: list[Step] = []
 
 
 def register(
-    name: str,
-    breaks: str,
-    *,
-    before: Callable[[], object] = _nothing,
-    in_parent: Callable[[], object] = _nothing,
-    in_child: Callable[[], object] = _nothing,
+    name: str, breaks: str, *, before: Step | None = None, in_parent: Step | None = None, in_child: Step | None = None
 ) -> None:
-    """Have these called at every fork of this process. ``breaks``: what goes wrong in the child if they are not."""
-    rooms.append(AtFork(name, breaks, before, in_parent, in_child))
+    """Have these called at every fork of this process.
+
+    ``name`` and ``breaks`` tell readers whose they are, and what goes wrong in the child if they are not called.
+    """
+    _before.extend(filter(None, [before]))
+    _in_parent[:0] = filter(None, [in_parent])  # what was locked last is unlocked first
+    _in_child.extend(filter(None, [in_child]))
 
 
-def _before() -> None:
-    for room in rooms:
-        room.before()
-
-
-def _in_parent() -> None:
-    for room in reversed(rooms):
-        room.in_parent()
-
-
-def _in_child() -> None:
-    for room in rooms:
-        room.in_child()
+def _take(steps: list[Step]) -> None:
+    for step in steps:
+        step()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+    os.register_at_fork(
+        before=lambda: _take(_before),
+        after_in_parent=lambda: _take(_in_parent),
+        after_in_child=lambda: _take(_in_child),
+    )

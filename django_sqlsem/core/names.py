@@ -11,14 +11,11 @@ import functools
 import hashlib
 import re
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django_sqlsem.core.text import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 MAX_NAME_LENGTH: Final = 200
 MAX_SLOTS: Final = 10_000
@@ -123,13 +120,16 @@ def _checked(name: str, what: str) -> str:
     return name
 
 
-def validate_slots(slots: object, *, what: str = "slots") -> int:
-    """Return ``slots`` if it is an ``int`` from 1 to 10,000; else raise ``TypeError`` or ``ValueError``."""
+def validate_slots(slots: object, *, what: str = "slots", least: int = 1, most: int = MAX_SLOTS) -> int:
+    """Return ``slots`` if it is an ``int`` from 1 to 10,000, or what else is allowed.
+
+    Raises ``TypeError`` or ``ValueError``.
+    """
     if isinstance(slots, bool) or not isinstance(slots, int):
         kind = type(slots).__name__
-        raise TypeError(f"{what} must be an int from 1 to {MAX_SLOTS}, not {shown(slots)} of type {kind}.")
-    if not 1 <= slots <= MAX_SLOTS:
-        raise ValueError(f"{what} must be from 1 to {MAX_SLOTS}, not {shown(slots)}.")
+        raise TypeError(f"{what} must be an int from {least} to {most}, not {shown(slots)} of type {kind}.")
+    if not least <= slots <= most:
+        raise ValueError(f"{what} must be from {least} to {most}, not {shown(slots)}.")
     return int(slots)
 
 

@@ -7,18 +7,15 @@ import inspect
 import re
 import sys
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.http import HttpRequest
 from django.utils.functional import LazyObject, empty
 
 from django_sqlsem.core.names import escaped, joined, validate_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
 
 _TOKEN: Final = re.compile(r"\{\{|\}\}|\{(?P<field>[^{}]*)\}|[{}]")
 _MISSING: Final = object()
@@ -54,15 +51,35 @@ class Template:
     parts: tuple[str | Field, ...]
 
     @staticmethod
+    @functools.lru_cache(maxsize=1024)
     def parse(source: str) -> Template:
         """Parse ``source``. Raises ``ValueError`` that names the template and the field that it does not allow."""
-        return _parse(source)
+        parts: list[str | Field] = []
+        literal, position = "", 0
+        for token in _TOKEN.finditer(source):
+            literal += source[position : token.start()]
+            position = token.end()
+            if (text := token["field"]) is not None:
+                if literal:
+                    parts.append(literal)
+                parts.append(_field(source, text))
+                literal = ""
+            elif len(token[0]) == 2:
+                literal += token[0][0]
+            else:
+                raise ValueError(
+                    f"The semaphore's name {source!r} has a single {token[0]!r} at character {token.start() + 1}; "
+                    f"in a decorator write {token[0] * 2!r} for the character itself."
+                )
+        if literal := literal + source[position:]:
+            parts.append(literal)
+        return Template(source, tuple(parts))
 
     @staticmethod
     def join(sources: tuple[str, ...]) -> Template:
         """Parse the parts of a name made of several: each is filled in, and then escaped."""
         parts: list[str | Field] = []
-        for template in map(_parse, sources):
+        for template in map(Template.parse, sources):
             parts += [":"] if parts else []
             for each in template.parts:
                 parts.append(escaped(each) if isinstance(each, str) else replace(each, in_part=True))
@@ -218,30 +235,6 @@ class CallName:
             if request is not None:
                 arguments["request"] = request
         return arguments
-
-
-@functools.lru_cache(maxsize=1024)
-def _parse(source: str) -> Template:
-    parts: list[str | Field] = []
-    literal, position = "", 0
-    for token in _TOKEN.finditer(source):
-        literal += source[position : token.start()]
-        position = token.end()
-        if (text := token["field"]) is not None:
-            if literal:
-                parts.append(literal)
-            parts.append(_field(source, text))
-            literal = ""
-        elif len(token[0]) == 2:
-            literal += token[0][0]
-        else:
-            raise ValueError(
-                f"The semaphore's name {source!r} has a single {token[0]!r} at character {token.start() + 1}; "
-                f"in a decorator write {token[0] * 2!r} for the character itself."
-            )
-    if literal := literal + source[position:]:
-        parts.append(literal)
-    return Template(source, tuple(parts))
 
 
 def _field(source: str, text: str) -> Field:

@@ -8,7 +8,7 @@ left when nobody more can be served is deadlocked.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -115,13 +115,10 @@ def knots(names: Mapping[str, Name], waits: Sequence[Wait]) -> list[Knot]:
     blockers = stuck(names, waits)
     known = {wait.id: wait for wait in waits}
     found = []
-    for part in _components(blockers):
-        if len(part) > 1 or any(wait_id in blockers[wait_id] for wait_id in part):
-            inside = [known[wait_id] for wait_id in part]
-            if any(wait.permits for wait in inside):
-                edges = {wait_id: blockers[wait_id] & part for wait_id in part}
-                closed = all(blockers[wait_id] <= part for wait_id in part)
-                found.append(Knot(_round(inside, edges), edges, closed))
+    for part in _components(blockers, waits):
+        edges = {wait_id: blockers[wait_id] & part for wait_id in part}
+        closed = all(blockers[wait_id] <= part for wait_id in part)
+        found.append(Knot(_round([known[wait_id] for wait_id in part], edges), edges, closed))
     return sorted(found, key=lambda knot: knot.waits[0].arrival)
 
 
@@ -132,18 +129,10 @@ def _blockers(
     if name is None or name.paused or wait.take > _bound(wait, name):
         return frozenset()  # it waits for an operator
     mine = {permit for _key, permit in wait.permits}
-    found = {
-        owner
-        for slot in _in_the_way(wait, name, [slot for slot in name.slots if _is_kept(slot, left, owners)], mine)
-        for owner in owners[slot.permit]
-    }
-    return frozenset(found | {other.id for other in left.values() if _is_ahead(other, wait)})
-
-
-def _is_kept(slot: Slot, left: Mapping[str, Wait], owners: Mapping[str, AbstractSet[str]]) -> bool:
     # What threads of one task share, any of them may give back.
-    found = owners.get(slot.permit)
-    return bool(found) and all(owner in left for owner in found or ())
+    kept = [slot for slot in name.slots if slot.permit in owners and owners[slot.permit] <= left.keys()]
+    found = {owner for slot in _in_the_way(wait, name, kept, mine) for owner in owners[slot.permit]}
+    return frozenset(found | {other.id for other in left.values() if _is_ahead(other, wait)})
 
 
 def _in_the_way(wait: Wait, name: Name, kept: list[Slot], mine: AbstractSet[str]) -> list[Slot]:
@@ -177,40 +166,29 @@ def _is_ahead(other: Wait, wait: Wait) -> bool:
     return other.mode == UPGRADE or other.arrival < wait.arrival
 
 
-def _components(edges: _Blockers) -> list[frozenset[str]]:
-    """Return the strongly connected components (Tarjan's algorithm, without recursion)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    path: list[str] = []
-    on_path: set[str] = set()
-    found: list[frozenset[str]] = []
-    for root in edges:
-        if root in index:
-            continue
-        work = [(root, iter(sorted(edges[root])))]
-        index[root] = low[root] = len(index)
-        path.append(root)
-        on_path.add(root)
-        while work:
-            node, following = work[-1]
-            for other in following:
-                if other not in index:
-                    index[other] = low[other] = len(index)
-                    path.append(other)
-                    on_path.add(other)
-                    work.append((other, iter(sorted(edges[other]))))
-                    break
-                if other in on_path:
-                    low[node] = min(low[node], index[other])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    at = path.index(node)
-                    found.append(frozenset(path[at:]))
-                    on_path.difference_update(path[at:])
-                    del path[at:]
+def _components(edges: _Blockers, waits: Iterable[Wait]) -> Iterator[frozenset[str]]:
+    """Yield the groups in which all wait for each other, by way of others perhaps, and some of them hold something."""
+    back: dict[str, set[str]] = {wait_id: set() for wait_id in edges}
+    for wait_id, others in edges.items():
+        for other in others:
+            back[other].add(wait_id)
+    left = {wait.id for wait in waits if wait.permits and wait.id in edges}
+    while left:
+        wait_id = left.pop()
+        part = frozenset(_reached(wait_id, edges) & _reached(wait_id, back))
+        left -= part
+        if part:
+            yield part
+
+
+def _reached(wait_id: str, edges: Mapping[str, AbstractSet[str]]) -> set[str]:
+    """Return all to whom these edges lead from a wait, directly or by way of others."""
+    found: set[str] = set()
+    line = [wait_id]
+    while line:
+        new = edges[line.pop()] - found
+        found |= new
+        line += new
     return found
 
 
@@ -218,19 +196,14 @@ def _round(waits: Sequence[Wait], edges: Mapping[str, AbstractSet[str]]) -> tupl
     """Return the waits in order: a shortest cycle from the oldest that holds something, then the others."""
     known = {wait.id: wait for wait in waits}
     start = min((wait for wait in waits if wait.permits), key=lambda wait: wait.arrival).id
-    before: dict[str, str] = {}
-    line = deque([start])
-    while line:
-        node = line.popleft()
-        for other in sorted(edges[node]):
-            if other == start:
-                cycle = [node]
-                while cycle[-1] != start:
-                    cycle.append(before[cycle[-1]])
-                cycle.reverse()
-                rest = sorted(edges.keys() - set(cycle), key=lambda each: known[each].arrival)
-                return tuple(known[each] for each in (*cycle, *rest))
-            if other not in before:
-                before[other] = node
-                line.append(other)
-    raise AssertionError("every part of a strongly connected component is on a cycle")
+    seen: set[str] = set()
+    paths: deque[tuple[str, ...]] = deque([(start,)])
+    while paths:
+        path = paths.popleft()
+        if start in edges[path[-1]]:
+            rest = sorted(edges.keys() - set(path), key=lambda each: known[each].arrival)
+            return tuple(known[each] for each in (*path, *rest))
+        for other in sorted(edges[path[-1]] - seen):
+            seen.add(other)
+            paths.append((*path, other))
+    raise AssertionError("every wait of a group is on a cycle")

@@ -86,26 +86,25 @@ def _knots(acquisitions: Iterable[Acquisition]) -> list[ThreadKnot]:
     waiting: list[tuple[Acquisition, threading.Thread]] = []
     held: list[tuple[Acquisition, asyncio.Task[object]]] = []
     for acquisition in acquisitions:
-        if acquisition.state is State.QUEUED and acquisition.request.resource.kind != COUNTER:  # anybody may add units
-            thread = acquisition.caller.thread() if acquisition.caller and acquisition.caller.thread else None
-            if thread is not None:
+        caller = acquisition.caller
+        if caller is None:
+            continue
+        thread, task = caller.thread() if caller.thread else None, caller.itself
+        if acquisition.state is State.QUEUED and thread is not None:
+            if acquisition.request.resource.kind != COUNTER:  # anybody may add units
                 waiting.append((acquisition, thread))
         # What has a time limit of its own is waited for.
-        elif acquisition.state is State.HELD and acquisition.max_hold is None and acquisition.caller is not None:
-            caller = acquisition.caller.itself
-            if isinstance(caller, asyncio.Task):
-                held.append((acquisition, caller))
+        elif acquisition.state is State.HELD and isinstance(task, asyncio.Task) and acquisition.max_hold is None:
+            held.append((acquisition, task))
     stuck: dict[tuple[str, threading.Thread], list[tuple[Acquisition, asyncio.Task[object]]]] = defaultdict(list)
-    if waiting:
-        for acquisition, task in held:
-            if (thread := needed(task)) is not None:
-                stuck[acquisition.request.resource.key, thread].append((acquisition, task))
-    found = [
-        (acquisition, thread, stuck.get((acquisition.request.resource.key, thread)))
+    for acquisition, task in held if waiting else ():
+        if (its := needed(task)) is not None:
+            stuck[acquisition.request.resource.key, its].append((acquisition, task))
+    return [
+        ThreadKnot(acquisition, thread, tuple(theirs))
         for acquisition, thread in waiting
-        if stuck
+        if (theirs := stuck.get((acquisition.request.resource.key, thread)))
     ]
-    return [ThreadKnot(acquisition, thread, tuple(theirs)) for acquisition, thread, theirs in found if theirs]
 
 
 def needed(task: asyncio.Task[object]) -> threading.Thread | None:

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from django.db import connections
+from django.db.models import Model
 
 from django_sqlsem.backends import database_for, get_backend
+from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.conf import config
 from django_sqlsem.core.modes import MUTEX
-from django_sqlsem.database.cursors import padded
-from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.database.cursors import AnyCursor, padded
+from django_sqlsem.database.dialects import Dialect, dialect_for
 from django_sqlsem.database.sessions import CallerSession
 from django_sqlsem.deadlocks import graph
-from django_sqlsem.deadlocks.graph import Name, Slot, Wait, entangled
+from django_sqlsem.deadlocks.graph import Knot, Name, Slot, Wait, entangled
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow, WaitRow
-from django_sqlsem.snapshots import DeadlockSnapshot, HolderSnapshot, SlotState, WaitSnapshot, grouped
-
-if TYPE_CHECKING:
-    from django.db.models import Model
-
-    from django_sqlsem.backends.base import BaseSemaphoreBackend
-    from django_sqlsem.database.cursors import AnyCursor
-    from django_sqlsem.database.dialects import Dialect
-    from django_sqlsem.deadlocks.graph import Knot
-
+from django_sqlsem.snapshots import WHO, DeadlockSnapshot, HolderSnapshot, SlotState, WaitSnapshot, grouped
 
 #: A row, by the names of its model's fields; of waiters in line, by those of ``WaitRow``.
 Rows: TypeAlias = list[dict[str, Any]]
@@ -42,8 +34,6 @@ COUNTS: Final = (1, 5, 25, 200)
 IDS_AT_ONCE: Final = COUNTS[-1]
 #: A deadlock must still be there after this many seconds: what is read in several statements may fit ill together.
 _AGAIN: Final = 0.05
-
-_WHO: Final = ("host", "pid", "thread", "label", "user")
 
 
 @dataclass
@@ -98,15 +88,14 @@ def read_waits(
         keys = {key for wait in waits for key in (wait.key, *(key for key, _permit in wait.permits))}
     else:
         keys = {wait.key for wait in entangled(waits)}
-    ordered = sorted(keys)
-    for start in range(0, len(ordered), IDS_AT_ONCE):
-        _look_at(cursor, dialect, found, ordered[start : start + IDS_AT_ONCE], leases=leases)
+    for some, parameters in at_once(keys):
+        _look_at(cursor, dialect, found, some, parameters, leases=leases)
     return found
 
 
-def _look_at(cursor: AnyCursor, dialect: Dialect, found: Look, keys: Sequence[str], *, leases: bool) -> None:
-    parameters = numbered(keys)
-    some = marks(len(parameters))
+def _look_at(
+    cursor: AnyCursor, dialect: Dialect, found: Look, some: str, parameters: Mapping[str, str], *, leases: bool
+) -> None:
     for row in _select(cursor, dialect, SemaphoreRow, f"name_key IN ({some})", parameters):
         clock = RowClock(found.now, dialect.boot_id)
         found.names[row["key"]] = row | {
@@ -157,15 +146,16 @@ def _select(cursor: AnyCursor, dialect: Dialect, model: type[Model], where: str,
     return [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]
 
 
-@functools.cache
-def marks(count: int) -> str:
-    """Return this many placeholders of ``numbered``."""
-    return ", ".join(f"%(id{number})s" for number in range(count))
+def at_once(ids: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield as many ids as one statement takes: its placeholders, and the parameters by name.
 
-
-def numbered(values: Sequence[str]) -> dict[str, str]:
-    """Return values as parameters, by names; the last one is repeated, so that there are few texts."""
-    return {f"id{number}": value for number, value in enumerate(padded(values, COUNTS))}
+    The last one is repeated, so that there are few texts.
+    """
+    ordered = sorted(ids)
+    for start in range(0, len(ordered), IDS_AT_ONCE):
+        some = padded(ordered[start : start + IDS_AT_ONCE], COUNTS)
+        parameters = {f"id{number}": value for number, value in enumerate(some)}
+        yield ", ".join(f"%({name})s" for name in parameters), parameters
 
 
 def has_rows(backend: BaseSemaphoreBackend) -> bool:
@@ -241,7 +231,7 @@ class Teller:
             name=row["name"] if "name" in row else names[row["key"]]["name"],
             take=row["take"],
             mode=row["mode"],
-            **{field: row[field] for field in _WHO},
+            **{name: row[name] for name in WHO},
             waiting_since=self._clock.at(age),
             age=age,
             holds=grouped(

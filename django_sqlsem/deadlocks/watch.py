@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django.db import connections
 
@@ -20,24 +20,19 @@ from django_sqlsem.conf import config
 from django_sqlsem.core.clocks import boot_now, chance
 from django_sqlsem.core.identity import HolderIdentity
 from django_sqlsem.core.names import resource_for
-from django_sqlsem.database.dialects import DatabaseNow, dialect_for
+from django_sqlsem.database.cursors import AnyCursor
+from django_sqlsem.database.dialects import DatabaseNow, Dialect, dialect_for
 from django_sqlsem.database.errors import is_transient
 from django_sqlsem.database.sessions import OwnSession, RefusedError, briefly, insert_missing
 from django_sqlsem.deadlocks import graph as deadlocks_graph
-from django_sqlsem.deadlocks.reading import IDS_AT_ONCE, Teller, has_rows, marks, numbered, read_waits
+from django_sqlsem.deadlocks.graph import Knot
+from django_sqlsem.deadlocks.reading import IDS_AT_ONCE, Look, Teller, at_once, has_rows, read_waits
 from django_sqlsem.exceptions import BackendError, DeadlockError
 from django_sqlsem.models import WaitRow
 from django_sqlsem.runtime import callers
 from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper, State
 from django_sqlsem.runtime.chores import Chore
-
-if TYPE_CHECKING:
-    from django_sqlsem.database.cursors import AnyCursor
-    from django_sqlsem.database.dialects import Dialect
-    from django_sqlsem.deadlocks.graph import Knot
-    from django_sqlsem.deadlocks.reading import Look
-    from django_sqlsem.snapshots import DeadlockSnapshot
-
+from django_sqlsem.snapshots import DeadlockSnapshot, who
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -61,7 +56,7 @@ _PATIENCE: Final = 50
 _MANY: Final = 100
 #: How often who looks also sweeps up what the dead have left.
 _SWEEP: Final = 0.2
-#: How many rows are inserted at once.
+#: How many rows one step inserts.
 INSERTED: Final = 20
 
 # Not with the ORM: SQL Server would scan a small table, and wait for the rows of others.
@@ -88,11 +83,7 @@ def _row(acquisition: Acquisition, permits: str, boot_id: str, patience_us: int)
         permits=permits,
         since_us=DatabaseNow(was_us=round(acquisition.arrived * 1e6)),
         expires_us=DatabaseNow() + patience_us,
-        host=holder.host,
-        pid=holder.pid,
-        thread=holder.thread,
-        label=holder.label,
-        user=holder.user,
+        **who(holder),
         process_id=holder.process,
         boot_id=boot_id,
     )
@@ -109,18 +100,11 @@ def delete(cursor: AnyCursor, dialect: Dialect, wait_ids: Collection[str]) -> No
 
 
 def _each(cursor: AnyCursor, dialect: Dialect, text: str, ids: Collection[str], values: Mapping[str, Any]) -> int:
-    ordered, changed = sorted(ids), 0
-    for start in range(0, len(ordered), IDS_AT_ONCE):
-        parameters = numbered(ordered[start : start + IDS_AT_ONCE])
-        dialect.execute(cursor, text.replace("{some}", marks(len(parameters))), {**values, **parameters})
+    changed = 0
+    for some, parameters in at_once(ids):
+        dialect.execute(cursor, text.replace("{some}", some), {**values, **parameters})
         changed += max(0, cursor.rowcount)
     return changed
-
-
-def error(acquisition: Acquisition, deadlock: DeadlockSnapshot) -> DeadlockError:
-    """Return the error that breaks a wait off."""
-    name = acquisition.request.resource.name
-    return DeadlockError(f"Waiting for {name!r} was broken off, as it could not have ended: {deadlock}.", deadlock)
 
 
 def tell(keeper: AcquisitionKeeper, deadlock: DeadlockSnapshot, youngest: Acquisition, *, broken: bool) -> None:
@@ -130,8 +114,8 @@ def tell(keeper: AcquisitionKeeper, deadlock: DeadlockSnapshot, youngest: Acquis
     end = f" The last wait, for {name!r}, was broken off." if broken else ""
     logger.error("Deadlock: %s.%s", deadlock, end, extra={"semaphores": deadlock.names, "broken": broken})
     for wait in {each.name: each for each in deadlock.waits}.values():
-        who = HolderIdentity(wait.host, wait.pid, wait.thread, wait.label, wait.user, "")
-        theirs = dataclasses.replace(request, resource=resource_for(wait.name, request.resource.kind), holder=who)
+        holder = HolderIdentity(**who(wait), process="")
+        theirs = dataclasses.replace(request, resource=resource_for(wait.name, request.resource.kind), holder=holder)
         keeper.tell("deadlocked", theirs, wait.age, f"{deadlock}.{end}")
 
 
@@ -143,9 +127,6 @@ class _Plan:
     new: dict[str, tuple[Acquisition, str]] = field(default_factory=dict)
     kept: dict[str, tuple[Acquisition, str]] = field(default_factory=dict)
     looks: bool = False
-    #: When, on the boot clock, to leave the rest to the next step; and the rows that are there by then.
-    until: float = math.inf
-    written: dict[str, tuple[Acquisition, str]] = field(default_factory=dict)
 
 
 class DeadlockWatch(Chore):
@@ -213,22 +194,23 @@ class DeadlockWatch(Chore):
         if plan.gone or plan.looks:
             # The keeper's session is the keeper's to open, which takes a while when the database is away.
             closed = self._session is self._keeper.own and not self._session.is_open
-            if closed and not (self._keeper.is_in_use()):
+            if closed and not self._keeper.is_in_use():
                 self.forget()  # nobody will open it again for them: the rows run out
                 return
             if closed or seconds < self._dialect.shortest(self._session.connection):
                 self._rest_until = boot_now() + LOCKED
                 return
-            plan.until = boot_now() + seconds / 3
             limit = min(seconds / 3, _LONGEST)  # there are several
-            look = briefly(self._session, lambda cursor: self._ask(cursor, plan), limit)
-            self._written = plan.written
+            self._written, look = briefly(self._session, lambda cursor: self._ask(cursor, plan), limit)
             if look is not None:
                 suspected = self._judge(look)
                 self._crowd = max(1.0, len(look.waits) / _CROWD)
                 pause = _LOOK * self._crowd * chance.uniform(0.85, 1.15)  # no two processes in step
                 self._look_at = boot_now() + (pause / 2 if suspected else pause)
-            self._answered()
+            self._refusals = 0
+            if self._failing:
+                self._failing = False
+                logger.warning("Deadlocks over the locks of %r are looked for again.", self._alias)
         if not self._waits and not self._written:
             self.forget()
 
@@ -263,10 +245,11 @@ class DeadlockWatch(Chore):
                 continue
             permits = self._permits(acquisition)
             known = self._written.get(acquisition.permit_id)
-            if known is not None and known == (acquisition, permits):
+            if known == (acquisition, permits):
                 plan.kept[acquisition.permit_id] = known
             elif permits and (known is not None or len(plan.new) + len(self._written) < _MANY):
-                plan.new[acquisition.permit_id] = (acquisition, permits)
+                if len(plan.new) < INSERTED:  # the next step is for the others
+                    plan.new[acquisition.permit_id] = (acquisition, permits)
             else:
                 self._waits[key] = (acquisition, now + _LOOK)  # it holds nothing now, or there are enough of them
         plan.gone = self._written.keys() - plan.kept.keys()
@@ -285,26 +268,21 @@ class DeadlockWatch(Chore):
                     found[each.permit_id] = f"{each.request.resource.key}/{each.permit_id}"
         return " ".join(found.values())
 
-    def _ask(self, cursor: AnyCursor, plan: _Plan) -> Look | None:
-        """Send what is planned. It may be sent again if it was not answered."""
-        dialect = self._dialect
+    def _ask(self, cursor: AnyCursor, plan: _Plan) -> tuple[dict[str, tuple[Acquisition, str]], Look | None]:
+        """Send what is planned. It may be sent again if it was not answered. Return what is written by then."""
+        dialect, written = self._dialect, plan.kept | plan.new
         patience_us = round(_LOOK * MISSED * self._crowd * 1e6)
         delete(cursor, dialect, plan.gone)
-        inserted, plan.written = dict(plan.new), dict(plan.kept)
         if plan.looks and not refresh(cursor, dialect, plan.kept, patience_us):
-            delete(cursor, dialect, plan.kept)  # some were swept up while this process was stopped
-            inserted, plan.written = plan.kept | inserted, {}
-        left = list(inserted.items())
-        while left and not (plan.written and boot_now() > plan.until):
-            some, left = dict(left[:INSERTED]), left[INSERTED:]
-            insert(self._alias, some.values(), dialect.boot_id, patience_us)
-            plan.written |= some
+            delete(cursor, dialect, plan.kept)  # some were swept up while this process was stopped: they are new again
+            written = plan.new
+        insert(self._alias, plan.new.values(), dialect.boot_id, patience_us)
         if not plan.looks:
-            return None
+            return written, None
         look = read_waits(cursor, dialect, leases=self._keeper.backend.supports_renewal)
         if look.dead and chance.random() < _SWEEP:
             delete(cursor, dialect, look.dead[:IDS_AT_ONCE])
-        return look
+        return written, look
 
     def _judge(self, look: Look) -> bool:
         """Tell of each deadlock once, and break it if settings say so. Return whether one is suspected.
@@ -336,7 +314,9 @@ class DeadlockWatch(Chore):
         mine = [self._written[wait.id][0] for wait in knot.waits if wait.id in self._written]
         if not all(_goes_on(acquisition) for acquisition in mine):
             return  # what was read is over by now
-        broken = breaks and self._keeper.break_off(youngest, error(youngest, deadlock))
+        name = youngest.request.resource.name
+        told = f"Waiting for {name!r} was broken off, as it could not have ended: {deadlock}."
+        broken = breaks and self._keeper.break_off(youngest, DeadlockError(told, deadlock))
         if breaks and not broken:
             return
         if knot.identity not in self._told:
@@ -358,12 +338,6 @@ class DeadlockWatch(Chore):
             unknown = not isinstance(error, (BackendError, RefusedError))
             message = "Deadlocks over the locks of %r cannot be looked for now: %s"
             logger.warning(message, self._alias, error, exc_info=error if unknown else None)
-
-    def _answered(self) -> None:
-        self._refusals = 0
-        if self._failing:
-            self._failing = False
-            logger.warning("Deadlocks over the locks of %r are looked for again.", self._alias)
 
 
 def _goes_on(acquisition: Acquisition) -> bool:

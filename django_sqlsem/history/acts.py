@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from django.db import Error as DatabaseError
 from django.db import connections, transaction
 
+from django_sqlsem.backends.base import OverAct
 from django_sqlsem.conf import config
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.core.names import key_of
+from django_sqlsem.database.cursors import AnyCursor
 from django_sqlsem.database.dialects import dialect_for
-from django_sqlsem.database.sessions import used_by_orm
+from django_sqlsem.database.sessions import OwnSession, used_by_orm
 from django_sqlsem.history.events import (
     DRAINED,
     PAUSED,
@@ -25,13 +27,7 @@ from django_sqlsem.history.events import (
     several,
 )
 from django_sqlsem.models import EventRow
-
-if TYPE_CHECKING:
-    from django_sqlsem.backends.base import OverAct
-    from django_sqlsem.database.cursors import AnyCursor
-    from django_sqlsem.database.sessions import OwnSession
-    from django_sqlsem.snapshots import HolderSnapshot
-
+from django_sqlsem.snapshots import HolderSnapshot, who
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -62,12 +58,9 @@ def record(alias: str, action: str, name: str, by: str, detail: str, holder: Hol
         return
     connection = connections[alias]
     dialect = dialect_for(connection)
-    row = EventRow(key=key_of(name), name=name, what=what, by=printable(by, MAX_USER_LENGTH))
-    row.detail = detail
+    whose = {} if holder is None else {"slot": holder.slot, "token": holder.token, **who(holder)}
+    row = EventRow(key=key_of(name), name=name, what=what, by=printable(by, MAX_USER_LENGTH), detail=detail, **whose)
     if holder is not None:
-        row.slot, row.token = holder.slot, holder.token
-        row.host, row.pid, row.thread = holder.host, holder.pid, holder.thread
-        row.label, row.user = holder.label, holder.user
         row.held_us = round(holder.age * 1e6) if what in _ENDS and holder.recorded else None
         told = detail if parse_slots(detail.removeprefix("slots ")) == () else f"({detail})"  # else it passes for slots
         row.detail = ": ".join(filter(None, (several(holder.numbers), told)))

@@ -23,9 +23,12 @@ RESUMED: Final = "resumed"
 DRAINED: Final = "drained"
 
 ACTS: Final = (STOP_ASKED, REVOKED, PURGED, RESIZED, PAUSED, RESUMED, DRAINED)
-KINDS: Final = (GRANTED, RELEASED, TIMED_OUT, LOST, DEADLOCK, *ACTS)
 #: What comes and goes with the work itself; everything else is kept for long.
 PASSING: Final = frozenset({GRANTED, RELEASED, TIMED_OUT})
+
+#: The columns of a minute's counts: those that add up, and the longest of which counts.
+ADDED_UP: Final = ("granted", "released", "turned_away", "lost", "held_us")
+LONGEST_ONES: Final = ("longest_hold_us", "longest_wait_us")
 
 _SEVERAL: Final = re.compile(r"slots ([\d, -]+)")
 
@@ -83,30 +86,15 @@ class Percentiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Minute:
-    """What happened in one step of time, which begins at ``at``."""
-
-    at: datetime.datetime
-    granted: int
-    released: int
-    #: Acquires that ended without a slot.
-    turned_away: int
-    lost: int
-    #: Slots times seconds, of the holds that ended in it.
-    held: float
-    #: Of grants, and of those who waited in vain.
-    waits: Percentiles | None
-    holds: Percentiles | None
-
-
-@dataclass(frozen=True, slots=True)
 class Totals:
-    """What happened to one name, or to those of one template, in a while: as ``Minute``."""
+    """What happened to one name, or to those of one template, in a while. Lengths are seconds."""
 
     granted: int = 0
     released: int = 0
+    #: Acquires that ended without a slot.
     turned_away: int = 0
     lost: int = 0
+    #: Slots times seconds, of the holds that ended in it.
     held: float = 0.0
     longest_hold: float = 0.0
     longest_wait: float = 0.0
@@ -122,6 +110,16 @@ class Totals:
             max(self.longest_hold, other.longest_hold),
             max(self.longest_wait, other.longest_wait),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minute(Totals):
+    """What happened in one step of time, which begins at ``at``."""
+
+    at: datetime.datetime
+    #: Of grants, and of those who waited in vain.
+    waits: Percentiles | None
+    holds: Percentiles | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
+from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django.db import connections
-from django.db.models import BigIntegerField, Count, F, Max, Min, Sum, Value
+from django.db.models import Aggregate, BigIntegerField, Count, F, Max, Min, Sum, Value
 from django.db.models.expressions import RawSQL
 
 from django_sqlsem.backends import database_for
+from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.conf import config
 from django_sqlsem.core.names import Name, key_of, validate_name
 from django_sqlsem.database.dialects import DatabaseNow, dialect_for
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.history import recorder
-from django_sqlsem.history.events import ACTS, LOST, PURGED, RELEASED, REVOKED, Event, Minute, Span, Totals, Trend
+from django_sqlsem.history.events import (
+    ACTS,
+    ADDED_UP,
+    LONGEST_ONES,
+    LOST,
+    PURGED,
+    RELEASED,
+    REVOKED,
+    Event,
+    Minute,
+    Span,
+    Totals,
+    Trend,
+)
 from django_sqlsem.models import EventRow, MinuteRow
-
-if TYPE_CHECKING:
-    from django.db.models import QuerySet
-
-    from django_sqlsem.backends.clock import RowClock
-
+from django_sqlsem.snapshots import who
 
 MINUTE_US: Final = 60_000_000
 #: No timeline shows more.
@@ -36,12 +46,10 @@ MAX_HISTOGRAMS: Final = 3000
 _PAGE: Final = 500
 _ENDS: Final = (RELEASED, LOST, REVOKED, PURGED)
 
-_COUNTED: Final = ("granted", "released", "turned_away", "lost", "held_us", "longest_hold_us", "longest_wait_us")
-_SUMS: Final = [Sum(name) for name in _COUNTED[:5]]
-_LONGEST: Final = [Max(name) for name in _COUNTED[5:]]
-#: Of no more seconds than this, single rows of minutes are read.
-_SHORT: Final = 2 * 3600.0
-_NAMED_SUMS: Final = {f"sum_{nth}": each for nth, each in enumerate([*_SUMS, *_LONGEST])}
+_COUNTS: Final[dict[str, Aggregate]] = {
+    **{f"all_{name}": Sum(name) for name in ADDED_UP},
+    **{f"most_{name}": Max(name) for name in LONGEST_ONES},
+}
 
 
 def clock(using: str | None = None, *, at: RowClock | None = None) -> datetime.datetime:
@@ -118,41 +126,37 @@ def minutes(
     step_us = max(1, round(step / 60)) * MINUTE_US
     last = _microseconds(now or clock(alias)) // step_us * step_us
     first = last - (max(1, math.ceil(window * 1e6 / step_us)) - 1) * step_us
-    steps = {at: _Step(at) for at in range(first, last + 1, step_us)}
     rows = MinuteRow._default_manager.using(alias).filter(key=key_of(validate_name(name)), minute_us__gte=first)
-    every = 1
+    totals = dict.fromkeys(range(first, last + 1, step_us), Totals())
+    waits: dict[int, list[str]] = defaultdict(list)
+    holds: dict[int, list[str]] = defaultdict(list)
 
-    def of(minute_us: int) -> _Step:
+    def step_of(minute_us: int) -> int:
         # One that was written a moment after the clock was asked is of the last step.
-        return steps[min(last, minute_us // step_us * step_us)]
+        return min(last, minute_us // step_us * step_us)
 
     with database_errors(alias):
-        # Of a short while the rows are few, and are added up here: that is one read.
-        few = _few(rows) if window <= _SHORT else None
-        if few is None:
-            counted = rows.order_by().values_list("minute_us").annotate(*_SUMS, *_LONGEST, Count("id"))
-            in_all = 0
-            for minute_us, *numbers, count in counted:
-                in_all += count
-                of(minute_us).add([int(number or 0) for number in numbers])
-            every = max(1, math.ceil(in_all / MAX_HISTOGRAMS))
-            if every > 1:
-                rows = rows.annotate(rest=F("id") % every).filter(rest=0)
-            few = [(*row, []) for row in rows.values_list("minute_us", "waits", "holds")]
-        for minute_us, waits, holds, counts in few:
-            of(minute_us).waits.append(waits)
-            of(minute_us).holds.append(holds)
-            if counts:
-                of(minute_us).add(counts)
-    return [each.minute(every) for each in steps.values()]
-
-
-def _few(rows: QuerySet[MinuteRow]) -> list[tuple[int, str, str, list[int]]] | None:
-    """Return what rows say: the minute, both histograms, and the numbers; ``None``: they are too many."""
-    found = list(rows.values_list("minute_us", "waits", "holds", *_COUNTED)[: MAX_HISTOGRAMS + 1])
-    if len(found) > MAX_HISTOGRAMS:
-        return None
-    return [(minute_us, waits, holds, counts) for minute_us, waits, holds, *counts in found]
+        in_all = 0
+        counted = rows.order_by().values_list("minute_us").annotate(rows=Count("id"), **_COUNTS)
+        for minute_us, count, *numbers in counted:
+            in_all += count
+            at = step_of(minute_us)
+            totals[at] = totals[at].with_(_totals_of(numbers))
+        every = max(1, math.ceil(in_all / MAX_HISTOGRAMS))
+        if every > 1:
+            rows = rows.annotate(rest=F("id") % every).filter(rest=0)
+        for minute_us, waited, held in rows.values_list("minute_us", "waits", "holds"):
+            waits[step_of(minute_us)].append(waited)
+            holds[step_of(minute_us)].append(held)
+    return [
+        Minute(
+            at=_instant(at),
+            waits=recorder.percentiles(recorder.add_up(waits[at]), round(found.longest_wait * 1e6), every),
+            holds=recorder.percentiles(recorder.add_up(holds[at]), round(found.longest_hold * 1e6), every),
+            **dataclasses.asdict(found),
+        )
+        for at, found in totals.items()
+    ]
 
 
 def since(name: Name, *, using: str | None = None) -> datetime.datetime | None:
@@ -206,7 +210,7 @@ def trends(
     for column, of_template, wanted in (("key", 0, list(by_key)), ("template", 1, list(templates))):
         if wanted:
             chosen = rows.filter(**{f"{column}__in": wanted}).annotate(at=F("minute_us") - rest)
-            parts.append(chosen.values_list(column, "at").annotate(of=Value(of_template), **_NAMED_SUMS))
+            parts.append(chosen.values_list(column, "at").annotate(of=Value(of_template), **_COUNTS))
     if not parts:
         return {}, {}
     found: tuple[dict[str, Trend], dict[str, Trend]] = ({}, {})
@@ -216,7 +220,7 @@ def trends(
             known = found[of_template].setdefault(name, Trend(step, {}, Totals()))
             of_step = _totals_of(numbers)
             known.steps[_instant(at)] = (of_step.held, of_step.turned_away)
-            found[of_template][name] = replace(known, totals=known.totals.with_(of_step))
+            found[of_template][name] = dataclasses.replace(known, totals=known.totals.with_(of_step))
     return found
 
 
@@ -231,7 +235,7 @@ def _totals(alias: str, column: str, wanted: list[str], window: float) -> dict[s
         for start in range(0, len(wanted), _PAGE):
             page = MinuteRow._default_manager.using(alias).filter(**{f"{column}__in": wanted[start : start + _PAGE]})
             counted = page.filter(minute_us__gt=DatabaseNow(unix=True) - int(window * 1e6)).values_list(column)
-            for key, *numbers in counted.annotate(*_SUMS, *_LONGEST):
+            for key, *numbers in counted.annotate(**_COUNTS):
                 found[key] = _totals_of(numbers)
     return found
 
@@ -264,43 +268,7 @@ def _event(row: EventRow) -> Event:
         token=row.token,
         waited=None if row.waited_us is None else row.waited_us / 1e6,
         held=None if row.held_us is None else row.held_us / 1e6,
-        host=row.host,
-        pid=row.pid,
-        thread=row.thread,
-        label=row.label,
-        user=row.user,
+        **who(row),
         by=row.by,
         detail=row.detail,
     )
-
-
-class _Step:
-    """What is known of one step of time while its rows are read."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.sums = [0] * len(_SUMS)
-        self.longest = [0] * len(_LONGEST)
-        self.waits: list[str] = []
-        self.holds: list[str] = []
-
-    def add(self, numbers: Sequence[int]) -> None:
-        """Add the sums and the longest of one minute."""
-        sums, longest = numbers[: len(_SUMS)], numbers[len(_SUMS) :]
-        self.sums = [one + other for one, other in zip(self.sums, sums, strict=True)]
-        self.longest = [max(one, other) for one, other in zip(self.longest, longest, strict=True)]
-
-    def minute(self, every: int) -> Minute:
-        """Return it; the histograms are those of every so manieth row."""
-        granted, released, turned_away, lost, held_us = self.sums
-        hold_us, wait_us = self.longest
-        return Minute(
-            at=_instant(self.at),
-            granted=granted,
-            released=released,
-            turned_away=turned_away,
-            lost=lost,
-            held=held_us / 1e6,
-            waits=recorder.percentiles(recorder.add_up(self.waits), wait_us, every),
-            holds=recorder.percentiles(recorder.add_up(self.holds), hold_us, every),
-        )

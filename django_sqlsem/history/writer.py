@@ -6,30 +6,25 @@ import functools
 import logging
 import operator
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from itertools import groupby
+from typing import Any, Final
 
 from django.db import connections
-from django.db.models import Q
+from django.db.models import Field, Q
 
 from django_sqlsem.conf import Config, config
 from django_sqlsem.core.clocks import boot_now, boot_now_us, chance
 from django_sqlsem.core.identity import printable
+from django_sqlsem.database.cursors import TEXT, AnyCursor, declare_types, padded
 from django_sqlsem.database.dialects import dialect_for
-from django_sqlsem.database.sessions import OwnSession, briefly, passes
+from django_sqlsem.database.sessions import KeeperSession, OwnSession, briefly, passes
 from django_sqlsem.history import recorder as history_recorder
-from django_sqlsem.history import sqlserver
-from django_sqlsem.history.events import PASSING
+from django_sqlsem.history.events import ADDED_UP, LONGEST_ONES, PASSING
 from django_sqlsem.history.recorder import MINUTE_US, Entry, Recorder, Tallies, Tally
 from django_sqlsem.models import EventRow, MinuteRow
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from django_sqlsem.database.cursors import AnyCursor
-    from django_sqlsem.database.sessions import KeeperSession
-
+from django_sqlsem.snapshots import who
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -70,7 +65,7 @@ WORTH_A_WORD: Final = 3
 def write_events(cursor: AnyCursor, rows: Sequence[EventRow]) -> None:
     """Insert events."""
     if dialect_for(cursor.db).fixed_texts:
-        sqlserver.insert(cursor, rows)
+        _insert(cursor, rows)
     elif rows:
         EventRow._default_manager.using(cursor.db.alias).bulk_create(rows)
 
@@ -79,8 +74,8 @@ def write_minutes(cursor: AnyCursor, rows: Sequence[MinuteRow]) -> None:
     """Insert the counts of minutes, or write them anew."""
     features, all_rows = cursor.db.features, MinuteRow._default_manager.using(cursor.db.alias)
     if dialect_for(cursor.db).fixed_texts:
-        sqlserver.delete_same(cursor, rows)
-        sqlserver.insert(cursor, rows)
+        _delete_same(cursor, rows)
+        _insert(cursor, rows)
     elif rows and features.supports_update_conflicts:
         unique = _IDENTITY if features.supports_update_conflicts_with_target else None
         all_rows.bulk_create(rows, update_conflicts=True, update_fields=_COUNTS, unique_fields=unique)
@@ -93,7 +88,7 @@ def write_minutes(cursor: AnyCursor, rows: Sequence[MinuteRow]) -> None:
 def delete_old(cursor: AnyCursor, model: type[EventRow | MinuteRow], now_us: int) -> int:
     """Delete some rows whose time is over, and that nobody else is deleting. Return how many."""
     if dialect_for(cursor.db).fixed_texts:
-        return sqlserver.delete_old(cursor, model, now_us, PRUNED)
+        return _delete_some(cursor, model, now_us, PRUNED)
     rows = model._default_manager.using(cursor.db.alias)
     ids = list(rows.filter(until_us__lte=now_us).order_by("until_us").values_list("pk", flat=True)[:PRUNED])
     if cursor.db.features.has_select_for_update_skip_locked:
@@ -104,12 +99,69 @@ def delete_old(cursor: AnyCursor, model: type[EventRow | MinuteRow], now_us: int
     return rows.filter(pk__in=ids)._raw_delete(cursor.db.alias) if ids else 0
 
 
+# SQL Server compiles each text anew, and pyodbc asks it of each NULL what it is: with the ORM each number of rows would
+# be another text, and each event several round trips. So there a table has one text, of ten rows always, without NULL.
+
+#: How many rows, or keys, one statement has.
+_AT_ONCE: Final = 10
+_COLUMN_TYPES: Final = {"BigIntegerField": "bigint", "PositiveIntegerField": "int"}
+
+
+def _insert(cursor: AnyCursor, rows: Sequence[EventRow | MinuteRow]) -> None:
+    """Insert rows of one table. Nothing that is written is -1, and no key is empty: they stand for NULL and no row."""
+    if not rows:
+        return
+    fields: list[Field[Any, Any]] = [each for each in rows[0]._meta.local_fields if not each.primary_key]
+    types = [_COLUMN_TYPES.get(each.get_internal_type(), TEXT) for each in fields]
+    columns = [str(each.column) for each in fields]
+    picked = [name if kind == TEXT else f"NULLIF({name}, -1)" for name, kind in zip(columns, types, strict=True)]
+    one = f"({', '.join(['%s'] * len(columns))})"
+    given = f"(VALUES {', '.join([one] * _AT_ONCE)}) AS given ({', '.join(columns)})"
+    text = (
+        f"INSERT INTO {rows[0]._meta.db_table} ({', '.join(columns)})"
+        f" SELECT {', '.join(picked)} FROM {given} WHERE semaphore_key <> ''"
+    )
+    filler = ["" if kind == TEXT else 0 for kind in types]
+    with cursor.db.execute_wrapper(functools.partial(declare_types, declared=types * _AT_ONCE)):
+        for some in _some(rows):
+            values = [getattr(row, each.attname) for row in some for each in fields]
+            filled = [-1 if value is None else value for value in values] + filler * (_AT_ONCE - len(some))
+            cursor.execute(text, filled)
+
+
+def _delete_same(cursor: AnyCursor, rows: Sequence[MinuteRow]) -> None:
+    """Delete what was written before of the same minutes."""
+    # Without a seek it would scan a small table, and wait for the rows that others write.
+    text = (
+        "DELETE FROM sqlsem_minute WITH (ROWLOCK, FORCESEEK) WHERE minute_us = %s AND writer = %s"
+        f" AND semaphore_key IN ({', '.join(['%s'] * _AT_ONCE)})"
+    )
+    for (minute_us, writer), same in groupby(sorted(rows, key=_of), _of):
+        for some in _some([row.key for row in same]):
+            cursor.execute(text, [minute_us, writer, *padded(some, (_AT_ONCE,))])
+
+
+def _delete_some(cursor: AnyCursor, model: type[EventRow | MinuteRow], now_us: int, count: int) -> int:
+    """Delete some rows whose time is over, and that nobody else is deleting. Return how many."""
+    hints = "WITH (READPAST, ROWLOCK)"
+    cursor.execute(f"DELETE TOP ({count}) FROM {model._meta.db_table} {hints} WHERE until_us <= %s", [now_us])
+    return max(0, int(cursor.rowcount))
+
+
+def _of(row: MinuteRow) -> tuple[int, int]:
+    return row.minute_us, row.writer
+
+
+def _some(all_: Sequence[Any]) -> list[Sequence[Any]]:
+    return [all_[start : start + _AT_ONCE] for start in range(0, len(all_), _AT_ONCE)]
+
+
 def event_row(at_us: int, entry: Entry, settings: Config) -> EventRow | None:
     """Return the row of an event, or ``None`` if such are not kept."""
     kept = settings.history_grants if entry.what in PASSING else settings.history_acts
     if not kept:
         return None
-    request, grant, who = entry.request, entry.grant, entry.request.holder
+    request, grant = entry.request, entry.grant
     return EventRow(
         key=request.resource.key,
         name=request.resource.name,
@@ -120,11 +172,7 @@ def event_row(at_us: int, entry: Entry, settings: Config) -> EventRow | None:
         token=grant.tokens[0] if grant is not None and grant.tokens else None,
         waited_us=None if entry.waited is None else round(entry.waited * 1e6),
         held_us=None if entry.held is None else round(entry.held * 1e6),
-        host=who.host,
-        pid=who.pid,
-        thread=who.thread,
-        label=who.label,
-        user=who.user,
+        **who(request.holder),
         by=printable(entry.by, 150),
         detail=printable(entry.told(), 500),
     )
@@ -138,13 +186,7 @@ def minute_row(at_us: int, tally: Tally, writer: int, settings: Config) -> Minut
         minute_us=at_us,
         writer=writer,
         until_us=at_us + MINUTE_US + round(settings.history_minutes * 1e6),
-        granted=tally.granted,
-        released=tally.released,
-        turned_away=tally.turned_away,
-        lost=tally.lost,
-        held_us=tally.held_us,
-        longest_hold_us=tally.longest_hold_us,
-        longest_wait_us=tally.longest_wait_us,
+        **{name: getattr(tally, name) for name in (*ADDED_UP, *LONGEST_ONES)},
         holds=history_recorder.to_text(tally.holds),
         waits=history_recorder.to_text(tally.waits),
     )
@@ -153,28 +195,23 @@ def minute_row(at_us: int, tally: Tally, writer: int, settings: Config) -> Minut
 class Writer:
     """Writes what one recorder has noted. All its methods are the keeper's to call."""
 
+    #: The minutes that are left to be written in this turn; ``None``: the next one begins with all that changed.
+    _left: list[tuple[int, Tally]] | None
+
     def __init__(self, recorder: Recorder, session: KeeperSession) -> None:
         self.recorder = recorder
         self.alias = recorder.alias
-        self.tallies = Tallies()
         self._dialect = dialect_for(connections[self.alias])
         #: Whether it writes on the keeper's own session: not where that is none for statements of any kind.
         self.shares = isinstance(session, OwnSession) and bool(self._dialect.begin)
         self.session: KeeperSession = session if self.shares else OwnSession(self.alias)
-        self._writer = secrets.randbits(62)
         self._offset_us: int | None = None
         self._compare_at = 0.0
-        self._write_at = boot_now() + EVERY
         self._prune_at = boot_now() + chance.uniform(0, PRUNE_EVERY)  # no two processes in step
         #: Whether the next turn is for what has run out: what is held may not have the time for both in one.
         self._prunes = False
-        self._rest = EVERY
-        self._refusals = 0
-        self._told = False
         self._tell_at = 0.0
-        self._lost = 0
-        #: The minutes that are left to be written in this turn; ``None``: the next one begins with all that changed.
-        self._left: list[tuple[int, Tally]] | None = None
+        self.begin_anew()
 
     @property
     def pending(self) -> bool:
@@ -236,8 +273,13 @@ class Writer:
         """Forget all there was. What comes later is told under another number: it replaces nothing that is written."""
         self.recorder.notes.clear()
         self.recorder.dropped = 0
-        self.tallies, self._writer, self._left = Tallies(), secrets.randbits(62), None
-        self._refusals, self._told, self._lost, self._rest = 0, False, 0, EVERY
+        self.tallies = Tallies()
+        self._writer = secrets.randbits(62)
+        self._left = None
+        self._refusals = 0
+        self._told = False
+        self._lost = 0
+        self._rest = EVERY
         self._write_at = boot_now() + EVERY
 
     def leave(self) -> None:

@@ -6,8 +6,8 @@ A grant is not kept: its units are taken for good at once, on the keeper's side,
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
+import functools
 import logging
 import secrets
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from django_sqlsem.backends.base import COUNTER, LAPSE_US, Request
 from django_sqlsem.core import identity
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
-from django_sqlsem.core.names import Resource, refuse_fields, resource_for, validate_name
+from django_sqlsem.core.names import Resource, refuse_fields, resource_for, validate_name, validate_slots
 from django_sqlsem.core.text import shown
 from django_sqlsem.database import transactions
-from django_sqlsem.database.sessions import CallerSession, OwnSession, Session
+from django_sqlsem.database.sessions import CallerSession, Session
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, wrong_kind
 from django_sqlsem.locks.acquire import aread_status, read_status, refused_by_tests, seconds_to_wait
 from django_sqlsem.runtime import callers
@@ -31,21 +31,10 @@ from django_sqlsem.snapshots import SemaphoreSnapshot
 
 logger = logging.getLogger("django_sqlsem")
 
-#: A login that takes longer is not waited for before the claim, in seconds.
-LONGEST_LOGIN: Final = 20.0
 #: The most that one call adds or takes.
 MOST_AT_ONCE: Final = 1_000_000_000
+_units: Final = functools.partial(validate_slots, most=MOST_AT_ONCE)
 LAPSE: Final = LAPSE_US / 1e6  #: A grant that is not taken by then goes back into the count, in seconds.
-
-
-def validate_count(count: object, *, what: str, minimum: int = 1) -> int:
-    """Return ``count`` if it is an ``int`` from ``minimum`` to a billion. Raises ``TypeError`` or ``ValueError``."""
-    if isinstance(count, bool) or not isinstance(count, int):
-        kind = type(count).__name__
-        raise TypeError(f"{what} must be an int from {minimum} to {MOST_AT_ONCE}, not {shown(count)} of type {kind}.")
-    if not minimum <= count <= MOST_AT_ONCE:
-        raise ValueError(f"{what} must be from {minimum} to {MOST_AT_ONCE}, not {shown(count)}.")
-    return int(count)
 
 
 @dataclass(frozen=True)
@@ -91,7 +80,7 @@ class Counter:
         They are there at once, whatever becomes of the caller's transaction; on SQLite inside ``atomic()``, with its
         commit. Raises ``BackendError``.
         """
-        count = validate_count(n, what="n")
+        count = _units(n, what="n")
         _refuse_event_loop("arelease")
         keeper = self._keeper()
         session = keeper.session_here()
@@ -105,7 +94,7 @@ class Counter:
 
     async def arelease(self, n: int = 1) -> None:
         """Add ``n`` units from a coroutine; see ``release()``."""
-        count = validate_count(n, what="n")
+        count = _units(n, what="n")
         keeper = self._keeper()
         await keeper.call(lambda: self._add(keeper, keeper.own, count))
 
@@ -148,19 +137,13 @@ class Counter:
         """Return how many units there are to take."""
         return (await self.astatus()).units or 0
 
-    def __enter__(self) -> NoReturn:
+    def __enter__(self, *exc_info: object) -> NoReturn:
         raise TypeError(
             f"Units are used up, and nothing is given back at the end of a block: use {self.name!r} by acquire(), "
             "or a semaphore()."
         )
 
-    __aenter__ = __enter__
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Never gets here."""
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        """Never gets here."""
+    __exit__ = __aenter__ = __aexit__ = __enter__
 
     def _resource(self) -> Resource:
         return resource_for(self.name, COUNTER)
@@ -176,14 +159,13 @@ class Counter:
         return found
 
     def _wanted(self, n: int | None) -> int:
-        return self.take if n is None else validate_count(n, what="n")
+        return self.take if n is None else _units(n, what="n")
 
     def _acquire(self, take: int, timeout: float | None) -> Taken | None:
         _refuse_event_loop("aacquire")
         if self.name in refused_by_tests:
             return None
         keeper = self._keeper()
-        _get_ready(keeper)
         acquisition = self._acquisition(keeper, take)
         with acquisition:
             while keeper.acquire(acquisition, timeout):
@@ -197,7 +179,6 @@ class Counter:
         if self.name in refused_by_tests:
             return None
         keeper = self._keeper()
-        await keeper.call(lambda: _open(keeper.own))
         acquisition = self._acquisition(keeper, take)
         with acquisition:
             while await keeper.aacquire(acquisition, timeout):
@@ -284,27 +265,11 @@ def counter(
         refuse_fields(name)
     return Counter(
         validate_name(name),
-        validate_count(initial, what="initial", minimum=0),
-        take=validate_count(take, what="take"),
+        _units(initial, what="initial", least=0),
+        take=_units(take, what="take"),
         timeout=timeout,
         using=using,
     )
-
-
-def _get_ready(keeper: Keeper) -> None:
-    """Open the connections that a grant and its taking need: a slow login would outlast what is handed over.
-
-    Raises ``BackendError``.
-    """
-    if not isinstance(keeper.session_here(), CallerSession):
-        _open(keeper.work)
-    if isinstance(keeper.own, OwnSession) and not keeper.own.is_open:
-        concurrent.futures.wait([keeper.submit(lambda: _open(keeper.own))], LONGEST_LOGIN)
-
-
-def _open(session: Session) -> None:
-    if isinstance(session, OwnSession) and not session.is_open:
-        session.run(lambda cursor: None)
 
 
 def _take_here(acquisition: Acquisition) -> bool:

@@ -64,8 +64,8 @@ def fence(permit: _Holder, using: str | None) -> None:
     acquisition = permit._acquisition
     connection = _connection(acquisition, using)
     if not transactions.in_transaction(connection):
-        raise _outside(connection, permit)
-    with _transaction_fails(connection):
+        raise _no_transaction(connection, permit)
+    try:
         permit.check()
         new, found = _begin(permit, connection)
         live = False
@@ -73,11 +73,15 @@ def fence(permit: _Holder, using: str | None) -> None:
             live = acquisition.keeper.backend.fence(connection, acquisition.keeper.session_here(), acquisition.acquired)
         finally:
             if live:
-                _stands(permit, found)
+                _watch_savepoints(permit, found)
             elif new:
-                _over(permit, found)
+                _end(permit, found)
         if not live:
-            raise _lost(permit)
+            raise _loss_error(permit)
+    except PermitLostError:  # the transaction is rolled back, also if the caller goes on
+        if connection.in_atomic_block:
+            connection.needs_rollback = True
+        raise
 
 
 def fenced(permit: _Holder) -> _Fenced:
@@ -142,7 +146,7 @@ def _refuse_elsewhere(connection: BaseDatabaseWrapper, acquisition: Acquisition)
         )
 
 
-def _outside(connection: BaseDatabaseWrapper, permit: _Holder) -> TransactionManagementError:
+def _no_transaction(connection: BaseDatabaseWrapper, permit: _Holder) -> TransactionManagementError:
     message = f"The permit of {permit.name!r} can only fence a transaction on {connection.alias!r}, and none is open"
     elsewhere = [alias for alias in transactions.open_transactions() if alias != connection.alias]
     if elsewhere:
@@ -153,45 +157,32 @@ def _outside(connection: BaseDatabaseWrapper, permit: _Holder) -> TransactionMan
     )
 
 
-@contextlib.contextmanager
-def _transaction_fails(connection: BaseDatabaseWrapper) -> Any:
-    """Have the transaction rolled back, also if the caller goes on, when the permit turns out to be lost."""
-    try:
-        yield
-    except PermitLostError:
-        if connection.in_atomic_block:
-            connection.needs_rollback = True
-        raise
-
-
 def _begin(permit: _Holder, connection: BaseDatabaseWrapper) -> tuple[bool, Fence]:
     """Note that the transaction is fenced, which puts the permit's release off. Return whether this is new, and it."""
     acquisition = permit._acquisition
-    for found in _of(acquisition):
-        if found.stands and found.connection is connection:
-            return False, found
+    for known in acquisition.fences:
+        if isinstance(known, Fence) and known.stands and known.connection is connection:
+            return False, known
     found = Fence(connection)
     acquisition.fences = (*acquisition.fences, found)
-    transactions.before_transaction_ends(connection.alias, partial(_ending, acquisition, found, acquisition.acquired))
-    transactions.at_transaction_end(connection.alias, partial(_over, permit, found))
+    transactions.before_transaction_ends(
+        connection.alias, partial(_before_end, acquisition, found, acquisition.acquired)
+    )
+    transactions.at_transaction_end(connection.alias, partial(_end, permit, found))
     return True, found
 
 
-def _of(acquisition: Acquisition) -> list[Fence]:
-    return [each for each in acquisition.fences if isinstance(each, Fence)]
-
-
-def _stands(permit: _Holder, found: Fence) -> None:
+def _watch_savepoints(permit: _Holder, found: Fence) -> None:
     """Note what the fence does to the permit, and see that it outlives savepoints: row locks go with them."""
     connection = found.connection
     found.exclusive = permit._acquisition.keeper.backend.keeps_renewals_out(connection)
     if not found.locked:
         found.locked = True
         found.savepoint = transactions.savepoints_so_far(connection)
-        transactions.after_savepoint_rollback(connection.alias, partial(_undone, permit, found))
+        transactions.after_savepoint_rollback(connection.alias, partial(_fence_again, permit, found))
 
 
-def _undone(permit: _Holder, found: Fence, savepoint: int) -> None:
+def _fence_again(permit: _Holder, found: Fence, savepoint: int) -> None:
     """A rollback to a savepoint before the fence has taken it away: set it up again, or have the transaction fail."""
     acquisition, connection = permit._acquisition, found.connection
     if found.over or savepoint > found.savepoint:
@@ -203,10 +194,10 @@ def _undone(permit: _Holder, found: Fence, savepoint: int) -> None:
     if not live:
         connection.needs_rollback = connection.in_atomic_block
         if not connection.in_atomic_block:
-            raise _lost(permit)
+            raise _loss_error(permit)
 
 
-def _ending(acquisition: Acquisition, found: Fence, held: Acquired, committing: bool) -> None:
+def _before_end(acquisition: Acquisition, found: Fence, held: Acquired, committing: bool) -> None:
     """Renew a lease that ran out in an exclusive transaction, just before its end: until then no other can take it."""
     if not found.exclusive:
         return
@@ -217,7 +208,7 @@ def _ending(acquisition: Acquisition, found: Fence, held: Acquired, committing: 
         found.renewed_at = now
 
 
-def _over(permit: _Holder, found: Fence) -> None:
+def _end(permit: _Holder, found: Fence) -> None:
     acquisition = permit._acquisition
     if found.renewed_at is not None:
         acquisition.renewed(found.renewed_at)
@@ -229,7 +220,7 @@ def _over(permit: _Holder, found: Fence) -> None:
         permit._close()
 
 
-def _lost(permit: _Holder) -> PermitLostError:
+def _loss_error(permit: _Holder) -> PermitLostError:
     acquisition = permit._acquisition
     with contextlib.suppress(BackendError):
         loss = acquisition.keeper.backend.fate(acquisition.keeper.session_here(), acquisition.acquired)

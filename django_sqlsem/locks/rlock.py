@@ -18,12 +18,10 @@ from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.names import Name, key_of
 from django_sqlsem.exceptions import AlreadyHeldError, BackendError, NotEnteredError, PermitLostError
 from django_sqlsem.locks import permit as blocks
-from django_sqlsem.locks.acquire import Bound
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Options, Semaphore, one_slot
 from django_sqlsem.runtime import callers
-from django_sqlsem.runtime.acquisition import Acquisition, Client, State
-from django_sqlsem.runtime.keeper import Keeper
+from django_sqlsem.runtime.acquisition import Acquisition, State
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -39,11 +37,11 @@ class Stay:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._inside: dict[int, weakref.ref[RLockPermit]] = {}
+        self._inside: weakref.WeakValueDictionary[int, RLockPermit] = weakref.WeakValueDictionary()
 
     def inside(self) -> list[RLockPermit]:
         """Return the permits that have not been given back, the outermost first."""
-        return [permit for ref in list(self._inside.values()) if (permit := ref()) is not None]
+        return list(self._inside.values())
 
     def outermost(self) -> Permit | None:
         """Return the permit by which everyone else is inside, or ``None`` if all have left."""
@@ -51,11 +49,10 @@ class Stay:
 
     def admit(self, permit: RLockPermit) -> None:
         """Count one in."""
-        number = next(self._numbers)
-        permit._number, permit._depth = number, len(self._inside) + 1
-        self._inside[number] = weakref.ref(permit)
+        permit._number, permit._depth = next(self._numbers), len(self._inside) + 1
+        self._inside[permit._number] = permit
         before = [ref for ref in _flow.get() if (other := ref()) is not None and not other.released]
-        _flow.set((*before, self._inside[number]))
+        _flow.set((*before, weakref.ref(permit)))
 
     def leave(self, permit: RLockPermit) -> bool:
         """Count one out. Return whether it was the last one."""
@@ -98,9 +95,6 @@ class Stay:
 
     def forget(self, acquisition: Acquisition) -> None:
         """A permit was garbage-collected: give the lock back if it was the last one."""
-        for number, ref in list(self._inside.items()):
-            if ref() is None:
-                self._inside.pop(number, None)
         if self.outermost() is None:
             acquisition.keeper.forget(acquisition, "it was garbage-collected")
         else:
@@ -267,21 +261,12 @@ class RLock(Semaphore):
         """Any object of this name may leave what another one entered."""
         return "rlock", database_for(self.using), self.name
 
-    def _acquire(
-        self,
-        keeper: Keeper,
-        timeout: float | None,
-        rank: str = "",
-        client: Client | None = None,
-        bound: Bound | None = None,
-    ) -> Permit | None:
+    def _acquire(self, *args: Any, **kwargs: Any) -> Permit | None:
         callers.refuse_event_loop()
-        return self._enter_again() or super()._acquire(keeper, timeout, rank, client, bound)
+        return self._enter_again() or super()._acquire(*args, **kwargs)
 
-    async def _aacquire(
-        self, keeper: Keeper, timeout: float | None, rank: str = "", bound: Bound | None = None
-    ) -> Permit | None:
-        return self._enter_again() or await super()._aacquire(keeper, timeout, rank, bound)
+    async def _aacquire(self, *args: Any, **kwargs: Any) -> Permit | None:
+        return self._enter_again() or await super()._aacquire(*args, **kwargs)
 
     def _enter_again(self) -> RLockPermit | None:
         caller = callers.current_caller()

@@ -53,9 +53,8 @@ class Permits(Sequence[Any]):
 
     def check(self) -> None:
         """Raise ``PermitLostError`` if any of the permits is no longer ours. No database access."""
-        for permit in self:
-            if not isinstance(permit, Taken):
-                permit.check()
+        for permit in self._held():
+            permit.check()
 
     @property
     def stop_requested(self) -> bool:

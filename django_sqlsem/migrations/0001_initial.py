@@ -1,6 +1,6 @@
 from django.db import migrations, models
 
-from django_sqlsem.models.fields import ExactCharField
+from django_sqlsem.models import ExactCharField
 
 #: Who holds or waits: see ``HolderFields``.
 HOLDER = [

@@ -6,15 +6,16 @@ without time zones, and the same on every database.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from django.apps import apps
+from django.core.exceptions import ValidationError
 from django.db import models
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.translation import gettext_lazy as _
 
 from django_sqlsem.core.names import MAX_SLOTS
 from django_sqlsem.exceptions import not_installed
-from django_sqlsem.models.fields import ExactCharField
 
 if apps.apps_ready and not apps.is_installed("django_sqlsem"):  # Django would speak of an app label
     raise not_installed()
@@ -35,6 +36,25 @@ __all__ = [
     "WaitRow",
     "WaiterRow",
 ]
+
+
+class ExactCharField(models.CharField):  # type: ignore[type-arg]
+    """Text that compares by its code points and stores any of Unicode, whatever the database's own collation."""
+
+    def to_python(self, value: Any) -> Any:
+        """Refuse NUL, which PostgreSQL cannot even look for: an address with one leads to no row, and to no error."""
+        if isinstance(value, str) and "\0" in value:
+            raise ValidationError("There is no text with NUL in it.")
+        return super().to_python(value)
+
+    def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
+        """Return the column type, with a binary collation where the default may fold case or cut characters."""
+        if connection.vendor == "mysql":
+            return f"varchar({self.max_length}) CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
+        if connection.vendor == "microsoft":
+            # Its length is counted in UTF-16 units, of which a character may take two.
+            return f"nvarchar({2 * (self.max_length or 0)}) COLLATE Latin1_General_100_BIN2"
+        return super().db_type(connection)
 
 
 class SemaphoreRow(models.Model):
@@ -384,7 +404,7 @@ class MinuteRow(models.Model):
     """What one process counted of one name in one minute: several rows may be of the same minute, and add up.
 
     Its writer writes it anew while the minute lasts. ``waits`` and ``holds`` are histograms as text: see
-    ``history.buckets``.
+    ``history.recorder``.
     """
 
     id = models.BigAutoField(primary_key=True)

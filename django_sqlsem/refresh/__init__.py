@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
@@ -15,16 +16,12 @@ from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.names import validate_name
 from django_sqlsem.core.templates import CallName
 from django_sqlsem.core.text import shown
-from django_sqlsem.exceptions import AlreadyHeldError, BackendError
+from django_sqlsem.exceptions import AlreadyHeldError
+from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore
-from django_sqlsem.refresh.job import BuildFailedError, Job
+from django_sqlsem.refresh.job import BuildFailedError, Found, Job
 from django_sqlsem.refresh.values import MISSING, CacheValues, FieldValues, Values
 from django_sqlsem.runtime.callers import refuse_event_loop
-
-if TYPE_CHECKING:
-    from django_sqlsem.locks.permit import Permit
-    from django_sqlsem.refresh.job import Found
-
 
 __all__ = ["BuildFailedError", "Refresh", "refresh_every"]
 
@@ -50,10 +47,7 @@ class Refresh(Generic[T]):
         self._name = name
         self._values = values
         self._lock = lock
-        for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
-            if (found := getattr(build, attribute, None)) is not None:
-                setattr(self, attribute, found)
-        self.__wrapped__ = build
+        functools.update_wrapper(self, build, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Return the value; with an asynchronous build, a coroutine that does."""
@@ -68,7 +62,7 @@ class Refresh(Generic[T]):
         self._refuse_async()
         job = self._job(self._name.name(args, kwargs))
         found = job.look()
-        if found.fresh:
+        if found.settles(job):
             return cast("T", found.value)
         permit = self._take(job, found)
         if permit is None:
@@ -80,7 +74,7 @@ class Refresh(Generic[T]):
         """Return what ``get()`` does, without blocking the event loop."""
         job = self._job(await self._name.aname(args, kwargs))
         found = await job.alook()
-        if found.fresh:
+        if found.settles(job):
             return cast("T", found.value)
         permit = await self._atake(job, found)
         if permit is None:
@@ -99,7 +93,7 @@ class Refresh(Generic[T]):
     async def anow(self, *args: Any, **kwargs: Any) -> T:
         """Do as ``now()`` does, from a coroutine."""
         job = self._job(await self._name.aname(args, kwargs))
-        await job.here(job.invalidate)
+        await sync_to_async(job.invalidate)()
         async with await job.lock.aacquire() as permit:
             return await self._arebuild(job, permit, args, kwargs, forced=True)
 
@@ -110,34 +104,26 @@ class Refresh(Generic[T]):
     async def ainvalidate(self, *args: Any, **kwargs: Any) -> None:
         """Do as ``invalidate()`` does, from a coroutine."""
         job = self._job(await self._name.aname(args, kwargs))
-        await job.here(job.invalidate)
+        await sync_to_async(job.invalidate)()
 
     def _job(self, name: str) -> Job:
         return Job(self._lock._named(name), self._values, self.period, self.retry_after)
 
     def _take(self, job: Job, found: Found) -> Permit | None:
         """Get the lock, waiting for it only if there is no old value. ``None``: be content with that."""
-        found.refuse_resting(job)
-        try:
-            if found.value is MISSING:
-                return job.lock.acquire()
-            return None if found.resting else job.lock.try_acquire()
-        except AlreadyHeldError:  # a build that asks for its own value, or a transaction that has just built it
-            if found.value is MISSING:
-                raise
-            return None
+        if found.value is MISSING:
+            return job.lock.acquire()
+        with contextlib.suppress(AlreadyHeldError):  # a build asks for its own value, or its transaction goes on
+            return job.lock.try_acquire()
+        return None
 
     async def _atake(self, job: Job, found: Found) -> Permit | None:
         """Do as ``_take()`` does, from a coroutine."""
-        found.refuse_resting(job)
-        try:
-            if found.value is MISSING:
-                return await job.lock.aacquire()
-            return None if found.resting else await job.lock.atry_acquire()
-        except AlreadyHeldError:
-            if found.value is MISSING:
-                raise
-            return None
+        if found.value is MISSING:
+            return await job.lock.aacquire()
+        with contextlib.suppress(AlreadyHeldError):
+            return await job.lock.atry_acquire()
+        return None
 
     def _rebuild(self, job: Job, permit: Permit, args: Any, kwargs: Any, *, forced: bool = False) -> T:
         found = job.look(again=True)  # the previous holder of the lock may have built it
@@ -148,15 +134,12 @@ class Refresh(Generic[T]):
         try:
             value = self.build(*args, **kwargs)
         except Exception:
-            with contextlib.suppress(BackendError):  # what the build raised says more
-                job.note_failure(permit)
+            job.note_failure(permit)
             raise
-        if job.store(permit, found, value, boot_now() - began):
-            return cast("T", value)
-        return cast("T", job.look(again=True).value_or(value))
+        return cast("T", job.store(permit, found, value, boot_now() - began))
 
     async def _arebuild(self, job: Job, permit: Permit, args: Any, kwargs: Any, *, forced: bool = False) -> T:
-        found: Found = await job.here(job.look, again=True)
+        found = await sync_to_async(job.look)(again=True)
         if found.settles(job, forced):
             return cast("T", found.value)
         job.refuse_without_token(permit)
@@ -167,13 +150,9 @@ class Refresh(Generic[T]):
             else:
                 value = await sync_to_async(self.build)(*args, **kwargs)
         except Exception:
-            with contextlib.suppress(BackendError):
-                await job.here(job.note_failure, permit)
+            await sync_to_async(job.note_failure)(permit)
             raise
-        if await job.here(job.store, permit, found, value, boot_now() - began):
-            return cast("T", value)
-        later: Found = await job.here(job.look, again=True)
-        return cast("T", later.value_or(value))
+        return cast("T", await sync_to_async(job.store)(permit, found, value, boot_now() - began))
 
     def _refuse_async(self) -> None:
         if self.is_async:

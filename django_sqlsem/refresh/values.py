@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from asgiref.sync import sync_to_async
 from django.conf import settings
@@ -16,20 +17,15 @@ from django.db import connections, router, transaction
 from django.db.models import Model, QuerySet
 
 from django_sqlsem.core import testmode
+from django_sqlsem.core.names import Resource
 from django_sqlsem.core.text import shown
-from django_sqlsem.database.sessions import CallerSession
+from django_sqlsem.database.sessions import CallerSession, Session
 from django_sqlsem.exceptions import SemaphoreError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from django_sqlsem.core.names import Resource
-    from django_sqlsem.database.sessions import Session
-
-    Stamp: TypeAlias = Callable[[Session], bool]
-
-
 logger = logging.getLogger("django_sqlsem")
+
+#: Writes the row of a value, in the transaction of a session. Returns whether the value counts.
+Stamp: TypeAlias = Callable[[Session], bool]
 
 
 class Missing:
@@ -39,34 +35,12 @@ class Missing:
 MISSING: Final = Missing()
 
 
-class Values(Protocol):
-    """A place where values are kept."""
-
-    @property
-    def release_policy(self) -> str:
-        """When the permit of a build is given back: see ``semaphore(release=...)``."""
-
-    def check(self, alias: str) -> None:
-        """Raise ``ImproperlyConfigured`` if values cannot be kept there."""
-
-    def get(self, resource: Resource, token: int) -> Any:
-        """Return the value that was built under ``token``, or ``MISSING``."""
-
-    async def aget(self, resource: Resource, token: int) -> Any:
-        """Return the value, from a coroutine."""
-
-    def put(self, session: Session, resource: Resource, token: int, value: Any, stamp: Stamp) -> bool:
-        """Keep a value and ``stamp`` its row, or neither. Return whether the value counts."""
-
-    def drop(self, resource: Resource, token: int) -> None:
-        """Keep a value no longer that does not count any more."""
-
-
 @dataclass(frozen=True)
 class CacheValues:
     """Values in Django's cache. An entry is never overwritten: its key has the token under which it was built."""
 
     cache: str
+    #: When the permit of a build is given back: see ``semaphore(release=...)``.
     release_policy: str = "on_exit"
 
     def check(self, alias: str) -> None:
@@ -86,15 +60,20 @@ class CacheValues:
             )
 
     def get(self, resource: Resource, token: int) -> Any:
+        """Return the value that was built under ``token``, or ``MISSING``."""
         entry = caches[self.cache].get(_entry(resource, token))
         return MISSING if entry is None else entry[0]
 
     async def aget(self, resource: Resource, token: int) -> Any:
+        """Return the value, from a coroutine."""
         entry = await caches[self.cache].aget(_entry(resource, token))
         return MISSING if entry is None else entry[0]
 
     def put(self, session: Session, resource: Resource, token: int, value: Any, stamp: Stamp) -> bool:
-        """First the entry, which nobody knows of, and then the row that names its token."""
+        """Keep a value and ``stamp`` its row, or neither. Return whether the value counts.
+
+        First the entry, which nobody knows of, and then the row that names its token.
+        """
         cache, entry = caches[self.cache], _entry(resource, token)
         cache.set(entry, (value,), timeout=None)  # many caches go by the clocks of hosts, which may be wrong
         counts = False
@@ -110,6 +89,7 @@ class CacheValues:
         return counts
 
     def drop(self, resource: Resource, token: int) -> None:
+        """Keep a value no longer that does not count any more."""
         caches[self.cache].delete(_entry(resource, token))
 
 
@@ -180,3 +160,7 @@ class FieldValues:
     def _rows(self) -> QuerySet[Any]:
         chosen: str | None = vars(self.rows)["_db"]
         return self.rows.using(chosen or router.db_for_write(self.rows.model))
+
+
+#: A place where values are kept.
+Values: TypeAlias = CacheValues | FieldValues

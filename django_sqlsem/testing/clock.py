@@ -27,7 +27,7 @@ from django.db.models import F
 from django_sqlsem.core import clocks
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.durations import Seconds, to_seconds
-from django_sqlsem.runtime import acquisition as waiting
+from django_sqlsem.runtime import acquisition as acquisitions
 from django_sqlsem.runtime import callers
 from django_sqlsem.runtime.acquisition import Acquisition, State
 from django_sqlsem.runtime.keeper import Keeper
@@ -131,7 +131,7 @@ def clock(*, autojump: bool | None = None) -> Iterator[Clock]:
     reset = _opened_here.set(mine)
     with _moving:
         _open.append(mine)
-        waiting.jumper = _JUMPER
+        acquisitions.jumper = _JUMPER
     try:
         yield mine
     finally:
@@ -139,7 +139,7 @@ def clock(*, autojump: bool | None = None) -> Iterator[Clock]:
         with _moving:
             _open.remove(mine)
             if not _open:
-                waiting.jumper = None
+                acquisitions.jumper = None
         with contextlib.suppress(ValueError):  # a fixture may end in another context than it began in
             _opened_here.reset(reset)
 
@@ -253,38 +253,25 @@ def _move_rows(keeper: Keeper, seconds: float, *, still: bool) -> None:
 
 def _look_around(keeper: Keeper) -> None:
     """Have a keeper see what the new time means: what is lost, what is overdue, who gets what became free."""
-    for acquisition in _live(keeper):
-        acquisition.current_loss()
-    if isinstance(keeper.loop, ThreadLoop):
-        _wake(keeper)
-    else:
-        for acquisition in _live(keeper):
-            if acquisition.overdue and not acquisition.fenced:
-                keeper.forget(acquisition, acquisition.overdue)
-        keeper.look_at_all()
-    over = [
-        acquisition
-        for acquisition in list(keeper.acquisitions.values())
-        if acquisition.state is State.QUEUED and _is_over(acquisition)
-    ]
-    for acquisition in over:
-        keeper.withdraw(acquisition)  # unless it was granted at this very moment
-        if acquisition.state is State.OVER:
-            acquisition.tell()
-
-
-def _is_over(acquisition: Acquisition) -> bool:
-    return acquisition.patient_until is not None and acquisition.patient_until <= boot_now()
-
-
-def _wake(keeper: Keeper) -> None:
-    """Have the keeper's thread take a look at everything, and wait until it has."""
-    if not keeper.acquisitions:
-        return
 
     def look(done: threading.Event) -> None:
         keeper.look_at_all()
         done.set()
 
-    _await(keeper, look)
-    _await(keeper, threading.Event.set)  # it works off its inbox before it looks
+    for acquisition in _live(keeper):
+        acquisition.current_loss()
+    if isinstance(keeper.loop, ThreadLoop):
+        if keeper.acquisitions:
+            _await(keeper, look)
+            _await(keeper, threading.Event.set)  # it works off its inbox before it looks
+    else:
+        for acquisition in _live(keeper):
+            if acquisition.overdue and not acquisition.fenced:
+                keeper.forget(acquisition, acquisition.overdue)
+        keeper.look_at_all()
+    waiting, now = [each for each in list(keeper.acquisitions.values()) if each.state is State.QUEUED], boot_now()
+    for acquisition in waiting:
+        if acquisition.patient_until is not None and acquisition.patient_until <= now:
+            keeper.withdraw(acquisition)  # unless it was granted at this very moment
+            if acquisition.state is State.OVER:
+                acquisition.tell()

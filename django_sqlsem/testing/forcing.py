@@ -19,7 +19,7 @@ from django_sqlsem.locks.semaphore import Semaphore, semaphore
 from django_sqlsem.runtime import callers, events
 from django_sqlsem.runtime.acquisition import Acquisition
 from django_sqlsem.runtime.keepers import all_acquisitions
-from django_sqlsem.signals import permit_acquired
+from django_sqlsem.signals import PermitSignal, permit_acquired
 from django_sqlsem.snapshots import Loss, LossReason
 
 T = TypeVar("T")
@@ -41,8 +41,25 @@ def busy(target: Name | Semaphore) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _done_to_all(name: str, act: Callable[[Acquisition], object]) -> Iterator[None]:
-    """Have something done to every permit that this process holds, or gets inside the block, of a name."""
+def listening(*listeners: tuple[PermitSignal, Callable[..., None]]) -> Iterator[None]:
+    """Have signals of the library's heard at once, in the threads that send them, inside the block."""
+    for signal, listener in listeners:
+        signal.inline.connect(listener, weak=False)
+    try:
+        yield
+    finally:
+        for signal, listener in listeners:
+            signal.inline.disconnect(listener)
+
+
+@contextlib.contextmanager
+def _done_to(target: Name | Semaphore | Permit, act: Callable[[Acquisition], object]) -> Iterator[None]:
+    """Have something done to a permit, or to all that this process holds, or gets inside the block, of a name."""
+    if isinstance(target, Permit):
+        act(target._acquisition)
+        yield
+        return
+    name = _name(target)
 
     def granted(permit: Permit, **kwargs: object) -> None:
         if permit.name == name:
@@ -51,11 +68,8 @@ def _done_to_all(name: str, act: Callable[[Acquisition], object]) -> Iterator[No
     for acquisition in all_acquisitions():
         if acquisition.name == name and acquisition.grant is not None:
             act(acquisition)
-    permit_acquired.inline.connect(granted, weak=False)
-    try:
+    with listening((permit_acquired, granted)):
         yield
-    finally:
-        permit_acquired.inline.disconnect(granted)
 
 
 @contextlib.contextmanager
@@ -106,11 +120,7 @@ def lost(target: Name | Semaphore | Permit) -> Iterator[None]:
     are released, as they would for a holder that was cut off.
     """
     loss = Loss(LossReason.EXPIRED, "django_sqlsem.testing.lost() says so")
-    if isinstance(target, Permit):
-        target._acquisition.lose(loss)
-        yield
-        return
-    with _done_to_all(_name(target), lambda acquisition: acquisition.lose(loss)):
+    with _done_to(target, lambda acquisition: acquisition.lose(loss)):
         yield
 
 
@@ -121,11 +131,7 @@ def stop_requested(target: Name | Semaphore | Permit, by: str = "a test") -> Ite
     Their ``stop_requested`` is set for good, ``stop_requested_by`` is ``by``, and ``on_stop_requested`` runs. Nothing
     is written, and nothing is taken from them.
     """
-    if isinstance(target, Permit):
-        events.ask_to_stop(target._acquisition, by)
-        yield
-        return
-    with _done_to_all(_name(target), lambda acquisition: events.ask_to_stop(acquisition, by)):
+    with _done_to(target, lambda acquisition: events.ask_to_stop(acquisition, by)):
         yield
 
 

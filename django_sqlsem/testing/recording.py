@@ -7,10 +7,12 @@ import datetime
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from django import dispatch
 
 from django_sqlsem.busy import Busy
 from django_sqlsem.core import identity
@@ -20,14 +22,15 @@ from django_sqlsem.locks.semaphore import Semaphore
 from django_sqlsem.runtime.acquisition import Acquisition, State
 from django_sqlsem.runtime.keepers import all_acquisitions, all_keepers
 from django_sqlsem.signals import acquire_timed_out, permit_acquired, permit_forgotten, permit_released
-from django_sqlsem.snapshots import HolderSnapshot, SlotState
+from django_sqlsem.snapshots import HolderSnapshot, SlotState, who
+from django_sqlsem.testing.forcing import listening
 
 #: How many lines of the program's own are told of each acquire.
 LINES: Final = 3
 #: For how long what is on its way back may take, in seconds.
 COMING_BACK: Final = 5.0
-#: The library's own files: where in them a permit was made says nothing to its users.
-_OURS: Final = str(Path(__file__).parent.parent)
+#: The library's own files, and Django's that send signals: where in them a permit was made says nothing to users.
+_BETWEEN: Final = (str(Path(__file__).parent.parent), str(Path(dispatch.__file__).parent))
 
 
 @dataclass(slots=True)
@@ -84,18 +87,8 @@ def recorded(*targets: Name | Semaphore) -> Iterator[Recorded]:
         if not wanted or error.name in wanted:
             found.refused.append(error.name)
 
-    listeners: list[tuple[Any, Any]] = [
-        (permit_acquired, acquired),
-        (permit_released, released),
-        (acquire_timed_out, refused),
-    ]
-    for signal, listener in listeners:
-        signal.inline.connect(listener, weak=False)
-    try:
+    with listening((permit_acquired, acquired), (permit_released, released), (acquire_timed_out, refused)):
         yield found
-    finally:
-        for signal, listener in listeners:
-            signal.inline.disconnect(listener)
 
 
 def make_busy(name: Name, *, holders: int = 1, waiting: int = 0, retry_after: int = 1) -> Busy:
@@ -104,7 +97,7 @@ def make_busy(name: Name, *, holders: int = 1, waiting: int = 0, retry_after: in
     ``holders``: how many hold a slot, each for a second so far, in this process's name; or give your own
     ``HolderSnapshot`` by ``dataclasses.replace()``. Raises ``TypeError`` or ``ValueError`` for a bad name.
     """
-    name, who, now = validate_name(name), identity.current(), datetime.datetime.now(datetime.UTC)
+    name, now = validate_name(name), datetime.datetime.now(datetime.UTC)
     second = datetime.timedelta(seconds=1)
 
     def holder(slot: int) -> HolderSnapshot:
@@ -113,11 +106,7 @@ def make_busy(name: Name, *, holders: int = 1, waiting: int = 0, retry_after: in
             slot=slot,
             state=SlotState.HELD,
             token=slot,
-            host=who.host,
-            pid=who.pid,
-            thread=who.thread,
-            label=who.label,
-            user=who.user,
+            **who(identity.current()),
             acquired_at=now - second,
             expires_at=now + 59 * second,
             age=1.0,
@@ -148,6 +137,14 @@ def nothing_held() -> Iterator[None]:
     message tells the lines that took each. A block that raises is not looked at.
     """
     __tracebackhide__ = True
+    with watched() as refuse:
+        yield
+        refuse()
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Callable[[], None]]:
+    """Watch what is taken inside the block. Yields what raises, called at its end, if anything of it is left."""
     before = {id(acquisition) for acquisition in all_acquisitions()}
     places: dict[int, list[str]] = {}
     forgotten: list[str] = []
@@ -158,16 +155,14 @@ def nothing_held() -> Iterator[None]:
     def forgot(name: str, loss: Any, held: float, **kwargs: Any) -> None:
         forgotten.append(f"{name!r}, which was held for {held:.3g} s: {loss}")
 
-    permit_acquired.inline.connect(took, weak=False)
-    permit_forgotten.inline.connect(forgot, weak=False)
-    try:
-        yield
+    def refuse() -> None:
+        __tracebackhide__ = True
         left = _left(before)
         _told()
-    finally:
-        permit_acquired.inline.disconnect(took)
-        permit_forgotten.inline.disconnect(forgot)
-    _refuse(left, places, forgotten)
+        _refuse(left, places, forgotten)
+
+    with listening((permit_acquired, took), (permit_forgotten, forgot)):
+        yield refuse
 
 
 def _left(before: set[int]) -> list[Acquisition]:
@@ -213,8 +208,7 @@ def _told() -> None:
 
 def _place() -> list[str]:
     """Return where the program is now, innermost line last; the library's own lines are left out."""
-    frames = [frame for frame in traceback.extract_stack(limit=40) if not frame.filename.startswith(_OURS)]
-    frames = [frame for frame in frames if f"{'/'}django{'/'}dispatch{'/'}" not in frame.filename.replace("\\", "/")]
+    frames = [frame for frame in traceback.extract_stack(limit=40) if not frame.filename.startswith(_BETWEEN)]
     return [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line or ''}" for frame in frames[-LINES:]]
 
 

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from django.db import Error as DjangoDatabaseError
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
+from django_sqlsem.core.names import Resource
 from django_sqlsem.database.errors import backend_error, is_deadlock_of_sql_server, sqlstate
 from django_sqlsem.exceptions import DeadlockError
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
-    from django_sqlsem.core.names import Resource
-
 
 #: Levels at which every statement sees what others have committed. What was read before a wait is read anew after it.
 FRESH_LEVELS: Final = ("READ COMMITTED", "READ UNCOMMITTED")
 _DEADLOCKS: Final = {"40P01", 1213}
+#: The longest wait that all servers take, in milliseconds.
+_MAX_MS: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +110,11 @@ def stale_reads(level: str, alias: str) -> TransactionManagementError:
         " others gave it back. Use READ COMMITTED (isolation_level in the OPTIONS of DATABASES), or take a mutex before"
         " the transaction begins."
     )
+
+
+def milliseconds(seconds: float | None, *, least: int = 0, no_limit: int = _MAX_MS) -> int:
+    """Return for how long to wait in whole milliseconds, from ``least``; ``no_limit`` for ``None``."""
+    return no_limit if seconds is None else min(max(math.ceil(seconds * 1000), least), _MAX_MS)
 
 
 def number_of(error: Exception) -> str | int | None:

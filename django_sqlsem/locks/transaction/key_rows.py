@@ -1,7 +1,7 @@
 """The key rows of transaction locks: locked by a read in the caller's transaction, made and purged beside it.
 
 They are made and purged on a connection of our own, in autocommit: in the caller's transaction they would be in
-everybody's way.
+everybody's way. It is closed at once: rows are made once.
 """
 
 from __future__ import annotations
@@ -10,21 +10,18 @@ import contextlib
 import enum
 import functools
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_sqlsem.core import testmode
+from django_sqlsem.core.names import Resource
+from django_sqlsem.database.cursors import AnyCursor, Cursor
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.sessions import OwnSession
 from django_sqlsem.exceptions import BackendError
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
-    from django_sqlsem.core.names import Resource
-    from django_sqlsem.database.cursors import AnyCursor, Cursor
-    from django_sqlsem.locks.transaction.base import Wanted
-
+from django_sqlsem.locks.transaction.base import Wanted
 
 KEY_ROWS: Final = "sqlsem_transaction_lock"
 #: How many rows a purge deletes in one transaction.
@@ -50,38 +47,35 @@ class Attempt(enum.Enum):
     MISSING = "missing"
 
 
-class RowLocker(Protocol):
-    """How a database locks a key row by a read, which the server lets wait."""
-
-    connection: BaseDatabaseWrapper
-
-    def try_now(self, wanted: Wanted) -> Attempt:
-        """Take the lock if it is free. Nothing else makes it look taken: neither a row's making nor its purge."""
-
-    def wait(self, wanted: Wanted, seconds: float | None) -> Attempt:
-        """Wait in the server for at most this many seconds, and leave the session's settings as they were."""
-
-
-def lock(locker: RowLocker, wanted: Wanted, timeout: float | None) -> float | None:
+def lock(
+    connection: BaseDatabaseWrapper,
+    wanted: Wanted,
+    timeout: float | None,
+    *,
+    try_now: Callable[[Wanted], Attempt],
+    wait: Callable[[Wanted, float | None], Attempt],
+) -> float | None:
     """Try at once, so that waiting is known from its opposite, then wait. Make the row if it is not there.
 
-    Returns what ``TransactionLocking.lock`` does.
+    ``try_now`` takes the lock if it is free; neither a row's making nor its purge makes it look taken. ``wait`` waits
+    in the server for at most so many seconds, and leaves the session's settings as they were. Returns what
+    ``TransactionLocking.lock`` does.
     """
     started = time.monotonic()
     for _ in range(_MAX_MAKES):
-        attempt = locker.try_now(wanted)
+        attempt = try_now(wanted)
         if attempt is Attempt.GRANTED:
             return 0.0
         if attempt is Attempt.TAKEN:
             left = None if timeout is None else started + timeout - time.monotonic()
-            attempt = Attempt.TAKEN if left is not None and left <= 0 else locker.wait(wanted, left)
+            attempt = Attempt.TAKEN if left is not None and left <= 0 else wait(wanted, left)
             if attempt is Attempt.GRANTED:
                 return max(time.monotonic() - started, 1e-6)
             if attempt is Attempt.TAKEN:
                 return None
         # If anything was waited for, it was a purge: who comes first now has not waited for a holder.
-        _make(locker.connection, wanted.resource)
-    raise BackendError(f"The row of {wanted.resource.name!r} on {locker.connection.alias!r} goes away as it is made.")
+        _make(connection, wanted.resource)
+    raise BackendError(f"The row of {wanted.resource.name!r} on {connection.alias!r} goes away as it is made.")
 
 
 def _make(connection: BaseDatabaseWrapper, resource: Resource) -> None:
@@ -97,7 +91,7 @@ def _make(connection: BaseDatabaseWrapper, resource: Resource) -> None:
         with connection.cursor() as ordinary:
             _insert(ordinary, resource)
         return
-    with _session(connection.alias) as session:
+    with contextlib.closing(OwnSession(connection.alias)) as session:
         session.run(work)  # type: ignore[arg-type] # our own session's cursor is never Django's
 
 
@@ -113,7 +107,7 @@ def grants(alias: str, resource: Resource) -> int | None:
         row = cursor.fetchone()
         return int(row[0]) if row else 0
 
-    with contextlib.suppress(BackendError), _session(alias) as session:
+    with contextlib.suppress(BackendError), contextlib.closing(OwnSession(alias)) as session:
         return session.run(read)
     return None
 
@@ -121,7 +115,7 @@ def grants(alias: str, resource: Resource) -> int | None:
 def purge(alias: str) -> int:
     """Delete the rows that no transaction has locked, and return how many. Raises ``BackendError``."""
     deleted, after = 0, ""
-    with _session(alias) as session:
+    with contextlib.closing(OwnSession(alias)) as session:
         while found := session.transaction(functools.partial(_purge_some, after=after)):
             count, after = found
             deleted += count
@@ -145,16 +139,6 @@ def _purge_some(cursor: AnyCursor, after: str) -> tuple[int, str] | None:
 
 def _places(values: list[str]) -> str:
     return ", ".join(["%s"] * len(values))
-
-
-@contextlib.contextmanager
-def _session(alias: str) -> Iterator[OwnSession]:
-    """A session for a moment: rows are made once, and a connection is not kept for the next."""
-    session = OwnSession(alias)
-    try:
-        yield session
-    finally:
-        session.close()
 
 
 @contextlib.contextmanager

@@ -9,16 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from types import TracebackType
+from typing import Any, Final, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error as DatabaseError
 from django.db import connections, router, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Model
 from django.db.transaction import TransactionManagementError
 from django.utils.asyncio import async_unsafe
 
-from django_sqlsem import conf
 from django_sqlsem.backends import database_for
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.names import MAX_NAME_LENGTH, Resource, key_of, refuse_fields, resource_for, validate_name
@@ -27,18 +28,13 @@ from django_sqlsem.core.text import shown
 from django_sqlsem.database.errors import backend_error
 from django_sqlsem.database.transactions import open_transactions
 from django_sqlsem.exceptions import AcquireTimeoutError
+from django_sqlsem.locks.acquire import seconds_to_wait
 from django_sqlsem.locks.transaction import key_rows
 from django_sqlsem.locks.transaction.base import LockMark, TransactionLocking, Wanted
 from django_sqlsem.locks.transaction.mysql import MySQLLocking
 from django_sqlsem.locks.transaction.postgresql import PostgreSQLLocking
 from django_sqlsem.locks.transaction.sqlite import SQLiteLocking
 from django_sqlsem.locks.transaction.sqlserver import ApplockLocking
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
 
 T = TypeVar("T")
 
@@ -215,7 +211,9 @@ def _wanted(name: str, shared: bool, timeout: object, using: object) -> Wanted:
 
 
 @async_unsafe(_SYNCHRONOUS)
-def _lock_here(wanted: Wanted, timeout: object, alias: str, *, mark: LockMark | None = None) -> TransactionPermit:
+def _lock_here(
+    wanted: Wanted, timeout: Seconds | Unset | None, alias: str, *, mark: LockMark | None = None
+) -> TransactionPermit:
     """Take a lock in the transaction that is open on ``alias`` in this thread.
 
     Raises ``TransactionManagementError`` without one, and what ``TransactionLocking.lock`` does;
@@ -229,7 +227,7 @@ def _lock_here(wanted: Wanted, timeout: object, alias: str, *, mark: LockMark | 
             f"{wanted.resource.name!r} can be locked inside a transaction only, and none is open on {alias!r}: its end"
             f" is what unlocks it. Put it into `with transaction.atomic():`.{hint}"
         )
-    seconds = _seconds(timeout, alias)
+    seconds = seconds_to_wait(timeout, alias=alias)
     left = seconds if seconds is None or mark is None else max(0.0, seconds - (time.monotonic() - mark.at))
     waited = _locking_for(connection).lock(wanted, left, mark=mark)
     if waited is None:
@@ -240,15 +238,15 @@ def _lock_here(wanted: Wanted, timeout: object, alias: str, *, mark: LockMark | 
     return TransactionPermit(wanted.resource.name, wanted.shared, waited, alias)
 
 
+@async_unsafe(_SYNCHRONOUS)
 @contextlib.contextmanager
-def _open_locked(wanted: Wanted, timeout: object, alias: str) -> Iterator[TransactionPermit]:
+def _open_locked(wanted: Wanted, timeout: Seconds | Unset | None, alias: str) -> Iterator[TransactionPermit]:
     """Open a transaction, or a savepoint of the open one, whose first act is to take the lock."""
-    _refuse_coroutines()
     connection = connections[alias]
     mark = None
     with contextlib.ExitStack() as stack:
         if connection.get_autocommit():
-            locking, seconds = _locking_for(connection), _seconds(timeout, alias)
+            locking, seconds = _locking_for(connection), seconds_to_wait(timeout, alias=alias)
             mark = locking.mark(wanted)
             try:
                 with locking.patience(seconds):
@@ -258,17 +256,6 @@ def _open_locked(wanted: Wanted, timeout: object, alias: str) -> Iterator[Transa
         else:
             stack.enter_context(transaction.atomic(using=alias))
         yield _lock_here(wanted, timeout, alias, mark=mark)
-
-
-@async_unsafe(_SYNCHRONOUS)
-def _refuse_coroutines() -> None:
-    """Raise ``SynchronousOnlyOperation`` where an event loop runs."""
-
-
-def _seconds(timeout: Any, alias: str) -> float | None:
-    if isinstance(timeout, Unset):
-        return conf.config(alias).timeout
-    return to_seconds(timeout, what="timeout", allow_none=True)
 
 
 def _refusal(wanted: Wanted, seconds: float | None) -> AcquireTimeoutError:

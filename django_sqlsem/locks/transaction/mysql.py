@@ -10,9 +10,10 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from django.db import Error as DjangoDatabaseError
+from django.db.backends.utils import CursorWrapper
 
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.exceptions import BackendError
@@ -22,14 +23,11 @@ from django_sqlsem.locks.transaction.base import (
     LockMark,
     TransactionLocking,
     Wanted,
+    milliseconds,
     number_of,
     stale_reads,
 )
 from django_sqlsem.locks.transaction.key_rows import KEY_ROWS, Attempt
-
-if TYPE_CHECKING:
-    from django.db.backends.utils import CursorWrapper
-
 
 _LEVELS: Final = ", ".join(f"'{level.replace(' ', '-')}'" for level in FRESH_LEVELS)
 _LOCK: Final = f"SELECT {{hint}} 1 FROM {KEY_ROWS} WHERE name_key = %(key)s AND {{level}} IN ({_LEVELS}) {{strength}}"
@@ -42,8 +40,6 @@ _LOCK_WAIT_TIMEOUT: Final = 1205
 _STATEMENT_TIMEOUTS: Final = {1969, 3024}
 #: About three years: MariaDB takes it for "without a limit". In seconds.
 _MAX_WAIT: Final = 100_000_000
-#: The longest execution time that MySQL takes, in milliseconds.
-_MAX_MS: Final = 2**32 - 1
 
 
 class MySQLLocking(TransactionLocking):
@@ -69,10 +65,11 @@ class MySQLLocking(TransactionLocking):
     def lock(self, wanted: Wanted, timeout: float | None, *, mark: LockMark | None = None) -> float | None:
         """Lock the key row, also of a table; among several writers, write it: shared is as exclusive there."""
         with self.errors(wanted):
-            if not dialect_for(self.connection).among_writers(self.connection):
-                return key_rows.lock(self, wanted, timeout)
-            waited = key_rows.lock(self, dataclasses.replace(wanted, shared=False), timeout)
-            if waited is not None:
+            among_writers = dialect_for(self.connection).among_writers(self.connection)
+            if among_writers:
+                wanted = dataclasses.replace(wanted, shared=False)
+            waited = key_rows.lock(self.connection, wanted, timeout, try_now=self.try_now, wait=self.wait)
+            if among_writers and waited is not None:
                 with self.connection.cursor() as cursor:
                     cursor.execute(_WRITE, {"key": wanted.resource.key})
             return waited
@@ -113,7 +110,7 @@ class MySQLLocking(TransactionLocking):
         return self._read(cursor, f"SET STATEMENT {settings} FOR {self._sql(wanted)}", wanted)
 
     def _wait_on_mysql(self, cursor: CursorWrapper, wanted: Wanted, seconds: float | None) -> bool:
-        limit = 0 if seconds is None else min(max(math.ceil(seconds * 1000), 1), _MAX_MS)
+        limit = milliseconds(seconds, least=1, no_limit=0)
         with _lock_wait_timeout(cursor, _longer(seconds)):
             return self._read(cursor, self._sql(wanted, hint=f"/*+ MAX_EXECUTION_TIME({limit}) */"), wanted)
 

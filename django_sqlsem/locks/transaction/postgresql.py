@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 from django.db import Error as DjangoDatabaseError
+from django.db import transaction
+from django.db.backends.utils import CursorWrapper
 
 from django_sqlsem.locks.transaction import key_rows
 from django_sqlsem.locks.transaction.base import (
@@ -16,14 +17,11 @@ from django_sqlsem.locks.transaction.base import (
     LockMark,
     TransactionLocking,
     Wanted,
+    milliseconds,
     number_of,
     stale_reads,
 )
 from django_sqlsem.locks.transaction.key_rows import KEY_ROWS, Attempt
-
-if TYPE_CHECKING:
-    from django.db.backends.utils import CursorWrapper
-
 
 _LEVELS: Final = ", ".join(f"'{level.lower()}'" for level in FRESH_LEVELS)
 _ISOLATION: Final = "current_setting('transaction_isolation')"
@@ -35,8 +33,6 @@ _TRY: Final = (
 _STRENGTH: Final = {True: "FOR SHARE", False: "FOR UPDATE"}
 _NOT_AVAILABLE: Final = "55P03"
 _CANCELED: Final = "57014"
-#: The longest timeout that the server takes, in milliseconds.
-_MAX_MS: Final = 2**31 - 1
 
 
 class PostgreSQLLocking(TransactionLocking):
@@ -45,7 +41,7 @@ class PostgreSQLLocking(TransactionLocking):
     def lock(self, wanted: Wanted, timeout: float | None, *, mark: LockMark | None = None) -> float | None:
         """Lock the key row, or the table."""
         with self.errors(wanted):
-            return key_rows.lock(self, wanted, timeout)
+            return key_rows.lock(self.connection, wanted, timeout, try_now=self.try_now, wait=self.wait)
 
     def try_now(self, wanted: Wanted) -> Attempt:
         """Pass over a row that is locked: no error, so no savepoint is needed."""
@@ -74,7 +70,7 @@ class PostgreSQLLocking(TransactionLocking):
 
     def wait(self, wanted: Wanted, seconds: float | None) -> Attempt:
         """Wait for all that stands in between, as ``lock_timeout`` would count each of those anew."""
-        limit = 0 if seconds is None else min(max(math.ceil(seconds * 1000), 1), _MAX_MS)
+        limit = milliseconds(seconds, least=1, no_limit=0)
         started = time.monotonic()
         try:
             with self._savepoint() as cursor, _limits(cursor, limit):
@@ -97,16 +93,8 @@ class PostgreSQLLocking(TransactionLocking):
     @contextlib.contextmanager
     def _savepoint(self) -> Iterator[CursorWrapper]:
         """Run statements that may fail: the caller's transaction goes on, its settings as they were."""
-        savepoint: Any = self.connection.savepoint()
-        try:
-            with self.connection.cursor() as cursor:
-                yield cursor
-        except BaseException:
-            with contextlib.suppress(DjangoDatabaseError):
-                self.connection.savepoint_rollback(savepoint)
-                self.connection.savepoint_commit(savepoint)
-            raise
-        self.connection.savepoint_commit(savepoint)
+        with transaction.atomic(using=self.connection.alias), self.connection.cursor() as cursor:
+            yield cursor
 
 
 @contextlib.contextmanager

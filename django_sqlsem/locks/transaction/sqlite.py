@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Iterator
 from typing import Final
@@ -14,11 +13,10 @@ from django.db.transaction import TransactionManagementError
 from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import chance
 from django_sqlsem.locks.transaction import key_rows
-from django_sqlsem.locks.transaction.base import LockMark, TransactionLocking, Wanted, number_of
+from django_sqlsem.locks.transaction.base import LockMark, TransactionLocking, Wanted, milliseconds, number_of
 
 _BUSY: Final = (5, 6)  # SQLITE_BUSY, SQLITE_LOCKED
 _BUSY_SNAPSHOT: Final = 517
-_MAX_MS: Final = 2**31 - 1
 _WRITE: Final = (
     f"INSERT INTO {key_rows.KEY_ROWS} (name_key, name, grants) VALUES (%s, %s, 1)"
     " ON CONFLICT (name_key) DO UPDATE SET grants = grants + 1 RETURNING grants"
@@ -42,7 +40,7 @@ class SQLiteLocking(TransactionLocking):
         with self.connection.cursor() as cursor:
             cursor.execute("PRAGMA busy_timeout")
             (before,) = cursor.fetchone()
-            cursor.execute(f"PRAGMA busy_timeout = {_MAX_MS if timeout is None else _milliseconds(timeout)}")
+            cursor.execute(f"PRAGMA busy_timeout = {milliseconds(timeout)}")
         try:
             yield
         finally:
@@ -87,7 +85,3 @@ class SQLiteLocking(TransactionLocking):
             if self.is_busy(error):
                 return None
             raise
-
-
-def _milliseconds(seconds: float) -> int:
-    return min(math.ceil(seconds * 1000), _MAX_MS)

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-import math
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from django.db.backends.utils import CursorWrapper
 
 from django_sqlsem.database.sqlserver import failure, lock_names
 from django_sqlsem.exceptions import DeadlockError
@@ -17,12 +18,9 @@ from django_sqlsem.locks.transaction.base import (
     TransactionLocking,
     Wanted,
     deadlock,
+    milliseconds,
     stale_reads,
 )
-
-if TYPE_CHECKING:
-    from django.db.backends.utils import CursorWrapper
-
 
 #: Levels by their numbers in sys.dm_exec_sessions.
 _LEVELS: Final = {1: "READ UNCOMMITTED", 2: "READ COMMITTED", 3: "REPEATABLE READ", 4: "SERIALIZABLE", 5: "SNAPSHOT"}
@@ -56,7 +54,6 @@ _GRANTED: Final = (0, 1)
 _TIMEOUT: Final = -1
 _LOCK_TIMEOUT: Final = 1222
 _DEADLOCK: Final = 1205
-_MAX_MS: Final = 2**31 - 1
 
 
 class ApplockLocking(TransactionLocking):
@@ -75,7 +72,7 @@ class ApplockLocking(TransactionLocking):
             if wanted.table:
                 return self._lock_table(cursor, wanted, timeout, started)
             mode = "Shared" if wanted.shared else "Exclusive"
-            cursor.execute(GET, [lock_names(wanted.resource.name).base, mode, _milliseconds(timeout)])
+            cursor.execute(GET, [lock_names(wanted.resource.name).base, mode, milliseconds(timeout, no_limit=-1)])
             status = int(cursor.fetchone()[0])
         if status in _GRANTED:
             return max(time.monotonic() - started, 1e-6) if status else 0.0
@@ -94,18 +91,14 @@ class ApplockLocking(TransactionLocking):
         """
         hints = "TABLOCK, HOLDLOCK" if wanted.shared else "TABLOCKX, HOLDLOCK"
         table = wanted.table.replace("'", "''")
-        for milliseconds in dict.fromkeys((0, _milliseconds(timeout))):
-            cursor.execute(_TABLE.format(timeout=milliseconds, table=table, hints=hints))
+        for limit in dict.fromkeys((0, milliseconds(timeout, no_limit=-1))):
+            cursor.execute(_TABLE.format(timeout=limit, table=table, hints=hints))
             status = int(cursor.fetchone()[0])
             if status == 0:
-                return max(time.monotonic() - started, 1e-6) if milliseconds else 0.0
+                return max(time.monotonic() - started, 1e-6) if limit else 0.0
             if status == _DEADLOCK:
                 self.doom()
                 raise deadlock(wanted)
             if status != _LOCK_TIMEOUT:
                 raise failure(self.connection.alias, status)
         return None
-
-
-def _milliseconds(timeout: float | None) -> int:
-    return -1 if timeout is None else min(math.ceil(timeout * 1000), _MAX_MS)
