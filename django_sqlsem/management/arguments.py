@@ -114,11 +114,8 @@ def add_reason(parser: CommandParser) -> None:
     parser.add_argument("--reason", metavar="TEXT", default="", help=told)
 
 
-def add_database(parser: CommandParser, option: str = "--database") -> None:
+def add_database(parser: CommandParser, option: str, told: str) -> None:
     """Add the alias, as ``database``."""
-    told = gettext("where the locks are; default: as configured")
-    if option != "--database":
-        told = gettext("the same as --database")
     parser.add_argument(option, dest="database", metavar="ALIAS", type=_database, help=told)
 
 

@@ -13,7 +13,6 @@ from django.utils.translation import gettext, gettext_lazy
 
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.management import arguments, verbs
-from django_sqlsem.management.console import Console
 
 #: Those who print what has no reader end as a signal would end them: 128 and SIGPIPE.
 EXIT_PIPE: Final = 141
@@ -62,9 +61,9 @@ class Command(BaseCommand):
                 parsers.add_parser(name)
                 continue
             verb = verbs.load(name)
-            told = gettext(verbs.VERBS[name])
+            told = gettext(verb.help)
             sub = parsers.add_parser(name, help=told, description=told, **shared)
-            arguments.add_database(sub)
+            arguments.add_database(sub, "--database", gettext("where the locks are; default: as configured"))
             verb.add_arguments(sub)
             arguments.add_usual(sub, usual)
 
@@ -78,7 +77,7 @@ class Command(BaseCommand):
             told = {"verb": verb, "command": shlex.join(options["command"])}
             raise CommandError(gettext("locks %(verb)s takes no command: %(command)s") % told, returncode=2)
         try:
-            verbs.load(verb).handle(Console(self), **options)
+            verbs.load(verb)(self, argparse.Namespace(**options)).handle()
         except BackendError as error:
             raise CommandError(str(error)) from error
         except KeyboardInterrupt:
