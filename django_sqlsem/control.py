@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from django.db import Error as DatabaseError
 from django.db import connections, transaction
 
 from django_sqlsem.backends import database_for, get_backend
+from django_sqlsem.backends.base import BaseSemaphoreBackend
+from django_sqlsem.core.durations import Seconds, to_seconds
 from django_sqlsem.core.durations import duration as duration_text
-from django_sqlsem.core.durations import to_seconds
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.core.names import Name, literal_prefix, matcher, validate_name, validate_slots
 from django_sqlsem.database.errors import backend_error
 from django_sqlsem.history import acts
 from django_sqlsem.signals import operator_acted
-from django_sqlsem.snapshots import SOMEBODY, SlotState
-
-if TYPE_CHECKING:
-    from django_sqlsem.backends.base import BaseSemaphoreBackend
-    from django_sqlsem.core.durations import Seconds
-    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
+from django_sqlsem.snapshots import SOMEBODY, HolderSnapshot, SemaphoreSnapshot, SlotState
 
 logger = logging.getLogger("django_sqlsem")
 

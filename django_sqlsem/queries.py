@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
+
+from django.db.models import Q
 
 from django_sqlsem import conf, serialize
 from django_sqlsem.backends import database_for, get_backend
+from django_sqlsem.backends.base import Templates
 from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.core.names import Name, literal_prefix, matcher, validate_name
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.deadlocks import reading as deadlocks_reading
 from django_sqlsem.deadlocks.reading import deadlocks, waits
-from django_sqlsem.history.events import Totals
+from django_sqlsem.history.events import Totals, Trend
 from django_sqlsem.history.reading import acts, events, minutes, since, spans, template_totals, totals, trends
 from django_sqlsem.history.reading import clock as history_clock
+from django_sqlsem.models import ClaimRow, RefreshRow
 from django_sqlsem.refresh import rows as refresh_rows
-from django_sqlsem.snapshots import TROUBLE, longest
-
-if TYPE_CHECKING:
-    import datetime
-    from collections.abc import Iterable
-    from collections.abc import Set as AbstractSet
-
-    from django.db.models import Q
-
-    from django_sqlsem.backends.base import Templates
-    from django_sqlsem.history.events import Trend
-    from django_sqlsem.models import ClaimRow, RefreshRow
-    from django_sqlsem.serialize import Lately
-    from django_sqlsem.snapshots import (
-        DeadlockSnapshot,
-        HolderSnapshot,
-        RefreshSnapshot,
-        SemaphoreSnapshot,
-        Survey,
-        SurveyState,
-        TemplateSnapshot,
-        WaitSnapshot,
-    )
+from django_sqlsem.serialize import Lately
+from django_sqlsem.snapshots import (
+    TROUBLE,
+    DeadlockSnapshot,
+    HolderSnapshot,
+    RefreshSnapshot,
+    SemaphoreSnapshot,
+    Survey,
+    SurveyState,
+    TemplateSnapshot,
+    WaitSnapshot,
+    longest,
+)
 
 __all__ = [
     "Reading",

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from django_sqlsem.history.events import Totals
-    from django_sqlsem.snapshots import SemaphoreSnapshot
-
+from django_sqlsem.history.events import Totals
+from django_sqlsem.snapshots import SemaphoreSnapshot
 
 #: The time that figures are about, in seconds.
 WINDOW: Final = 3600.0

@@ -5,6 +5,7 @@ Each act shows whom it means, and acts after a confirmation on just those.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -14,8 +15,9 @@ from django.contrib import admin, messages
 from django.contrib.admin.utils import quote, unquote
 from django.core.exceptions import PermissionDenied, ValidationError
 from django.db import Error as DatabaseError
-from django.http import HttpResponseRedirect
-from django.urls import path, reverse
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.urls import URLPattern, path, reverse
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext, ngettext_lazy
 
@@ -26,17 +28,10 @@ from django_sqlsem.admin.display import visible
 from django_sqlsem.admin.tables import program_text
 from django_sqlsem.core.names import MAX_SLOTS, ONE_SLOT, key_of
 from django_sqlsem.exceptions import BackendError, SemaphoreError
-from django_sqlsem.snapshots import SlotState
+from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from django.db.models import QuerySet
-    from django.http import HttpRequest, HttpResponse
-    from django.urls import URLPattern
     from django.utils.functional import _StrPromise
-
-    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
 
 @admin.action(description=gettext_lazy("Ask to stop"), permissions=["stop"])

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
 from django.core.exceptions import PermissionDenied
 from django.db import connections, transaction
-from django.http import HttpResponseRedirect
-from django.urls import reverse
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.urls import URLPattern, reverse
 from django.utils.text import capfirst
 from django.utils.translation import gettext as _
 
 from django_sqlsem import queries
 from django_sqlsem.admin import actions, confirm, live
 from django_sqlsem.models import SemaphoreRow
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from django.db.models import QuerySet
-    from django.http import HttpRequest, HttpResponse
-    from django.urls import URLPattern
-    from django.utils.functional import _StrPromise
-
-    from django_sqlsem.queries import Reading
+from django_sqlsem.queries import Reading
 
 
-def column(text: _StrPromise, show: Callable[[Any], Any], ordering: Any = None) -> Any:
+def column(text: Any, show: Callable[[Any], Any], ordering: Any = None) -> Any:
     """Return a column of a list, or a field of a page: what it shows of a row, under these words."""
     return admin.display(lambda _admin, row: show(row), description=text, ordering=ordering)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from django import forms
 from django.contrib import messages
 from django.contrib.admin import helpers
 from django.contrib.admin.utils import unquote
 from django.core import signing
 from django.core.exceptions import ValidationError
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse
 from django.urls import reverse
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
@@ -21,16 +25,7 @@ from django_sqlsem.admin.display import users, visible
 from django_sqlsem.control import MAX_REASON_LENGTH
 from django_sqlsem.core.names import key_of
 from django_sqlsem.models import SemaphoreRow
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from django import forms
-    from django.db.models import QuerySet
-    from django.http import HttpRequest, HttpResponse
-
-    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
-
+from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
 
 #: What the targets of a page are signed with, before the name of its act.
 _SALT: Final = "django_sqlsem.admin."

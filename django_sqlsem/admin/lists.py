@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
@@ -14,16 +17,8 @@ from django_sqlsem.admin.display import EMPTY, STATES, held_since, instant, leas
 from django_sqlsem.admin.live import reading_of
 from django_sqlsem.core.durations import duration
 from django_sqlsem.models import ClaimRow, RefreshRow, SlotRow, TransactionLockRow
-from django_sqlsem.snapshots import SlotState
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from django.db.models import QuerySet
-    from django.http import HttpRequest
-
-    from django_sqlsem.queries import Reading
-    from django_sqlsem.snapshots import HolderSnapshot, RefreshSnapshot
+from django_sqlsem.queries import Reading
+from django_sqlsem.snapshots import HolderSnapshot, RefreshSnapshot, SlotState
 
 
 class StateFilter(admin.SimpleListFilter):

@@ -23,8 +23,10 @@ import logging
 import re
 import threading
 import time
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from django.conf import settings
 from django.contrib.admin.options import IncorrectLookupParameters
@@ -32,10 +34,10 @@ from django.contrib.admin.utils import unquote
 from django.contrib.auth.signals import user_logged_out
 from django.core.exceptions import PermissionDenied
 from django.db import Error as DatabaseError
-from django.http import HttpResponse
+from django.http import HttpRequest, HttpResponse
 from django.template.loader import render_to_string
 from django.template.response import TemplateResponse
-from django.urls import path
+from django.urls import URLPattern, path
 from django.utils.cache import add_never_cache_headers, patch_vary_headers
 from django.utils.safestring import SafeString, mark_safe
 from django.utils.text import compress_string
@@ -45,18 +47,9 @@ from django.utils.translation import gettext as _
 
 from django_sqlsem import queries
 from django_sqlsem.exceptions import BackendError
+from django_sqlsem.queries import Reading
 from django_sqlsem.serialize import as_json, as_plain
 from django_sqlsem.snapshots import TemplateSnapshot
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Set as AbstractSet
-
-    from django.http import HttpRequest
-    from django.urls import URLPattern
-
-    from django_sqlsem.queries import Reading
-
 
 logger = logging.getLogger("django_sqlsem")
 

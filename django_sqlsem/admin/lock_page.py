@@ -5,14 +5,16 @@ from __future__ import annotations
 import datetime
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.options import get_content_type_for_model
 from django.contrib.admin.utils import unquote
 from django.core.exceptions import PermissionDenied
+from django.http import HttpRequest, HttpResponse
 from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.translation import gettext as _
@@ -20,33 +22,20 @@ from django.utils.translation import ngettext
 
 from django_sqlsem import queries
 from django_sqlsem.admin import drawing, live, tables
-from django_sqlsem.admin.actions import Buttons
+from django_sqlsem.admin.actions import Button, Buttons
 from django_sqlsem.admin.base import tabs
 from django_sqlsem.admin.display import drawn, kind_of, length, named, percent, users, visible
-from django_sqlsem.admin.drawing import Bar, Lane, Mark, Panel, TimeScale
+from django_sqlsem.admin.drawing import Bar, Lane, Mark, Panel, Range, TimeScale
 from django_sqlsem.conf import config
 from django_sqlsem.core.durations import duration
-from django_sqlsem.core.erlang import forecast
+from django_sqlsem.core.erlang import Forecast, forecast
 from django_sqlsem.core.modes import MUTEX, WRITER
 from django_sqlsem.history import events
-from django_sqlsem.history.events import ACTS, DEADLOCK, LOST, PURGED, REVOKED, Totals
+from django_sqlsem.history.events import ACTS, DEADLOCK, LOST, PURGED, REVOKED, Event, Minute, Span, Totals
 from django_sqlsem.history.reading import MAX_SPANS
+from django_sqlsem.queries import Reading
 from django_sqlsem.serialize import lately
-from django_sqlsem.snapshots import SlotState
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from collections.abc import Set as AbstractSet
-
-    from django.http import HttpRequest, HttpResponse
-
-    from django_sqlsem.admin.actions import Button
-    from django_sqlsem.admin.drawing import Range
-    from django_sqlsem.core.erlang import Forecast
-    from django_sqlsem.history.events import Event, Minute, Span
-    from django_sqlsem.queries import Reading
-    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
-
+from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState
 
 #: How many sentences about who waits for whom.
 _MAX_WAITS: Final = 50

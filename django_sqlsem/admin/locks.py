@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import datetime
 import functools
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Final, cast
 
 from django.contrib import admin
+from django.contrib.admin import AdminSite
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.utils import quote
-from django.http import HttpResponseRedirect
-from django.urls import path, reverse
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.urls import URLPattern, path, reverse
 from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
@@ -33,18 +36,8 @@ from django_sqlsem.core.durations import duration
 from django_sqlsem.core.modes import MUTEX
 from django_sqlsem.core.names import key_of
 from django_sqlsem.models import SemaphoreRow
-from django_sqlsem.snapshots import TemplateSnapshot, longest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from django.contrib.admin import AdminSite
-    from django.db.models import QuerySet
-    from django.http import HttpRequest, HttpResponse
-    from django.urls import URLPattern
-
-    from django_sqlsem.queries import Reading
-    from django_sqlsem.snapshots import SemaphoreSnapshot
+from django_sqlsem.queries import Reading
+from django_sqlsem.snapshots import SemaphoreSnapshot, TemplateSnapshot, longest
 
 
 def _entrance(model_admin: SemaphoreAdmin, app_index: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:

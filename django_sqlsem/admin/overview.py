@@ -9,22 +9,25 @@ A few names, known by their keys, stand first in a long list: the database count
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 from urllib.parse import urlencode
 
 from django.contrib import admin
 from django.contrib.admin.templatetags.admin_list import result_headers
 from django.contrib.admin.utils import lookup_field
 from django.contrib.admin.views.main import ORDER_VAR, PAGE_VAR, ChangeList
-from django.db.models import Value
+from django.db.models import QuerySet, Value
 from django.db.models.functions import Upper
 from django.db.models.lookups import Contains
+from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils import timezone
 from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
 from django.utils.text import smart_split, unescape_string_literal
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
@@ -43,23 +46,20 @@ from django_sqlsem.admin.display import (
     users,
     visible,
 )
+from django_sqlsem.admin.drawing import Range
 from django_sqlsem.admin.lists import StateFilter
 from django_sqlsem.core.names import key_of
 from django_sqlsem.history.events import Totals, Trend
 from django_sqlsem.models import SemaphoreRow
-from django_sqlsem.snapshots import MOST_NAMES, SURVEY_STATES, SlotState, TemplateSnapshot
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from django.db.models import QuerySet
-    from django.http import HttpRequest, HttpResponse
-    from django.utils.safestring import SafeString
-
-    from django_sqlsem.admin.drawing import Range
-    from django_sqlsem.queries import Reading
-    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
-
+from django_sqlsem.queries import Reading
+from django_sqlsem.snapshots import (
+    MOST_NAMES,
+    SURVEY_STATES,
+    HolderSnapshot,
+    SemaphoreSnapshot,
+    SlotState,
+    TemplateSnapshot,
+)
 
 #: A search that finds no more than this is known by its names from then on.
 FEW_NAMES: Final = 1000

@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import quote
 
 from django.utils import timezone
+from django.utils.functional import Promise
 from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext, pgettext_lazy
 
@@ -18,21 +20,14 @@ from django_sqlsem.conf import config
 from django_sqlsem.core.identity import ids_of
 from django_sqlsem.core.names import key_of
 from django_sqlsem.history import events
-from django_sqlsem.snapshots import expected_waits
-
-if TYPE_CHECKING:
-    from django.utils.functional import _StrPromise
-    from django.utils.safestring import SafeString
-
-    from django_sqlsem.history.events import Event, Minute, Percentiles, Span
-    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSnapshot
-
+from django_sqlsem.history.events import Event, Minute, Percentiles, Span
+from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSnapshot, expected_waits
 
 #: How many rows of a table are shown.
 MAX_ROWS: Final = 25
 
 #: What happened, in a word or two.
-_WORDS: Final[dict[str, _StrPromise]] = {
+_WORDS: Final = {
     events.GRANTED: pgettext_lazy("event", "granted"),
     events.RELEASED: pgettext_lazy("event", "released"),
     events.TIMED_OUT: pgettext_lazy("event", "refused"),
@@ -311,7 +306,7 @@ def _work(
 
 
 #: What the links are called.
-_LINK_WORDS: Final[dict[str, _StrPromise]] = {
+_LINK_WORDS: Final = {
     "task": pgettext_lazy("link", "Task"),
     "trace": pgettext_lazy("link", "Trace"),
     "logs": pgettext_lazy("link", "Logs"),
@@ -322,7 +317,7 @@ _AROUND: Final = datetime.timedelta(minutes=1)
 
 def _links(
     someone: HolderSnapshot | WaiterSnapshot | Event, since: datetime.datetime | None, until: datetime.datetime | None
-) -> Iterable[tuple[_StrPromise, str]]:
+) -> Iterable[tuple[Promise, str]]:
     templates = config().links
     if not templates or not (someone.host or someone.label):
         return
