@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from django import forms
 from django.contrib import admin, messages
@@ -30,163 +30,6 @@ from django_sqlsem.core.names import MAX_SLOTS, ONE_SLOT, key_of
 from django_sqlsem.exceptions import BackendError, SemaphoreError
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState
 
-if TYPE_CHECKING:
-    from django.utils.functional import _StrPromise
-
-
-@admin.action(description=gettext_lazy("Ask to stop"), permissions=["stop"])
-def stop(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-    """Ask holders to stop, and leave them their slots until they do."""
-
-    def ask(holders: Sequence[HolderSnapshot]) -> Page | str:
-        new = [holder for holder in holders if holder.recorded and not (holder.expired or holder.stop_requested)]
-        if not new:
-            return _("Nobody holds any of these who has not been asked already.")
-        return Page(
-            title=_("Ask to stop"),
-            question=_(
-                "These holders will be asked to stop. They keep their slots until they are done; nothing is taken from"
-                " anybody. Each learns it at its next renewal at the latest, if its code asks at all."
-            ),
-            confirm=_("Yes, ask to stop"),
-            holders=new,
-            others=[holder for holder in holders if holder.stop_requested and not holder.expired],
-            others_title=_("Asked already"),
-        )
-
-    return _on_holders(
-        model_admin,
-        request,
-        queryset,
-        "stop",
-        ask,
-        partial(control.request_stop, **_who(request)),
-        gettext_lazy("Asked %(holder)s to stop."),
-        ngettext_lazy("Asked %(count)d holder to stop.", "Asked %(count)d holders to stop.", "count"),
-    )
-
-
-@admin.action(description=gettext_lazy("Revoke permits"), permissions=["revoke"])
-def revoke(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-    """Take slots away from their holders."""
-
-    def ask(holders: Sequence[HolderSnapshot]) -> Page | str:
-        if not holders:
-            return _("Nobody holds any of these: nothing to revoke.")
-        kills = any(holder.needs_kill for holder in holders)
-        lose = _("These holders will lose their slots at once. Each learns it within a quarter of its lease, and may"
-                 " still be at work until it checks that.")  # fmt: skip
-        end = _("These slots belong to database sessions. The sessions will be ended, with whatever else they hold."
-                " Each holder learns it within 2 seconds, and may still be at work until it checks that.")  # fmt: skip
-        return Page(
-            title=_("Revoke permits"),
-            question=end if kills else lose,
-            confirm=_("Yes, end the sessions") if kills else _("Yes, revoke"),
-            holders=holders,
-            others=queries.held_along(holders),
-            others_title=_("To be lost as well: the same sessions hold these"),
-            dangerous=True,
-        )
-
-    return _on_holders(
-        model_admin,
-        request,
-        queryset,
-        "revoke",
-        ask,
-        partial(control.revoke, **_who(request), kill=True),
-        gettext_lazy("Revoked %(holder)s."),
-        ngettext_lazy("Revoked %(count)d permit.", "Revoked %(count)d permits.", "count"),
-    )
-
-
-@admin.action(description=gettext_lazy("Purge stale slots"), permissions=["revoke"])
-def purge_stale(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-    """Free slots whose lease has run out."""
-
-    def ask(holders: Sequence[HolderSnapshot]) -> Page | str:
-        others = [holder for holder in holders if holder.state is SlotState.STALE and not holder.expired]
-        page = Page(
-            title=_("Purge stale slots"),
-            question=_(
-                "The leases of these holders have run out, or their sessions have ended. Their slots will be freed; no"
-                " live holder is touched."
-            ),
-            confirm=_("Yes, purge"),
-            holders=[holder for holder in holders if holder.expired],
-            others=others,
-            others_title=_("Left alone: these seem gone, but their lease still runs"),
-        )
-        if page.holders:
-            return page
-        text = _("The lease of none of these has run out: nothing to purge.")
-        if others:
-            soon = max(others, key=lambda holder: -(holder.lease_left or 0.0))
-            text += " " + _("%(slot)s seems gone; its lease runs out in %(seconds).0f s.") % {
-                "slot": confirm.place(soon.name, soon.slot),
-                "seconds": soon.lease_left,
-            }
-        return text
-
-    def purge(name: str, slot: int, token: int) -> Sequence[HolderSnapshot]:
-        found = live.reading_of(request).by_name([name]).values()
-        held = [each for snapshot in found for each in snapshot.holders if (each.slot, each.token) == (slot, token)]
-        plan = control.PurgePlan(queries.locks_database(), slots=tuple(each for each in held if each.expired))
-        return control.execute_purge(plan, by=confirm.by(request), reason=confirm.reason(request)).freed
-
-    return _on_holders(
-        model_admin,
-        request,
-        queryset,
-        "purge_stale",
-        ask,
-        purge,
-        gettext_lazy("Purged %(holder)s."),
-        ngettext_lazy("Freed %(count)d slot.", "Freed %(count)d slots.", "count"),
-    )
-
-
-def _who(request: HttpRequest) -> dict[str, Any]:
-    return {"by": confirm.by(request), "using": queries.locks_database(), "reason": confirm.reason(request)}
-
-
-def _on_holders(
-    model_admin: Any,
-    request: HttpRequest,
-    queryset: QuerySet[Any],
-    action: str,
-    ask: Callable[[Sequence[HolderSnapshot]], Page | str],
-    act: Callable[[str, int, int], Sequence[HolderSnapshot]],
-    entry: _StrPromise,
-    done: _StrPromise,
-) -> HttpResponse | None:
-    """Show the page that asks, or say why there is none; after that, act on every holder that is still there."""
-    if not confirm.is_confirmed(request):
-        page = ask(confirm.shown(request, queryset)[1])
-        if isinstance(page, Page):
-            targets = [(holder.name, holder.slot, holder.token) for holder in page.holders]
-            page = replace(page, action=action, targets=targets, form=ReasonForm(auto_id=_IDS))
-            return confirm.confirmation(model_admin, request, page)
-        model_admin.message_user(request, page, messages.INFO)
-        return None
-    count, changed = 0, set()
-    for name, slot, token in confirm.targets(request, action):
-        try:
-            holders = act(name, slot, token)
-        except SemaphoreError as error:
-            model_admin.message_user(request, visible(str(error)), messages.ERROR)
-            continue
-        if not holders:
-            changed.add((name, slot))
-        for holder in holders:
-            count += 1
-            confirm.log(model_admin, request, name, entry % {"holder": holder})
-    if count:
-        model_admin.message_user(request, done % {"count": count}, messages.SUCCESS)
-    confirm.report_changed(model_admin, request, changed)
-    return None
-
-
 _IDS: Final = "id_sqlsem_%s"
 
 
@@ -205,7 +48,7 @@ class ReasonForm(forms.Form):
     )
 
 
-def _for_how_long(without_end: _StrPromise, afterwards: _StrPromise) -> forms.TypedChoiceField:
+def _for_how_long(without_end: Any, afterwards: Any) -> forms.TypedChoiceField:
     return forms.TypedChoiceField(
         label=gettext_lazy("For"),
         coerce=int,
@@ -255,130 +98,222 @@ class SlotsForm(ReasonForm):
         return found
 
 
-_KEEP: Final = gettext_lazy("Holders, who keep their slots")
+# What is done to holders.
 
 
-@admin.action(description=gettext_lazy("Set slots"), permissions=["configure"])
-def set_slots(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-    """Set the number of slots, whatever the code says."""
-    form = SlotsForm(request.POST if confirm.is_confirmed(request) else None, auto_id=_IDS)
-    given = form.cleaned_data if form.is_valid() else {"slots": None, "seconds": None}
-    slots = given["slots"]
-    page = Page(
-        action="set_slots",
-        title=_("Set slots"),
-        question=_("The number counts at once, for every process. No holder is interrupted by a smaller one: nothing is"
-                   " granted until fewer are held."),
-        confirm=_("Set slots"),
-        others_title=str(_KEEP),
-        form=form,
-    )  # fmt: skip
-    done = _CODES if slots is None else gettext_lazy("Slots of %(names)s set to %(slots)d.")
-    act = partial(control.set_slots, slots=slots, duration=given["seconds"])
-    return _on_names(model_admin, request, queryset, page, act, done, slots=slots)
+def _on_holders(
+    action: str,
+    title: Any,
+    ask: Callable[[Page, Sequence[HolderSnapshot]], Page | str],
+    act: Callable[[HttpRequest, str, int, int], Sequence[HolderSnapshot]],
+    *,
+    permission: str,
+    entry: Any,
+    done: Any,
+) -> Any:
+    """Return an action that is for holders.
+
+    ``ask()`` fills the page that asks, or says why there is none; ``act()`` acts on one holder, by name, slot and
+    token, and returns it if it is still there. ``entry``: what is logged of each; ``done``: what is said.
+    """
+
+    @admin.action(description=title, permissions=[permission])
+    def run(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
+        if not confirm.is_confirmed(request):
+            page = ask(Page(action, title), confirm.shown(request, queryset)[1])
+            if isinstance(page, Page):
+                targets = [(holder.name, holder.slot, holder.token) for holder in page.holders]
+                page = replace(page, targets=targets, form=ReasonForm(auto_id=_IDS))
+                return confirm.confirmation(model_admin, request, page)
+            model_admin.message_user(request, page, messages.INFO)
+            return None
+        count, changed = 0, set()
+        for name, slot, token in confirm.targets(request, action):
+            try:
+                holders = act(request, name, slot, token)
+            except SemaphoreError as error:
+                model_admin.message_user(request, visible(str(error)), messages.ERROR)
+                continue
+            if not holders:
+                changed.add((name, slot))
+            for holder in holders:
+                count += 1
+                confirm.log(model_admin, request, name, entry % {"holder": holder})
+        if count:
+            model_admin.message_user(request, done % {"count": count}, messages.SUCCESS)
+        confirm.report_changed(model_admin, request, changed)
+        return None
+
+    run.__name__ = action
+    return run
 
 
-_CODES: Final = gettext_lazy("Slots of %(names)s are as the code declares.")
+def _who(request: HttpRequest) -> dict[str, Any]:
+    return {"by": confirm.by(request), "using": queries.locks_database(), "reason": confirm.reason(request)}
 
 
-@admin.action(description=gettext_lazy("Use the code's number of slots"), permissions=["configure"])
-def undo_slots(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-    """Undo what an operator has set."""
-    page = Page(
-        action="undo_slots",
-        title=_("Use the code's number of slots"),
+def _ask_to_stop(page: Page, holders: Sequence[HolderSnapshot]) -> Page | str:
+    new = [holder for holder in holders if holder.recorded and not (holder.expired or holder.stop_requested)]
+    if not new:
+        return _("Nobody holds any of these who has not been asked already.")
+    return replace(
+        page,
         question=_(
-            "The number that the code declares counts again, at once. No holder is interrupted by a smaller one."
+            "These holders will be asked to stop. They keep their slots until they are done; nothing is taken from"
+            " anybody. Each learns it at its next renewal at the latest, if its code asks at all."
         ),
-        confirm=_("Yes, as the code declares"),
-        others_title=str(_KEEP),
-        form=ReasonForm(auto_id=_IDS),
-        done_already=lambda snapshot: snapshot.operator_slots is None,
+        confirm=_("Yes, ask to stop"),
+        holders=new,
+        others=[holder for holder in holders if holder.stop_requested and not holder.expired],
+        others_title=_("Asked already"),
     )
-    return _on_names(model_admin, request, queryset, page, partial(control.set_slots, slots=None), _CODES)
 
 
-@admin.action(description=gettext_lazy("Pause"), permissions=["configure"])
-def pause(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-    """Stop granting."""
-    form = PauseForm(request.POST if confirm.is_confirmed(request) else None, auto_id=_IDS)
-    page = Page(
-        action="pause",
-        title=_("Pause"),
-        question=_(
-            "Nothing more will be granted until these are resumed. Whoever waits already goes on waiting until its"
-            " timeout; new calls of views and tasks are refused at once."
-        ),
-        confirm=_("Yes, pause"),
-        others_title=str(_KEEP),
-        form=form,
-        done_already=lambda snapshot: snapshot.paused,
+def _ask_to_revoke(page: Page, holders: Sequence[HolderSnapshot]) -> Page | str:
+    if not holders:
+        return _("Nobody holds any of these: nothing to revoke.")
+    kills = any(holder.needs_kill for holder in holders)
+    lose = _("These holders will lose their slots at once. Each learns it within a quarter of its lease, and may"
+             " still be at work until it checks that.")  # fmt: skip
+    end = _("These slots belong to database sessions. The sessions will be ended, with whatever else they hold."
+            " Each holder learns it within 2 seconds, and may still be at work until it checks that.")  # fmt: skip
+    return replace(
+        page,
+        question=end if kills else lose,
+        confirm=_("Yes, end the sessions") if kills else _("Yes, revoke"),
+        holders=holders,
+        others=queries.held_along(holders),
+        others_title=_("To be lost as well: the same sessions hold these"),
+        dangerous=True,
     )
-    act = partial(control.pause, duration=form.cleaned_data["seconds"] if form.is_valid() else None)
-    return _on_names(model_admin, request, queryset, page, act, gettext_lazy("Paused: %(names)s."))
 
 
-@admin.action(description=gettext_lazy("Resume"), permissions=["configure"])
-def resume(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-    """Grant again."""
-    page = Page(
-        action="resume",
-        title=_("Resume"),
-        question=_("Slots will be granted again, first to those who have waited longest."),
-        confirm=_("Yes, resume"),
-        others_title=str(_KEEP),
-        form=ReasonForm(auto_id=_IDS),
-        done_already=lambda snapshot: not snapshot.paused,
-    )
-    return _on_names(model_admin, request, queryset, page, control.resume, gettext_lazy("Resumed: %(names)s."))
+def _ask_to_purge(page: Page, holders: Sequence[HolderSnapshot]) -> Page | str:
+    expired = [holder for holder in holders if holder.expired]
+    others = [holder for holder in holders if holder.state is SlotState.STALE and not holder.expired]
+    if expired:
+        return replace(
+            page,
+            question=_(
+                "The leases of these holders have run out, or their sessions have ended. Their slots will be freed; no"
+                " live holder is touched."
+            ),
+            confirm=_("Yes, purge"),
+            holders=expired,
+            others=others,
+            others_title=_("Left alone: these seem gone, but their lease still runs"),
+        )
+    text = _("The lease of none of these has run out: nothing to purge.")
+    if others:
+        soon = max(others, key=lambda holder: -(holder.lease_left or 0.0))
+        text += " " + _("%(slot)s seems gone; its lease runs out in %(seconds).0f s.") % {
+            "slot": confirm.place(soon.name, soon.slot),
+            "seconds": soon.lease_left,
+        }
+    return text
 
 
-@admin.action(description=gettext_lazy("Drain"), permissions=["drain"])
-def drain(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-    """Stop granting, and ask every holder to stop."""
-    form = PauseForm(request.POST if confirm.is_confirmed(request) else None, auto_id=_IDS)
-    page = Page(
-        action="drain",
-        title=_("Drain"),
-        question=_(
-            "Nothing more will be granted until these are resumed, and whoever holds one is asked to stop. Holders"
-            " that ignore it keep their slots until they are done; nothing is taken from anybody."
-        ),
-        confirm=_("Yes, drain"),
-        others_title=_("Holders, who are asked to stop"),
-        form=form,
-    )
-    act = partial(control.drain, duration=form.cleaned_data["seconds"] if form.is_valid() else None)
-    done = gettext_lazy("Draining %(names)s: holders are asked to stop.")
-    return _on_names(model_admin, request, queryset, page, act, done)
+def _purge(request: HttpRequest, name: str, slot: int, token: int) -> Sequence[HolderSnapshot]:
+    found = live.reading_of(request).by_name([name]).values()
+    held = [each for snapshot in found for each in snapshot.holders if (each.slot, each.token) == (slot, token)]
+    plan = control.PurgePlan(queries.locks_database(), slots=tuple(each for each in held if each.expired))
+    return control.execute_purge(plan, by=confirm.by(request), reason=confirm.reason(request)).freed
+
+
+stop = _on_holders(
+    "stop",
+    gettext_lazy("Ask to stop"),
+    _ask_to_stop,
+    lambda request, *holder: control.request_stop(*holder, **_who(request)),
+    permission="stop",
+    entry=gettext_lazy("Asked %(holder)s to stop."),
+    done=ngettext_lazy("Asked %(count)d holder to stop.", "Asked %(count)d holders to stop.", "count"),
+)
+revoke = _on_holders(
+    "revoke",
+    gettext_lazy("Revoke permits"),
+    _ask_to_revoke,
+    lambda request, *holder: control.revoke(*holder, **_who(request), kill=True),
+    permission="revoke",
+    entry=gettext_lazy("Revoked %(holder)s."),
+    done=ngettext_lazy("Revoked %(count)d permit.", "Revoked %(count)d permits.", "count"),
+)
+purge_stale = _on_holders(
+    "purge_stale",
+    gettext_lazy("Purge stale slots"),
+    _ask_to_purge,
+    _purge,
+    permission="revoke",
+    entry=gettext_lazy("Purged %(holder)s."),
+    done=ngettext_lazy("Freed %(count)d slot.", "Freed %(count)d slots.", "count"),
+)
+
+# What is done to names.
 
 
 def _on_names(
-    model_admin: Any,
-    request: HttpRequest,
-    queryset: QuerySet[Any],
     page: Page,
-    act: Any,
-    done: _StrPromise,
-    **told: Any,
-) -> HttpResponse | None:
-    """Show the page; after a confirmation without mistakes, act on every name, log it, and say what happened.
+    act: Callable[..., bool],
+    done: Any,
+    *,
+    permission: str = "configure",
+    form: type[ReasonForm] = ReasonForm,
+    done_already: Callable[[SemaphoreSnapshot], bool] | None = None,
+) -> Any:
+    """Return an action that is for names: it asks, and acts on those that are still as they were shown.
 
-    A name that is not as it was shown is left alone, and the message says what it is now.
+    ``act()`` gets the name, who acts, and what the form says; ``done``: what is logged and said.
+    ``done_already()``: whether a lock is already as the act would make it.
     """
-    form, targets = page.form, confirm.targets(request, page.action) if confirm.is_confirmed(request) else None
-    if targets is None or (form is not None and form.is_bound and not form.is_valid()):
-        return _shown(model_admin, request, queryset, page, targets)
+
+    @admin.action(description=page.title, permissions=[permission])
+    def run(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
+        if not confirm.is_confirmed(request):
+            semaphores = confirm.shown(request, queryset)[0]
+            useful = [each for each in semaphores if done_already is None or not done_already(each)]
+            if useful or not semaphores:
+                return _ask(model_admin, request, page, form(auto_id=_IDS), useful)
+            told = {"title": page.title, "now": "; ".join(map(confirm.standing, semaphores[:_MOST_NAMED]))}
+            text = _("%(title)s: done already, nothing was changed. Now: %(now)s.") % told
+            model_admin.message_user(request, text, messages.WARNING)
+            return None
+        filled, targets = form(request.POST, auto_id=_IDS), confirm.targets(request, page.action)
+        if not filled.is_valid():
+            shown = live.reading_of(request).by_name(name for name, *_state in targets)
+            return _ask(model_admin, request, page, filled, list(shown.values()))
+        arguments = {"slots": "slots", "seconds": "duration"}
+        how = {arguments[field]: each for field, each in filled.cleaned_data.items() if field in arguments}
+        said: Any = _AS_DECLARED if how.get("slots", 0) is None else done
+        _act(model_admin, request, targets, partial(act, **_who(request), **how), said, how)
+        return None
+
+    run.__name__ = page.action
+    return run
+
+
+def _ask(
+    model_admin: Any, request: HttpRequest, page: Page, form: ReasonForm, semaphores: Sequence[SemaphoreSnapshot]
+) -> HttpResponse:
+    if len(semaphores) == 1:
+        form.initial["slots"] = semaphores[0].operator_slots
+    meant = [(each.name, each.operator_slots, each.paused) for each in semaphores]
+    holders = [each for found in semaphores for each in found.holders]
+    page = replace(page, form=form, targets=meant, semaphores=semaphores, others=holders)
+    return confirm.confirmation(model_admin, request, page)
+
+
+def _act(model_admin: Any, request: HttpRequest, targets: list[Any], act: Any, done: Any, told: dict[str, Any]) -> None:
+    """Act on names, log it, and say what happened: of one that is not as it was shown, what it is now."""
     reading, names = live.reading_of(request), []
     for name, *state in targets:
         found = reading.by_name([name]).get(name)
         if found is not None and [found.operator_slots, found.paused] != state:
             text = _("%(name)s has changed since it was shown, and nothing was done. Now: %(now)s.")
-            told_now = {"name": visible(name), "now": confirm.standing(found)}
-            model_admin.message_user(request, text % told_now, messages.WARNING)
+            now = {"name": visible(name), "now": confirm.standing(found)}
+            model_admin.message_user(request, text % now, messages.WARNING)
             continue
         try:
-            known = act(name, **_who(request))
+            known = act(name)
         except (SemaphoreError, TypeError, ValueError) as error:
             model_admin.message_user(request, visible(str(error)), messages.ERROR)
             continue
@@ -392,37 +327,84 @@ def _on_names(
         many = ngettext("%(count)d lock", "%(count)d locks", len(names)) % {"count": len(names)}
         listed = ", ".join(map(visible, names)) if len(names) <= _MOST_NAMED else many
         model_admin.message_user(request, done % {"names": listed, **told}, messages.SUCCESS)
-    return None
 
 
 #: The most names that a message lists.
 _MOST_NAMED: Final = 5
+_AS_DECLARED: Final = gettext_lazy("Slots of %(names)s are as the code declares.")
+_KEEP: Final = gettext_lazy("Holders, who keep their slots")
 
-
-def _shown(
-    model_admin: Any, request: HttpRequest, queryset: QuerySet[Any], page: Page, targets: list[Any] | None
-) -> HttpResponse | None:
-    """Return the page that asks, or say that there is nothing to do; ``targets``: those of a page with mistakes."""
-    if targets is None:
-        semaphores = confirm.shown(request, queryset)[0]
-        useful = [each for each in semaphores if page.done_already is None or not page.done_already(each)]
-        if semaphores and not useful:
-            told = {"title": page.title, "now": "; ".join(map(confirm.standing, semaphores[:_MOST_NAMED]))}
-            model_admin.message_user(
-                request, _("%(title)s: done already, nothing was changed. Now: %(now)s.") % told, messages.WARNING
-            )
-            return None
-        semaphores = useful
-    else:
-        semaphores = list(live.reading_of(request).by_name(name for name, *_state in targets).values())
-    if page.form is not None and len(semaphores) == 1:
-        page.form.initial["slots"] = semaphores[0].operator_slots
-    meant = [(each.name, each.operator_slots, each.paused) for each in semaphores]
-    holders = [each for found in semaphores for each in found.holders]
-    return confirm.confirmation(
-        model_admin, request, replace(page, targets=meant, semaphores=semaphores, others=holders)
-    )
-
+set_slots = _on_names(
+    Page(
+        "set_slots",
+        gettext_lazy("Set slots"),
+        gettext_lazy("The number counts at once, for every process. No holder is interrupted by a smaller one: nothing"
+                     " is granted until fewer are held."),
+        gettext_lazy("Set slots"),
+        others_title=_KEEP,
+    ),
+    control.set_slots,
+    gettext_lazy("Slots of %(names)s set to %(slots)d."),
+    form=SlotsForm,
+)  # fmt: skip
+undo_slots = _on_names(
+    Page(
+        "undo_slots",
+        gettext_lazy("Use the code's number of slots"),
+        gettext_lazy(
+            "The number that the code declares counts again, at once. No holder is interrupted by a smaller one."
+        ),
+        gettext_lazy("Yes, as the code declares"),
+        others_title=_KEEP,
+    ),
+    partial(control.set_slots, slots=None),
+    _AS_DECLARED,
+    done_already=lambda snapshot: snapshot.operator_slots is None,
+)
+pause = _on_names(
+    Page(
+        "pause",
+        gettext_lazy("Pause"),
+        gettext_lazy(
+            "Nothing more will be granted until these are resumed. Whoever waits already goes on waiting until its"
+            " timeout; new calls of views and tasks are refused at once."
+        ),
+        gettext_lazy("Yes, pause"),
+        others_title=_KEEP,
+    ),
+    control.pause,
+    gettext_lazy("Paused: %(names)s."),
+    form=PauseForm,
+    done_already=lambda snapshot: snapshot.paused,
+)
+resume = _on_names(
+    Page(
+        "resume",
+        gettext_lazy("Resume"),
+        gettext_lazy("Slots will be granted again, first to those who have waited longest."),
+        gettext_lazy("Yes, resume"),
+        others_title=_KEEP,
+    ),
+    control.resume,
+    gettext_lazy("Resumed: %(names)s."),
+    done_already=lambda snapshot: not snapshot.paused,
+)
+drain = _on_names(
+    Page(
+        "drain",
+        gettext_lazy("Drain"),
+        gettext_lazy(
+            "Nothing more will be granted until these are resumed, and whoever holds one is asked to stop. Holders"
+            " that ignore it keep their slots until they are done; nothing is taken from anybody."
+        ),
+        gettext_lazy("Yes, drain"),
+        others_title=gettext_lazy("Holders, who are asked to stop"),
+    ),
+    control.drain,
+    gettext_lazy("Draining %(names)s: holders are asked to stop."),
+    permission="drain",
+    form=PauseForm,
+)
 
 #: By the names that they have on lists, which are those of the functions.
 ACTIONS: Final[dict[str, Any]] = {

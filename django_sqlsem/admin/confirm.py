@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -53,21 +53,20 @@ class ActionForm(helpers.ActionForm):
 class Page:
     """What a confirmation page says."""
 
-    title: str
-    question: str
-    confirm: str
-    action: str = ""
+    #: The act by its name.
+    action: str
+    title: Any
+    question: Any = ""
+    confirm: Any = ""
     #: What the confirmation brings back: names, or names with slots and tokens.
     targets: Sequence[Any] = ()
     holders: Sequence[HolderSnapshot] = ()
     #: Holders that are shown but left alone, and why.
     others: Sequence[HolderSnapshot] = ()
-    others_title: str = ""
+    others_title: Any = ""
     semaphores: Sequence[SemaphoreSnapshot] = ()
     form: forms.Form | None = None
     dangerous: bool = False
-    #: Whether a lock is already as the act would make it.
-    done_already: Callable[[SemaphoreSnapshot], bool] | None = None
 
 
 def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResponse:

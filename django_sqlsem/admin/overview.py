@@ -519,14 +519,11 @@ class OverviewChangeList(ChangeList):
         templates = [row.known.template for row in self.result_list if isinstance(row.known, TemplateSnapshot)]
         names = [row.name for row in self.result_list if not isinstance(row.known, TemplateSnapshot)]
         key = (request.get_host(), self.reading.using, chosen.name, tuple(names), tuple(templates))
-        until, found = _drawn.get(key, (0.0, None))
-        if time.monotonic() >= until:
+        found = _drawn.get(key)
+        if found is None:
             found = self.reading.trends(names, templates, window=chosen.seconds, step=step)
             if chosen is not drawing.USUAL_RANGE and found is not None:
-                _drawn.pop(key, None)
-                while len(_drawn) >= _MOST_DRAWN:
-                    _drawn.pop(next(iter(_drawn)), None)
-                _drawn[key] = (time.monotonic() + chosen.light * live.REFRESH_SECONDS, found)
+                _drawn.keep({key: found}, time.monotonic() + chosen.light * live.REFRESH_SECONDS)
         for row in self.result_list:
             row.window = chosen.seconds
             if found is not None:
@@ -535,9 +532,8 @@ class OverviewChangeList(ChangeList):
                 row.now = self.reading.now
 
 
-#: What was drawn of long ranges, and until when that is new enough: to read it costs more than all else.
-_drawn: Final[dict[tuple[Any, ...], tuple[float, Any]]] = {}
-_MOST_DRAWN: Final = 20
+#: What was drawn of long ranges, as long as that is new enough: to read it costs more than all else.
+_drawn: Final = live.Kept(20)
 #: How many figures a small drawing has.
 _MOST_STEPS: Final = 30
 
