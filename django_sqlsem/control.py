@@ -304,12 +304,12 @@ def _acted(
     why = _reason(reason)
     told = ": ".join(filter(None, (detail or str(holder or ""), why)))
     level = logging.WARNING if action == "revoke" else logging.INFO
-    extra = {"semaphore": name, "what": "acted", "action": action, "by": by, "detail": told, "reason": why}
+    act = {"action": action, "by": by, "detail": told, "reason": why}
+    extra = {"semaphore": name, "what": "acted", **act}
     logger.log(level, "%s of %r by %s%s", action, name, by or "somebody", told and f": {told}", extra=extra)
     if not backend.process_local:
         acts.record(backend.alias, action, name, by, ": ".join(filter(None, (detail, why))), holder)
-    sent = {"action": action, "name": name, "by": by, "detail": told, "reason": why}
-    for receiver, result in operator_acted.send_robust(sender=None, **sent):
+    for receiver, result in operator_acted.send_robust(sender=None, name=name, **act):
         if isinstance(result, Exception):  # the act is done: a receiver's fault must not hide that
             extra = {"semaphore": name, "what": "receiver_failed"}
             logger.error("operator_acted receiver %r failed", receiver, exc_info=result, extra=extra)

@@ -12,12 +12,12 @@ from typing import Any, Final, cast
 
 from django import forms
 from django.contrib import admin, messages
-from django.contrib.admin.utils import quote, unquote
+from django.contrib.admin.utils import unquote
 from django.core.exceptions import PermissionDenied, ValidationError
 from django.db import Error as DatabaseError
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.urls import URLPattern, path, reverse
+from django.urls import URLPattern, path
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext, ngettext_lazy
 
@@ -444,7 +444,7 @@ class Buttons:
 
     def __init__(self, model_admin: Any, request: HttpRequest, snapshot: SemaphoreSnapshot) -> None:
         self._may = {act for act in ACTIONS if permitted(model_admin, request, act)}
-        self.url = _address(model_admin, "act", key_of(snapshot.name))
+        self.url = live.address(model_admin, "act", key_of(snapshot.name))
         of_the_lock = {button.value: button for button in self._of_the_lock(snapshot)}
         #: What undoes what an operator has set: it stands beside the notice of that.
         self.undo = {act: of_the_lock.pop(act) for act in ("undo_slots", "resume") if act in of_the_lock}
@@ -507,7 +507,7 @@ def _view(model_admin: Any, request: HttpRequest, key: str) -> HttpResponse:
     """Ask, and act after the confirmation; then show the page of the lock again, with what happened."""
     if not model_admin.has_view_permission(request):
         raise PermissionDenied
-    back = HttpResponseRedirect(_address(model_admin, "change", key))
+    back = HttpResponseRedirect(live.address(model_admin, "change", key))
     if request.method != "POST":  # somebody had to log in again, say
         return back
     try:
@@ -527,8 +527,3 @@ def _view(model_admin: Any, request: HttpRequest, key: str) -> HttpResponse:
     except (BackendError, DatabaseError) as error:
         model_admin.message_user(request, live.first_line(error), messages.ERROR)
     return back
-
-
-def _address(model_admin: Any, view: str, key: str) -> str:
-    name = f"admin:{model_admin.opts.app_label}_{model_admin.opts.model_name}_{view}"
-    return reverse(name, args=[quote(key)], current_app=model_admin.admin_site.name)

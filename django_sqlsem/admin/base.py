@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from django.contrib import admin, messages
@@ -18,7 +17,7 @@ from django.utils.translation import gettext as _
 
 from django_sqlsem import queries
 from django_sqlsem.admin import actions, confirm, live
-from django_sqlsem.models import SemaphoreRow
+from django_sqlsem.models import ClaimRow, RefreshRow, SemaphoreRow, SlotRow, TransactionLockRow
 from django_sqlsem.queries import Reading
 
 
@@ -27,34 +26,25 @@ def column(text: Any, show: Callable[[Any], Any], ordering: Any = None) -> Any:
     return admin.display(lambda _admin, row: show(row), description=text, ordering=ordering)
 
 
-#: The lists in the order of their tabs, by the names of their models.
-_TABS: Final = ("semaphorerow", "slotrow", "claimrow", "refreshrow", "transactionlockrow")
+#: The models of the lists, in the order of their tabs.
+_TABS: Final = (SemaphoreRow, SlotRow, ClaimRow, RefreshRow, TransactionLockRow)
 
 
-@dataclass(frozen=True, slots=True)
-class Tab:
-    """A list beside others, as a link."""
+def tabs(model_admin: Any, request: HttpRequest, current: str = "") -> list[tuple[str, str, bool]]:
+    """Return the lists that somebody may see as links: words, address, and whether it is the one that is shown.
 
-    words: str
-    address: str
-    current: bool
-
-
-def tabs(model_admin: Any, request: HttpRequest, current: str = "") -> list[Tab]:
-    """Return the lists that somebody may see; ``current``: which one this is, if it is not that of a model."""
-    site, label = model_admin.admin_site, model_admin.opts.app_label
-    known = {model._meta.model_name: each for model, each in site._registry.items() if model._meta.app_label == label}
+    ``current``: which one this is, if it is not that of a model.
+    """
+    registry = model_admin.admin_site._registry
     current = current or model_admin.opts.model_name
-    found = []
-    for name in _TABS:
-        each = known.get(name)
-        if each is not None and each.has_view_permission(request):
-            address = reverse(f"admin:{label}_{name}_changelist", current_app=site.name)
-            found.append(Tab(capfirst(each.opts.verbose_name_plural), address, name == current))
-    overview = known.get(_TABS[0])
-    if overview is not None and overview.has_view_permission(request):
-        address = reverse(f"admin:{label}_{_TABS[0]}_audit", current_app=site.name)
-        found.append(Tab(_("Audit log"), address, current == "audit"))
+    shown = [registry[model] for model in _TABS if model in registry]
+    shown = [each for each in shown if each.has_view_permission(request)]
+    found = [
+        (capfirst(each.opts.verbose_name_plural), live.address(each, "changelist"), each.opts.model_name == current)
+        for each in shown
+    ]
+    if shown and shown[0].model is SemaphoreRow:
+        found.append((_("Audit log"), live.address(shown[0], "audit"), current == "audit"))
     return found
 
 

@@ -15,7 +15,6 @@ from django.core import signing
 from django.core.exceptions import ValidationError
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
-from django.urls import reverse
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
@@ -71,8 +70,8 @@ class Page:
 
 def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResponse:
     """Return the page that asks."""
-    site, opts, lock = model_admin.admin_site, model_admin.opts, one_lock(request)
-    back = lock and reverse(f"admin:{opts.app_label}_{opts.model_name}_change", args=[lock], current_app=site.name)
+    match = request.resolver_match
+    lock = unquote(match.kwargs.get("object_id", "")) if match else ""  # on a list there is none
     names = {each.name for each in page.semaphores} | {each.name for each in (*page.holders, *page.others)}
     context = {
         "title": page.title,
@@ -86,17 +85,11 @@ def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResp
         # Any one row makes the list view call the action again; whom it means is said by the targets alone.
         "selected": request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)[:1],
         "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
-        "back": back or request.get_full_path(),
+        "back": live.address(model_admin, "change", lock) if lock else request.get_full_path(),
         "one": users(names.pop()) if lock and len(names) == 1 else "",
     }
     answer: HttpResponse = live.page(model_admin, request, "admin/sqlsem/confirm_action.html", context)
     return answer
-
-
-def one_lock(request: HttpRequest) -> str:
-    """Return the key of the lock on whose page the request is; ``""`` on a list."""
-    match = request.resolver_match
-    return unquote(match.kwargs.get("object_id", "")) if match else ""
 
 
 def button(request: HttpRequest) -> tuple[str, tuple[int, int] | None]:

@@ -30,14 +30,14 @@ from typing import Any, Final, cast
 
 from django.conf import settings
 from django.contrib.admin.options import IncorrectLookupParameters
-from django.contrib.admin.utils import unquote
+from django.contrib.admin.utils import quote, unquote
 from django.contrib.auth.signals import user_logged_out
 from django.core.exceptions import PermissionDenied
 from django.db import Error as DatabaseError
 from django.http import HttpRequest, HttpResponse
 from django.template.loader import render_to_string
 from django.template.response import TemplateResponse
-from django.urls import URLPattern, path
+from django.urls import URLPattern, path, reverse
 from django.utils.cache import add_never_cache_headers, patch_vary_headers
 from django.utils.safestring import SafeString, mark_safe
 from django.utils.text import compress_string
@@ -354,6 +354,12 @@ user_logged_out.connect(forget)
 def trusted_row(request: HttpRequest) -> Any:
     """Return the row that the address means to a session that is trusted, as it was read then; ``None``: read it."""
     return copy.copy(getattr(request, "sqlsem_row", None))
+
+
+def address(model_admin: Any, view: str, *keys: str) -> str:
+    """Return where a view of a list is, or of one row by its key."""
+    name = f"admin:{model_admin.opts.app_label}_{model_admin.opts.model_name}_{view}"
+    return reverse(name, args=[quote(key) for key in keys], current_app=model_admin.admin_site.name)
 
 
 def page(model_admin: Any, request: HttpRequest, template: str, context: dict[str, Any], status: int = 200) -> Any:

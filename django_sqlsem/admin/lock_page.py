@@ -127,46 +127,36 @@ def audit_log(model_admin: Any, request: HttpRequest, object_id: str) -> HttpRes
     row = _seen(model_admin, request, lambda: model_admin.get_object(request, unquote(object_id)))
     if row is None:
         return None
-    done = queries.events(row.name, what=ACTS, limit=_MAX_AUDIT)
-    table = tables.happened(
-        "sqlsem-audit", _("What operators did"), done, _("Nothing is recorded."), most=_MAX_AUDIT, dated=True
+    entries = LogEntry.objects.filter(
+        object_id=unquote(object_id), content_type=get_content_type_for_model(model_admin.model)
     )
     context = {
         "title": _("Audit log: %(name)s") % {"name": visible(row.name)},
         "subtitle": None,
         "shown_name": named(row.name),
         "object": row,
-        "table": table,
-        "kept": _kept(),
-        "entries": LogEntry.objects.filter(
-            object_id=unquote(object_id), content_type=get_content_type_for_model(model_admin.model)
-        ).select_related("user").order_by("-action_time")[:_MAX_AUDIT],
-    }  # fmt: skip
-    return cast("HttpResponse", live.page(model_admin, request, "admin/sqlsem/audit_log.html", context))
+        "entries": entries.select_related("user").order_by("-action_time")[:_MAX_AUDIT],
+    }
+    return _audited(model_admin, request, queries.events(row.name, what=ACTS, limit=_MAX_AUDIT), context)
 
 
 def audit_of_all(model_admin: Any, request: HttpRequest) -> HttpResponse:
     """Return what operators did to any lock."""
     if not model_admin.has_view_permission(request):
         raise PermissionDenied
-    done = queries.acts(limit=_MAX_AUDIT)
-    link = model_admin.address_of
-    table = tables.happened(
-        "sqlsem-audit", _("What operators did"), done, _("Nothing is recorded."), most=_MAX_AUDIT, dated=True, link=link
-    )
-    context = {
-        "title": _("Audit log"),
-        "sqlsem_tabs": tabs(model_admin, request, "audit"),
-        "table": table,
-        "kept": _kept(),
-    }
-    return cast("HttpResponse", live.page(model_admin, request, "admin/sqlsem/audit_log.html", context))
+    context = {"title": _("Audit log"), "sqlsem_tabs": tabs(model_admin, request, "audit")}
+    return _audited(model_admin, request, queries.acts(limit=_MAX_AUDIT), context, link=model_admin.address_of)
 
 
-def _kept() -> str:
+def _audited(
+    model_admin: Any, request: HttpRequest, done: Sequence[Event], context: dict[str, Any], **how: Any
+) -> HttpResponse:
+    caption, nothing = _("What operators did"), _("Nothing is recorded.")
+    table = tables.happened("sqlsem-audit", caption, done, nothing, most=_MAX_AUDIT, dated=True, **how)
     days = math.ceil(config(queries.locks_database()).history_acts / 86400)
-    text = _("By the admin, the command and programs, with their reasons; kept for %(days)d days.")
-    return text % {"days": days}
+    kept = _("By the admin, the command and programs, with their reasons; kept for %(days)d days.") % {"days": days}
+    context |= {"table": table, "kept": kept}
+    return cast("HttpResponse", live.page(model_admin, request, "admin/sqlsem/audit_log.html", context))
 
 
 def _last(acts: list[Event], *what: str) -> Event | None:
@@ -341,10 +331,13 @@ def _panels(
         title = _("Who held which slot")
         panels.append(drawing.timeline(lanes, bars, title=title, description=_about(lanes, spans, marks)))
     if snapshot.units is None and (not lanes or snapshot.slots > len(lanes)):
+        ended = {nth: each.held for nth, each in enumerate(minutes)}
+        held = drawing.held_by_step(ended, snapshot, scale.now, scale.step, len(minutes))
         now = _("%(held)d of %(slots)d now") % {"held": snapshot.held, "slots": snapshot.slots}
         panels.append(
             drawing.amounts(
-                "sqlsem-used", _("Held"), _held(snapshot, minutes, scale), scale, kind="granted",
+                "sqlsem-used", _("Held"), [(each.at, held.get(nth, 0.0)) for nth, each in enumerate(minutes)], scale,
+                kind="granted",
                 said=lambda value: _("%(held).1f held on average") % {"held": value},
                 beside=[(now, "now")], most=snapshot.slots,
             )
@@ -366,25 +359,6 @@ def _panels(
         drawing.lengths("sqlsem-waits", _("How long they waited"), [(each.at, each.waits) for each in minutes], scale),
     ]  # fmt: skip
     return panels
-
-
-def _held(
-    snapshot: SemaphoreSnapshot, minutes: Sequence[Minute], scale: TimeScale
-) -> list[tuple[datetime.datetime, float]]:
-    """Return how many slots were held on average in each step.
-
-    A hold is counted in the step in which it ended. What is more than all slots could have been held there was held
-    before.
-    """
-    most, rest = snapshot.slots * scale.step, 0.0
-    found = []
-    for each in reversed(minutes):
-        rest += each.held
-        used = min(most, rest)
-        rest -= used
-        found.append((each.at, used))
-    ages = [(holder.age, len(holder.numbers)) for holder in snapshot.holders if holder.recorded]
-    return [(at, (used + _overlap(at, ages, scale)) / _length_of(at, scale)) for at, used in reversed(found)]
 
 
 def _queued(

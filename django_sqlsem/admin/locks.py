@@ -10,10 +10,9 @@ from typing import Any, Final, cast
 from django.contrib import admin
 from django.contrib.admin import AdminSite
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
-from django.contrib.admin.utils import quote
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.urls import URLPattern, path, reverse
+from django.urls import URLPattern, path
 from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
@@ -45,12 +44,11 @@ def _entrance(model_admin: SemaphoreAdmin, app_index: Callable[..., HttpResponse
 
     @functools.wraps(app_index)
     def index(request: HttpRequest, app_label: str, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        site, opts = model_admin.admin_site, model_admin.opts
-        ours = app_label == opts.app_label and site.is_registered(model_admin.model)
+        ours = app_label == model_admin.opts.app_label and model_admin.admin_site.is_registered(model_admin.model)
         if ours and model_admin.has_view_permission(request):
-            overview = f"admin:{app_label}_{opts.model_name}_changelist"
             query = request.META.get("QUERY_STRING", "")
-            return HttpResponseRedirect(reverse(overview, current_app=site.name) + (f"?{query}" if query else ""))
+            overview = live.address(model_admin, "changelist")
+            return HttpResponseRedirect(f"{overview}?{query}" if query else overview)
         return app_index(request, app_label, extra_context)
 
     return index
@@ -93,8 +91,7 @@ class SemaphoreAdmin(OperatorAdmin):
 
     def address_of(self, name: str) -> str:
         """Return where the page of a lock is."""
-        view = f"admin:{self.opts.app_label}_{self.opts.model_name}_change"
-        return reverse(view, args=[quote(key_of(name))], current_app=self.admin_site.name)
+        return live.address(self, "change", key_of(name))
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[OverviewChangeList]:
         """Order and filter by what is read once for the whole page."""

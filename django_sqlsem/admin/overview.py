@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 from urllib.parse import urlencode
 
 from django.contrib import admin
@@ -24,7 +24,6 @@ from django.db.models.functions import Upper
 from django.db.models.lookups import Contains
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
-from django.urls import reverse
 from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
@@ -180,20 +179,14 @@ class Wrong:
     look: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Worst:
-    """The names that are worst off by their state, with how many there are in that state."""
-
-    names: Mapping[str, tuple[list[str], int]]
-
-    def all(self) -> list[str]:
-        """Return all these names."""
-        return [name for names, _count in self.names.values() for name in names]
+#: The names that are worst off by their state, with how many there are in that state.
+Worst: TypeAlias = dict[str, tuple[list[str], int]]
 
 
 def worst(reading: Reading) -> Worst:
     """Choose the names that sentences are about: of those that wait, the ones that have waited longest."""
-    survey, found = reading.survey, {}
+    survey = reading.survey
+    found: Worst = {}
     for state in _WRONG:
         counts = survey.listed(state).counts
         if survey.in_use is None:
@@ -206,18 +199,22 @@ def worst(reading: Reading) -> Worst:
             )
             names = [each.name for each in known[:MOST_NAMED]]
         found[state] = (names, len(counts))
-    return Worst(found)
+    return found
+
+
+def _all(chosen: Worst) -> list[str]:
+    return [name for names, _count in chosen.values() for name in names]
 
 
 def wrong_now(
     reading: Reading, chosen: Worst, address: Callable[[str], str], states: Callable[[str], str]
 ) -> list[Wrong]:
     """Return the sentences, the worst first. ``address(name)``, ``states(state)``: where a name or a state leads."""
-    known = reading.by_name(chosen.all())
+    known = reading.by_name(_all(chosen))
     found = []
     says = {"stale": _stale_sentence, "waiting": _queue_sentence, "paused": _paused_sentence}
     for state in _WRONG:
-        names, count = chosen.names[state]
+        names, count = chosen[state]
         said = [(name, known[name]) for name in names if name in known]
         found += [
             Wrong(
@@ -489,14 +486,13 @@ class OverviewChangeList(ChangeList):
         if not isinstance(result.known, TemplateSnapshot):
             return str(cast("Any", self.model_admin).address_of(result.name))
         # Django adds the filters and the order of this page, and its number.
-        name = f"admin:{self.opts.app_label}_{self.opts.model_name}_changelist"
         query = urlencode({"template": result.known.template, PAGE_VAR: 1})
-        return f"{reverse(name, current_app=self.model_admin.admin_site.name)}?{query}"
+        return f"{live.address(self.model_admin, 'changelist')}?{query}"
 
     def _rows(self, entries: list[Any]) -> list[Any]:
         """Return the rows of names and templates."""
         names = [each for each in entries if isinstance(each, str)]
-        found = self.reading.by_name([*names, *(self.worst.all() if self.worst else ())])
+        found = self.reading.by_name([*names, *_all(self.worst or {})])
         bad = set(deadlocked(self.reading))
         rows = []
         for each in entries:
@@ -538,36 +534,16 @@ _drawn: Final = live.Kept(20)
 _MOST_STEPS: Final = 30
 
 
-@dataclass(frozen=True, slots=True)
-class OverviewCell:
-    """One cell of a row: in which column, under what heading, what, and whether that is nothing."""
-
-    field: str
-    heading: str
-    html: Any
-    nothing: bool
-
-
-@dataclass(frozen=True, slots=True)
-class OverviewRow:
-    """One row of the list."""
-
-    key: str
-    cells: list[OverviewCell]
-    of_template: bool
-
-
-def lines(changelist: OverviewChangeList, headers: list[dict[str, Any]]) -> list[OverviewRow]:
-    """Return the rows with their cells, as the columns of the list say."""
-    found = []
+def lines(changelist: OverviewChangeList, headers: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the rows, each cell as its field, its heading, what is in it, and whether that is nothing."""
     for row in changelist.result_list:
         cells = []
         for field, header in zip(changelist.list_display, headers, strict=True):
             html = lookup_field(field, row, changelist.model_admin)[2]
-            cells.append(OverviewCell(str(field), str(header["text"]), html, html in (NONE, "")))
+            cells.append((str(field), str(header["text"]), html, html in (NONE, "")))
         of_template = isinstance(row.known, TemplateSnapshot)
-        found.append(OverviewRow(f"{'template' if of_template else 'name'} {key_of(row.name)}", cells, of_template))
-    return found
+        key = f"{'template' if of_template else 'name'} {key_of(row.name)}"
+        yield {"key": key, "cells": cells, "of_template": of_template}
 
 
 def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpResponse:
@@ -599,7 +575,7 @@ def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpRespons
         "sqlsem_range": chosen,
         "sqlsem_headers": headers,
         "sqlsem_sorted": sum(bool(header["sortable"] and header["sort_priority"]) for header in headers),
-        "sqlsem_lines": lines(changelist, headers),
+        "sqlsem_lines": list(lines(changelist, headers)),
         "sqlsem_template": named(request.GET.get("template", "")),
     }
     template = "admin/sqlsem/semaphorerow/_overview.html"
