@@ -194,7 +194,6 @@ class Reading:
 
     @cached_property
     def deadlocks(self) -> list[DeadlockSnapshot]:
-        """The deadlocks."""
         if self._expects_waits or self.waits_read:
             return self._all_waits[1]
         return deadlocks_reading.standing(self.using, everything=False, at=self._clock)[1]

@@ -69,7 +69,6 @@ class Page:
 
 
 def confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResponse:
-    """Return the page that asks."""
     match = request.resolver_match
     lock = unquote(match.kwargs.get("object_id", "")) if match else ""  # on a list there is none
     names = {each.name for each in page.semaphores} | {each.name for each in (*page.holders, *page.others)}
@@ -163,7 +162,6 @@ def reason(request: HttpRequest) -> str:
 
 
 def by(request: HttpRequest) -> str:
-    """Return who acts."""
     return str(request.user.get_username())
 
 

@@ -52,7 +52,6 @@ KIND_WORDS: Final = {
 
 
 def kind_of(kind: str) -> str:
-    """Return what a kind of lock is called."""
     return str(KIND_WORDS.get(kind, kind))
 
 
@@ -137,7 +136,6 @@ def declared(snapshot: SemaphoreSnapshot) -> str:
 
 
 def program(host: str, pid: int, thread: str) -> str:
-    """Return the program that holds or waits."""
     return _("%(host)s pid %(pid)d %(thread)s") % {"host": visible(host), "pid": pid, "thread": visible(thread)}
 
 

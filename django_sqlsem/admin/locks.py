@@ -90,7 +90,6 @@ class SemaphoreAdmin(OperatorAdmin):
         return [audit, *actions.urls(self), *live.json_urls(self)]
 
     def address_of(self, name: str) -> str:
-        """Return where the page of a lock is."""
         return live.address(self, "change", key_of(name))
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[OverviewChangeList]:

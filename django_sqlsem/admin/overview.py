@@ -80,7 +80,6 @@ class Joined:
         self._parts = parts
 
     def count(self) -> int:
-        """Return how many there are."""
         return sum(count for _rows, count in self._parts)
 
     def _clone(self) -> Joined:
@@ -241,7 +240,6 @@ def wrong_now(
 
 
 def deadlock_sentences(reading: Reading) -> list[Wrong]:
-    """Return a sentence for each deadlock, with both sides."""
     found = []
     for deadlock in reading.deadlocks:
         who = sorted(wait.wait_id for wait in deadlock.waits)
@@ -348,8 +346,6 @@ class OverviewStateFilter(StateFilter):
 
 
 class KindFilter(admin.SimpleListFilter):
-    """Keeps one kind of lock."""
-
     title = gettext_lazy("kind")
     parameter_name = "kind"
 
@@ -364,8 +360,6 @@ class KindFilter(admin.SimpleListFilter):
 
 
 class TemplateFilter(admin.SimpleListFilter):
-    """Keeps the names that one template has made."""
-
     title = gettext_lazy("template")
     parameter_name = "template"
 

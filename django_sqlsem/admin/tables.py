@@ -126,7 +126,6 @@ def _holder(holder: HolderSnapshot, role: str = "") -> list[Any]:
 
 
 def semaphores(found: Sequence[SemaphoreSnapshot]) -> Table:
-    """Return the locks that an act is about."""
     rows = []
     for each in found:
         paused = _("yes") if each.paused else _("no")
@@ -251,7 +250,6 @@ def by_minute(found: Sequence[Minute], words: Callable[[datetime.datetime], str]
 
 
 def word(what: str) -> str:
-    """Return an event in a word."""
     return str(_WORDS.get(what, what))
 
 

@@ -104,7 +104,6 @@ def _of_greenlets(pool: str, alias: str) -> Iterable[CheckMessage]:
 
 
 def messages(found: Limits, ours: Config, task_timeout: float | None) -> Iterable[CheckMessage]:
-    """Yield what does not fit."""
     if found.visibility is not None:
         again = f"The broker delivers an unacknowledged message again after {found.visibility:g} s, and"
         if found.visibility <= LONGEST_COUNTDOWN:

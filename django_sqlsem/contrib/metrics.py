@@ -61,14 +61,12 @@ class Labels:
             self._patterns = {**self._patterns, template: _pattern(template)}
 
     def of(self, semaphore: Semaphore) -> str:
-        """Return the label of a semaphore."""
         if self._label is None and semaphore.template:
             self.learn(semaphore.template)
             return self._bounded(semaphore.template)
         return self.of_name(semaphore.name)
 
     def of_name(self, name: str) -> str:
-        """Return the label of a name."""
         if self._label is not None:
             return self._bounded(str(self._label(name)))
         found = next((template for template, pattern in self._patterns.items() if pattern.fullmatch(name)), name)

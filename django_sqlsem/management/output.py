@@ -99,7 +99,6 @@ def which(name: str, slot: int | None) -> str:
 
 
 def ago(seconds: float) -> str:
-    """Return how long ago it was."""
     return gettext("%(age)s ago") % {"age": duration(seconds)}
 
 
@@ -121,7 +120,6 @@ def lease(holder: HolderSnapshot) -> str:
 
 
 def state(holder: HolderSnapshot) -> str:
-    """Return how a holder stands."""
     known = word(holder.state)
     return gettext("%(state)s, asked to stop") % {"state": known} if holder.stop_requested else known
 
@@ -140,7 +138,6 @@ def session(holder: HolderSnapshot) -> str:
 
 
 def sentence(holder: HolderSnapshot) -> str:
-    """Return one line about one holder."""
     parts = [who(holder), clean(holder.label)]
     if holder.user:
         parts.append(gettext("user %(user)s") % {"user": clean(holder.user)})
@@ -164,7 +161,6 @@ def _where(holder: HolderSnapshot) -> str:
 
 
 def summary(snapshot: SemaphoreSnapshot) -> str:
-    """Return one line about one semaphore."""
     slots = snapshot.slots
     parts = [
         ngettext("%(held)d of %(slots)d slot held", "%(held)d of %(slots)d slots held", slots)
@@ -237,7 +233,6 @@ def details(snapshot: SemaphoreSnapshot) -> list[str]:
 
 
 def _waits(waiter: WaiterSnapshot, snapshot: SemaphoreSnapshot) -> str:
-    """Return one line about a process that waits."""
     parts = [gettext("waiting: %(who)s") % {"who": who(waiter)}, clean(waiter.label)]
     if waiter.session_id is not None:
         parts.append(gettext("session %(session)d") % {"session": waiter.session_id})
@@ -250,7 +245,6 @@ def _waits(waiter: WaiterSnapshot, snapshot: SemaphoreSnapshot) -> str:
 
 
 def wants(what: str) -> str:
-    """Return what a waiter asks for."""
     return gettext("wants %(what)s") % {"what": what}
 
 

@@ -21,8 +21,6 @@ _FOR_ALL: Final = ("-h", "--help", "help", "--version", "version")
 
 
 class Command(BaseCommand):
-    """Operate the semaphores of one database."""
-
     help = gettext_lazy(  # type: ignore[assignment]  # Django takes texts that are looked up later, its stubs do not
         "Shows who holds and who waits for semaphores, cleans up after the dead, and runs commands under a semaphore."
     )
@@ -46,7 +44,6 @@ class Command(BaseCommand):
             sys.exit(EXIT_PIPE)
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
-        """Add the exit codes to the help."""
         kwargs = {"epilog": arguments.epilog(), "formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs
         return super().create_parser(prog_name, subcommand, **kwargs)
 
@@ -68,7 +65,6 @@ class Command(BaseCommand):
             arguments.add_usual(sub, usual)
 
     def handle(self, *, verb: str | None, **options: Any) -> None:
-        """Do what the verb says."""
         if verb is None:  # from ``call_command("locks")``
             verb = verbs.ALONE
             options |= vars(self.create_parser("manage.py", "locks").parse_args([verb]))

@@ -85,15 +85,12 @@ class Verb:
         self.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
     def heading(self, text: str) -> None:
-        """Print what stands above the rest."""
         self.say(self.style.MIGRATE_HEADING(text))
 
     def done(self, text: str) -> None:
-        """Print what was achieved."""
         self.say(self.style.SUCCESS(text))
 
     def lines(self, lines: Iterable[str], indent: str = "") -> None:
-        """Print several lines."""
         for line in lines:
             self.say(f"{indent}{line}")
 
