@@ -5,14 +5,17 @@ Each act shows whom it means, and acts after a confirmation on just those.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, cast
 
 from django import forms
 from django.contrib import admin, messages
+from django.contrib.admin import helpers
 from django.contrib.admin.utils import unquote
+from django.core import signing
 from django.core.exceptions import PermissionDenied, ValidationError
 from django.db import Error as DatabaseError
 from django.db.models import QuerySet
@@ -22,13 +25,183 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext, ngettext_lazy
 
 from django_sqlsem import control, queries
-from django_sqlsem.admin import confirm, live
-from django_sqlsem.admin.confirm import Page
-from django_sqlsem.admin.display import visible
+from django_sqlsem.admin import live, tables
+from django_sqlsem.admin.display import users, visible
 from django_sqlsem.admin.tables import program_text
 from django_sqlsem.core.names import MAX_SLOTS, ONE_SLOT, key_of
 from django_sqlsem.exceptions import BackendError, SemaphoreError
+from django_sqlsem.models import SemaphoreRow
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState
+
+#: What the targets of a page are signed with, before the name of its act.
+_SALT: Final = "django_sqlsem.admin."
+#: What a button sends: an act, and the slot and token of the holder that it is beside.
+_BUTTON: Final = re.compile(r"(?P<act>[a-z_]*)(?: (?P<slot>[0-9]{1,9}) (?P<token>[0-9]{1,19}))?")
+
+
+class NotDoneError(Exception):
+    """Nothing was done to what a request means: the arguments are why, and the level of that message."""
+
+
+def _damaged() -> NotDoneError:
+    return NotDoneError(_("The form came back damaged: nothing was done."), messages.ERROR)
+
+
+class ActionForm(helpers.ActionForm):
+    """Chooses an action. django-unfold shows the button beside it once what ``x-model`` names has a value."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fields["action"].widget.attrs["x-model"] = "action"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a confirmation page says."""
+
+    #: The act by its name.
+    action: str
+    title: Any
+    question: Any = ""
+    confirm: Any = ""
+    #: What the confirmation brings back: names, or names with slots and tokens.
+    targets: Sequence[Any] = ()
+    holders: Sequence[HolderSnapshot] = ()
+    #: Holders that are shown but left alone, and why.
+    others: Sequence[HolderSnapshot] = ()
+    others_title: Any = ""
+    semaphores: Sequence[SemaphoreSnapshot] = ()
+    form: forms.Form | None = None
+    dangerous: bool = False
+
+
+def _confirmation(model_admin: Any, request: HttpRequest, page: Page) -> HttpResponse:
+    match = request.resolver_match
+    lock = unquote(match.kwargs.get("object_id", "")) if match else ""  # on a list there is none
+    names = {each.name for each in page.semaphores} | {each.name for each in (*page.holders, *page.others)}
+    context = {
+        "title": page.title,
+        "page": page,
+        "tables": [
+            tables.semaphores(page.semaphores),
+            tables.meant("sqlsem-meant", _("Holders"), page.holders),
+        ],
+        "others": tables.meant("sqlsem-others", page.others_title, page.others),
+        "targets": signing.dumps(page.targets, salt=_SALT + page.action),
+        # Any one row makes the list view call the action again; whom it means is said by the targets alone.
+        "selected": request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)[:1],
+        "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
+        "back": live.address(model_admin, "change", lock) if lock else request.get_full_path(),
+        "one": users(names.pop()) if lock and len(names) == 1 else "",
+    }
+    answer: HttpResponse = live.page(model_admin, request, "admin/sqlsem/confirm_action.html", context)
+    return answer
+
+
+def _button(request: HttpRequest) -> tuple[str, tuple[int, int] | None]:
+    """Return the act that a button of a lock's page stands for, and the slot and token of the holder beside it.
+
+    ``("", None)``: no such button was pressed. Raises ``NotDoneError``.
+    """
+    found = _BUTTON.fullmatch(request.POST.get("do", ""))
+    if found is None or int(found["token"] or 0) >= 2**63:
+        raise _damaged()
+    return found["act"], (int(found["slot"]), int(found["token"])) if found["token"] else None
+
+
+def check_selected(model_admin: Any, request: HttpRequest) -> None:
+    """Raise ``NotDoneError`` if what a list sends as chosen rows cannot be such."""
+    field = model_admin.opts.pk
+    for value in request.POST.getlist(helpers.ACTION_CHECKBOX_NAME):
+        try:
+            found = field.to_python(value)
+        except ValidationError:
+            raise _damaged() from None
+        if isinstance(found, int) and not 0 <= found < 2**63:
+            raise _damaged()
+
+
+def _is_confirmed(request: HttpRequest) -> bool:
+    """Whether this is the answer to a confirmation page."""
+    return "confirmed" in request.POST
+
+
+def _targets(request: HttpRequest, action: str) -> list[Any]:
+    """Return what the confirmed page of this very act means. Raises ``NotDoneError``."""
+    try:
+        return list(signing.loads(request.POST.get("targets", ""), salt=_SALT + action))
+    except signing.BadSignature:
+        raise _damaged() from None
+
+
+def _shown(request: HttpRequest, queryset: QuerySet[Any]) -> tuple[list[SemaphoreSnapshot], list[HolderSnapshot]]:
+    """Return the semaphores of the selected rows, and the holders of the selected slots, or the one beside a button.
+
+    Raises ``NotDoneError`` if that one has gone since the button was shown.
+    """
+    slots = queryset.model is not SemaphoreRow
+    rows = set(queryset.values_list("semaphore__name", "slot") if slots else queryset.values_list("name"))
+    snapshots = list(live.reading_of(request).by_name(name for name, *_slot in rows).values())
+    holders = [
+        holder
+        for snapshot in snapshots
+        for holder in snapshot.holders
+        if not slots or any((holder.name, slot) in rows for slot in holder.numbers)
+    ]
+    beside = _button(request)[1]
+    if beside is not None:
+        holders = [holder for holder in holders if (holder.slot, holder.token) == beside]
+        if not holders:
+            raise NotDoneError(_changed([(snapshots[0].name if snapshots else "", beside[0])]), messages.WARNING)
+    return snapshots, holders
+
+
+def _log(model_admin: Any, request: HttpRequest, name: str, message: str) -> None:
+    """Note an act with its reason in Django's log, under the semaphore's name."""
+    if why := _who(request)["reason"]:
+        message = _("%(message)s Reason: %(reason)s") % {"message": message, "reason": why}
+    model_admin.log_change(request, SemaphoreRow(key=key_of(name), name=name), visible(message))
+
+
+def _who(request: HttpRequest) -> dict[str, Any]:
+    """Return who acts, and why, as ``control`` wants it."""
+    reason = " ".join(request.POST.get("reason", "").split())[: control.MAX_REASON_LENGTH]
+    return {"by": str(request.user.get_username()), "using": queries.locks_database(), "reason": reason}
+
+
+def _changed(changed: Collection[tuple[str, int]]) -> str:
+    """Return which holders were left alone, by name and slot, and who is there now."""
+    text = ngettext(
+        "The holder of %(slots)s has changed since it was shown: nobody there was disturbed. Now: %(now)s.",
+        "The holders of %(slots)s have changed since they were shown: nobody there was disturbed. Now: %(now)s.",
+        len(changed),
+    )
+    found, now = queries.by_name({name for name, _slot in changed}), []
+    for name, slot in sorted(changed):
+        holders = found[name].holders if name in found else ()
+        there = next((str(each) for each in holders if slot in each.numbers), None)
+        now.append(visible(there or _("slot %(slot)d is free") % {"slot": slot}))
+    return text % {"slots": ", ".join(_place(name, slot) for name, slot in sorted(changed)), "now": "; ".join(now)}
+
+
+def _standing(snapshot: SemaphoreSnapshot) -> str:
+    """Return how a lock stands, in a few words."""
+    parts = [_("%(held)d of %(slots)d held") % {"held": snapshot.held, "slots": snapshot.slots}]
+    if snapshot.operator_slots is not None:
+        parts.append(_("slots set by an operator") if not snapshot.slots_by else
+                     _("slots set by %(user)s") % {"user": visible(snapshot.slots_by)})  # fmt: skip
+    if snapshot.paused:
+        by = snapshot.paused_by
+        parts.append(_("paused by %(user)s") % {"user": visible(by)} if by else _("paused"))
+    else:
+        parts.append(_("not paused"))
+    return _("%(name)s: %(standing)s") % {"name": visible(snapshot.name), "standing": ", ".join(parts)}
+
+
+def _place(name: str, slot: int) -> str:
+    """Return a slot of a name in words."""
+    return _("%(name)s slot %(slot)d") % {"name": visible(name), "slot": slot}
+
 
 _IDS: Final = "id_sqlsem_%s"
 
@@ -119,16 +292,16 @@ def _on_holders(
 
     @admin.action(description=title, permissions=[permission])
     def run(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-        if not confirm.is_confirmed(request):
-            page = ask(Page(action, title), confirm.shown(request, queryset)[1])
+        if not _is_confirmed(request):
+            page = ask(Page(action, title), _shown(request, queryset)[1])
             if isinstance(page, Page):
                 targets = [(holder.name, holder.slot, holder.token) for holder in page.holders]
                 page = replace(page, targets=targets, form=ReasonForm(auto_id=_IDS))
-                return confirm.confirmation(model_admin, request, page)
+                return _confirmation(model_admin, request, page)
             model_admin.message_user(request, page, messages.INFO)
             return None
         count, changed = 0, set()
-        for name, slot, token in confirm.targets(request, action):
+        for name, slot, token in _targets(request, action):
             try:
                 holders = act(request, name, slot, token)
             except SemaphoreError as error:
@@ -138,18 +311,15 @@ def _on_holders(
                 changed.add((name, slot))
             for holder in holders:
                 count += 1
-                confirm.log(model_admin, request, name, entry % {"holder": holder})
+                _log(model_admin, request, name, entry % {"holder": holder})
         if count:
             model_admin.message_user(request, done % {"count": count}, messages.SUCCESS)
-        confirm.report_changed(model_admin, request, changed)
+        if changed:
+            model_admin.message_user(request, _changed(changed), messages.WARNING)
         return None
 
     run.__name__ = action
     return run
-
-
-def _who(request: HttpRequest) -> dict[str, Any]:
-    return {"by": confirm.by(request), "using": queries.locks_database(), "reason": confirm.reason(request)}
 
 
 def _ask_to_stop(page: Page, holders: Sequence[HolderSnapshot]) -> Page | str:
@@ -207,7 +377,7 @@ def _ask_to_purge(page: Page, holders: Sequence[HolderSnapshot]) -> Page | str:
     if others:
         soon = max(others, key=lambda holder: -(holder.lease_left or 0.0))
         text += " " + _("%(slot)s seems gone; its lease runs out in %(seconds).0f s.") % {
-            "slot": confirm.place(soon.name, soon.slot),
+            "slot": _place(soon.name, soon.slot),
             "seconds": soon.lease_left,
         }
     return text
@@ -216,8 +386,9 @@ def _ask_to_purge(page: Page, holders: Sequence[HolderSnapshot]) -> Page | str:
 def _purge(request: HttpRequest, name: str, slot: int, token: int) -> Sequence[HolderSnapshot]:
     found = live.reading_of(request).by_name([name]).values()
     held = [each for snapshot in found for each in snapshot.holders if (each.slot, each.token) == (slot, token)]
-    plan = control.PurgePlan(queries.locks_database(), slots=tuple(each for each in held if each.expired))
-    return control.execute_purge(plan, by=confirm.by(request), reason=confirm.reason(request)).freed
+    who = _who(request)
+    plan = control.PurgePlan(who["using"], slots=tuple(each for each in held if each.expired))
+    return control.execute_purge(plan, by=who["by"], reason=who["reason"]).freed
 
 
 stop = _on_holders(
@@ -268,16 +439,16 @@ def _on_names(
 
     @admin.action(description=page.title, permissions=[permission])
     def run(model_admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-        if not confirm.is_confirmed(request):
-            semaphores = confirm.shown(request, queryset)[0]
+        if not _is_confirmed(request):
+            semaphores = _shown(request, queryset)[0]
             useful = [each for each in semaphores if done_already is None or not done_already(each)]
             if useful or not semaphores:
                 return _ask(model_admin, request, page, form(auto_id=_IDS), useful)
-            told = {"title": page.title, "now": "; ".join(map(confirm.standing, semaphores[:_MOST_NAMED]))}
+            told = {"title": page.title, "now": "; ".join(map(_standing, semaphores[:_MOST_NAMED]))}
             text = _("%(title)s: done already, nothing was changed. Now: %(now)s.") % told
             model_admin.message_user(request, text, messages.WARNING)
             return None
-        filled, targets = form(request.POST, auto_id=_IDS), confirm.targets(request, page.action)
+        filled, targets = form(request.POST, auto_id=_IDS), _targets(request, page.action)
         if not filled.is_valid():
             shown = live.reading_of(request).by_name(name for name, *_state in targets)
             return _ask(model_admin, request, page, filled, list(shown.values()))
@@ -299,7 +470,7 @@ def _ask(
     meant = [(each.name, each.operator_slots, each.paused) for each in semaphores]
     holders = [each for found in semaphores for each in found.holders]
     page = replace(page, form=form, targets=meant, semaphores=semaphores, others=holders)
-    return confirm.confirmation(model_admin, request, page)
+    return _confirmation(model_admin, request, page)
 
 
 def _act(model_admin: Any, request: HttpRequest, targets: list[Any], act: Any, done: Any, told: dict[str, Any]) -> None:
@@ -309,7 +480,7 @@ def _act(model_admin: Any, request: HttpRequest, targets: list[Any], act: Any, d
         found = reading.by_name([name]).get(name)
         if found is not None and [found.operator_slots, found.paused] != state:
             text = _("%(name)s has changed since it was shown, and nothing was done. Now: %(now)s.")
-            now = {"name": visible(name), "now": confirm.standing(found)}
+            now = {"name": visible(name), "now": _standing(found)}
             model_admin.message_user(request, text % now, messages.WARNING)
             continue
         try:
@@ -319,7 +490,7 @@ def _act(model_admin: Any, request: HttpRequest, targets: list[Any], act: Any, d
             continue
         if known:
             names.append(name)
-            confirm.log(model_admin, request, name, str(done % {"names": name, **told}))
+            _log(model_admin, request, name, str(done % {"names": name, **told}))
         else:
             text = _("There is no semaphore %(name)s any more.") % {"name": visible(name)}
             model_admin.message_user(request, text, messages.WARNING)
@@ -511,19 +682,19 @@ def _view(model_admin: Any, request: HttpRequest, key: str) -> HttpResponse:
     if request.method != "POST":  # somebody had to log in again, say
         return back
     try:
-        act = confirm.button(request)[0] or request.POST.get("action", "")
+        act = _button(request)[0] or request.POST.get("action", "")
         if act not in ACTIONS:
-            raise confirm.DamagedFormError
+            raise _damaged()
         if not permitted(model_admin, request, act):
             raise PermissionDenied
         chosen = model_admin.get_queryset(request).filter(pk=key)
-        if not confirm.is_confirmed(request) and not chosen.exists():
+        if not _is_confirmed(request) and not chosen.exists():
             return cast("HttpResponse", model_admin._get_obj_does_not_exist_redirect(request, model_admin.opts, key))
         return ACTIONS[act](model_admin, request, chosen) or back
-    except (confirm.DamagedFormError, ValidationError):
-        model_admin.message_user(request, _("The form came back damaged: nothing was done."), messages.ERROR)
-    except confirm.ChangedError as error:
-        confirm.report_changed(model_admin, request, [error.args])
+    except NotDoneError as why:
+        model_admin.message_user(request, *why.args)
+    except ValidationError:  # no row has such a key
+        model_admin.message_user(request, *_damaged().args)
     except (BackendError, DatabaseError) as error:
         model_admin.message_user(request, live.first_line(error), messages.ERROR)
     return back

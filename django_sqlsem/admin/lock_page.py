@@ -23,9 +23,9 @@ from django.utils.translation import ngettext
 from django_sqlsem import queries
 from django_sqlsem.admin import drawing, live, tables
 from django_sqlsem.admin.actions import Button, Buttons
-from django_sqlsem.admin.base import tabs
 from django_sqlsem.admin.display import drawn, kind_of, length, named, percent, users, visible
 from django_sqlsem.admin.drawing import Bar, Lane, Mark, Panel, Range, TimeScale
+from django_sqlsem.admin.lists import tabs
 from django_sqlsem.conf import config
 from django_sqlsem.core.durations import duration
 from django_sqlsem.core.erlang import Forecast, forecast

@@ -21,8 +21,8 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
 from django_sqlsem.admin import actions, drawing, live, lock_page
-from django_sqlsem.admin.base import OperatorAdmin, column
 from django_sqlsem.admin.display import NONE, declared, drawn, kind_of, lasting, named, visible
+from django_sqlsem.admin.lists import OperatorAdmin, column
 from django_sqlsem.admin.overview import (
     KindFilter,
     OverviewChangeList,

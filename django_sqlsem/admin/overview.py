@@ -32,7 +32,6 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
 from django_sqlsem.admin import drawing, live
-from django_sqlsem.admin.base import count_all
 from django_sqlsem.admin.display import (
     EMPTY,
     KIND_WORDS,
@@ -46,7 +45,7 @@ from django_sqlsem.admin.display import (
     visible,
 )
 from django_sqlsem.admin.drawing import Range
-from django_sqlsem.admin.lists import StateFilter
+from django_sqlsem.admin.lists import StateFilter, count_all
 from django_sqlsem.core.names import key_of
 from django_sqlsem.history.events import Totals, Trend
 from django_sqlsem.models import SemaphoreRow
