@@ -9,12 +9,13 @@ from typing import Final
 from django.db import Error as DatabaseError
 from django.db import connections, transaction
 
+from django_sqlsem import queries
 from django_sqlsem.backends import database_for, get_backend
 from django_sqlsem.backends.base import BaseSemaphoreBackend
 from django_sqlsem.core.durations import Seconds, to_seconds
 from django_sqlsem.core.durations import duration as duration_text
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
-from django_sqlsem.core.names import Name, literal_prefix, matcher, validate_name, validate_slots
+from django_sqlsem.core.names import Name, validate_name, validate_slots
 from django_sqlsem.database.errors import backend_error
 from django_sqlsem.history import acts
 from django_sqlsem.signals import operator_acted
@@ -160,11 +161,7 @@ def plan_purge(
     alias = database_for(using)
     least = to_seconds(older_than, what="older_than", allow_none=True) or 0.0
     rest = to_seconds(idle, what="idle", allow_none=True)
-    prefix = literal_prefix(name_glob)
-    if prefix is None:
-        return PurgePlan(alias)
-    matches = matcher(name_glob)
-    found = [snapshot for snapshot in get_backend(alias).inspect(prefix=prefix) if matches(snapshot.name)]
+    found = queries.semaphores(name_glob, using=alias)
     gone = [holder for snapshot in found for holder in snapshot.holders if holder.state is SlotState.STALE]
     return PurgePlan(
         alias=alias,

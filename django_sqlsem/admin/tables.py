@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from urllib.parse import quote
 
 from django.utils import timezone
@@ -23,6 +23,8 @@ from django_sqlsem.history import events
 from django_sqlsem.history.events import Event, Minute, Percentiles, Span
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSnapshot, expected_waits
 
+#: Who holds, waits, or did something.
+Someone: TypeAlias = HolderSnapshot | WaiterSnapshot | Event
 #: How many rows of a table are shown.
 MAX_ROWS: Final = 25
 
@@ -266,18 +268,18 @@ def moment(at: datetime.datetime, *, dated: bool = False) -> SafeString:
     )
 
 
-def _place(someone: HolderSnapshot | WaiterSnapshot | Event) -> str:
+def _place(someone: Someone) -> str:
     if not someone.host and not someone.pid:
         return getattr(someone, "program", "")
     return _("%(host)s pid %(pid)d") % {"host": someone.host, "pid": someone.pid}
 
 
-def program_text(someone: HolderSnapshot | WaiterSnapshot | Event) -> str:
+def program_text(someone: Someone) -> str:
     """Return who somebody is, in one line: the program, and the work it does."""
     return ", ".join(filter(None, (_place(someone), someone.label)))
 
 
-def _program(someone: HolderSnapshot | WaiterSnapshot | Event) -> SafeString:
+def _program(someone: Someone) -> SafeString:
     quiet = [_("pid %(pid)d") % {"pid": someone.pid}] if someone.pid else []
     quiet.append(users(someone.thread))
     if session := getattr(someone, "session_id", None):
@@ -287,11 +289,7 @@ def _program(someone: HolderSnapshot | WaiterSnapshot | Event) -> SafeString:
     return format_html('{} <span class="sqlsem-second">{}</span>', users(someone.host) or EMPTY, second)
 
 
-def _work(
-    someone: HolderSnapshot | WaiterSnapshot | Event,
-    since: datetime.datetime | None,
-    until: datetime.datetime | None = None,
-) -> SafeString:
+def _work(someone: Someone, since: datetime.datetime | None, until: datetime.datetime | None = None) -> SafeString:
     """Return the work, its user, and where more is known of it, as ``SQLSEM["LINKS"]`` says."""
     work = named(someone.label) or EMPTY
     links = [
@@ -314,7 +312,7 @@ _AROUND: Final = datetime.timedelta(minutes=1)
 
 
 def _links(
-    someone: HolderSnapshot | WaiterSnapshot | Event, since: datetime.datetime | None, until: datetime.datetime | None
+    someone: Someone, since: datetime.datetime | None, until: datetime.datetime | None
 ) -> Iterable[tuple[Promise, str]]:
     templates = config().links
     if not templates or not (someone.host or someone.label):
