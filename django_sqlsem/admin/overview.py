@@ -113,13 +113,12 @@ def ranked(
     """
     groups = groups or {}
     if names is not None:
-        count, known = len(names), {key: name for key, name in names.items() if key in ranks}
-    else:
-        count = (rows if most is None else rows.order_by()[:most]).count() if count is None else count
-        if named is not None:
-            known = {key: name for key, name in named.items() if key in ranks}
-        else:
-            known = dict(rows.filter(pk__in=list(ranks)).order_by().values_list("pk", "name")) if ranks else {}
+        named, count = names, len(names)
+    if count is None:
+        count = (rows if most is None else rows.order_by()[:most]).count()
+    if named is None:
+        named = dict(rows.filter(pk__in=list(ranks)).order_by().values_list("pk", "name")) if ranks else {}
+    known = {key: name for key, name in named.items() if key in ranks}
     labels = known | {key: group.template for key, group in groups.items() if key in ranks}
     by_label = sorted(labels, key=lambda key: labels[key])
     first = [groups.get(key) or known[key] for key in sorted(by_label, key=lambda key: ranks[key], reverse=last)]
