@@ -161,9 +161,7 @@ class Reading:
         told = (replace(each, deadlocked=deadlocked[each.template]) for each in found)
         return sorted(told, key=lambda each: (len(TROUBLE) if each.rank is None else each.rank, each.template))
 
-    def trends(
-        self, names: Iterable[str], templates: Iterable[str], *, window: float, step: float
-    ) -> tuple[dict[str, Trend], dict[str, Trend]] | None:
+    def trends(self, names: Iterable[str], templates: Iterable[str], *, window: float, step: float) -> Trends | None:
         """Return what happened lately to names and to those of templates, by these; ``None``: no history is kept."""
         if not conf.config(self.using).history:
             return None

@@ -583,18 +583,21 @@ ACTIONS: Final[dict[str, Any]] = {
 }
 
 
-def permitted(model_admin: Any, request: HttpRequest, act: str) -> bool:
-    """Whether the user may do this act, as the action of a list is allowed or not."""
-    needed = ACTIONS[act].allowed_permissions
-    return any(getattr(model_admin, f"has_{permission}_permission")(request) for permission in needed)
+def permitted(model_admin: Any, request: HttpRequest) -> tuple[str, ...]:
+    """Return what somebody may do, which is what the same view differs by."""
+    return tuple(
+        act
+        for act, action in ACTIONS.items()
+        if any(getattr(model_admin, f"has_{needed}_permission")(request) for needed in action.allowed_permissions)
+    )
 
 
 def refuse(model_admin: Any, request: HttpRequest) -> None:
     """Answer 403 to who sends a list an act without permission: Django would say that none was chosen."""
     if request.method == "POST":
-        for act in request.POST.getlist("action"):
-            if act in ACTIONS and not permitted(model_admin, request, act):
-                raise PermissionDenied
+        wanted = {act for act in request.POST.getlist("action") if act in ACTIONS}
+        if not wanted <= set(permitted(model_admin, request)):
+            raise PermissionDenied
 
 
 @dataclass(frozen=True, slots=True)
@@ -614,7 +617,7 @@ class Buttons:
     """
 
     def __init__(self, model_admin: Any, request: HttpRequest, snapshot: SemaphoreSnapshot) -> None:
-        self._may = {act for act in ACTIONS if permitted(model_admin, request, act)}
+        self._may = permitted(model_admin, request)
         self.url = live.address(model_admin, "act", key_of(snapshot.name))
         of_the_lock = {button.value: button for button in self._of_the_lock(snapshot)}
         #: What undoes what an operator has set: it stands beside the notice of that.
@@ -685,7 +688,7 @@ def _view(model_admin: Any, request: HttpRequest, key: str) -> HttpResponse:
         act = _button(request)[0] or request.POST.get("action", "")
         if act not in ACTIONS:
             raise _damaged()
-        if not permitted(model_admin, request, act):
+        if act not in permitted(model_admin, request):
             raise PermissionDenied
         chosen = model_admin.get_queryset(request).filter(pk=key)
         if not _is_confirmed(request) and not chosen.exists():

@@ -180,11 +180,6 @@ class OperatorAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def has_configure_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("sqlsem.configure_semaphorerow")
 
-    def allowed(self, request: HttpRequest) -> tuple[bool, ...]:
-        """Return what somebody may do, which is what the same view differs by."""
-        checks = (self.has_stop_permission, self.has_revoke_permission, self.has_configure_permission)
-        return tuple(check(request) for check in (*checks, self.has_drain_permission))
-
     def has_drain_permission(self, request: HttpRequest) -> bool:
         """To drain is to pause and to ask holders to stop."""
         return self.has_configure_permission(request) and self.has_stop_permission(request)

@@ -263,7 +263,7 @@ class _Views:
         self._users = Kept(_MOST_VIEWS)
 
     def known(
-        self, request: HttpRequest, allowed: tuple[bool, ...] | None = None, row: Any = None
+        self, request: HttpRequest, allowed: tuple[str, ...] | None = None, row: Any = None
     ) -> HttpResponse | None:
         """Return the answer if it is known: to who is ``allowed`` so much, or to a session that was so just now.
 
@@ -324,7 +324,7 @@ class _Views:
         self._users.clear(lambda key: key == who)
         self.trusted.clear(lambda key: key[0] == who)
 
-    def _trust(self, request: HttpRequest, who: tuple[Any, ...], allowed: tuple[bool, ...], row: Any) -> None:
+    def _trust(self, request: HttpRequest, who: tuple[Any, ...], allowed: tuple[str, ...], row: Any) -> None:
         if not who[0]:
             return
         # Not prolonged by itself.

@@ -23,7 +23,7 @@ from django.utils.translation import ngettext
 
 from django_sqlsem import queries
 from django_sqlsem.admin import drawing, live, tables
-from django_sqlsem.admin.actions import Button, Buttons
+from django_sqlsem.admin.actions import Button, Buttons, permitted
 from django_sqlsem.admin.display import STATES, drawn, kind_of, length, named, percent, users, visible
 from django_sqlsem.admin.drawing import Bar, Lane, Mark, Panel, Range, TimeScale
 from django_sqlsem.admin.lists import tabs
@@ -71,7 +71,7 @@ def lock_page(model_admin: Any, request: HttpRequest, object_id: str) -> HttpRes
         model_admin, request, lambda: live.trusted_row(request) or model_admin.find(request, unquote(object_id))
     )
     if row is not None:
-        if (answer := live.known(request, model_admin.allowed(request), row)) is not None:
+        if (answer := live.known(request, permitted(model_admin, request), row)) is not None:
             return answer
         row = model_admin.known(request, [row])[0]
     if row is None or row.known is None:

@@ -105,7 +105,7 @@ class SemaphoreAdmin(OperatorAdmin):
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         """Answer with the whole page, or with the part that refreshes itself."""
         if live.is_fragment(request) and self.has_view_permission(request):
-            answer = live.known(request, self.allowed(request))
+            answer = live.known(request, actions.permitted(self, request))
             if answer is not None:
                 return answer
         response = super().changelist_view(request, {"title": _("Locks"), **(extra_context or {})})

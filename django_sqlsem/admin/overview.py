@@ -203,10 +203,8 @@ def _all(chosen: Worst) -> list[str]:
     return [name for names, _count in chosen.values() for name in names]
 
 
-def wrong_now(
-    reading: Reading, chosen: Worst, address: Callable[[str], str], states: Callable[[str], str]
-) -> list[Wrong]:
-    """Return the sentences, the worst first. ``address(name)``, ``states(state)``: where a name or a state leads."""
+def wrong_now(reading: Reading, chosen: Worst, address: Callable[[str], str]) -> list[Wrong]:
+    """Return the sentences, the worst first. ``address(name)``: where a name leads."""
     known = reading.by_name(_all(chosen))
     found = []
     says = {"stale": _stale_sentence, "waiting": _queue_sentence, "paused": _paused_sentence}
@@ -224,7 +222,8 @@ def wrong_now(
         if count > len(said) and said:
             more = ngettext("and %(count)d other", "and %(count)d others", count - len(said))
             more %= {"count": count - len(said)}
-            found.append(Wrong(f"more {state}", format_html('<a href="{}">{}</a>', states(state), more), state))
+            link = format_html('<a href="?{}">{}</a>', urlencode({"state": state}), more)
+            found.append(Wrong(f"more {state}", link, state))
     count, name = reading.disputed
     if count:
         text = ngettext(
@@ -551,12 +550,8 @@ def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpRespons
     headers = list(result_headers(changelist))
     wrong = deadlock_sentences(changelist.reading)
     if changelist.worst is not None:
-        wrong += wrong_now(
-            changelist.reading,
-            changelist.worst,
-            cast("Any", changelist.model_admin).address_of,
-            lambda state: f"?{urlencode({'state': state})}",
-        )
+        address = cast("Any", changelist.model_admin).address_of
+        wrong += wrong_now(changelist.reading, changelist.worst, address)
     context |= {
         "refresh_seconds": live.REFRESH_SECONDS,
         "sqlsem_wrong": wrong,
