@@ -178,10 +178,14 @@ def _notices(reading: Reading, snapshot: SemaphoreSnapshot, acts: list[Event], b
         )
         notices.append(Said("stale", text % {"count": snapshot.stale}))
     if snapshot.paused:
-        text = _paused(snapshot, _last(acts, events.PAUSED, events.DRAINED)) + _until(snapshot)
+        text = _paused(snapshot, _last(acts, events.PAUSED, events.DRAINED))
+        by_itself = _("It is resumed by itself at %(at)s, in %(left)s.")
+        text += _until(by_itself, snapshot.paused_until, snapshot.resumes_in) + _why(snapshot.paused_reason)
         notices.append(Said("paused", text, undo=buttons.undo.get("resume")))
     if snapshot.operator_slots is not None:
         text = _set_by(snapshot, _last(acts, events.RESIZED))
+        by_itself = _("That ends by itself at %(at)s, in %(left)s.")
+        text += _until(by_itself, snapshot.slots_until, snapshot.slots_end_in) + _why(snapshot.slots_reason)
         notices.append(Said("resized", text, undo=buttons.undo.get("undo_slots")))
     if snapshot.other_kind:
         text = _(
@@ -213,13 +217,11 @@ def _paused(snapshot: SemaphoreSnapshot, last: Event | None) -> str:
     return _("Paused%(by)s: nothing is granted until it is resumed. Holders keep what they have.") % {"by": by}
 
 
-def _until(snapshot: SemaphoreSnapshot) -> str:
-    """Return what else is known of a pause: why, and until when."""
-    told = ""
-    if snapshot.paused_until is not None and snapshot.resumes_in is not None:
-        when = {"at": f"{snapshot.paused_until:%Y-%m-%d %H:%M} UTC", "left": length(snapshot.resumes_in)}
-        told += " " + _("It is resumed by itself at %(at)s, in %(left)s.") % when
-    return told + _why(snapshot.paused_reason)
+def _until(text: str, end: datetime.datetime | None, left: float | None) -> str:
+    """Return when what an operator has set ends by itself, if it does."""
+    if end is None or left is None:
+        return ""
+    return " " + text % {"at": f"{end:%Y-%m-%d %H:%M} UTC", "left": length(left)}
 
 
 def _why(reason: str) -> str:
@@ -249,16 +251,12 @@ def _facts(snapshot: SemaphoreSnapshot) -> list[Said]:
 
 
 def _set_by(snapshot: SemaphoreSnapshot, last: Event | None) -> str:
-    """Return what an operator has set instead of what the code says: who, when and why."""
+    """Return what an operator has set instead of what the code says: who, and when."""
     who = visible(snapshot.slots_by or (last.by if last is not None else "")) or _("an operator")
     if last is not None:
         who = f"{who}, {timezone.localtime(last.at):%Y-%m-%d %H:%M %Z}"
     told = {"slots": snapshot.slots, "declared": snapshot.declared_slots, "who": who}
-    text = _("Slots set to %(slots)d by %(who)s; the code declares %(declared)d.") % told
-    if snapshot.slots_until is not None and snapshot.slots_end_in is not None:
-        when = {"at": f"{snapshot.slots_until:%Y-%m-%d %H:%M} UTC", "left": length(snapshot.slots_end_in)}
-        text += " " + _("That ends by itself at %(at)s, in %(left)s.") % when
-    return text + _why(snapshot.slots_reason)
+    return _("Slots set to %(slots)d by %(who)s; the code declares %(declared)d.") % told
 
 
 def _waits(reading: Reading, name: str) -> list[Said]:

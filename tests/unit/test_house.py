@@ -48,7 +48,7 @@ SHARED_CONSTANTS: set[str] = set()
 #: Modules that import another of ours inside a function, and how often.
 LATE: dict[str, int] = {}
 #: Modules that ``manage.py locks list`` loads beyond ``django.setup()``, without those of the backend.
-MOST_FOR_LIST = 12
+MOST_FOR_LIST = 7
 #: Modules of the backend that it loads, as the first acquire of a process does.
 BACKEND_FOR_LIST = 15
 #: Places that catch what interrupts a thread.
