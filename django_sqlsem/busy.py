@@ -116,9 +116,7 @@ def validate_on_busy(value: object) -> OnBusy:
     )
     if isinstance(value, bool) or not (value is None or isinstance(value, (int, str)) or callable(value)):
         raise TypeError(f"on_busy must be {allowed}, not {shown(value)} of type {type(value).__name__}.")
-    if isinstance(value, int) and not 400 <= value <= 599:
-        raise ValueError(f"on_busy must be {allowed}, not {shown(value)}.")
-    if isinstance(value, str) and value not in POLICIES:
+    if (isinstance(value, int) and not 400 <= value <= 599) or (isinstance(value, str) and value not in POLICIES):
         raise ValueError(f"on_busy must be {allowed}, not {shown(value)}.")
     return cast("OnBusy", value)
 

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from django.db import Error as DatabaseError
 from django.db import connections, transaction
 
+from django_sqlsem import queries
 from django_sqlsem.backends import database_for, get_backend
+from django_sqlsem.backends.base import BaseSemaphoreBackend
+from django_sqlsem.core.durations import Seconds, to_seconds
 from django_sqlsem.core.durations import duration as duration_text
-from django_sqlsem.core.durations import to_seconds
 from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
-from django_sqlsem.core.names import Name, literal_prefix, matcher, validate_name, validate_slots
+from django_sqlsem.core.names import Name, validate_name, validate_slots
 from django_sqlsem.database.errors import backend_error
 from django_sqlsem.history import acts
 from django_sqlsem.signals import operator_acted
-from django_sqlsem.snapshots import SOMEBODY, SlotState
-
-if TYPE_CHECKING:
-    from django_sqlsem.backends.base import BaseSemaphoreBackend
-    from django_sqlsem.core.durations import Seconds
-    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
+from django_sqlsem.snapshots import SOMEBODY, HolderSnapshot, SemaphoreSnapshot, SlotState
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -164,11 +161,7 @@ def plan_purge(
     alias = database_for(using)
     least = to_seconds(older_than, what="older_than", allow_none=True) or 0.0
     rest = to_seconds(idle, what="idle", allow_none=True)
-    prefix = literal_prefix(name_glob)
-    if prefix is None:
-        return PurgePlan(alias)
-    matches = matcher(name_glob)
-    found = [snapshot for snapshot in get_backend(alias).inspect(prefix=prefix) if matches(snapshot.name)]
+    found = queries.semaphores(name_glob, using=alias)
     gone = [holder for snapshot in found for holder in snapshot.holders if holder.state is SlotState.STALE]
     return PurgePlan(
         alias=alias,
@@ -308,12 +301,12 @@ def _acted(
     why = _reason(reason)
     told = ": ".join(filter(None, (detail or str(holder or ""), why)))
     level = logging.WARNING if action == "revoke" else logging.INFO
-    extra = {"semaphore": name, "what": "acted", "action": action, "by": by, "detail": told, "reason": why}
+    act = {"action": action, "by": by, "detail": told, "reason": why}
+    extra = {"semaphore": name, "what": "acted", **act}
     logger.log(level, "%s of %r by %s%s", action, name, by or "somebody", told and f": {told}", extra=extra)
     if not backend.process_local:
         acts.record(backend.alias, action, name, by, ": ".join(filter(None, (detail, why))), holder)
-    sent = {"action": action, "name": name, "by": by, "detail": told, "reason": why}
-    for receiver, result in operator_acted.send_robust(sender=None, **sent):
+    for receiver, result in operator_acted.send_robust(sender=None, name=name, **act):
         if isinstance(result, Exception):  # the act is done: a receiver's fault must not hide that
             extra = {"semaphore": name, "what": "receiver_failed"}
             logger.error("operator_acted receiver %r failed", receiver, exc_info=result, extra=extra)

@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
+
+from django.db.models import Q
 
 from django_sqlsem import conf, serialize
 from django_sqlsem.backends import database_for, get_backend
+from django_sqlsem.backends.base import Templates
 from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.core.names import Name, literal_prefix, matcher, validate_name
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.deadlocks import reading as deadlocks_reading
 from django_sqlsem.deadlocks.reading import deadlocks, waits
-from django_sqlsem.history.events import Totals
+from django_sqlsem.history.events import Totals, Trend
 from django_sqlsem.history.reading import acts, events, minutes, since, spans, template_totals, totals, trends
 from django_sqlsem.history.reading import clock as history_clock
+from django_sqlsem.models import ClaimRow, RefreshRow
 from django_sqlsem.refresh import job as refresh_job
-from django_sqlsem.snapshots import TROUBLE, longest
-
-if TYPE_CHECKING:
-    import datetime
-    from collections.abc import Iterable
-    from collections.abc import Set as AbstractSet
-
-    from django.db.models import Q
-
-    from django_sqlsem.backends.base import Templates
-    from django_sqlsem.history.events import Trend
-    from django_sqlsem.models import ClaimRow, RefreshRow
-    from django_sqlsem.serialize import Lately
-    from django_sqlsem.snapshots import (
-        DeadlockSnapshot,
-        HolderSnapshot,
-        RefreshSnapshot,
-        SemaphoreSnapshot,
-        Survey,
-        SurveyState,
-        TemplateSnapshot,
-        WaitSnapshot,
-    )
+from django_sqlsem.serialize import Lately
+from django_sqlsem.snapshots import (
+    TROUBLE,
+    DeadlockSnapshot,
+    HolderSnapshot,
+    RefreshSnapshot,
+    SemaphoreSnapshot,
+    Survey,
+    SurveyState,
+    TemplateSnapshot,
+    WaitSnapshot,
+    longest,
+)
 
 __all__ = [
     "Reading",
@@ -164,9 +161,7 @@ class Reading:
         told = (replace(each, deadlocked=deadlocked[each.template]) for each in found)
         return sorted(told, key=lambda each: (len(TROUBLE) if each.rank is None else each.rank, each.template))
 
-    def trends(
-        self, names: Iterable[str], templates: Iterable[str], *, window: float, step: float
-    ) -> tuple[dict[str, Trend], dict[str, Trend]] | None:
+    def trends(self, names: Iterable[str], templates: Iterable[str], *, window: float, step: float) -> Trends | None:
         """Return what happened lately to names and to those of templates, by these; ``None``: no history is kept."""
         if not conf.config(self.using).history:
             return None
@@ -197,7 +192,6 @@ class Reading:
 
     @cached_property
     def deadlocks(self) -> list[DeadlockSnapshot]:
-        """The deadlocks."""
         if self._expects_waits or self.waits_read:
             return self._all_waits[1]
         return deadlocks_reading.standing(self.using, everything=False, at=self._clock)[1]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from django_sqlsem.history.events import Totals
-    from django_sqlsem.snapshots import SemaphoreSnapshot
-
+from django_sqlsem.history.events import Totals
+from django_sqlsem.snapshots import SemaphoreSnapshot
 
 #: The time that figures are about, in seconds.
 WINDOW: Final = 3600.0
@@ -46,23 +44,20 @@ def lately(
     waits = [waiter.age for waiter in snapshot.waiters]
     if not recorded:
         return Lately(longest_hold=max(ages, default=None), longest_wait=max(waits, default=None))
-    if totals is not None:
-        ages.append(totals.longest_hold)
-        waits.append(totals.longest_wait)
+    totals = totals or Totals()
     used = None
     if snapshot.units is None and snapshot.slots:
         # A hold that ended counts as a whole, even if it had begun before.
-        held = totals.held if totals else 0.0
-        held += sum(min(holder.age, window) * (len(holder.slots) or 1) for holder in snapshot.holders)
+        held = totals.held + sum(min(holder.age, window) * (len(holder.slots) or 1) for holder in snapshot.holders)
         used = min(1.0, held / (snapshot.slots * window))
     return Lately(
-        granted=totals.granted if totals else 0,
-        released=totals.released if totals else 0,
-        turned_away=totals.turned_away if totals else 0,
-        lost=totals.lost if totals else 0,
+        granted=totals.granted,
+        released=totals.released,
+        turned_away=totals.turned_away,
+        lost=totals.lost,
         utilisation=used,
-        longest_hold=max(ages, default=0.0),
-        longest_wait=max(waits, default=0.0),
+        longest_hold=max([totals.longest_hold, *ages]),
+        longest_wait=max([totals.longest_wait, *waits]),
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from django_sqlsem.admin.base import OperatorAdmin
-from django_sqlsem.admin.lists import ClaimAdmin, RefreshAdmin, SlotAdmin, TransactionLockAdmin
+from django_sqlsem.admin.lists import ClaimAdmin, OperatorAdmin, RefreshAdmin, SlotAdmin, TransactionLockAdmin
 from django_sqlsem.admin.locks import SemaphoreAdmin
 
 __all__ = ["ClaimAdmin", "OperatorAdmin", "RefreshAdmin", "SemaphoreAdmin", "SlotAdmin", "TransactionLockAdmin"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from django.utils.html import escape, format_html
 from django.utils.safestring import SafeString, mark_safe
@@ -15,18 +16,10 @@ from django.utils.translation import gettext_lazy
 
 from django_sqlsem.core.durations import duration
 from django_sqlsem.core.modes import WRITER
-from django_sqlsem.snapshots import SlotState
-
-if TYPE_CHECKING:
-    import datetime
-
-    from django.utils.functional import _StrPromise
-
-    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
-
+from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState
 
 #: The states of a slot, in the order in which groups of cells stand.
-STATES: Final[dict[str, _StrPromise]] = {
+STATES: Final = {
     "stale": gettext_lazy("stale"),
     "held": gettext_lazy("held"),
     "draining": gettext_lazy("draining"),
@@ -47,7 +40,7 @@ _DISORDERLY: Final = frozenset(
 
 
 #: What each kind of lock is called.
-KIND_WORDS: Final[dict[str, _StrPromise]] = {
+KIND_WORDS: Final = {
     "semaphore": gettext_lazy("semaphore"),
     "mutex": gettext_lazy("mutex"),
     "rlock": gettext_lazy("rlock"),
@@ -59,7 +52,6 @@ KIND_WORDS: Final[dict[str, _StrPromise]] = {
 
 
 def kind_of(kind: str) -> str:
-    """Return what a kind of lock is called."""
     return str(KIND_WORDS.get(kind, kind))
 
 
@@ -144,7 +136,6 @@ def declared(snapshot: SemaphoreSnapshot) -> str:
 
 
 def program(host: str, pid: int, thread: str) -> str:
-    """Return the program that holds or waits."""
     return _("%(host)s pid %(pid)d %(thread)s") % {"host": visible(host), "pid": pid, "thread": visible(thread)}
 
 

@@ -10,25 +10,20 @@ import datetime
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
+from django.http import HttpRequest
 from django.template.loader import render_to_string
 from django.utils import timezone
+from django.utils.functional import Promise
 from django.utils.html import format_html
-from django.utils.safestring import mark_safe
+from django.utils.safestring import SafeString, mark_safe
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
 from django_sqlsem.admin.display import length, visible
+from django_sqlsem.history.events import Percentiles
 from django_sqlsem.snapshots import SemaphoreSnapshot, TemplateSnapshot
-
-if TYPE_CHECKING:
-    from django.http import HttpRequest
-    from django.utils.functional import _StrPromise
-    from django.utils.safestring import SafeString
-
-    from django_sqlsem.history.events import Percentiles
-
 
 #: How far back a page looks: ``?range=24h`` in its address.
 RANGE_PARAMETER: Final = "range"
@@ -39,8 +34,8 @@ class Range:
     """How far back the page looks. ``light``: how many answers to the script leave it out."""
 
     name: str
-    words: _StrPromise
-    title: _StrPromise
+    words: Promise
+    title: Promise
     seconds: float
     light: int
 
@@ -62,7 +57,7 @@ def chosen_range(request: HttpRequest) -> Range:
     return next((each for each in RANGES if each.name == wanted), USUAL_RANGE)
 
 
-def range_links(request: HttpRequest, chosen: Range) -> list[tuple[_StrPromise, str, bool]]:
+def range_links(request: HttpRequest, chosen: Range) -> list[tuple[Promise, str, bool]]:
     """Return the ranges as links: words, address, and whether it is the one that is shown."""
     found = []
     for each in RANGES:

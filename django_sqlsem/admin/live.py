@@ -23,19 +23,21 @@ import logging
 import re
 import threading
 import time
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from django.conf import settings
 from django.contrib.admin.options import IncorrectLookupParameters
-from django.contrib.admin.utils import unquote
+from django.contrib.admin.utils import quote, unquote
 from django.contrib.auth.signals import user_logged_out
 from django.core.exceptions import PermissionDenied
 from django.db import Error as DatabaseError
-from django.http import HttpResponse
+from django.http import HttpRequest, HttpResponse
 from django.template.loader import render_to_string
 from django.template.response import TemplateResponse
-from django.urls import path
+from django.urls import URLPattern, path, reverse
 from django.utils.cache import add_never_cache_headers, patch_vary_headers
 from django.utils.safestring import SafeString, mark_safe
 from django.utils.text import compress_string
@@ -45,18 +47,9 @@ from django.utils.translation import gettext as _
 
 from django_sqlsem import queries
 from django_sqlsem.exceptions import BackendError
+from django_sqlsem.queries import Reading
 from django_sqlsem.serialize import as_json, as_plain
 from django_sqlsem.snapshots import TemplateSnapshot
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Set as AbstractSet
-
-    from django.http import HttpRequest
-    from django.urls import URLPattern
-
-    from django_sqlsem.queries import Reading
-
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -84,6 +77,38 @@ def _place(request: HttpRequest) -> tuple[str, ...]:
     return request.get_host(), str(getattr(request, "urlconf", "")), queries.locks_database()
 
 
+class Kept:
+    """So many things at the most, each for a while by the monotonic clock: what is new puts out what is oldest."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._lock = threading.Lock()
+        self._things: dict[Any, tuple[float, Any]] = {}
+
+    def get(self, key: Any) -> Any:
+        """Return a thing; ``None`` if it is not there, or its time is over."""
+        until, found = self._things.get(key, (0.0, None))
+        return found if until > time.monotonic() else None
+
+    def keep(self, things: Mapping[Any, Any], until: float) -> None:
+        """Keep things by their keys until an instant."""
+        now = time.monotonic()
+        with self._lock:
+            kept = {key: each for key, each in self._things.items() if each[0] > now and key not in things}
+            kept |= {key: (until, each) for key, each in things.items()}
+            self._things = dict(list(kept.items())[-self.most :])
+
+    def standing(self) -> list[Any]:
+        """Return the keys of all whose time is not over."""
+        now = time.monotonic()
+        return [key for key, (until, _found) in self._things.items() if until > now]
+
+    def clear(self, of: Callable[[Any], bool] = lambda key: True) -> None:
+        """Forget those whose keys are so; or all."""
+        with self._lock:
+            self._things = {key: each for key, each in self._things.items() if not of(key)}
+
+
 class _Readings:
     """What is read for views that refresh themselves: within one refresh, those of one place draw on one reading.
 
@@ -93,33 +118,27 @@ class _Readings:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         #: By place: when it was begun, by the monotonic clock.
-        self._found: dict[tuple[str, ...], tuple[float, Reading]] = {}
-        #: By place and name: until when it is expected to be asked for again.
-        self._names: dict[tuple[tuple[str, ...], str], float] = {}
+        self.found = Kept(_MOST_VIEWS)
+        #: By place and name: that it is expected to be asked for again.
+        self._names = Kept(_MOST_EXPECTED)
 
     def shared(self, place: tuple[str, ...]) -> tuple[float, Reading]:
         """Return a reading, and when it was begun: less than a refresh ago."""
         now = time.monotonic()
         with self._lock:
-            at, found = self._found.get(place, (0.0, None))
+            at, found = self.found.get(place) or (0.0, None)
             if found is None or now - at >= REFRESH_SECONDS:
-                if found is not None:
-                    self._names |= {(place, name): at + 3 * REFRESH_SECONDS for name in tuple(found.asked)}
-                self._names = {key: until for key, until in self._names.items() if until > now}
-                self._found = {key: each for key, each in self._found.items() if now - each[0] < 3 * REFRESH_SECONDS}
-                expected = [name for where, name in self._names if where == place]
                 waits = found is not None and found.waits_read
-                at, found = now, queries.Reading(place[-1], expected=expected[:_MOST_EXPECTED], all_waits=waits)
-                self._found[place] = (at, found)
+                if found is not None:
+                    self._names.keep({(place, name): True for name in tuple(found.asked)}, at + 3 * REFRESH_SECONDS)
+                expected = [name for where, name in self._names.standing() if where == place]
+                at, found = now, queries.Reading(place[-1], expected=expected, all_waits=waits)
+                self.found.keep({place: (at, found)}, now + 3 * REFRESH_SECONDS)
             return at, found
 
-    def clear(self) -> None:
-        """Read everything anew from now on."""
-        with self._lock:
-            self._found.clear()
 
-
-#: The most names that are read although nobody has asked for them yet.
+#: The most views, and sessions, of which something is kept; the most names that are read before they are asked for.
+_MOST_VIEWS: Final = 100
 _MOST_EXPECTED: Final = 400
 _readings: Final = _Readings()
 
@@ -225,7 +244,6 @@ def _for_the_script(response: HttpResponse) -> HttpResponse:
 
 #: For this many seconds a session that was shown a view is taken to be allowed to see it, and is not looked up again.
 TRUSTED: Final = 15.0
-_MOST_VIEWS: Final = 100
 
 
 class _Views:
@@ -235,18 +253,17 @@ class _Views:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         #: By what makes a view: when it was asked for, by the monotonic clock, and what it was.
-        self._found: dict[tuple[Any, ...], tuple[float, Part]] = {}
-        #: Since when somebody has been reading a view anew: meanwhile others are shown what there is.
-        self._renewed: dict[tuple[Any, ...], float] = {}
-        #: By session and address: until when it is trusted, what it may do, and the row that the address means.
-        self._trusted: dict[tuple[Any, ...], tuple[float, tuple[bool, ...], Any]] = {}
+        self.found = Kept(_MOST_VIEWS)
+        #: By the same: that somebody has begun to read it anew. Meanwhile others are shown what there is.
+        self._renewed = Kept(_MOST_VIEWS)
+        #: By session and address: what it may do there, and the row that the address means.
+        self.trusted = Kept(_MOST_VIEWS)
         #: By session: until when it is taken to be this user's.
-        self._users: dict[tuple[Any, ...], tuple[float, Any]] = {}
+        self._users = Kept(_MOST_VIEWS)
 
     def known(
-        self, request: HttpRequest, allowed: tuple[bool, ...] | None = None, row: Any = None
+        self, request: HttpRequest, allowed: tuple[str, ...] | None = None, row: Any = None
     ) -> HttpResponse | None:
         """Return the answer if it is known: to who is ``allowed`` so much, or to a session that was so just now.
 
@@ -254,101 +271,79 @@ class _Views:
         """
         if not is_fragment(request):
             return None
-        now, session = time.monotonic(), self._session(request)
-        with self._lock:
-            if allowed is None:
-                self._recall(request, now)
-                until, allowed, row = self._trusted.get(session, (0.0, (), None)) if session else (0.0, (), None)
-                if until <= now:
-                    return None
-                cast("Any", request).sqlsem_row = row
-            else:
-                cast("Any", request).sqlsem_asked = (now, allowed)
-                self._trust(request, session, now, allowed, row)
-            view = (self._view(request), allowed)
-            at, found = self._found.get(view, (0.0, None))
-            if found is None or not self._may_show(request, view, now, at):
+        asked, who = cast("Any", request), _who(request)
+        if allowed is not None:
+            asked.sqlsem_asked = (time.monotonic(), allowed)
+            self._trust(request, who, allowed, row)
+        else:
+            if (known := self._users.get(who)) is not None:
+                asked.sqlsem_trusted_until, user = known
+                request.user = copy.copy(user)
+            if (trusted := self.trusted.get((who, request.get_full_path()))) is None:
                 return None
-        return _answer(request, found, now - at)
+            allowed, asked.sqlsem_row = trusted
+        view = (_view(request), allowed)
+        if (kept := self.found.get(view)) is None:
+            return None
+        at, found = kept
+        age = time.monotonic() - at
+        if age >= REFRESH_SECONDS and self._renews(request, view):
+            return None
+        return _answer(request, found, age)
 
-    def _may_show(self, request: HttpRequest, view: tuple[Any, ...], now: float, at: float) -> bool:
-        """Whether what is known is new enough, or is being read anew by somebody else, who began just now."""
-        if now - at < REFRESH_SECONDS:
-            return True
-        if getattr(request, "sqlsem_renews", False) or now - at >= 2 * REFRESH_SECONDS:
-            return False
-        if now - self._renewed.get(view, 0.0) < REFRESH_SECONDS:
-            return True
-        self._renewed[view] = now
-        cast("Any", request).sqlsem_renews = True
-        return False
+    def _renews(self, request: HttpRequest, view: tuple[Any, ...]) -> bool:
+        """Whether this request reads a view anew: nobody else has begun to."""
+        if not getattr(request, "sqlsem_renews", False):
+            if self._renewed.get(view):
+                return False
+            self._renewed.keep({view: True}, time.monotonic() + REFRESH_SECONDS)
+            cast("Any", request).sqlsem_renews = True
+        return True
 
     def keep(self, request: HttpRequest, found: Part) -> None:
         """Keep what was found for a request about which ``known()`` was asked."""
         now, allowed = getattr(request, "sqlsem_asked", (None, ()))
-        if now is None:
-            return
-        at = min(now, getattr(request, "sqlsem_read_at", now))
-        with self._lock:
-            self._found = {key: each for key, each in self._found.items() if now - each[0] < 2 * REFRESH_SECONDS}
-            self._renewed = {key: each for key, each in self._renewed.items() if key in self._found}
-            if len(self._found) < _MOST_VIEWS:
-                self._found[self._view(request), allowed] = (at, found)
+        if now is not None:
+            at = min(now, getattr(request, "sqlsem_read_at", now))
+            self.found.keep({(_view(request), allowed): (at, found)}, at + 2 * REFRESH_SECONDS)
 
     def outdate(self) -> None:
         """Show nobody what is known: somebody has done something."""
-        _readings.clear()
-        with self._lock:
-            self._found.clear()
-            self._renewed.clear()
+        for each in (_readings.found, self.found, self._renewed):
+            each.clear()
 
     def clear(self, **kwargs: Any) -> None:
         """Forget everything: somebody has logged out, say."""
         self.outdate()
-        with self._lock:
-            self._trusted.clear()
-            self._users.clear()
+        self.trusted.clear()
+        self._users.clear()
 
     def distrust(self, request: HttpRequest) -> None:
         """Look up a session again."""
-        who = self._who(request)
-        with self._lock:
-            self._users.pop(who, None)
-            self._trusted = {key: each for key, each in self._trusted.items() if key[:-1] != who}
+        who = _who(request)
+        self._users.clear(lambda key: key == who)
+        self.trusted.clear(lambda key: key[0] == who)
 
-    def _recall(self, request: HttpRequest, now: float) -> None:
-        """Let a session that is trusted be that of the user that it was."""
-        until, user = self._users.get(self._who(request), (0.0, None))
-        if until > now:
-            request.user, cast("Any", request).sqlsem_trusted_until = copy.copy(user), until
-
-    def _trust(
-        self, request: HttpRequest, session: tuple[Any, ...] | None, now: float, allowed: tuple[bool, ...], row: Any
-    ) -> None:
-        if session is None:
+    def _trust(self, request: HttpRequest, who: tuple[Any, ...], allowed: tuple[str, ...], row: Any) -> None:
+        if not who[0]:
             return
-        self._trusted = {key: each for key, each in self._trusted.items() if each[0] > now}
-        self._users = {key: each for key, each in self._users.items() if each[0] > now}
         # Not prolonged by itself.
         until = getattr(request, "sqlsem_trusted_until", None)
         if until is None:
-            until = now + TRUSTED
-            if len(self._users) < _MOST_VIEWS:
-                self._users[self._who(request)] = (until, copy.copy(request.user))
-        if len(self._trusted) < _MOST_VIEWS:
-            self._trusted[session] = (until, allowed, row)
+            until = time.monotonic() + TRUSTED
+            self._users.keep({who: (until, copy.copy(request.user))}, until)
+        self.trusted.keep({(who, request.get_full_path()): (allowed, row)}, until)
 
-    def _who(self, request: HttpRequest) -> tuple[Any, ...]:
-        return request.COOKIES.get(settings.SESSION_COOKIE_NAME), *_place(request)
 
-    def _session(self, request: HttpRequest) -> tuple[Any, ...] | None:
-        who = self._who(request)
-        return (*who, request.get_full_path()) if who[0] else None
+def _who(request: HttpRequest) -> tuple[Any, ...]:
+    """Return what tells whose a request is; nothing comes first without a session."""
+    return request.COOKIES.get(settings.SESSION_COOKIE_NAME), *_place(request)
 
-    def _view(self, request: HttpRequest) -> tuple[Any, ...]:
-        """Return what makes a view, but for what its reader may do."""
-        where = (*_place(request), request.get_full_path(), is_light(request))
-        return (*where, get_language(), get_current_timezone_name())
+
+def _view(request: HttpRequest) -> tuple[Any, ...]:
+    """Return what makes a view, but for what its reader may do."""
+    where = (*_place(request), request.get_full_path(), is_light(request))
+    return (*where, get_language(), get_current_timezone_name())
 
 
 _views: Final = _Views()
@@ -359,6 +354,12 @@ user_logged_out.connect(forget)
 def trusted_row(request: HttpRequest) -> Any:
     """Return the row that the address means to a session that is trusted, as it was read then; ``None``: read it."""
     return copy.copy(getattr(request, "sqlsem_row", None))
+
+
+def address(model_admin: Any, view: str, *keys: str) -> str:
+    """Return where a view of a list is, or of one row by its key."""
+    name = f"admin:{model_admin.opts.app_label}_{model_admin.opts.model_name}_{view}"
+    return reverse(name, args=[quote(key) for key in keys], current_app=model_admin.admin_site.name)
 
 
 def page(model_admin: Any, request: HttpRequest, template: str, context: dict[str, Any], status: int = 200) -> Any:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import datetime
 import functools
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Final, cast
 
 from django.contrib import admin
+from django.contrib.admin import AdminSite
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
-from django.contrib.admin.utils import quote
-from django.http import HttpResponseRedirect
-from django.urls import path, reverse
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.urls import URLPattern, path
 from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
@@ -19,8 +21,8 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
 from django_sqlsem.admin import actions, drawing, live, lock_page
-from django_sqlsem.admin.base import OperatorAdmin, column
 from django_sqlsem.admin.display import NONE, declared, drawn, kind_of, lasting, named, visible
+from django_sqlsem.admin.lists import OperatorAdmin, column
 from django_sqlsem.admin.overview import (
     KindFilter,
     OverviewChangeList,
@@ -33,18 +35,8 @@ from django_sqlsem.core.durations import duration
 from django_sqlsem.core.modes import MUTEX
 from django_sqlsem.core.names import key_of
 from django_sqlsem.models import SemaphoreRow
-from django_sqlsem.snapshots import TemplateSnapshot, longest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from django.contrib.admin import AdminSite
-    from django.db.models import QuerySet
-    from django.http import HttpRequest, HttpResponse
-    from django.urls import URLPattern
-
-    from django_sqlsem.queries import Reading
-    from django_sqlsem.snapshots import SemaphoreSnapshot
+from django_sqlsem.queries import Reading
+from django_sqlsem.snapshots import SemaphoreSnapshot, TemplateSnapshot, longest
 
 
 def _entrance(model_admin: SemaphoreAdmin, app_index: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
@@ -52,12 +44,11 @@ def _entrance(model_admin: SemaphoreAdmin, app_index: Callable[..., HttpResponse
 
     @functools.wraps(app_index)
     def index(request: HttpRequest, app_label: str, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        site, opts = model_admin.admin_site, model_admin.opts
-        ours = app_label == opts.app_label and site.is_registered(model_admin.model)
+        ours = app_label == model_admin.opts.app_label and model_admin.admin_site.is_registered(model_admin.model)
         if ours and model_admin.has_view_permission(request):
-            overview = f"admin:{app_label}_{opts.model_name}_changelist"
             query = request.META.get("QUERY_STRING", "")
-            return HttpResponseRedirect(reverse(overview, current_app=site.name) + (f"?{query}" if query else ""))
+            overview = live.address(model_admin, "changelist")
+            return HttpResponseRedirect(f"{overview}?{query}" if query else overview)
         return app_index(request, app_label, extra_context)
 
     return index
@@ -99,9 +90,7 @@ class SemaphoreAdmin(OperatorAdmin):
         return [audit, *actions.urls(self), *live.json_urls(self)]
 
     def address_of(self, name: str) -> str:
-        """Return where the page of a lock is."""
-        view = f"admin:{self.opts.app_label}_{self.opts.model_name}_change"
-        return reverse(view, args=[quote(key_of(name))], current_app=self.admin_site.name)
+        return live.address(self, "change", key_of(name))
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[OverviewChangeList]:
         """Order and filter by what is read once for the whole page."""
@@ -116,7 +105,7 @@ class SemaphoreAdmin(OperatorAdmin):
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         """Answer with the whole page, or with the part that refreshes itself."""
         if live.is_fragment(request) and self.has_view_permission(request):
-            answer = live.known(request, self.allowed(request))
+            answer = live.known(request, actions.permitted(self, request))
             if answer is not None:
                 return answer
         response = super().changelist_view(request, {"title": _("Locks"), **(extra_context or {})})

@@ -9,28 +9,29 @@ A few names, known by their keys, stand first in a long list: the database count
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 from urllib.parse import urlencode
 
 from django.contrib import admin
 from django.contrib.admin.templatetags.admin_list import result_headers
 from django.contrib.admin.utils import lookup_field
 from django.contrib.admin.views.main import ORDER_VAR, PAGE_VAR, ChangeList
-from django.db.models import Value
+from django.db.models import QuerySet, Value
 from django.db.models.functions import Upper
 from django.db.models.lookups import Contains
+from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
-from django.urls import reverse
 from django.utils import timezone
 from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
 from django.utils.text import smart_split, unescape_string_literal
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
 from django_sqlsem.admin import drawing, live
-from django_sqlsem.admin.base import count_all
 from django_sqlsem.admin.display import (
     EMPTY,
     KIND_WORDS,
@@ -43,23 +44,20 @@ from django_sqlsem.admin.display import (
     users,
     visible,
 )
-from django_sqlsem.admin.lists import StateFilter
+from django_sqlsem.admin.drawing import Range
+from django_sqlsem.admin.lists import StateFilter, count_all
 from django_sqlsem.core.names import key_of
 from django_sqlsem.history.events import Totals, Trend
 from django_sqlsem.models import SemaphoreRow
-from django_sqlsem.snapshots import MOST_NAMES, SURVEY_STATES, SlotState, TemplateSnapshot
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from django.db.models import QuerySet
-    from django.http import HttpRequest, HttpResponse
-    from django.utils.safestring import SafeString
-
-    from django_sqlsem.admin.drawing import Range
-    from django_sqlsem.queries import Reading
-    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot
-
+from django_sqlsem.queries import Reading
+from django_sqlsem.snapshots import (
+    MOST_NAMES,
+    SURVEY_STATES,
+    HolderSnapshot,
+    SemaphoreSnapshot,
+    SlotState,
+    TemplateSnapshot,
+)
 
 #: A search that finds no more than this is known by its names from then on.
 FEW_NAMES: Final = 1000
@@ -81,7 +79,6 @@ class Joined:
         self._parts = parts
 
     def count(self) -> int:
-        """Return how many there are."""
         return sum(count for _rows, count in self._parts)
 
     def _clone(self) -> Joined:
@@ -116,13 +113,12 @@ def ranked(
     """
     groups = groups or {}
     if names is not None:
-        count, known = len(names), {key: name for key, name in names.items() if key in ranks}
-    else:
-        count = (rows if most is None else rows.order_by()[:most]).count() if count is None else count
-        if named is not None:
-            known = {key: name for key, name in named.items() if key in ranks}
-        else:
-            known = dict(rows.filter(pk__in=list(ranks)).order_by().values_list("pk", "name")) if ranks else {}
+        named, count = names, len(names)
+    if count is None:
+        count = (rows if most is None else rows.order_by()[:most]).count()
+    if named is None:
+        named = dict(rows.filter(pk__in=list(ranks)).order_by().values_list("pk", "name")) if ranks else {}
+    known = {key: name for key, name in named.items() if key in ranks}
     labels = known | {key: group.template for key, group in groups.items() if key in ranks}
     by_label = sorted(labels, key=lambda key: labels[key])
     first = [groups.get(key) or known[key] for key in sorted(by_label, key=lambda key: ranks[key], reverse=last)]
@@ -180,20 +176,14 @@ class Wrong:
     look: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Worst:
-    """The names that are worst off by their state, with how many there are in that state."""
-
-    names: Mapping[str, tuple[list[str], int]]
-
-    def all(self) -> list[str]:
-        """Return all these names."""
-        return [name for names, _count in self.names.values() for name in names]
+#: The names that are worst off by their state, with how many there are in that state.
+Worst: TypeAlias = dict[str, tuple[list[str], int]]
 
 
 def worst(reading: Reading) -> Worst:
     """Choose the names that sentences are about: of those that wait, the ones that have waited longest."""
-    survey, found = reading.survey, {}
+    survey = reading.survey
+    found: Worst = {}
     for state in _WRONG:
         counts = survey.listed(state).counts
         if survey.in_use is None:
@@ -206,18 +196,20 @@ def worst(reading: Reading) -> Worst:
             )
             names = [each.name for each in known[:MOST_NAMED]]
         found[state] = (names, len(counts))
-    return Worst(found)
+    return found
 
 
-def wrong_now(
-    reading: Reading, chosen: Worst, address: Callable[[str], str], states: Callable[[str], str]
-) -> list[Wrong]:
-    """Return the sentences, the worst first. ``address(name)``, ``states(state)``: where a name or a state leads."""
-    known = reading.by_name(chosen.all())
+def _all(chosen: Worst) -> list[str]:
+    return [name for names, _count in chosen.values() for name in names]
+
+
+def wrong_now(reading: Reading, chosen: Worst, address: Callable[[str], str]) -> list[Wrong]:
+    """Return the sentences, the worst first. ``address(name)``: where a name leads."""
+    known = reading.by_name(_all(chosen))
     found = []
     says = {"stale": _stale_sentence, "waiting": _queue_sentence, "paused": _paused_sentence}
     for state in _WRONG:
-        names, count = chosen.names[state]
+        names, count = chosen[state]
         said = [(name, known[name]) for name in names if name in known]
         found += [
             Wrong(
@@ -230,7 +222,8 @@ def wrong_now(
         if count > len(said) and said:
             more = ngettext("and %(count)d other", "and %(count)d others", count - len(said))
             more %= {"count": count - len(said)}
-            found.append(Wrong(f"more {state}", format_html('<a href="{}">{}</a>', states(state), more), state))
+            link = format_html('<a href="?{}">{}</a>', urlencode({"state": state}), more)
+            found.append(Wrong(f"more {state}", link, state))
     count, name = reading.disputed
     if count:
         text = ngettext(
@@ -244,7 +237,6 @@ def wrong_now(
 
 
 def deadlock_sentences(reading: Reading) -> list[Wrong]:
-    """Return a sentence for each deadlock, with both sides."""
     found = []
     for deadlock in reading.deadlocks:
         who = sorted(wait.wait_id for wait in deadlock.waits)
@@ -351,8 +343,6 @@ class OverviewStateFilter(StateFilter):
 
 
 class KindFilter(admin.SimpleListFilter):
-    """Keeps one kind of lock."""
-
     title = gettext_lazy("kind")
     parameter_name = "kind"
 
@@ -367,8 +357,6 @@ class KindFilter(admin.SimpleListFilter):
 
 
 class TemplateFilter(admin.SimpleListFilter):
-    """Keeps the names that one template has made."""
-
     title = gettext_lazy("template")
     parameter_name = "template"
 
@@ -489,14 +477,13 @@ class OverviewChangeList(ChangeList):
         if not isinstance(result.known, TemplateSnapshot):
             return str(cast("Any", self.model_admin).address_of(result.name))
         # Django adds the filters and the order of this page, and its number.
-        name = f"admin:{self.opts.app_label}_{self.opts.model_name}_changelist"
         query = urlencode({"template": result.known.template, PAGE_VAR: 1})
-        return f"{reverse(name, current_app=self.model_admin.admin_site.name)}?{query}"
+        return f"{live.address(self.model_admin, 'changelist')}?{query}"
 
     def _rows(self, entries: list[Any]) -> list[Any]:
         """Return the rows of names and templates."""
         names = [each for each in entries if isinstance(each, str)]
-        found = self.reading.by_name([*names, *(self.worst.all() if self.worst else ())])
+        found = self.reading.by_name([*names, *_all(self.worst or {})])
         bad = set(deadlocked(self.reading))
         rows = []
         for each in entries:
@@ -519,14 +506,11 @@ class OverviewChangeList(ChangeList):
         templates = [row.known.template for row in self.result_list if isinstance(row.known, TemplateSnapshot)]
         names = [row.name for row in self.result_list if not isinstance(row.known, TemplateSnapshot)]
         key = (request.get_host(), self.reading.using, chosen.name, tuple(names), tuple(templates))
-        until, found = _drawn.get(key, (0.0, None))
-        if time.monotonic() >= until:
+        found = _drawn.get(key)
+        if found is None:
             found = self.reading.trends(names, templates, window=chosen.seconds, step=step)
             if chosen is not drawing.USUAL_RANGE and found is not None:
-                _drawn.pop(key, None)
-                while len(_drawn) >= _MOST_DRAWN:
-                    _drawn.pop(next(iter(_drawn)), None)
-                _drawn[key] = (time.monotonic() + chosen.light * live.REFRESH_SECONDS, found)
+                _drawn.keep({key: found}, time.monotonic() + chosen.light * live.REFRESH_SECONDS)
         for row in self.result_list:
             row.window = chosen.seconds
             if found is not None:
@@ -535,43 +519,22 @@ class OverviewChangeList(ChangeList):
                 row.now = self.reading.now
 
 
-#: What was drawn of long ranges, and until when that is new enough: to read it costs more than all else.
-_drawn: Final[dict[tuple[Any, ...], tuple[float, Any]]] = {}
-_MOST_DRAWN: Final = 20
+#: What was drawn of long ranges, as long as that is new enough: to read it costs more than all else.
+_drawn: Final = live.Kept(20)
 #: How many figures a small drawing has.
 _MOST_STEPS: Final = 30
 
 
-@dataclass(frozen=True, slots=True)
-class OverviewCell:
-    """One cell of a row: in which column, under what heading, what, and whether that is nothing."""
-
-    field: str
-    heading: str
-    html: Any
-    nothing: bool
-
-
-@dataclass(frozen=True, slots=True)
-class OverviewRow:
-    """One row of the list."""
-
-    key: str
-    cells: list[OverviewCell]
-    of_template: bool
-
-
-def lines(changelist: OverviewChangeList, headers: list[dict[str, Any]]) -> list[OverviewRow]:
-    """Return the rows with their cells, as the columns of the list say."""
-    found = []
+def lines(changelist: OverviewChangeList, headers: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the rows, each cell as its field, its heading, what is in it, and whether that is nothing."""
     for row in changelist.result_list:
         cells = []
         for field, header in zip(changelist.list_display, headers, strict=True):
             html = lookup_field(field, row, changelist.model_admin)[2]
-            cells.append(OverviewCell(str(field), str(header["text"]), html, html in (NONE, "")))
+            cells.append((str(field), str(header["text"]), html, html in (NONE, "")))
         of_template = isinstance(row.known, TemplateSnapshot)
-        found.append(OverviewRow(f"{'template' if of_template else 'name'} {key_of(row.name)}", cells, of_template))
-    return found
+        key = f"{'template' if of_template else 'name'} {key_of(row.name)}"
+        yield {"key": key, "cells": cells, "of_template": of_template}
 
 
 def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpResponse:
@@ -587,12 +550,8 @@ def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpRespons
     headers = list(result_headers(changelist))
     wrong = deadlock_sentences(changelist.reading)
     if changelist.worst is not None:
-        wrong += wrong_now(
-            changelist.reading,
-            changelist.worst,
-            cast("Any", changelist.model_admin).address_of,
-            lambda state: f"?{urlencode({'state': state})}",
-        )
+        address = cast("Any", changelist.model_admin).address_of
+        wrong += wrong_now(changelist.reading, changelist.worst, address)
     context |= {
         "refresh_seconds": live.REFRESH_SECONDS,
         "sqlsem_wrong": wrong,
@@ -603,7 +562,7 @@ def overview_answer(request: HttpRequest, response: HttpResponse) -> HttpRespons
         "sqlsem_range": chosen,
         "sqlsem_headers": headers,
         "sqlsem_sorted": sum(bool(header["sortable"] and header["sort_priority"]) for header in headers),
-        "sqlsem_lines": lines(changelist, headers),
+        "sqlsem_lines": list(lines(changelist, headers)),
         "sqlsem_template": named(request.GET.get("template", "")),
     }
     template = "admin/sqlsem/semaphorerow/_overview.html"

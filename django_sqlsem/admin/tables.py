@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TypeAlias
 from urllib.parse import quote
 
 from django.utils import timezone
+from django.utils.functional import Promise
 from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext, pgettext_lazy
 
@@ -18,21 +20,16 @@ from django_sqlsem.conf import config
 from django_sqlsem.core.identity import ids_of
 from django_sqlsem.core.names import key_of
 from django_sqlsem.history import events
-from django_sqlsem.snapshots import expected_waits
+from django_sqlsem.history.events import Event, Minute, Percentiles, Span
+from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSnapshot, expected_waits
 
-if TYPE_CHECKING:
-    from django.utils.functional import _StrPromise
-    from django.utils.safestring import SafeString
-
-    from django_sqlsem.history.events import Event, Minute, Percentiles, Span
-    from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, WaiterSnapshot
-
-
+#: Who holds, waits, or did something.
+Someone: TypeAlias = HolderSnapshot | WaiterSnapshot | Event
 #: How many rows of a table are shown.
 MAX_ROWS: Final = 25
 
 #: What happened, in a word or two.
-_WORDS: Final[dict[str, _StrPromise]] = {
+_WORDS: Final = {
     events.GRANTED: pgettext_lazy("event", "granted"),
     events.RELEASED: pgettext_lazy("event", "released"),
     events.TIMED_OUT: pgettext_lazy("event", "refused"),
@@ -131,7 +128,6 @@ def _holder(holder: HolderSnapshot, role: str = "") -> list[Any]:
 
 
 def semaphores(found: Sequence[SemaphoreSnapshot]) -> Table:
-    """Return the locks that an act is about."""
     rows = []
     for each in found:
         paused = _("yes") if each.paused else _("no")
@@ -256,7 +252,6 @@ def by_minute(found: Sequence[Minute], words: Callable[[datetime.datetime], str]
 
 
 def word(what: str) -> str:
-    """Return an event in a word."""
     return str(_WORDS.get(what, what))
 
 
@@ -273,18 +268,18 @@ def moment(at: datetime.datetime, *, dated: bool = False) -> SafeString:
     )
 
 
-def _place(someone: HolderSnapshot | WaiterSnapshot | Event) -> str:
+def _place(someone: Someone) -> str:
     if not someone.host and not someone.pid:
         return getattr(someone, "program", "")
     return _("%(host)s pid %(pid)d") % {"host": someone.host, "pid": someone.pid}
 
 
-def program_text(someone: HolderSnapshot | WaiterSnapshot | Event) -> str:
+def program_text(someone: Someone) -> str:
     """Return who somebody is, in one line: the program, and the work it does."""
     return ", ".join(filter(None, (_place(someone), someone.label)))
 
 
-def _program(someone: HolderSnapshot | WaiterSnapshot | Event) -> SafeString:
+def _program(someone: Someone) -> SafeString:
     quiet = [_("pid %(pid)d") % {"pid": someone.pid}] if someone.pid else []
     quiet.append(users(someone.thread))
     if session := getattr(someone, "session_id", None):
@@ -294,11 +289,7 @@ def _program(someone: HolderSnapshot | WaiterSnapshot | Event) -> SafeString:
     return format_html('{} <span class="sqlsem-second">{}</span>', users(someone.host) or EMPTY, second)
 
 
-def _work(
-    someone: HolderSnapshot | WaiterSnapshot | Event,
-    since: datetime.datetime | None,
-    until: datetime.datetime | None = None,
-) -> SafeString:
+def _work(someone: Someone, since: datetime.datetime | None, until: datetime.datetime | None = None) -> SafeString:
     """Return the work, its user, and where more is known of it, as ``SQLSEM["LINKS"]`` says."""
     work = named(someone.label) or EMPTY
     links = [
@@ -311,7 +302,7 @@ def _work(
 
 
 #: What the links are called.
-_LINK_WORDS: Final[dict[str, _StrPromise]] = {
+_LINK_WORDS: Final = {
     "task": pgettext_lazy("link", "Task"),
     "trace": pgettext_lazy("link", "Trace"),
     "logs": pgettext_lazy("link", "Logs"),
@@ -321,8 +312,8 @@ _AROUND: Final = datetime.timedelta(minutes=1)
 
 
 def _links(
-    someone: HolderSnapshot | WaiterSnapshot | Event, since: datetime.datetime | None, until: datetime.datetime | None
-) -> Iterable[tuple[_StrPromise, str]]:
+    someone: Someone, since: datetime.datetime | None, until: datetime.datetime | None
+) -> Iterable[tuple[Promise, str]]:
     templates = config().links
     if not templates or not (someone.host or someone.label):
         return

@@ -6,14 +6,14 @@ from typing import Final
 
 from django.core import checks
 
-from django_sqlsem.checks import celery, servers, settings, sqlserver, views
+from django_sqlsem.checks import servers, settings, sqlserver, views
 
 #: The checks that need no connection.
 STATIC: Final = (
     settings.check_settings,
     settings.check_alias,
     sqlserver.check_sqlserver,
-    celery.check_celery,
+    settings.check_celery,
     views.check_views,
     views.check_declared,
 )

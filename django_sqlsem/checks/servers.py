@@ -387,8 +387,8 @@ def check_servers(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> Iterable[CheckMessage]:
     """Report what the doctor finds in these databases, but for missing tables: ``migrate`` may be about to run."""
-    for alias in sqlserver.named():
-        for message in examine(alias, before_migrate=True) if alias in (databases or ()) else ():
+    for alias in sqlserver.named(databases or ()):
+        for message in examine(alias, before_migrate=True):
             message.obj = alias
             if message.level > DEBUG:
                 yield message
@@ -474,9 +474,7 @@ def check_tables(
     """Report that ``migrate`` was forgotten, unless it is what runs now."""
     if sys.argv[1:2] == ["migrate"]:
         return
-    for alias in sqlserver.named():
-        if alias not in (databases or ()):
-            continue
+    for alias in sqlserver.named(databases or ()):
         try:
             with connected(alias) as connection:
                 wrong = _unmigrated(connection)[1]

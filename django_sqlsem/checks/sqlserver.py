@@ -88,13 +88,14 @@ SEE_LOCKS: Final = "SELECT TOP (1) request_mode FROM sys.dm_tran_locks WHERE req
 Row = Callable[[str], tuple[Any, ...]]
 
 
-def named() -> list[str]:
+def named(among: Iterable[str] | None = None) -> list[str]:
     """Return the aliases that ``SQLSEM`` names for locks, or the router chooses; none while ``SQLSEM`` is wrong."""
     try:
         config()
-        return list(dict.fromkeys([database_for(None), *getattr(django_settings, "SQLSEM", {}).get("DATABASES", {})]))
+        found = dict.fromkeys([database_for(None), *getattr(django_settings, "SQLSEM", {}).get("DATABASES", {})])
     except ImproperlyConfigured:  # E001 says it
         return []
+    return [alias for alias in found if among is None or alias in among]
 
 
 def check_sqlserver(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> Iterable[CheckMessage]:
@@ -110,9 +111,8 @@ def check_rights(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> Iterable[CheckMessage]:
     """Ask the servers of SQL Server aliases for the rights that application locks need."""
-    for alias in named():
-        if alias in (databases or ()) and keeps_applocks(alias):
-            yield from database_messages(alias)
+    for alias in filter(keeps_applocks, named(databases or ())):
+        yield from database_messages(alias)
 
 
 def keeps_applocks(alias: str) -> bool:

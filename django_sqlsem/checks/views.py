@@ -200,13 +200,8 @@ def _authenticates(found: Any) -> bool:
 
 def _above_the_route(func: Any) -> Any:
     """Return the semaphore of the function by whose name the module knows what a route was made of before."""
-    known = getattr(sys.modules.get(getattr(func, "__module__", "")), getattr(func, "__name__", ""), None)
-    for _ in range(_DEEPEST):
-        inner = getattr(known, "__wrapped__", None)
-        if inner is func:
-            return next((layer.semaphore for layer in _layer(known)), None)
-        known = inner
-    return None
+    above = [each for each in _above(func) if each.__wrapped__ is func]
+    return next((layer.semaphore for each in above for layer in _layer(each)), None)
 
 
 def _shown(view: Any) -> str:
@@ -223,7 +218,8 @@ def check_declared(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> It
     yield from _unknown_aliases(found)
     yield from _two_kinds_or_numbers(found)
     for function, lock in list(wrapper.declared.items()):
-        if lock.release_policy == "on_exit" and any(isinstance(each, Atomic) for each in _above(function)):
+        made_of = [each for above in _above(function) for each in closure(above).values()]
+        if lock.release_policy == "on_exit" and any(isinstance(each, Atomic) for each in made_of):
             text = (
                 f"transaction.atomic stands above the semaphore {lock.name!r} of {_named(function)}: its slot is given"
                 " back before the COMMIT, and the next one begins before that can be seen."
@@ -293,19 +289,17 @@ def _told(found: dict[Any, list[str]]) -> str:
     return ", ".join(f"{what} in {min(places)}" for what, places in sorted(found.items()))
 
 
-def _above(function: Callable[..., Any]) -> Iterator[object]:
+def _above(function: Any) -> Iterator[Any]:
     """Yield what decorates a function further out, as far as its module's name for it leads there."""
-    found: Any = sys.modules.get(function.__module__)
-    for part in function.__qualname__.split("."):
+    found: Any = sys.modules.get(getattr(function, "__module__", ""))
+    for part in getattr(function, "__qualname__", "").split("."):
         found = getattr(found, "__dict__", {}).get(part)
     found = getattr(found, "__func__", found)  # of a static or a class method
     found = getattr(found, "_orig_run", None) or getattr(found, "run", None) or getattr(found, "func", None) or found
     for _ in range(_DEEPEST):
-        if found is function or found is None:
+        if found is function or not hasattr(found, "__wrapped__"):
             return
-        if not hasattr(found, "__wrapped__"):
-            return
-        yield from closure(found).values()
+        yield found
         found = found.__wrapped__
 
 

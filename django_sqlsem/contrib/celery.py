@@ -6,6 +6,8 @@ import contextlib
 import logging
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,9 +15,6 @@ from django_sqlsem.core.clocks import chance
 from django_sqlsem.decorators.tasks import SentAgain, is_below
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
     from celery.exceptions import Retry
 
 logger = logging.getLogger("django_sqlsem")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Final
@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Final
 from django.db import connections
 
 from django_sqlsem import queries, signals
-from django_sqlsem.core import forks
 from django_sqlsem.core.templates import Field, Template
 from django_sqlsem.locks.semaphore import Semaphore
 from django_sqlsem.snapshots import LossReason
@@ -29,8 +28,6 @@ MOST_IN_USE: Final = 1000
 #: The label of all that came after the most that there may be.
 OTHER: Final = "other"
 MOST: Final = 100
-
-_lock = threading.Lock()
 
 
 class Labels:
@@ -53,6 +50,8 @@ class Labels:
         self._most = most
         self._patterns: dict[str, re.Pattern[str]] = {}
         self._given: dict[str, None] = {}
+        #: Counts the new labels: as its next number is drawn at once, no thread needs a lock.
+        self._numbers = itertools.count()
         for template in [templates] if isinstance(templates, str) else templates:
             self.learn(template)
 
@@ -62,14 +61,12 @@ class Labels:
             self._patterns = {**self._patterns, template: _pattern(template)}
 
     def of(self, semaphore: Semaphore) -> str:
-        """Return the label of a semaphore."""
         if self._label is None and semaphore.template:
             self.learn(semaphore.template)
             return self._bounded(semaphore.template)
         return self.of_name(semaphore.name)
 
     def of_name(self, name: str) -> str:
-        """Return the label of a name."""
         if self._label is not None:
             return self._bounded(str(self._label(name)))
         found = next((template for template, pattern in self._patterns.items() if pattern.fullmatch(name)), name)
@@ -81,10 +78,8 @@ class Labels:
         return tuple(self._given)
 
     def _bounded(self, label: str) -> str:
-        if label in self._given:
-            return label
-        with _lock:
-            if label not in self._given and label != OTHER and len(self._given) >= self._most:
+        if label not in self._given:
+            if label != OTHER and next(self._numbers) >= self._most:
                 label = OTHER
             self._given.setdefault(label)
         return label
@@ -95,14 +90,6 @@ def _pattern(template: str) -> re.Pattern[str]:
     text = "".join(".+" if isinstance(part, Field) else re.escape(part) for part in parts)
     # By key= a name is the text, a colon and the key.
     return re.compile(text if ".+" in text else f"{text}:.+", re.DOTALL)
-
-
-def _unlock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-forks.register("metrics", "a label would wait for ever for a lock that a thread of the parent had", in_child=_unlock)
 
 
 class Receivers(abc.ABC):

@@ -22,7 +22,6 @@ EXIT_BUSY: Final = 75
 
 
 def epilog() -> str:
-    """Return what stands below each help."""
     return gettext("""\
 exit codes:
   0    done; also when there was nothing to do
@@ -66,7 +65,6 @@ def checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 @checked
 def slots(text: str) -> int:
-    """Read a number of slots."""
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise ValueError(
             gettext("slots must be an int from 1 to %(most)d, not %(text)s.")
@@ -103,32 +101,24 @@ def add_usual(parser: CommandParser, usual: Iterable[argparse.Action]) -> None:
 
 
 def add_duration(parser: CommandParser) -> None:
-    """Add for how long an act counts."""
     told = gettext("over by itself after so long: 90s, 30m, 2h; default: when you say so")
     parser.add_argument("--for", dest="duration", metavar="AGE", type=age, help=told)
 
 
 def add_reason(parser: CommandParser) -> None:
-    """Add why an operator acts."""
     told = gettext("why: it is kept with what you did, and shown")
     parser.add_argument("--reason", metavar="TEXT", default="", help=told)
 
 
-def add_database(parser: CommandParser, option: str = "--database") -> None:
-    """Add the alias, as ``database``."""
-    told = gettext("where the locks are; default: as configured")
-    if option != "--database":
-        told = gettext("the same as --database")
+def add_database(parser: CommandParser, option: str, told: str) -> None:
     parser.add_argument(option, dest="database", metavar="ALIAS", type=_database, help=told)
 
 
 def add_name(parser: CommandParser) -> None:
-    """Add one semaphore's name."""
     parser.add_argument("name", metavar="NAME", type=checked(names.validate_name), help=gettext("the semaphore's name"))
 
 
 def add_glob(parser: CommandParser) -> None:
-    """Add a pattern of names."""
     parser.add_argument("--name", dest="name_glob", metavar="GLOB", help=gettext("only names like this: 'reports:*'"))
 
 
@@ -147,6 +137,5 @@ def add_format(parser: CommandParser, *formats: str) -> None:
 
 
 def add_noinput(parser: CommandParser) -> None:
-    """Add the option that keeps the verb from asking."""
     told = gettext("do not ask; needed without a terminal")
     parser.add_argument("--noinput", "--no-input", action="store_false", dest="interactive", help=told)

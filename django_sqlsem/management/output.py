@@ -8,8 +8,8 @@ import datetime
 import io
 import shutil
 import unicodedata
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from django.utils.translation import gettext, ngettext, pgettext, pgettext_lazy
 
@@ -24,17 +24,15 @@ from django_sqlsem.snapshots import (
     SlotState,
     TemplateSnapshot,
     WaiterSnapshot,
+    WaitSnapshot,
 )
-
-if TYPE_CHECKING:
-    from django.utils.functional import _StrPromise
 
 #: The columns of the table that give way when the terminal is narrow: holder's work, name, holder; and what they keep.
 SHRINKING: Final = {4: 12, 0: 12, 3: 16}
 #: How many paused names of templates are named.
 MOST_PAUSED: Final = 10
 #: What slots, holders, waiters and templates are, in the words of a reader.
-WORDS: Final[dict[str, _StrPromise]] = {
+WORDS: Final = {
     "free": pgettext_lazy("state", "free"),
     "held": pgettext_lazy("state", "held"),
     "stale": pgettext_lazy("state", "stale"),
@@ -101,20 +99,15 @@ def which(name: str, slot: int | None) -> str:
 
 
 def ago(seconds: float) -> str:
-    """Return how long ago it was."""
     return gettext("%(age)s ago") % {"age": duration(seconds)}
 
 
-def who(someone: HolderSnapshot | WaiterSnapshot) -> str:
-    """Return the program that holds or waits, if anything is known of it."""
+def who(someone: HolderSnapshot | WaiterSnapshot | WaitSnapshot | RefreshSnapshot) -> str:
+    """Return the program and the thread of somebody, if anything is known of them."""
     if not someone.host and not someone.pid:
         return ""
-    return clean(process(someone.host, someone.pid, someone.thread))
-
-
-def process(host: str, pid: int, thread: str) -> str:
-    """Return the program and its thread."""
-    return (gettext("%(host)s pid %(pid)d %(thread)s") % {"host": host, "pid": pid, "thread": thread}).strip()
+    told = {"host": someone.host, "pid": someone.pid, "thread": someone.thread}
+    return clean(gettext("%(host)s pid %(pid)d %(thread)s") % told).strip()
 
 
 def lease(holder: HolderSnapshot) -> str:
@@ -127,7 +120,6 @@ def lease(holder: HolderSnapshot) -> str:
 
 
 def state(holder: HolderSnapshot) -> str:
-    """Return how a holder stands."""
     known = word(holder.state)
     return gettext("%(state)s, asked to stop") % {"state": known} if holder.stop_requested else known
 
@@ -146,7 +138,6 @@ def session(holder: HolderSnapshot) -> str:
 
 
 def sentence(holder: HolderSnapshot) -> str:
-    """Return one line about one holder."""
     parts = [who(holder), clean(holder.label)]
     if holder.user:
         parts.append(gettext("user %(user)s") % {"user": clean(holder.user)})
@@ -170,7 +161,6 @@ def _where(holder: HolderSnapshot) -> str:
 
 
 def summary(snapshot: SemaphoreSnapshot) -> str:
-    """Return one line about one semaphore."""
     slots = snapshot.slots
     parts = [
         ngettext("%(held)d of %(slots)d slot held", "%(held)d of %(slots)d slots held", slots)
@@ -221,43 +211,6 @@ def _until(end: datetime.datetime | None, left: float | None, reason: str) -> li
     return parts
 
 
-class TableLine(NamedTuple):
-    """A line of the table of holders and waiters."""
-
-    cells: tuple[str, ...]
-    #: Whether an operator should look at it.
-    warns: bool
-
-
-def idle_rows(snapshots: Iterable[SemaphoreSnapshot]) -> list[TableLine]:
-    """Return a row of the table for each name that nobody holds or waits for."""
-    return [
-        _row(
-            each.name,
-            f"0/{each.slots}" if each.units is None else "",
-            _idle_state(each),
-            "",
-            last_granted(each),
-            "",
-            "",
-            "",
-            warns=each.paused,
-        )
-        for each in snapshots
-        if not each.holders and not each.waiters
-    ]
-
-
-def _idle_state(snapshot: SemaphoreSnapshot) -> str:
-    if snapshot.paused:
-        return word("paused")
-    return pgettext("state", "idle") if snapshot.units is None else count_units(snapshot.units)
-
-
-def _row(*cells: str, warns: bool) -> TableLine:
-    return TableLine(cleaned([cells])[0], warns)
-
-
 def details(snapshot: SemaphoreSnapshot) -> list[str]:
     """Return lines about what the code declares of one semaphore, who holds and who waits."""
     since = last_granted(snapshot)
@@ -280,7 +233,6 @@ def details(snapshot: SemaphoreSnapshot) -> list[str]:
 
 
 def _waits(waiter: WaiterSnapshot, snapshot: SemaphoreSnapshot) -> str:
-    """Return one line about a process that waits."""
     parts = [gettext("waiting: %(who)s") % {"who": who(waiter)}, clean(waiter.label)]
     if waiter.session_id is not None:
         parts.append(gettext("session %(session)d") % {"session": waiter.session_id})
@@ -293,7 +245,6 @@ def _waits(waiter: WaiterSnapshot, snapshot: SemaphoreSnapshot) -> str:
 
 
 def wants(what: str) -> str:
-    """Return what a waiter asks for."""
     return gettext("wants %(what)s") % {"what": what}
 
 
@@ -365,83 +316,84 @@ def headers(snapshots: Iterable[SemaphoreSnapshot]) -> tuple[str, ...]:
     )
 
 
+class TableLine(NamedTuple):
+    """A line of the table of holders and waiters."""
+
+    cells: tuple[str, ...]
+    #: Whether an operator should look at it.
+    warns: bool = False
+    #: Whether it is of a name that nobody holds or waits for.
+    idle: bool = False
+
+
 def rows(snapshots: Iterable[SemaphoreSnapshot]) -> list[TableLine]:
-    """Return the table's rows: the holders and then the waiters of each name."""
-    return [row for snapshot in snapshots for row in (*_holder_rows(snapshot), *_waiter_rows(snapshot))]
+    """Return the table's lines: the holders and then the waiters of each name."""
+    found = []
+    for snapshot in snapshots:
+        for holder in snapshot.holders:
+            place, stale = f"{holder.place}/{snapshot.slots}", holder.state is SlotState.STALE
+            how = [state(holder), word(snapshot.role(holder))]
+            age = duration(holder.age) if holder.recorded else ""
+            end = str(holder.session_id or "") if holder.lease_left is None else lease(holder)
+            found.append(TableLine(_of(holder, place, how, age, end), stale))
+        for waiter in snapshot.waiters:
+            place = "" if waiter.take == 1 else wants(str(waiter.take or gettext("all")))
+            many = f"x{waiter.waiting}" if waiter.waiting > 1 else ""
+            how = [pgettext("state", "waiting"), many, word(snapshot.role(waiter))]
+            found.append(TableLine(_of(waiter, place, how, duration(waiter.age), str(waiter.session_id or ""))))
+    return found
 
 
-def cleaned(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return rows that are fit for a terminal, with a dash for nothing."""
-    return [tuple(clean(cell) or "-" for cell in row) for row in rows]
+def _of(
+    someone: HolderSnapshot | WaiterSnapshot, place: str, how: Iterable[str], age: str, end: str
+) -> tuple[str, ...]:
+    state = " ".join(filter(None, how))
+    return fit_to_print((someone.name, place, state, who(someone), someone.label, someone.user, age, end))
 
 
-def _holder_rows(snapshot: SemaphoreSnapshot) -> list[TableLine]:
-    return [
-        _row(
-            holder.name,
-            f"{holder.place}/{snapshot.slots}",
-            " ".join(filter(None, (state(holder), word(snapshot.role(holder))))),
-            who(holder),
-            holder.label,
-            holder.user,
-            duration(holder.age) if holder.recorded else "",
-            str(holder.session_id or "") if holder.lease_left is None else lease(holder),
-            warns=holder.state is SlotState.STALE,
-        )
-        for holder in snapshot.holders
-    ]
+def idle_rows(snapshots: Iterable[SemaphoreSnapshot]) -> list[TableLine]:
+    """Return a line of the table for each name that nobody holds or waits for."""
+    found = []
+    for each in snapshots:
+        if not each.holders and not each.waiters:
+            place, idle = f"0/{each.slots}", pgettext("state", "idle")
+            if each.units is not None:
+                place, idle = "", count_units(each.units)
+            known = word("paused") if each.paused else idle
+            cells = (each.name, place, known, "", last_granted(each), "", "", "")
+            found.append(TableLine(fit_to_print(cells), each.paused, idle=True))
+    return found
 
 
-def _waiter_rows(snapshot: SemaphoreSnapshot) -> list[TableLine]:
-    return [
-        _row(
-            waiter.name,
-            "" if waiter.take == 1 else wants(str(waiter.take or gettext("all"))),
-            " ".join(
-                filter(
-                    None,
-                    (
-                        pgettext("state", "waiting"),
-                        f"x{waiter.waiting}" if waiter.waiting > 1 else "",
-                        word(snapshot.role(waiter)),
-                    ),
-                )
-            ),
-            who(waiter),
-            waiter.label,
-            waiter.user,
-            duration(waiter.age),
-            str(waiter.session_id or ""),
-            warns=False,
-        )
-        for waiter in snapshot.waiters
-    ]
+def fit_to_print(cells: Iterable[str]) -> tuple[str, ...]:
+    """Return cells that are fit for a terminal, with a dash for nothing."""
+    return tuple(clean(cell) or "-" for cell in cells)
 
 
-def template_table(templates: Iterable[TemplateSnapshot]) -> list[str]:
-    """Return a table of what the names of each template amount to, with a header; refusals are of the last hour."""
-    body = [
-        (
-            each.template,
-            str(each.names),
-            str(each.held or ""),
-            str(each.waiting or ""),
-            str(each.turned_away or ""),
-            duration(each.longest_hold) if each.longest_hold else "",
-            ", ".join(f"{count} {word(trouble)}" for trouble, count in each.trouble.items()),
-        )
-        for each in templates
-    ]
-    head = (
-        pgettext("column", "TEMPLATE"),
-        pgettext("column", "NAMES"),
-        pgettext("column", "HELD"),
-        pgettext("column", "WAITING"),
-        pgettext("column", "REFUSED"),
-        pgettext("column", "LONGEST HOLD"),
-        pgettext("column", "TROUBLE"),
-    )
-    return table(cleaned(body), head, fit=False)
+#: The columns of a table: the headers, and what each says of a row.
+Columns: TypeAlias = Sequence[tuple[Any, Callable[[Any], str]]]
+
+
+def tabular(columns: Columns, found: Iterable[object]) -> list[str]:
+    """Return a table, whose first line has the headers."""
+    body = [fit_to_print(cell(each) for _head, cell in columns) for each in found]
+    return table(body, tuple(str(head) for head, _cell in columns), fit=False)
+
+
+#: What the names of a template amount to; refusals are of the last hour.
+TEMPLATES: Final[Columns] = (
+    (pgettext_lazy("column", "TEMPLATE"), lambda each: each.template),
+    (pgettext_lazy("column", "NAMES"), lambda each: str(each.names)),
+    (pgettext_lazy("column", "HELD"), lambda each: str(each.held or "")),
+    (pgettext_lazy("column", "WAITING"), lambda each: str(each.waiting or "")),
+    (pgettext_lazy("column", "REFUSED"), lambda each: str(each.turned_away or "")),
+    (pgettext_lazy("column", "LONGEST HOLD"), lambda each: duration(each.longest_hold) if each.longest_hold else ""),
+    (pgettext_lazy("column", "TROUBLE"), lambda each: _trouble(each)),
+)
+
+
+def _trouble(template: TemplateSnapshot) -> str:
+    return ", ".join(f"{count} {word(trouble)}" for trouble, count in template.trouble.items())
 
 
 def paused_names(templates: Iterable[TemplateSnapshot], using: str | None) -> list[str]:
@@ -511,32 +463,21 @@ def _csv(snapshot: SemaphoreSnapshot, someone: HolderSnapshot | WaiterSnapshot, 
     }  # fmt: skip
 
 
-def refresh_table(refreshes: Iterable[RefreshSnapshot]) -> list[str]:
-    """Return a table of when each value was built last, by whom, how long that took, and when it is due."""
-    body = [
-        (
-            each.name,
-            pgettext("built", "never") if each.age is None else ago(each.age),
-            process(each.host, each.pid, each.thread) if each.age is not None else "",
-            each.label,
-            "" if each.took is None else duration(each.took),
-            duration(each.period),
-            due(each),
-        )
-        for each in refreshes
-    ]
-    if not body:
-        return []
-    head = (
-        pgettext("column", "REFRESHED VALUE"),
-        pgettext("column", "BUILT"),
-        pgettext("column", "BY"),
-        pgettext("column", "WORK"),
-        pgettext("column", "TOOK"),
-        pgettext("column", "EVERY"),
-        pgettext("column", "DUE"),
-    )
-    return ["", *table(cleaned(body), head, fit=False)]
+#: When each value was built last, by whom, how long that took, and when it is due.
+REFRESHES: Final[Columns] = (
+    (pgettext_lazy("column", "REFRESHED VALUE"), lambda each: each.name),
+    (pgettext_lazy("column", "BUILT"), lambda each: pgettext("built", "never") if each.age is None else ago(each.age)),
+    (pgettext_lazy("column", "BY"), lambda each: who(each)),
+    (pgettext_lazy("column", "WORK"), lambda each: each.label),
+    (pgettext_lazy("column", "TOOK"), lambda each: "" if each.took is None else duration(each.took)),
+    (pgettext_lazy("column", "EVERY"), lambda each: duration(each.period)),
+    (pgettext_lazy("column", "DUE"), lambda each: due(each)),
+)
+
+
+def refresh_table(refreshes: Sequence[RefreshSnapshot]) -> list[str]:
+    """Return a table of refreshed values below an empty line; nothing if there is none."""
+    return ["", *tabular(REFRESHES, refreshes)] if refreshes else []
 
 
 def due(refresh: RefreshSnapshot) -> str:
@@ -549,33 +490,14 @@ def due(refresh: RefreshSnapshot) -> str:
     return gettext("now, failed %(failed)s ago") % told
 
 
-def as_json(
-    snapshots: Sequence[SemaphoreSnapshot],
-    refreshes: Iterable[RefreshSnapshot],
-    templates: Iterable[TemplateSnapshot] = (),
-    *,
-    using: str | None,
-    whole: bool,
-    only: bool = False,
-    indent: int | None = 2,
-) -> str:
-    """Return the semaphores as JSON with what they were like in the last hour, those of values with ``refresh``.
-
-    ``templates``: what the names that are not among the ``snapshots`` amount to; it comes first.
-    ``whole``: also the values of which nothing is known as a semaphore, since that was purged. ``only``: the one
-    semaphore itself, not a list.
-    """
-    values = {each.name: each for each in refreshes}
-    known = {snapshot.name for snapshot in snapshots}
-    grouped = list(templates)
-    if grouped:
-        known |= queries.by_name(values.keys() - known, using=using).keys()
-    purged = [SemaphoreSnapshot(name, "refresh", 1, 1, None, False) for name in values if name not in known]
-    shown = sorted([*snapshots, *purged], key=lambda snapshot: snapshot.name) if whole else snapshots
-    lately, deadlocked = queries.lately(shown, using=using), queries.deadlocked(using=using)
-    found = [
+def as_plain(
+    snapshots: Sequence[SemaphoreSnapshot], values: Iterable[RefreshSnapshot], using: str | None
+) -> list[dict[str, Any]]:
+    """Return the semaphores with what they were like in the last hour, those of values with ``refresh``."""
+    built = {each.name: dataclasses.asdict(each) for each in values}
+    lately, deadlocked = queries.lately(snapshots, using=using), queries.deadlocked(using=using)
+    return [
         serialize.as_plain(snapshot, lately[snapshot.name], deadlocked=snapshot.name in deadlocked)
-        | ({"refresh": dataclasses.asdict(values[snapshot.name])} if snapshot.name in values else {})
-        for snapshot in shown
+        | ({"refresh": built[snapshot.name]} if snapshot.name in built else {})
+        for snapshot in snapshots
     ]
-    return serialize.as_json(found[0] if only else [*map(dataclasses.asdict, grouped), *found], indent=indent)

@@ -15,8 +15,7 @@ from django.core.management import call_command
 from django.db import connections
 from django.test import override_settings
 
-from django_sqlsem.checks import celery as checks_celery
-from django_sqlsem.checks.celery import Limits, limits, messages
+from django_sqlsem.checks.settings import LONGEST_COUNTDOWN, Limits, limit_messages, limits
 from django_sqlsem.conf import Config
 from django_sqlsem.contrib.celery import MAX_COUNTDOWN
 from django_sqlsem.core import greenlets, testmode
@@ -107,11 +106,11 @@ def test_locks_inside_the_process(tmp_path: Any, monkeypatch: Any) -> None:
     ids=str,
 )
 def test_celerys_limits(limits: Limits, config: Config, task_timeout: float | None, expected: list[str]) -> None:
-    assert [each.id for each in messages(limits, config, task_timeout)] == expected
+    assert [each.id for each in limit_messages(limits, config, task_timeout)] == expected
 
 
 def test_the_longest_countdown_is_that_of_tasks() -> None:
-    assert checks_celery.LONGEST_COUNTDOWN == MAX_COUNTDOWN
+    assert LONGEST_COUNTDOWN == MAX_COUNTDOWN
 
 
 def test_limits_of_the_settings(monkeypatch: Any, tmp_path: Any) -> None:

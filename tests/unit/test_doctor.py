@@ -22,7 +22,7 @@ from django.test import override_settings
 
 from django_sqlsem.checks import doctor, messages, servers
 from django_sqlsem.checks.doctor import examine
-from django_sqlsem.management.verbs.doctor import LEVEL_WORDS, as_dict
+from django_sqlsem.management.verbs.setup import LEVEL_WORDS, as_dict
 from django_sqlsem.models import SemaphoreRow
 from tests.support import databases
 from tests.support.operators import hold, locks, locks_command, make_semaphore, now_us

@@ -130,4 +130,4 @@ def test_of_very_many_some_are_named(operator: Client, locks_alias: str, monkeyp
     monkeypatch.setattr("django_sqlsem.backends.rows.reading.MOST_NAMES", 1)
     reading = queries.Reading(locks_alias)
     assert reading.survey.in_use is None
-    assert set(overview.worst(reading).names["waiting"][0]) <= {f"n{number}" for number in range(7)}
+    assert set(overview.worst(reading)["waiting"][0]) <= {f"n{number}" for number in range(7)}

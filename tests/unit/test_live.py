@@ -303,12 +303,13 @@ def test_a_session_is_trusted_for_a_while_only(operator: Client, alias: str, mon
 
 
 def test_what_is_kept_is_bounded(alias: str, operator: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_MOST_VIEWS", 3)
+    for kept in (live._views.found, live._views.trusted):
+        monkeypatch.setattr(kept, "most", 3)
     make_semaphore(alias)
     for number in range(6):
         assert operator.get(page_of("overview"), {"q": f"r{number}"}, headers=FRAGMENT).status_code == 200
-    assert len(live._views._found) == 3
-    assert len(live._views._trusted) <= 3
+    assert len(live._views.found.standing()) == 3
+    assert len(live._views.trusted.standing()) <= 3
 
 
 def test_queries_and_forms_are_no_fragments() -> None:

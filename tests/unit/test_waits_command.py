@@ -13,7 +13,7 @@ from django_sqlsem import queries
 from django_sqlsem.core.modes import WHOLE
 from django_sqlsem.core.names import resource_for
 from django_sqlsem.database.dialects import dialect_for
-from django_sqlsem.management.verbs import waits
+from django_sqlsem.management.verbs import reading
 from django_sqlsem.models import WaitRow
 from tests.support.operators import hold, locks, make_semaphore, now_us
 
@@ -100,7 +100,7 @@ def test_the_same_as_json(crossed: str, capsys: Any) -> None:
     assert (first["pid"], first["take"], first["waits_for"]) == (4711, 1, [second["wait_id"]])
     assert [holder["name"] for holder in first["holds"]] == ["a"]
     assert [(holder["name"], holder["pid"], holder["slot"]) for holder in first["held_by"]] == [("b", 4712, 1)]
-    assert set(first["held_by"][0]) == set(waits.HOLDER_FIELDS)
+    assert set(first["held_by"][0]) == set(reading.HOLDER_FIELDS)
 
 
 def test_rows_of_the_dead_and_of_those_who_were_served_do_not_count(crossed: str) -> None:

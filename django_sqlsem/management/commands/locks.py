@@ -13,7 +13,6 @@ from django.utils.translation import gettext, gettext_lazy
 
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.management import arguments, verbs
-from django_sqlsem.management.console import Console
 
 #: Those who print what has no reader end as a signal would end them: 128 and SIGPIPE.
 EXIT_PIPE: Final = 141
@@ -22,8 +21,6 @@ _FOR_ALL: Final = ("-h", "--help", "help", "--version", "version")
 
 
 class Command(BaseCommand):
-    """Operate the semaphores of one database."""
-
     help = gettext_lazy(  # type: ignore[assignment]  # Django takes texts that are looked up later, its stubs do not
         "Shows who holds and who waits for semaphores, cleans up after the dead, and runs commands under a semaphore."
     )
@@ -47,7 +44,6 @@ class Command(BaseCommand):
             sys.exit(EXIT_PIPE)
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
-        """Add the exit codes to the help."""
         kwargs = {"epilog": arguments.epilog(), "formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs
         return super().create_parser(prog_name, subcommand, **kwargs)
 
@@ -62,14 +58,13 @@ class Command(BaseCommand):
                 parsers.add_parser(name)
                 continue
             verb = verbs.load(name)
-            told = gettext(verbs.VERBS[name])
+            told = gettext(verb.help)
             sub = parsers.add_parser(name, help=told, description=told, **shared)
-            arguments.add_database(sub)
+            arguments.add_database(sub, "--database", gettext("where the locks are; default: as configured"))
             verb.add_arguments(sub)
             arguments.add_usual(sub, usual)
 
     def handle(self, *, verb: str | None, **options: Any) -> None:
-        """Do what the verb says."""
         if verb is None:  # from ``call_command("locks")``
             verb = verbs.ALONE
             options |= vars(self.create_parser("manage.py", "locks").parse_args([verb]))
@@ -78,7 +73,7 @@ class Command(BaseCommand):
             told = {"verb": verb, "command": shlex.join(options["command"])}
             raise CommandError(gettext("locks %(verb)s takes no command: %(command)s") % told, returncode=2)
         try:
-            verbs.load(verb).handle(Console(self), **options)
+            verbs.load(verb)(self, argparse.Namespace(**options)).handle()
         except BackendError as error:
             raise CommandError(str(error)) from error
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Runs a command under a semaphore. It gets SIGTERM, SIGINT and SIGHUP, and is stopped if the permit is lost."""
+"""Running a command under a semaphore: its signals, its exit code, and its end if the permit is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
-from django.utils.translation import gettext
+from django.utils.translation import gettext, gettext_noop
 
 from django_sqlsem import mutex, queries, semaphore
 from django_sqlsem.core import identity
@@ -25,7 +25,7 @@ from django_sqlsem.core.names import ONE_SLOT
 from django_sqlsem.exceptions import AcquireTimeoutError, SemaphoreError
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.management import arguments
-from django_sqlsem.management.console import Console, system_user
+from django_sqlsem.management.verbs import Verb, system_user
 
 #: What a shell says of a command that it can't run, or can't find.
 NOT_EXECUTABLE: Final = 126
@@ -47,61 +47,59 @@ def _stop_signal(text: str) -> int | None:
     return int(found)
 
 
-def add_arguments(parser: CommandParser) -> None:
-    options = "[--slots N] [--timeout AGE] [--stop-signal SIGNAL] [--label TEXT] [--database ALIAS]"
-    parser.usage = f"%(prog)s NAME {options} -- COMMAND..."
-    arguments.add_name(parser)
-    told = gettext("how many may run; default: as declared, else 1")
-    parser.add_argument("--slots", metavar="N", type=arguments.slots, help=told)
-    told = gettext("how long to wait: 0, 90s, none; default: as configured")
-    parser.add_argument("--timeout", metavar="AGE", type=arguments.timeout, default=UNSET, help=told)
-    told = gettext("what operators are shown as the work; default: the command and its first word")
-    parser.add_argument("--label", metavar="TEXT", default="", help=told)
-    told = gettext("what the command gets when an operator asks to stop: INT, USR1, none; default: TERM")
-    parser.add_argument("--stop-signal", metavar="SIGNAL", type=_stop_signal, default=signal.SIGTERM, help=told)
+class Run(Verb):
+    """One run of a command. A signal ends this process while it waits, and is passed on once the command runs."""
 
+    help = gettext_noop(
+        "Runs a command under a semaphore. It gets SIGTERM, SIGINT and SIGHUP, and is stopped if the permit is lost."
+    )
+    _child: subprocess.Popen[bytes] | None = None
+    #: Signals that came while the command was being started; ``None``: it is not, yet.
+    _pending: list[int] | None = None
 
-def handle(
-    console: Console, *, name: str, slots: int | None, timeout: Any, stop_signal: int | None, label: str,
-    command: list[str], database: str | None, **_: Any,
-) -> None:  # fmt: skip
-    """Run the command under a permit, and end with its exit code."""
-    if not command:
-        told = gettext("Which command? Write it behind --, as in: locks run nightly -- ./backup.sh")
-        raise CommandError(told, returncode=2)
-    known = queries.semaphore(name, using=database)
-    if known and known.kind in ONE_SLOT and slots in (None, 1):
-        lock = mutex(name, timeout=timeout, using=database)._as(known.kind)
-    else:
-        lock = semaphore(name, slots, timeout=timeout, using=database)
-    lock, run = lock._literal(), _Run(command, stop_signal)
-    with run.signals(), identity.activity(label or identity.command_label(command), system_user()):
-        try:
-            with lock.acquire() as permit:
-                run.start()
-                code = run.watch(permit, console.stderr.write)
-        except AcquireTimeoutError as error:
-            raise CommandError(str(error), returncode=arguments.EXIT_BUSY) from error
-        except (SemaphoreError, ImproperlyConfigured) as error:
-            raise CommandError(str(error)) from error
-    if code:
-        sys.exit(code)
+    @staticmethod
+    def add_arguments(parser: CommandParser) -> None:
+        options = "[--slots N] [--timeout AGE] [--stop-signal SIGNAL] [--label TEXT] [--database ALIAS]"
+        parser.usage = f"%(prog)s NAME {options} -- COMMAND..."
+        arguments.add_name(parser)
+        told = gettext("how many may run; default: as declared, else 1")
+        parser.add_argument("--slots", metavar="N", type=arguments.slots, help=told)
+        told = gettext("how long to wait: 0, 90s, none; default: as configured")
+        parser.add_argument("--timeout", metavar="AGE", type=arguments.timeout, default=UNSET, help=told)
+        told = gettext("what operators are shown as the work; default: the command and its first word")
+        parser.add_argument("--label", metavar="TEXT", default="", help=told)
+        told = gettext("what the command gets when an operator asks to stop: INT, USR1, none; default: TERM")
+        parser.add_argument("--stop-signal", metavar="SIGNAL", type=_stop_signal, default=signal.SIGTERM, help=told)
 
-
-class _Run:
-    """One run of a command, and what this process does with signals: end while it waits, pass them on after that."""
-
-    def __init__(self, command: list[str], stop_signal: int | None) -> None:
-        self._command, self._stop_signal = command, stop_signal
-        self._child: subprocess.Popen[bytes] | None = None
-        #: Signals that came while the command was being started; ``None``: it is not, yet.
-        self._pending: list[int] | None = None
+    def handle(self) -> None:
+        """Run the command under a permit, and end with its exit code."""
+        name, slots, using = self.given.name, self.given.slots, self.given.database
+        if not self.given.command:
+            told = gettext("Which command? Write it behind --, as in: locks run nightly -- ./backup.sh")
+            raise CommandError(told, returncode=2)
+        known = queries.semaphore(name, using=using)
+        if known and known.kind in ONE_SLOT and slots in (None, 1):
+            lock = mutex(name, timeout=self.given.timeout, using=using)._as(known.kind)
+        else:
+            lock = semaphore(name, slots, timeout=self.given.timeout, using=using)
+        label = self.given.label or identity.command_label(self.given.command)
         # In a terminal the command stays in our process group, so that ctrl-C and ctrl-Z reach it as ever, and
         # ctrl-C reaches it once. Elsewhere it leads a session of its own, so that a signal reaches all it started.
         self._shared = _in_foreground()
+        with self._signals(), identity.activity(label, system_user()):
+            try:
+                with lock._literal().acquire() as permit:
+                    self._start()
+                    code = self._watch(permit)
+            except AcquireTimeoutError as error:
+                raise CommandError(str(error), returncode=arguments.EXIT_BUSY) from error
+            except (SemaphoreError, ImproperlyConfigured) as error:
+                raise CommandError(str(error)) from error
+        if code:
+            sys.exit(code)
 
     @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
+    def _signals(self) -> Iterator[None]:
         """Handle signals inside the block, except those that this process was started to ignore."""
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may
@@ -122,20 +120,20 @@ class _Run:
         else:
             raise SystemExit(128 + number)
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Start the command. Raises ``CommandError`` if it can't be."""
         self._pending = []
         try:
             self._child = subprocess.Popen(  # noqa: S603 - the operator's own command
-                self._command, start_new_session=not self._shared, preexec_fn=_end_with_parent()
+                self.given.command, start_new_session=not self._shared, preexec_fn=_end_with_parent()
             )
         except OSError as error:
             code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-            raise CommandError(f"{self._command[0]}: {error.strerror}", returncode=code) from error
+            raise CommandError(f"{self.given.command[0]}: {error.strerror}", returncode=code) from error
         for number in self._pending:
             self._forward(number)
 
-    def watch(self, permit: Permit, say: Callable[[str], object]) -> int:
+    def _watch(self, permit: Permit) -> int:
         """Wait until the command ends or the permit is lost; return its exit code, 128+n if signal n ended it."""
         child: Any = self._child
         ended = threading.Event()
@@ -149,23 +147,26 @@ class _Run:
         while not lost and not ended.wait(_POLL):
             if permit.stop_requested and not asked:
                 asked = True
-                self._tell_of_stop(permit, say)
-                if self._stop_signal is not None:
-                    self._send(self._stop_signal)
+                self._pass_stop_on(permit)
             if permit.lost:
                 lost = True
                 told = gettext("The permit for %(name)s is lost: %(reason)s. The command is being stopped.")
-                say(told % {"name": repr(permit.name), "reason": permit.lost})
+                self.stderr.write(told % {"name": repr(permit.name), "reason": permit.lost})
                 self._stop(ended)
         code: int = child.returncode if child.returncode >= 0 else 128 - child.returncode
         return code or int(lost)  # a command that ended with 0, but without its permit, has failed
 
-    def _tell_of_stop(self, permit: Permit, say: Callable[[str], object]) -> None:
-        told = gettext("%(by)s asks the holder of %(name)s to stop: the command gets %(signal)s.")
-        if self._stop_signal is None:
-            told = gettext("%(by)s asks the holder of %(name)s to stop: the command gets nothing.")
-        name = "" if self._stop_signal is None else signal.Signals(self._stop_signal).name
-        say(told % {"by": permit.stop_requested_by, "name": repr(permit.name), "signal": name})
+    def _pass_stop_on(self, permit: Permit) -> None:
+        number = self.given.stop_signal
+        told = {"by": permit.stop_requested_by, "name": repr(permit.name)}
+        if number is None:
+            text = gettext("%(by)s asks the holder of %(name)s to stop: the command gets nothing.")
+        else:
+            text = gettext("%(by)s asks the holder of %(name)s to stop: the command gets %(signal)s.")
+            told["signal"] = signal.Signals(number).name
+        self.stderr.write(text % told)
+        if number is not None:
+            self._send(number)
 
     def _send(self, number: int) -> bool:
         """Send a signal; return whether there was anyone to get it. Number 0 only asks."""
