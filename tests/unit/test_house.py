@@ -51,7 +51,7 @@ MOST_FOR_LIST = 7
 #: Modules of the backend that it loads, as the first acquire of a process does.
 BACKEND_FOR_LIST = 15
 #: Places that catch what interrupts a thread.
-INTERRUPTIONS = 13
+INTERRUPTIONS = 12
 
 
 def classes() -> dict[str, list[tuple[str, ast.ClassDef]]]:
