@@ -15,11 +15,10 @@ from django.db import connections, transaction
 from django_sqlsem import AcquireTimeoutError, BackendError, semaphore
 from django_sqlsem.backends import get_backend
 from django_sqlsem.backends.applock import calls
-from django_sqlsem.backends.applock.acquire import Answer, Claims
+from django_sqlsem.backends.applock.acquire import Answer, Claims, Upgrades
 from django_sqlsem.backends.applock.backend import ApplockBackend
 from django_sqlsem.backends.applock.line import Line
 from django_sqlsem.backends.applock.sessions import LockSession
-from django_sqlsem.backends.applock.upgrades import Upgrades
 from django_sqlsem.backends.base import Queue, Request, Waited
 from django_sqlsem.checks import sqlserver
 from django_sqlsem.core.clocks import boot_now
@@ -184,7 +183,7 @@ def test_a_silent_server_is_found_out_also_after_a_wait(monkeypatch):
     with proxy_for(ALIAS) as proxy:
         session = session_through(proxy, monkeypatch)
         assert session.can_be_cut, "the proxy opens sockets of its own at the same moment"
-        session.run(calls.ProcedureCall("SELECT CONTEXT_INFO() AS stamp", ()), {}, waits=True)
+        session.run(calls.ProcedureCall("SELECT CONTEXT_INFO() AS stamp", (), ""), {}, waits=True)
         session.prove()
         proxy.silence()
         began = time.monotonic()

@@ -22,9 +22,9 @@ ELSE SET XACT_ABORT OFF;
 SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
 SET LOCK_TIMEOUT 2000;                       -- for rows. All these are the caller's again at the end
 DECLARE @base nvarchar(255), @gate nvarchar(255), @key nvarchar(32), @kind nvarchar(16) = N'semaphore', @head bit = 0,
-    @result int = -10, @mark bigint, @bound int, @declared int, @error int, @why nvarchar(2048), @tries int = 0,
+    @result int = -10, @bound int, @error int, @why nvarchar(2048), @tries int = 0,
     @permit nvarchar(32), @host nvarchar(510), @pid bigint, @thread nvarchar(200), @work nvarchar(400),
-    @user nvarchar(300), @session_us bigint, @done int;
+    @user nvarchar(300), @session_us bigint;
 SELECT @slot = NULL, @token = NULL, @waited_ms = 0, @taken = N',';
 BEGIN TRY
     EXEC sqlsem.internal_names_1 @name, @base OUTPUT, @key OUTPUT;
@@ -49,9 +49,8 @@ BEGIN TRY
     BEGIN
         EXEC sqlsem.internal_acquire_1 @base = @base, @key = @key, @kind = @kind, @slots = @slots, @permit = @permit,
             @host = @host, @pid = @pid, @thread = @thread, @label = @work, @user = @user, @session_us = @session_us,
-            @take = @take, @timeout = @timeout_ms, @look = 5000, @keep = 0, @head = @head OUTPUT, @mark = @mark OUTPUT,
-            @result = @result OUTPUT, @taken = @taken OUTPUT, @token = @token OUTPUT, @bound = @bound OUTPUT,
-            @declared = @declared OUTPUT, @waited_ms = @waited_ms OUTPUT, @error = @error OUTPUT, @why = @why OUTPUT;
+            @take = @take, @timeout = @timeout_ms, @look = 5000, @keep = 0, @head = @head OUTPUT, @result = @result OUTPUT,
+            @taken = @taken OUTPUT, @token = @token OUTPUT, @bound = @bound OUTPUT, @waited_ms = @waited_ms OUTPUT, @error = @error OUTPUT, @why = @why OUTPUT;
         IF @result = -10
             EXEC sqlsem.internal_declare_1 @key, @name, @kind, @bound;
         SET @tries = @tries + 1;
@@ -72,13 +71,6 @@ BEGIN TRY
         SET @why = CONCAT(N'The semaphore could not be acquired (', @result, N'). ', @why);
         THROW 59305, @why, 1;
     END;
-    IF @slots > 0 AND @slots <> @declared AND @result >= 0 AND @@TRANCOUNT = 0
-    BEGIN TRY
-        EXEC sqlsem.internal_declare_1 @key, @name, @kind, @slots;
-    END TRY
-    BEGIN CATCH
-        SET @done = 0;                       -- what people see must not cost a grant
-    END CATCH;
 END TRY
 BEGIN CATCH
     IF ERROR_NUMBER() IN (207, 208)          -- a table is missing, and nothing is held for want of it

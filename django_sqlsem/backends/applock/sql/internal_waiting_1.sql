@@ -11,8 +11,7 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_waiting_1
     @thread nvarchar(200),
     @label nvarchar(400),
     @user nvarchar(300),
-    @process nvarchar(32),
-    @answer bit = 0                          -- 1: a row
+    @process nvarchar(32)
 AS
 SET NOCOUNT ON;
 DECLARE @now bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME());
@@ -33,5 +32,4 @@ BEGIN
             @process, N'', N'', 0, @lock_mode);
     END;
 END;
-IF @answer = 1
-    SELECT CONTEXT_INFO() AS stamp;
+SELECT CONTEXT_INFO() AS stamp;

@@ -11,12 +11,10 @@ IF @@TRANCOUNT = 0 SET XACT_ABORT ON;
 ELSE SET XACT_ABORT OFF;
 SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
 SET LOCK_TIMEOUT 2000;
-DECLARE @base nvarchar(255), @key nvarchar(32), @taken nvarchar(max), @freed int = 0, @error int, @why nvarchar(2048);
+DECLARE @base nvarchar(255), @key nvarchar(32), @freed int = 0, @error int, @why nvarchar(2048);
 BEGIN TRY
     EXEC sqlsem.internal_names_1 @name, @base OUTPUT, @key OUTPUT;
-    IF @slot IS NOT NULL SET @taken = CONCAT(N',', @slot, N',');
-    EXEC sqlsem.internal_clean_1 @base = @base, @key = @key, @taken = @taken, @freed = @freed OUTPUT,
-        @error = @error OUTPUT, @why = @why OUTPUT;
+    EXEC sqlsem.internal_release_1 @base, @slot, NULL, @key, N'', @freed OUTPUT, @error OUTPUT, @why OUTPUT, @answer = 0;
 END TRY
 BEGIN CATCH
     IF ERROR_NUMBER() IN (207, 208)
