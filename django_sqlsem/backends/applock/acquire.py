@@ -142,13 +142,12 @@ class Claims:
         return answer
 
     def _values(self, session: LockSession, request: Request) -> dict[str, Any]:
-        return holder_values(request) | {
+        return holder_values(request, session) | {
             "base": lock_names(request.resource.name).base,
             "key": request.resource.key,
             "kind": request.resource.kind,
             "slots": request.slots or 0,
             "take": request.take if request.mode == SHARED else 1,
-            "session_us": session.session_us,
         }
 
     def _ask(
@@ -186,7 +185,9 @@ class Claims:
         holding = session.held[line_of(request.resource.key, request.mode)]
         with self.possession.or_end(session):
             if config(self.alias).record and request.mode != UPGRADE:
-                session.run(calls.RENAME, holder_values(successor) | {"key": holding.key, "before": request.permit_id})
+                session.run(
+                    calls.RENAME, holder_values(successor, session) | {"key": holding.key, "before": request.permit_id}
+                )
             renamed = replace(holding, permit_id=successor.permit_id)
             self.pool.forget(session, holding)
             if not self.pool.note(session, renamed):
@@ -276,18 +277,16 @@ class Upgrades:
                     self.possession.downgrade(found[0], key)
 
 
-def holder_values(request: Request) -> dict[str, Any]:
+def holder_values(request: Request, session: LockSession) -> dict[str, Any]:
     """Return what rows say of who asks."""
     who = request.holder
     return {
         "permit": request.permit_id,
         "lock_mode": request.mode,
-        "host": who.host,
-        "pid": who.pid,
         "thread": who.thread,
         "label": who.label,
         "user": who.user,
-        "process": who.process,
+        "session": f"{session.session_us:<20}{who.pid:<20}{who.process:32}{who.host}",
     }
 
 

@@ -56,9 +56,9 @@ def _call(procedure: str, *parameters: str, answer: bool = False) -> ProcedureCa
     return ProcedureCall(f"EXEC {SCHEMA}.{procedure} {', '.join(given)}", parameters, procedure)
 
 
-_HOLDER: Final = ("host", "pid", "thread", "label", "user", "process")
+_HOLDER: Final = ("thread", "label", "user", "session")
 _PLAIN: Final = ("base", "key", "kind", "slots")
-_ROW: Final = ("permit", *_HOLDER, "session_us")
+_ROW: Final = ("permit", *_HOLDER)
 _MORE: Final = ("lock_mode", "take", "timeout", "fair", "head", "mark")
 
 # The usual case has few parameters: each costs a server something, and a stand-in a lot.

@@ -128,11 +128,10 @@ class Line:
             self._tell(shown, 0, 0.0)
 
     def _tell(self, request: Request, waiting: int, age: float) -> None:
-        values: dict[str, Any] = holder_values(request) | {"ticket": self.ticket, "key": request.resource.key}
-        values["lock_mode"] = request.lock_mode
+        values: dict[str, Any] = {"ticket": self.ticket, "key": request.resource.key}
         values |= {"take": 0 if request.mode == WHOLE else request.take, "waiting": waiting, "age": int(age * 1e6)}
         with contextlib.suppress(BackendError), self.claims.pool.shared("") as session:
-            session.run(calls.WAITING, values)
+            session.run(calls.WAITING, holder_values(request, session) | {"lock_mode": request.lock_mode} | values)
 
     def look_past(self, request: Request) -> Granted | None:
         """See whether a slot is free behind a gate where nothing moves: a cancelled call may have left it closed.

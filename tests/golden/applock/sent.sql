@@ -19,9 +19,8 @@ SELECT @@SPID AS session_id, CASE WHEN SUBSTRING(@before, 1, 7) = 0x73716C73656D
     AS session_us;
 
 -- call acquire
-EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @permit = ?, @host = ?, @pid = ?, @thread
-      = ?, @label = ?, @user = ?, @process = ?, @session_us = ?, @lock_mode = ?, @take = ?, @timeout = ?, @fair = ?,
-      @head = ?, @mark = ?, @answer = 1;
+EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @permit = ?, @thread = ?, @label = ?,
+      @user = ?, @session = ?, @lock_mode = ?, @take = ?, @timeout = ?, @fair = ?, @head = ?, @mark = ?, @answer = 1;
 
 -- call acquire_unrecorded
 EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @lock_mode = ?, @take = ?, @timeout = ?,
@@ -64,15 +63,15 @@ EXEC sqlsem.internal_release_1 @base = ?, @slot = ?;
 EXEC sqlsem.internal_rename_1 @key = ?, @before = ?, @permit = ?, @thread = ?, @label = ?, @user = ?;
 
 -- call try
-EXEC sqlsem.internal_try_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @permit = ?, @host = ?, @pid = ?, @thread =
-      ?, @label = ?, @user = ?, @process = ?, @session_us = ?;
+EXEC sqlsem.internal_try_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @permit = ?, @thread = ?, @label = ?, @user =
+      ?, @session = ?;
 
 -- call try_unrecorded
 EXEC sqlsem.internal_try_1 @base = ?, @key = ?, @kind = ?, @slots = ?;
 
 -- call waiting
-EXEC sqlsem.internal_waiting_1 @ticket = ?, @key = ?, @waiting = ?, @age = ?, @take = ?, @lock_mode = ?, @host = ?,
-      @pid = ?, @thread = ?, @label = ?, @user = ?, @process = ?;
+EXEC sqlsem.internal_waiting_1 @ticket = ?, @key = ?, @waiting = ?, @age = ?, @take = ?, @lock_mode = ?, @thread =
+      ?, @label = ?, @user = ?, @session = ?;
 
 -- views
 SELECT CAST(l.resource_description AS varbinary(512)) AS described, l.request_mode AS mode,

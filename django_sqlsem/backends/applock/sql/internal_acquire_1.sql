@@ -4,6 +4,7 @@
 -- waits as the first in line, the gate. Who finds the gate closed waits for it in the server, first come, first served.
 -- Programs may go by different numbers of slots, where no operator has set one. Who goes by fewer than the largest has
 -- a gate of its own, '<gate>:<slots>': as the first of all it would keep the others from slots that it cannot use.
+-- @session tells when it began, in microseconds, its process's number (20 digits each), identity (32) and host.
 -- Arguments of sp_getapplock in its own order: resource, mode, owner, milliseconds, principal.
 --
 -- @result: 0 at once; 1 after waiting; -1 nothing became free in time; -2 cancelled; -3 deadlock; -4 paused; -5 an
@@ -16,13 +17,10 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_acquire_1
     @kind nvarchar(16),
     @slots int,                              -- how many there are; 0: as declared elsewhere
     @permit nvarchar(32) = NULL,             -- NULL: without rows
-    @host nvarchar(510) = N'',
-    @pid bigint = 0,
     @thread nvarchar(200) = N'',
     @label nvarchar(400) = N'',
     @user nvarchar(300) = N'',
-    @process nvarchar(32) = N'',
-    @session_us bigint = NULL,
+    @session nvarchar(600) = N'',
     @lock_mode nvarchar(8) = N'',            -- 'whole': all slots, alone; 'update': a reader that may become the writer
     @take int = 1,
     @timeout int = 0,                        -- milliseconds; NULL: for ever
@@ -356,9 +354,11 @@ BEGIN TRY
             UPDATE m SET kind = @kind FROM dbo.sqlsem_semaphore AS m WITH (ROWLOCK, FORCESEEK)
             WHERE name_key = @key OPTION (KEEPFIXED PLAN);
         UPDATE s SET token = @token, permit_id = @permit, acquired_us = @now, expires_us = @now + 60000000,
-            lease_us = 60000000, suspect_us = NULL, host = @host, pid = @pid, thread = @thread, label = @label,
+            lease_us = 60000000, suspect_us = NULL, thread = @thread, label = @label,
             lock_mode = CASE WHEN @lock_mode = N'' AND @kind = N'mutex' THEN N'mutex' ELSE @lock_mode END,
-            user_name = @user, process_id = @process, session_id = @@SPID, session_us = @session_us
+            user_name = @user, session_id = @@SPID, session_us = CAST(SUBSTRING(@session, 1, 20) AS bigint),
+            pid = CAST(SUBSTRING(@session, 21, 20) AS bigint), process_id = SUBSTRING(@session, 41, 32),
+            host = SUBSTRING(@session, 73, 510)
         FROM dbo.sqlsem_slot AS s WITH (ROWLOCK, FORCESEEK)
         WHERE semaphore_key = @key AND slot BETWEEN @least AND @greatest
             AND APPLOCK_MODE(N'public', CONCAT(slot, N'-', @base), N'Session') <> N'NoLock' OPTION (KEEPFIXED PLAN);

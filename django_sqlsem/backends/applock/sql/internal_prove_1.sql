@@ -8,7 +8,8 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_prove_1
 AS
 SET NOCOUNT ON;
 SET LOCK_TIMEOUT 100;                        -- what is read here is not urgent
-DECLARE @missing int = 0, @asked nvarchar(max) = N'', @at int = 1, @slot int, @length int, @resource nvarchar(255), @by nvarchar(300);
+DECLARE @missing int = 0, @asked nvarchar(max) = N'', @at int = 1, @slot int, @length int,
+    @resource nvarchar(255), @by nvarchar(300);
 WHILE @at <= LEN(@held)
 BEGIN
     SELECT @slot = CAST(SUBSTRING(@held, @at + 64, 6) AS int), @length = CAST(SUBSTRING(@held, @at + 70, 4) AS int);

@@ -1,19 +1,17 @@
 -- Give back what this session has of a name: slots, the name itself, and with slot 0 the gates. What it has not is no
 -- error. Locks go before rows: nobody need wait for our commit. A row in which the next holder is by then stays.
+-- Returns how many slots were held; the answer's error and why tell that a row could not be written.
 CREATE OR ALTER PROCEDURE sqlsem.internal_release_1
     @base nvarchar(255),
     @slot int = NULL,                        -- the first that it may have; NULL: whatever it may have of the name
     @last int = NULL,                        -- the last; NULL: there is but one, or as the rows say
     @key nvarchar(32) = N'',
     @permit nvarchar(32) = NULL,             -- whose rows are freed; empty: those of this session; NULL: without rows
-    @freed int = NULL OUTPUT,                -- how many slots were held
-    @error int = NULL OUTPUT,                -- why a row could not be written; 0: it was, or there is none
-    @why nvarchar(2048) = NULL OUTPUT,
     @answer bit = 1                          -- 0: not as a row
 AS
 SET NOCOUNT ON;
-DECLARE @resource nvarchar(255), @i int = @slot, @done int, @now bigint;
-SELECT @freed = 0, @error = 0, @why = N'';
+DECLARE @resource nvarchar(255), @i int = @slot, @done int, @now bigint, @freed int = 0, @error int = 0,
+    @why nvarchar(2048) = N'';
 IF @slot IS NULL
 BEGIN
     IF @last IS NULL AND @permit IS NOT NULL
@@ -62,3 +60,4 @@ BEGIN CATCH
 END CATCH;
 IF @answer = 1
     SELECT @freed AS freed, @error AS error, @why AS why, CONTEXT_INFO() AS stamp;
+RETURN @freed;

@@ -6,16 +6,13 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_try_1
     @kind nvarchar(16),
     @slots int,
     @permit nvarchar(32) = NULL,             -- NULL: without rows
-    @host nvarchar(510) = N'',
-    @pid bigint = 0,
     @thread nvarchar(200) = N'',
     @label nvarchar(400) = N'',
     @user nvarchar(300) = N'',
-    @process nvarchar(32) = N'',
-    @session_us bigint = NULL
+    @session nvarchar(600) = N''             -- see internal_acquire_1
 AS
 SET NOCOUNT ON;
-DECLARE @named int = -1, @slot int = 0, @rc int = -1, @granted bit = 0, @token bigint, @now bigint, @done int,
+DECLARE @named int = -1, @slot int = 0, @rc int = -1, @granted bit = 0, @now bigint,
     @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)), @fence nvarchar(60), @resource nvarchar(255),
     @mode varchar(32) = CASE @kind WHEN N'mutex' THEN 'Exclusive' ELSE 'IntentExclusive' END;
 BEGIN TRY
@@ -31,17 +28,18 @@ BEGIN TRY
     IF @rc >= 0 AND APPLOCK_TEST(N'public', @fence, N'Exclusive', N'Session') = 1 SET @granted = 1;
     IF @granted = 1 AND @permit IS NOT NULL
     BEGIN
-        -- The slot's lock is ours, so nobody else writes its row. Tokens grow: the last one and 1, or the clock.
+        -- The slot's lock is ours, so nobody else writes its row. Its token is the clock, if that has gone on.
         SET @now = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME());
         BEGIN TRANSACTION;
-        UPDATE s SET @token = s.token = CASE WHEN s.token >= @now THEN s.token + 1 ELSE @now END, permit_id = @permit,
-            acquired_us = @now, expires_us = @now + 60000000, lease_us = 60000000, suspect_us = NULL,
-            lock_mode = CASE @kind WHEN N'mutex' THEN @kind ELSE N'' END, host = @host, pid = @pid, thread = @thread,
-            label = @label, user_name = @user, process_id = @process, session_id = @@SPID, session_us = @session_us
+        UPDATE s SET token = @now, permit_id = @permit, acquired_us = @now, expires_us = @now + 60000000,
+            lease_us = 60000000, suspect_us = NULL, lock_mode = CASE @kind WHEN N'mutex' THEN @kind ELSE N'' END,
+            thread = @thread, label = @label, user_name = @user, session_id = @@SPID,
+            session_us = CAST(SUBSTRING(@session, 1, 20) AS bigint), pid = CAST(SUBSTRING(@session, 21, 20) AS bigint),
+            process_id = SUBSTRING(@session, 41, 32), host = SUBSTRING(@session, 73, 510)
         FROM dbo.sqlsem_slot AS s WITH (ROWLOCK, FORCESEEK)
         JOIN dbo.sqlsem_semaphore AS m WITH (FORCESEEK) ON m.name_key = s.semaphore_key
-        WHERE s.semaphore_key = @key AND s.slot = @slot AND m.kind = @kind AND m.paused = 0 AND m.operator_slots IS NULL
-            AND m.declared_slots = @slots AND COALESCE(m.other_us, 0) <= @now - 3600000000
+        WHERE s.semaphore_key = @key AND s.slot = @slot AND s.token < @now AND m.kind = @kind AND m.paused = 0
+            AND m.operator_slots IS NULL AND m.declared_slots = @slots AND COALESCE(m.other_us, 0) <= @now - 3600000000
         OPTION (KEEPFIXED PLAN);
         SET @granted = @@ROWCOUNT;
         COMMIT TRANSACTION WITH (DELAYED_DURABILITY = ON);  -- noqa: PRS
@@ -52,10 +50,10 @@ BEGIN CATCH
     IF @@TRANCOUNT > 0 ROLLBACK TRANSACTION;
 END CATCH;
 IF @granted = 1
-    SELECT 0 AS result, @slot AS taken, @token AS token, CONTEXT_INFO() AS stamp;
+    SELECT 0 AS result, @slot AS taken, @now AS token, CONTEXT_INFO() AS stamp;
 ELSE
 BEGIN
     EXEC sqlsem.internal_release_1 @base, 1, @slot, @answer = 0;
-    EXEC sqlsem.internal_acquire_1 @base, @key, @kind, @slots, @permit, @host, @pid, @thread, @label, @user, @process,
-        @session_us, @answer = 1;
+    EXEC sqlsem.internal_acquire_1 @base, @key, @kind, @slots, @permit, @thread, @label, @user, @session,
+        @answer = 1;
 END;
