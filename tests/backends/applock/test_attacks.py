@@ -91,7 +91,7 @@ def test_an_error_about_one_name_is_raised_and_costs_no_other_permit(monkeypatch
         bad = known("bad", slots=2)
         real = LockSession._execute
 
-        def refused(session: LockSession, text: str, *args: Any, **options: Any) -> dict[str, Any]:
+        def refused(session: LockSession, text: str, *args: Any, **options: Any) -> list[list[dict[str, Any]]]:
             if text == calls.ACQUIRE.text:
                 text = f"DECLARE @zero int = 0; SET @zero = 1 / @zero; {text}"
             return real(session, text, *args, **options)
@@ -138,12 +138,12 @@ def test_a_claim_that_was_cut_leaves_nothing_of_what_an_operator_allowed(monkeyp
     held[1].detach()
     real = LockSession._execute
 
-    def struck(session: LockSession, text: str, *args: Any, **options: Any) -> dict[str, Any]:
-        row = real(session, text, *args, **options)
-        if row.get("taken") == ",3,":
+    def struck(session: LockSession, text: str, *args: Any, **options: Any) -> list[list[dict[str, Any]]]:
+        found = real(session, text, *args, **options)
+        if found[0][0].get("taken") == ",3,":
             monkeypatch.undo()
             raise KeyboardInterrupt
-        return row
+        return found
 
     monkeypatch.setattr(LockSession, "_execute", struck)
     with pytest.raises(KeyboardInterrupt):
