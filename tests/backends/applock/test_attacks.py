@@ -248,7 +248,7 @@ def test_who_is_served_twice_at_the_same_moment_keeps_what_it_knows_of(monkeypat
         line = backend._lines[successor.line]
         elsewhere = self.try_claim(successor, fair=0).granted
         assert elsewhere is not None
-        backend.deliver(elsewhere, boot_now(), successor.resource)
+        backend.claims.deliver(elsewhere, boot_now(), successor.resource)
         line.leave(successor.permit_id)
         passed.append(pass_on(self, session, asked, successor))
         return passed[-1]

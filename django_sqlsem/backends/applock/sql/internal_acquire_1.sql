@@ -17,10 +17,10 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_acquire_1
     @kind nvarchar(16),
     @slots int,                              -- how many there are; 0: as declared elsewhere
     @permit nvarchar(32) = NULL,             -- NULL: without rows
-    @thread nvarchar(200) = N'',
-    @label nvarchar(400) = N'',
-    @user nvarchar(300) = N'',
-    @session nvarchar(600) = N'',
+    @thread nvarchar(200) = NULL,
+    @label nvarchar(400) = NULL,
+    @user nvarchar(300) = NULL,
+    @session nvarchar(600) = NULL,
     @lock_mode nvarchar(8) = N'',            -- 'whole': all slots, alone; 'update': a reader that may become the writer
     @take int = 1,
     @timeout int = 0,                        -- milliseconds; NULL: for ever

@@ -5,7 +5,7 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_release_1
     @base nvarchar(255),
     @slot int = NULL,                        -- the first that it may have; NULL: whatever it may have of the name
     @last int = NULL,                        -- the last; NULL: there is but one, or as the rows say
-    @key nvarchar(32) = N'',
+    @key nvarchar(32) = NULL,
     @permit nvarchar(32) = NULL,             -- whose rows are freed; empty: those of this session; NULL: without rows
     @answer bit = 1                          -- 0: not as a row
 AS

@@ -6,10 +6,10 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_try_1
     @kind nvarchar(16),
     @slots int,
     @permit nvarchar(32) = NULL,             -- NULL: without rows
-    @thread nvarchar(200) = N'',
-    @label nvarchar(400) = N'',
-    @user nvarchar(300) = N'',
-    @session nvarchar(600) = N''             -- see internal_acquire_1
+    @thread nvarchar(200) = NULL,
+    @label nvarchar(400) = NULL,
+    @user nvarchar(300) = NULL,
+    @session nvarchar(600) = NULL            -- see internal_acquire_1
 AS
 SET NOCOUNT ON;
 DECLARE @named int = -1, @slot int = 0, @rc int = -1, @granted bit = 0, @now bigint,
