@@ -169,38 +169,29 @@ BEGIN TRY
                 IF APPLOCK_TEST(N'public', @resource, N'Exclusive', N'Session') = 0 SET @low = @fewest;
             END;
         END;
-        IF @head = 0 AND @past = 0 AND @mode <> 'Update' AND (@turn > 0 OR @busy > 0
+        IF @head = 0 AND @mode <> 'Update' AND (@turn > 0 OR @busy > 0
             OR (@fair > 0 AND (@low = 0 OR @low < @largest)
                 AND APPLOCK_TEST(N'public', @own, N'Exclusive', N'Session') = 0))
         BEGIN
             SELECT @may = 0, @waited = 1, @refused = CASE WHEN @busy = 0 THEN @own ELSE N'' END;
-            IF @fair = 2
+            IF @fair = 2 OR @look IS NOT NULL
             BEGIN
-                -- Nothing was granted since the last look: the first in line may be a call that was cancelled.
                 SELECT @newest = COALESCE(MAX(token), 0) FROM dbo.sqlsem_slot WITH (FORCESEEK)
                 WHERE semaphore_key = @key OPTION (KEEPFIXED PLAN);
-                IF @newest = @mark AND @busy = 0 SET @may = 1;
-                SET @mark = @newest;
-            END
-            ELSE IF @left > 0
+                -- Nothing was granted since the last look: the first in line may be a call that was cancelled.
+                IF (@fair = 2 OR @past = 1) AND @newest = @mark AND @busy = 0 SET @may = 1;
+                SELECT @mark = @newest, @past = 0;
+            END;
+            IF @may = 0 AND @fair < 2 AND @left > 0
             BEGIN
-                IF @look IS NOT NULL AND @mark IS NULL
-                    SELECT @mark = COALESCE(MAX(token), 0) FROM dbo.sqlsem_slot WITH (FORCESEEK)
-                    WHERE semaphore_key = @key OPTION (KEEPFIXED PLAN);
                 SET @wait = CASE WHEN @look IS NULL OR @left < @look THEN @left ELSE @look END;
                 EXEC @rc = sys.sp_getapplock @own, 'Exclusive', 'Session', @wait, 'public';
                 IF @rc >= 0 SELECT @head = 1, @led = -1;
-                IF @rc = -1
-                BEGIN
-                    SELECT @newest = COALESCE(MAX(token), 0) FROM dbo.sqlsem_slot WITH (FORCESEEK)
-                    WHERE semaphore_key = @key OPTION (KEEPFIXED PLAN);
-                    SET @past = CASE WHEN @newest = @mark AND @wait >= 1000 AND @busy = 0 THEN 1 ELSE 0 END;
-                    SET @mark = @newest;
-                    IF @look < 1000000000 SET @look = @look * 2;
-                END;
+                IF @rc = -1 AND @look IS NOT NULL
+                    SELECT @past = CASE WHEN @wait >= 1000 THEN 1 ELSE 0 END,
+                        @look = CASE WHEN @look < 1000000000 THEN @look * 2 ELSE @look END;
             END;
-        END
-        ELSE IF @past = 1 SET @waited = 1;
+        END;
 
         -- 5. The writer's place comes before the name: so who gives up writing can have the name in Update at once.
         IF @may = 1 AND @place = 0 AND @placed = 0
@@ -299,7 +290,6 @@ BEGIN TRY
             EXEC sqlsem.internal_release_1 @base, @least, @greatest, @answer = 0;
             SELECT @taken = N',', @named = 0, @placed = 0, @count = 0, @least = 2147483647, @greatest = -1;
         END;
-        IF @past = 1 AND @may = 1 SET @past = 0;
         IF @head = 1
         BEGIN
             IF @led < 0 SELECT @led = DATEDIFF_BIG(MILLISECOND, @began, SYSUTCDATETIME()), @chosen = -100;
