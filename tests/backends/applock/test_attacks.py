@@ -332,7 +332,7 @@ def test_an_upgrade_that_two_threads_of_the_library_ask_for_at_once_stays(monkey
         answers.append(real(self, claim, timeout, close=close))
         granted = answers[0].granted
         assert granted is not None
-        backend.deliver(granted, boot_now(), claim.resource)
+        backend.claims.deliver(granted, boot_now(), claim.resource)
         backend._lines[claim.line].leave(granted.permit_id)
         answers.append(real(self, claim, timeout, close=close))
         return answers[1]
