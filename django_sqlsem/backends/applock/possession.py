@@ -12,7 +12,7 @@ from django_sqlsem.backends.applock import calls
 from django_sqlsem.backends.base import Acquired, Renewal, Request
 from django_sqlsem.conf import config
 from django_sqlsem.core.clocks import boot_now
-from django_sqlsem.core.modes import UPDATE, UPGRADE, line_of
+from django_sqlsem.core.modes import UPDATE, UPGRADE, WRITER, line_of
 from django_sqlsem.database import transactions
 from django_sqlsem.database.raw import results_of
 from django_sqlsem.database.sessions import CallerSession
@@ -87,7 +87,8 @@ class Possession:
     def let_go(self, session: LockSession, holding: Holding) -> int:
         """Free a permit's locks on this session, whose turn it is. Returns how many there were."""
         call = calls.RELEASE if self.record else calls.RELEASE_UNRECORDED
-        call = call if len(holding.slots) == 1 else calls.RELEASE_SEVERAL
+        if len(holding.slots) > 1 or holding.slots[0] == WRITER:  # whose upgrade may have closed the gate
+            call = calls.RELEASE_SEVERAL
         values = self.names(holding) | {"slot": holding.slots[0], "last": holding.slots[-1]}
         row = self._give(session, call, values)
         if row is None:
