@@ -63,7 +63,7 @@ class Mssql(Ours):
 
         execute, contender = LockSession._execute, self
 
-        def counting(session: LockSession, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        def counting(session: LockSession, *args: Any, **kwargs: Any) -> list[list[dict[str, Any]]]:
             contender.batches += 1
             return execute(session, *args, **kwargs)
 

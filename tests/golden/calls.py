@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from django_sqlsem.backends.applock import calls, fences, operator, reading, sessions
+from django_sqlsem.backends.applock import calls, operator, possession, reading, sessions
 
 FILE = Path(__file__).parent / "applock" / "sent.sql"
 _HEAD = (
@@ -20,7 +20,7 @@ _HEAD = (
 def on_lock_sessions() -> dict[str, str]:
     """Return what is sent on the sessions that keep locks, by its name: their opening, and the procedures' calls."""
     called = {f"call {name.lower()}": call.text for name, call in calls.CALLS.items()}
-    return {"settings": sessions.SETTINGS, "open": sessions.OPEN.text, "read": reading.READ, **called}
+    return {"settings": sessions.SETTINGS, "open": sessions.OPEN.format(stamp="sqlsem:process:session"), **called}
 
 
 def on_other_sessions() -> dict[str, str]:
@@ -29,7 +29,7 @@ def on_other_sessions() -> dict[str, str]:
         "views": reading.QUERY,
         "take until the end of a transaction": operator._TAKE,
         "kill": operator._KILL.format(id=1, since=2),
-        "fenced": f"SELECT 1 WHERE {fences._ROW.replace('%s', '?')}",
+        "fenced": f"SELECT 1 WHERE {possession._ROW.replace('%s', '?')}",
     }
 
 

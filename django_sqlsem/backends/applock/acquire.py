@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from django_sqlsem.backends.applock import calls, reading
-from django_sqlsem.backends.applock.held import Holding
+from django_sqlsem.backends.applock.sessions import Holding
 from django_sqlsem.backends.base import Granted, Request, tell_of_two_kinds
 from django_sqlsem.conf import config
-from django_sqlsem.core.modes import RWLOCK, SHARED, UPDATE, UPGRADE, WHOLE, line_of
+from django_sqlsem.core.modes import RWLOCK, SHARED, UPDATE, UPGRADE, WHOLE, WRITER, line_of
 from django_sqlsem.database.sqlserver import NATIVE_ERRORS, Meaning, failure, lock_names, meaning
-from django_sqlsem.exceptions import BackendError, never_met, wrong_kind
+from django_sqlsem.exceptions import BackendError, PermitLostError, never_met, wrong_kind
+from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
     from django_sqlsem.backends.applock.pool import LockPool
     from django_sqlsem.backends.applock.possession import Possession
     from django_sqlsem.backends.applock.sessions import LockSession
 
-#: How often a process says that its number of slots differs from the declared one, in seconds.
-DECLARE_EVERY: Final = 60.0
 #: How long a call that found a row locked is repeated, in seconds.
 PATIENCE: Final = 10.0
 #: So long after a claim found others waiting, in seconds, the next one waits in line without a look.
 CROWDED_FOR: Final = 1.0
-#: How many names are remembered.
+#: How many queues are remembered.
 MOST_REMEMBERED: Final = 10_000
+#: For how long an upgrade waits for its turn on the upgradable reader's session, in seconds.
+ITS_TURN: Final = 5.0
 #: The largest number of slots for which the short call is used, as that tries one slot after the other.
 FEW: Final = 16
 RLOCK: Final = "rlock"
@@ -61,7 +62,8 @@ class Claims:
         self.alias = pool.alias
         self.pool = pool
         self.possession = possession
-        self._declared: dict[str, float] = {}
+        #: To be called with what was granted, when it was asked for, its name, and ``at_once``.
+        self.deliver: Callable[..., object] = lambda granted, sent, resource, *, at_once: None
         #: Queues in which others wait: until when that is taken for granted.
         self._crowded: dict[str, float] = {}
 
@@ -90,7 +92,9 @@ class Claims:
                     again = False
                 else:
                     if answer.granted is None and fair == FAIR:
-                        _remember(self._crowded, request.line, CROWDED_FOR)
+                        if len(self._crowded) > MOST_REMEMBERED:
+                            self._crowded.clear()
+                        self._crowded[request.line] = time.monotonic() + CROWDED_FOR
                     return answer
 
     def attempt(
@@ -120,9 +124,7 @@ class Claims:
                 if session.ended or meaning(error) is not Meaning.AGAIN or time.monotonic() >= give_up:
                     raise
                 continue
-            if answer.result == calls.ASK:
-                usual = False
-            elif answer.result == calls.ROW_FAILED:
+            if answer.result == calls.ROW_FAILED:
                 if NATIVE_ERRORS.get(int(row["error"])) is not Meaning.AGAIN or time.monotonic() >= give_up:
                     raise BackendError(f"The database {self.alias!r} failed: {row['why']} ({row['error']})")
             elif answer.result != calls.NEW:
@@ -140,13 +142,12 @@ class Claims:
         return answer
 
     def _values(self, session: LockSession, request: Request) -> dict[str, Any]:
-        return holder_values(request) | {
+        return holder_values(request, session) | {
             "base": lock_names(request.resource.name).base,
             "key": request.resource.key,
             "kind": request.resource.kind,
             "slots": request.slots or 0,
             "take": request.take if request.mode == SHARED else 1,
-            "session_us": session.session_us,
         }
 
     def _ask(
@@ -163,8 +164,7 @@ class Claims:
         result = int(row["result"])
         granted = None
         if result in (calls.TAKEN_AT_ONCE, calls.WAITED):
-            taken = (row["slot"],) if "slot" in row else filter(None, str(row["taken"]).split(","))
-            slots = tuple(sorted(map(int, taken)))
+            slots = tuple(sorted(map(int, filter(None, str(row["taken"]).split(",")))))
             tokens = (int(row["token"]),) * len(slots) if record else ()
             whole = tuple(range(slots[0], int(row["bound"]) + 1)) if request.mode == WHOLE else ()
             holding = Holding(request.permit_id, names, key, slots, tokens, whole, request.mode)
@@ -174,9 +174,6 @@ class Claims:
                 self.possession.let_go(session, holding)
                 result = calls.BUSY
         session.unclear.pop(key, None)
-        declared = row.get("declared", request.slots)
-        if granted is not None and record and request.slots not in (None, int(declared or 0)):
-            self._declare_again(session, request, request.slots)
         mark = row.get("mark")
         return Answer(granted, result, bool(row.get("head")), None if mark is None else int(mark)), row
 
@@ -188,7 +185,9 @@ class Claims:
         holding = session.held[line_of(request.resource.key, request.mode)]
         with self.possession.or_end(session):
             if config(self.alias).record and request.mode != UPGRADE:
-                session.run(calls.RENAME, holder_values(successor) | {"key": holding.key, "before": request.permit_id})
+                session.run(
+                    calls.RENAME, holder_values(successor, session) | {"key": holding.key, "before": request.permit_id}
+                )
             renamed = replace(holding, permit_id=successor.permit_id)
             self.pool.forget(session, holding)
             if not self.pool.note(session, renamed):
@@ -202,27 +201,92 @@ class Claims:
         values = name | {"slots": slots, "template": request.template}
         session.run(calls.DECLARE, values, waits=True)  # thousands of rows take a while
 
-    def _declare_again(self, session: LockSession, request: Request, slots: int | None) -> None:
-        """Say that this process's number of slots differs; two processes that disagree say so once a minute."""
+
+class Upgrades:
+    """Makes upgradable readers writers: their lock of the name is converted, on the session that has it.
+
+    That session is kept for its permit alone, so whoever waits may wait on it: in short steps, as it has to go on
+    proving that it stands, and can't be cut off without losing the permit.
+    """
+
+    def __init__(self, pool: LockPool, possession: Possession) -> None:
+        self.pool = pool
+        self.possession = possession
+
+    def ask(
+        self, request: Request, timeout: int = 0, *, close: bool = False, wanted: Callable[[], bool] = lambda: True
+    ) -> Answer:
+        """Ask once for the upgrade, and wait ``timeout`` milliseconds for the readers to leave.
+
+        ``close``: newcomers are kept out until there is a grant, or ``stop`` is called. ``wanted``: asked in the turn
+        on the session, as it may have been left meanwhile. Raises ``PermitLostError`` if there is no upgradable reader.
+        """
+        found = self.pool.upgradable(request.resource.key)
+        if found is None:
+            loss = Loss(LossReason.SESSION_ENDED, "its database session has ended")
+            raise PermitLostError(f"The permit of {request.resource.name!r} was lost: {loss}.", loss=loss)
+        session, reader = found
+        with self.pool.own(session, timeout=ITS_TURN) as had:
+            if not had or session.ended or not wanted():
+                return Answer(None, calls.BUSY)
+            if session.held.get(reader.line) is reader:
+                return self._ask(session, reader, request, timeout, close=close)
+        return self.ask(request, timeout, close=close, wanted=wanted)  # that one was just released
+
+    def _ask(self, session: LockSession, reader: Holding, request: Request, timeout: int, *, close: bool) -> Answer:
         key = request.resource.key
-        if slots is not None and time.monotonic() >= self._declared.get(key, 0.0):
-            _remember(self._declared, key, DECLARE_EVERY)
-            with contextlib.suppress(BackendError):
-                self._declare(session, request, slots)
+        line = line_of(key, UPGRADE)
+        if line in session.held:  # the keeper and the line have asked at the same moment
+            return Answer(None, calls.BUSY)
+        if line in session.unclear:
+            self.possession.downgrade(session, key)
+        # If this is cut short, it is ended before anything else is done here.
+        session.unclear[line] = (reader.names, None, self.possession.record)
+        values = self.possession.names(reader) | {"slots": request.slots or 0, "timeout": timeout, "close": close}
+        try:
+            row = session.run(calls.BE_WRITER, values)
+        except BackendError:
+            if session.ended:
+                self.possession.bury(session)
+            else:
+                self.possession.downgrade(session, key)
+            raise
+        result = int(row["result"])
+        if result == calls.TAKEN_AT_ONCE:
+            whole = tuple(range(WRITER + 1, int(row["bound"]) + 1))
+            holding = Holding(request.permit_id, reader.names, key, (WRITER,), reader.tokens, whole, UPGRADE)
+            self.pool.note(session, holding)
+            session.unclear.pop(line, None)
+            return Answer(Granted(request.permit_id, holding.grant(), request.lease), result)
+        if not close or result not in (calls.BUSY, calls.ON_HOLD):
+            self.possession.downgrade(session, key)  # it may have been converted, and not be alone yet
+        session.unclear.pop(line, None)
+        if result not in (calls.BUSY, calls.ON_HOLD):
+            raise failure(self.pool.alias, result)
+        return Answer(None, result)
+
+    def stop(self, key: str, timeout: float = -1) -> None:
+        """Let newcomers in again, as nobody waits for the upgrade any more. Raises ``BackendError``.
+
+        ``timeout``: for this many seconds its turn on the session is waited for; -1: for ever.
+        """
+        found = self.pool.upgradable(key)
+        if found is not None:
+            with self.pool.own(found[0], timeout=timeout) as had:
+                if had and not found[0].ended and line_of(key, UPGRADE) not in found[0].held:
+                    self.possession.downgrade(found[0], key)
 
 
-def holder_values(request: Request) -> dict[str, Any]:
+def holder_values(request: Request, session: LockSession) -> dict[str, Any]:
     """Return what rows say of who asks."""
     who = request.holder
     return {
         "permit": request.permit_id,
         "lock_mode": request.mode,
-        "host": who.host,
-        "pid": who.pid,
         "thread": who.thread,
         "label": who.label,
         "user": who.user,
-        "process": who.process,
+        "session": f"{session.session_us:<20}{who.pid:<20}{who.process:32}{who.host}",
     }
 
 
@@ -230,9 +294,3 @@ def same_wish(one: Request, other: Request) -> bool:
     """Whether what was granted to one request serves another one of the same name."""
     wishes = [(each.take, each.slots, each.mode, each.resource.kind) for each in (one, other)]
     return wishes[0] == wishes[1] and one.mode in (SHARED, WHOLE)
-
-
-def _remember(memory: dict[str, float], key: str, seconds: float) -> None:
-    if len(memory) > MOST_REMEMBERED:
-        memory.clear()
-    memory[key] = time.monotonic() + seconds

@@ -7,13 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends.applock import install, reading
-from django_sqlsem.backends.applock.acquire import Claims
-from django_sqlsem.backends.applock.fences import Fencing
-from django_sqlsem.backends.applock.line import Line
+from django_sqlsem.backends.applock.acquire import Claims, Upgrades
+from django_sqlsem.backends.applock.line import Line, UpgradeLine
 from django_sqlsem.backends.applock.operator import Operator
 from django_sqlsem.backends.applock.pool import LockPool
-from django_sqlsem.backends.applock.possession import BUSY_FOR, Possession
-from django_sqlsem.backends.applock.upgrades import UpgradeLine, Upgrades
+from django_sqlsem.backends.applock.possession import BUSY_FOR, Fencing, Possession
 from django_sqlsem.backends.base import (
     Acquired,
     BaseSemaphoreBackend,
@@ -64,7 +62,6 @@ class ApplockBackend(BaseSemaphoreBackend):
         #: By the claims' queues.
         self._lines: dict[str, Line] = {}
         self._lines_lock = threading.Lock()
-        self.deliver: Callable[..., object] = lambda granted, sent, resource, *, at_once: None
         self.pool.closing = self._end_lines
 
     def session(self) -> LockPool:
@@ -73,7 +70,7 @@ class ApplockBackend(BaseSemaphoreBackend):
 
     def announce(self, deliver: Callable[..., object]) -> None:
         """Have grants to waiters delivered from their own threads."""
-        self.deliver = deliver
+        self.claims.deliver = deliver
 
     def before_fork(self, frozen: list[Any]) -> None:
         self.pool.freeze(frozen)
@@ -105,7 +102,9 @@ class ApplockBackend(BaseSemaphoreBackend):
         with self._lines_lock:
             line = self._lines.get(request.line)
             if line is None:
-                line = UpgradeLine(self, ended) if request.mode == UPGRADE else Line(self, ended)
+                line = Line(self.claims, ended)
+                if request.mode == UPGRADE:
+                    line = UpgradeLine(self.claims, self.upgrades, ended)
                 self._lines[request.line] = line
             line.enrol(request, place, first=first)
             line.start()

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Mapping
-from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
 from django.db.utils import Error
 
-from django_sqlsem.backends.applock.calls import SCHEMA
+from django_sqlsem.backends.applock.calls import SCHEMA, files
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.database.sqlserver import Meaning, meaning
 from django_sqlsem.exceptions import BackendError
@@ -40,14 +38,6 @@ _DROP_SCHEMA: Final = (
     f" AND NOT EXISTS (SELECT 1 FROM sys.objects WHERE schema_id = SCHEMA_ID(N'{SCHEMA}'))\n"
     f"    EXEC (N'DROP SCHEMA {SCHEMA};');\n"
 )
-
-
-@functools.cache
-def files() -> Mapping[str, str]:
-    """Return the text of each procedure's file, by name."""
-    folder = resources.files(__package__) / "sql"
-    found = {each.name: each.read_text("utf-8") for each in folder.iterdir() if each.name.endswith(".sql")}
-    return {name.removesuffix(".sql"): text for name, text in sorted(found.items())}
 
 
 @functools.cache

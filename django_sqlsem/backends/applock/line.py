@@ -6,7 +6,7 @@ import contextlib
 import threading
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends.applock import calls
 from django_sqlsem.backends.applock.acquire import PASSES_THE_STUCK, holder_values, same_wish
@@ -16,9 +16,7 @@ from django_sqlsem.database.sqlserver import broke_off
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
-    from django_sqlsem.backends.applock.acquire import Answer, Claims
-    from django_sqlsem.backends.applock.pool import LockPool
-    from django_sqlsem.backends.applock.possession import Possession
+    from django_sqlsem.backends.applock.acquire import Answer, Claims, Upgrades
     from django_sqlsem.backends.applock.sessions import LockSession
     from django_sqlsem.backends.base import Granted, Place, Request
 
@@ -32,6 +30,10 @@ CUT_AFTER: Final = 3 * SUCCESSION
 #: The longest wait in one call, in seconds: where it can be cut short from here, and where it can't.
 LONGEST: Final = 86_400.0
 LONGEST_UNCUT: Final = 5.0
+#: One step of waiting for the readers to leave, in milliseconds.
+STEP_MS: Final = 250
+#: What others get of the session between two of them, in seconds.
+BETWEEN: Final = 0.002
 #: How often in a row its session may end before its waiters hear of it; one that stood for a while begins anew.
 ENDS: Final = 8
 STEADY: Final = 5.0
@@ -46,21 +48,11 @@ FIRST_LOOK: Final = 5.0
 LAST_LOOK: Final = 60.0
 
 
-class LineParts(Protocol):
-    """What the line needs of the backend."""
-
-    pool: LockPool
-    possession: Possession
-    claims: Claims
-    #: To be called with what was granted, when it was asked for, its name, and ``at_once``.
-    deliver: Callable[..., object]
-
-
 class Line:
     """The thread and what it waits for. The keeper tells whom the next grant is for; it may change at any time."""
 
-    def __init__(self, server: LineParts, ended: Callable[[Line], bool]) -> None:
-        self.server = server
+    def __init__(self, claims: Claims, ended: Callable[[Line], bool]) -> None:
+        self.claims = claims
         #: The name of this place in the line.
         self.ticket = uuid.uuid4().hex
         self.error: Exception | None = None
@@ -119,7 +111,7 @@ class Line:
     def show(self, request: Request, place: Place) -> None:
         """Have the rows say that it waits, if it is time. Whatever is wrong with that costs nobody a grant."""
         now = boot_now()
-        if now < self._show_at or not self.server.possession.record:
+        if now < self._show_at or not self.claims.possession.record:
             return
         self._show_at = now + SHOWN_EVERY
         with self._lock:
@@ -136,11 +128,10 @@ class Line:
             self._tell(shown, 0, 0.0)
 
     def _tell(self, request: Request, waiting: int, age: float) -> None:
-        values: dict[str, Any] = holder_values(request) | {"ticket": self.ticket, "key": request.resource.key}
-        values["lock_mode"] = request.lock_mode
+        values: dict[str, Any] = {"ticket": self.ticket, "key": request.resource.key}
         values |= {"take": 0 if request.mode == WHOLE else request.take, "waiting": waiting, "age": int(age * 1e6)}
-        with contextlib.suppress(BackendError), self.server.pool.shared("") as session:
-            session.run(calls.WAITING, values)
+        with contextlib.suppress(BackendError), self.claims.pool.shared("") as session:
+            session.run(calls.WAITING, holder_values(request, session) | {"lock_mode": request.lock_mode} | values)
 
     def look_past(self, request: Request) -> Granted | None:
         """See whether a slot is free behind a gate where nothing moves: a cancelled call may have left it closed.
@@ -152,7 +143,7 @@ class Line:
             return None
         self._look_after = min(2 * self._look_after, LAST_LOOK)
         self._look_at = now + self._look_after
-        answer = self.server.claims.try_claim(request, fair=PASSES_THE_STUCK, mark=self._mark)
+        answer = self.claims.try_claim(request, fair=PASSES_THE_STUCK, mark=self._mark)
         self._mark = answer.mark
         return answer.granted
 
@@ -224,7 +215,7 @@ class Line:
         """Wait on a session of its own, until there is a grant or nobody wants one."""
         self._session_ended = False
         try:
-            session = self.server.pool.alone()
+            session = self.claims.pool.alone()
         except BackendError as error:
             self._session_ended = broke_off(error)  # in the middle of its login
             raise
@@ -239,7 +230,7 @@ class Line:
             if self.is_head and not session.ended:  # it waited for the end of a pause, and nobody wants to any more
                 session.end("it was left at the head of the line")
             self._session_ended, self.is_head = bool(session.ended), False
-            self.server.pool.give_back(session)
+            self.claims.pool.give_back(session)
 
     def _fail(self, error: Exception, *, again: bool) -> None:
         """Leave an error for the keeper to find, unless it is our own doing, or a new session may do better."""
@@ -265,7 +256,7 @@ class Line:
         longest = LONGEST if session.can_be_cut else LONGEST_UNCUT
         patience = longest if place.patience is None else min(place.patience + SUCCESSION, longest)
         try:
-            answer = self.server.claims.attempt(session, request, int(patience * 1000), head=self.is_head)
+            answer = self.claims.attempt(session, request, int(patience * 1000), head=self.is_head)
         finally:
             with self._lock:
                 self._blocked = None
@@ -281,7 +272,7 @@ class Line:
     def _hand_over(
         self, session: LockSession | None, request: Request, answer: Answer, *, at_once: bool = False
     ) -> None:
-        granted, possession = answer.granted, self.server.possession
+        granted, possession = answer.granted, self.claims.possession
         with self._lock:
             wanted = self._claims.pop(request.permit_id, None) is not None
         if not wanted:  # who left has looked already for what it might have got
@@ -289,13 +280,51 @@ class Line:
             if successor is None or session is None or not same_wish(successor, request):
                 possession.give_up(session, request)
                 return
-            granted = self.server.claims.pass_on(session, request, successor)
+            granted = self.claims.pass_on(session, request, successor)
             if granted is None:
                 return
             request, at_once = successor, False
             with self._lock:
                 wanted = self._claims.pop(request.permit_id, None) is not None
         if wanted:
-            self.server.deliver(granted, boot_now(), request.resource, at_once=at_once)
+            self.claims.deliver(granted, boot_now(), request.resource, at_once=at_once)
         else:
             possession.give_up(session, request)
+
+
+class UpgradeLine(Line):
+    """The thread that waits for an upgrade, on the session of the upgradable reader."""
+
+    def __init__(self, claims: Claims, upgrades: Upgrades, ended: Callable[[Line], bool]) -> None:
+        super().__init__(claims, ended)
+        self.upgrades = upgrades
+
+    def stand(self) -> None:
+        """Ask again and again, until there is a grant or nobody wants one."""
+        key = ""
+        try:
+            while (request := self._wanted()) is not None:
+                key = request.resource.key
+                self.is_head = True
+                if self._step(request):
+                    key = ""
+                    return
+                threading.Event().wait(BETWEEN)
+        finally:
+            self.is_head = False
+            if key:
+                self.upgrades.stop(key)
+
+    def _step(self, request: Request) -> bool:
+        with self._lock:
+            if request.permit_id not in self._claims:
+                return False
+            _request, place = self._claims[request.permit_id]
+        left = STEP_MS if place.patience is None else min(STEP_MS, 1 + int(place.patience * 1000))
+        answer = self.upgrades.ask(request, left, close=True, wanted=lambda: self.waits_for(request.permit_id))
+        if answer.granted is None:
+            if answer.result == calls.ON_HOLD:
+                threading.Event().wait(STEP_MS / 1000)
+            return False
+        self._hand_over(None, request, answer)
+        return True

@@ -11,6 +11,7 @@ from django.db.models import F, Q
 from django.db.utils import Error
 
 from django_sqlsem.backends.applock import reading
+from django_sqlsem.backends.applock.calls import READ
 from django_sqlsem.backends.base import COUNTER, Forgotten, check_slots
 from django_sqlsem.backends.clock import LONGEST_DELETION, Idle, RowClock
 from django_sqlsem.conf import config
@@ -76,8 +77,7 @@ class Operator:
     ) -> list[SemaphoreSnapshot]:
         """Return snapshots ordered by name."""
         with database_errors(self.alias):
-            keys = None if names is None else reading.keys_of(names)
-            results = self._results(reading.READ, (keys, prefix or None, template))
+            results = self._results(READ.text, list(reading.wish(names, prefix, template).values()))
             locks = self._locks()
             others = self._others(template, locks) if template is not None and locks is not None else ()
             return reading.read(results, names=names, prefix=prefix, locks=locks, others=others)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from django.db import Error as DjangoDatabaseError
 from django.db import connections
 
-from django_sqlsem.backends.applock.held import Holding
-from django_sqlsem.backends.applock.sessions import INSIDE, LockSession
+from django_sqlsem.backends.applock.sessions import INSIDE, Holding, LockSession
 from django_sqlsem.core import turns
 from django_sqlsem.core.modes import UPDATE, line_of
 from django_sqlsem.database import sockets

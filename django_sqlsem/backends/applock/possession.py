@@ -1,4 +1,4 @@
-"""What is held on application locks: giving it back, proving it, and telling what a session's end has cost."""
+"""What is held on application locks: giving it back, proving it, fencing it, and what a session's end has cost."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from django_sqlsem.backends.applock import calls
 from django_sqlsem.backends.base import Acquired, Renewal, Request
 from django_sqlsem.conf import config
 from django_sqlsem.core.clocks import boot_now
-from django_sqlsem.core.modes import UPDATE, UPGRADE, line_of
-from django_sqlsem.exceptions import BackendError
+from django_sqlsem.core.modes import UPDATE, UPGRADE, WRITER, line_of
+from django_sqlsem.database import transactions
+from django_sqlsem.database.raw import results_of
+from django_sqlsem.database.sessions import CallerSession
+from django_sqlsem.database.sqlserver import failure
+from django_sqlsem.exceptions import BackendError, SemaphoreError
 from django_sqlsem.snapshots import Loss, LossReason
 
 if TYPE_CHECKING:
-    from django_sqlsem.backends.applock.held import Holding
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
     from django_sqlsem.backends.applock.pool import LockPool
-    from django_sqlsem.backends.applock.sessions import LockSession
+    from django_sqlsem.backends.applock.sessions import Holding, LockSession
     from django_sqlsem.core.names import Resource
 
 
@@ -35,6 +40,17 @@ AT_A_TIME: Final = 32
 DISPLACED: Final = "another program took the name when it was downgraded"
 #: How many permits' losses are remembered for those who ask later.
 MOST_LOSSES: Final = 1000
+
+#: How long a transaction waits for its fence, in milliseconds: for whoever has taken the slot by then.
+PATIENCE_MS: Final = 2000
+#: How long it waits for its turn on the permit's session, in seconds.
+PROOF_WITHIN: Final = 10.0
+_REFUSED: Final = -1
+
+_ROW: Final = (
+    "EXISTS (SELECT 1 FROM sqlsem_slot WITH (FORCESEEK) WHERE semaphore_key = %s AND slot = %s AND token = %s"
+    " AND permit_id = %s) AND APPLOCK_TEST(N'public', %s, N'Exclusive', N'Session') = 0"
+)
 
 
 class Possession:
@@ -64,38 +80,39 @@ class Possession:
         with self.pool.own(session):
             if session.held.get(holding.line) is not holding:
                 return False
-            if holding.mode in (UPDATE, UPGRADE):
-                return self.downgrade(session, holding.key, keep=holding.mode == UPGRADE)
+            if holding.mode == UPGRADE:
+                return self.downgrade(session, holding.key)
             return self.let_go(session, holding) >= len(holding.slots)
 
     def let_go(self, session: LockSession, holding: Holding) -> int:
         """Free a permit's locks on this session, whose turn it is. Returns how many there were."""
-        call = calls.RELEASE if len(holding.slots) == 1 else calls.RELEASE_SEVERAL
-        given = {"slot": holding.slots[0], "taken": holding.csv, "permit": holding.permit_id if self.record else None}
-        row = self._give(session, call, _names(holding) | given)
+        call = calls.RELEASE if self.record else calls.RELEASE_UNRECORDED
+        if len(holding.slots) > 1 or holding.slots[0] == WRITER:  # whose upgrade may have closed the gate
+            call = calls.RELEASE_SEVERAL
+        values = self.names(holding) | {"slot": holding.slots[0], "last": holding.slots[-1]}
+        row = self._give(session, call, values)
         if row is None:
             return 0
-        self.pool.forget(session, holding)
-        self._see_to_row(holding, row)
+        line = line_of(holding.key, UPGRADE)  # it goes with the upgradable reader's
+        session.unclear.pop(line, None)
+        for each in filter(None, (holding, session.held.get(line))):
+            self.pool.forget(session, each)
+        if row["error"]:
+            logger.warning("A row of %r could not be freed with its lock: %s", self.alias, row["why"])
+            with contextlib.suppress(BackendError):
+                self._forget(holding)
         return int(row["freed"])
 
     def _give(self, session: LockSession, call: calls.ProcedureCall, values: dict[str, Any]) -> dict[str, Any] | None:
         """Make a call that gives something back. ``None``: the session has surely ended, and so it was given back."""
         try:
-            return session.run(call, values | {"record": self.record})
+            return session.run(call, values)
         except BackendError:
             if session.ended:  # the server frees the locks; the row is seen to when it can be
                 self.bury(session)
             if session.surely_ended:
                 return None
             raise
-
-    def _see_to_row(self, holding: Holding, row: dict[str, Any]) -> None:
-        """After a call whose locks are free: if a row could not be written, free it now."""
-        if row["error"]:
-            logger.warning("A row of %r could not be freed with its lock: %s", self.alias, row["why"])
-            with contextlib.suppress(BackendError):
-                self._forget(holding)
 
     def give_up(self, session: LockSession | None, request: Request) -> None:
         """Free what a claim has got that nobody wants any more: on its own session, or (``None``) on that of a reader.
@@ -118,30 +135,23 @@ class Possession:
             self.bury(session)
             raise
 
-    def downgrade(self, session: LockSession, key: str, *, keep: bool) -> bool:
-        """End the upgrade on this session, whose turn it is, and unless it is to ``keep`` that, its permit.
-
-        Returns whether there was what ends.
-        """
+    def downgrade(self, session: LockSession, key: str) -> bool:
+        """End the upgrade on this session, whose turn it is. Returns whether there was one."""
         reader = session.held.get(line_of(key, UPDATE))
         upgraded = session.held.get(line_of(key, UPGRADE))
         if reader is None:
             return False
-        values = _names(reader) | {"keep": keep, "permit": reader.permit_id}
-        row = self._give(session, calls.BE_READER, values)
+        row = self._give(session, calls.BE_READER, self.names(reader))
         if row is None:
             return False
         session.unclear.pop(line_of(key, UPGRADE), None)
         if upgraded is not None:
             self.pool.forget(session, upgraded)
-        if not keep or row["freed"]:
+        if row["result"] < 0:
             self.pool.forget(session, reader)
-        if keep and row["freed"]:
             self._displaced.add(reader.permit_id)
             self._lose(reader, Loss(LossReason.CUT_OFF, DISPLACED))
-        if not keep:
-            self._see_to_row(reader, row)
-        return upgraded is not None if keep else bool(row["freed"])
+        return upgraded is not None
 
     def discard(self, resource: Resource, permit_id: str) -> bool:
         """Free what a claim may have got: known locks by name, and those of claims that were cut short."""
@@ -155,7 +165,7 @@ class Possession:
                     if line == resource.key:
                         session.clean(line)
                     else:
-                        self.downgrade(session, resource.key, keep=True)
+                        self.downgrade(session, resource.key)
         return self.pool.holder(permit_id) is not None and self.release(permit_id)
 
     # Proofs.
@@ -251,6 +261,80 @@ class Possession:
             row = session.run(calls.FORGET, values | {"token": holding.tokens[0] if holding.tokens else 0})
         return None if row["revoked_by"] is None else str(row["revoked_by"])
 
+    def names(self, holding: Holding) -> dict[str, Any]:
+        """Return what calls are told of a holding: its name, and whose rows there are; ``None``: there are none."""
+        permit = holding.permit_id if self.record else None
+        return {"base": holding.names.base, "key": holding.key, "permit": permit}
 
-def _names(holding: Holding) -> dict[str, Any]:
-    return {"base": holding.names.base, "key": holding.key}
+
+class Fencing:
+    """Fences: the caller's own transaction keeps a permit's slots from being taken until it ends.
+
+    The transaction takes locks of its own (``internal_fence_1``), and then the permit's session proves that it still
+    has its slots. Whoever gets one of those slots later looks for such locks, and stands behind them.
+    """
+
+    def __init__(self, pool: LockPool, possession: Possession) -> None:
+        self.alias = pool.alias
+        self.pool = pool
+        self.possession = possession
+
+    def fence(self, caller: BaseDatabaseWrapper, held: Acquired) -> bool:
+        """Fence the caller's transaction. Return whether the permit is live, and stays untaken until that ends."""
+        self._need_rows()
+        found = self.pool.holder(held.permit_id)
+        if found is None:
+            return False
+        own, holding = found
+        whole = bool(holding.whole) or line_of(holding.key, UPGRADE) in own.held
+        values: list[Any] = [holding.key, "" if whole else f",{','.join(map(str, holding.slots))},", PATIENCE_MS]
+        result = CallerSession(caller).run(lambda cursor: _ask(cursor, values))
+        if result < 0 and result != _REFUSED:
+            raise failure(caller.alias, result)
+        live = self._has(own, holding)
+        if live and result < 0:
+            raise BackendError(f"The database {self.alias!r} failed: {held.resource.name!r} could not be fenced")
+        return live
+
+    def fenced_sql(self, caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
+        """Return a condition that the slots' rows are the permit's, and that their locks are taken.
+
+        In a transaction it fences that first: else somebody might get the slot while the statement runs.
+        """
+        self._need_rows()
+        if transactions.in_transaction(caller) and not self.fence(caller, held):
+            return "1 = 0", []
+        found = self.pool.holder(held.permit_id)
+        if found is None:
+            return "1 = 0", []
+        holding, parameters = found[1], []
+        for slot, token in zip(holding.slots, holding.tokens, strict=True):
+            parameters += [holding.key, slot, token, holding.permit_id, holding.names.slot(slot)]
+        return f"({' AND '.join([_ROW] * len(holding.slots))})", parameters
+
+    def _need_rows(self) -> None:
+        if not self.possession.record:
+            raise SemaphoreError(
+                f"Fences need lock rows, and SQLSEM['RECORD'] is off for {self.alias!r}: nothing tells who has a slot."
+            )
+
+    def _has(self, own: LockSession, holding: Holding) -> bool:
+        """Have a session prove by a statement sent now that it still has a permit's locks."""
+        with self.pool.own(own, timeout=PROOF_WITHIN) as had:
+            if not had:
+                raise BackendError(f"The database {self.alias!r} failed: a session is busy")
+            if own.ended or own.held.get(holding.line) is not holding:
+                return False
+            try:
+                if own.prove():
+                    return True
+            except BackendError:
+                if not own.ended:
+                    raise
+            self.possession.bury(own)
+            return False
+
+
+def _ask(cursor: Any, values: list[Any]) -> int:
+    cursor.execute(calls.FENCE_OFF.text.replace("?", "%s"), values)
+    return int(results_of(cursor)[0][0]["rc"])

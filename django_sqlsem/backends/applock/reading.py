@@ -1,8 +1,6 @@
 """What SQL Server's locks and our rows say together: the rows tell who, the locks tell whether.
 
-Where the login may see the server's views (``locks``), they add sessions, and what other programs hold and wait for.
-
-What the server's own views tell of application locks, to a login that may see them: sessions, queues, strangers.
+Where the login may see the server's views (``locks``), they add sessions, queues, and what other programs hold.
 
 The views show at most 32 characters of a resource and a hash that nobody outside can compute, so that two long names
 can look alike. Only what is sure is used. Everything here but ``QUERY`` works on its rows alone.
@@ -16,7 +14,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from django_sqlsem.backends.clock import RowClock, stop_by
+from django_sqlsem.backends.applock.calls import READ
+from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.core.modes import WHOLE, WRITER
 from django_sqlsem.core.names import MAX_SLOTS, key_of, validate_name
 from django_sqlsem.database.sqlserver import LockNames, Meaning, lock_names, meaning, no_such_table
@@ -198,16 +197,14 @@ def refusal(error: Exception) -> str:
     return f"{_ONLY}{' '.join(text.split())}"
 
 
-#: Four results of ``READ``, each a list of rows by column: the server's time, names, slots, waiters.
+#: What ``READ`` answers: the server's time, names, slots, waiters.
 Results: TypeAlias = Sequence[Sequence[dict[str, Any]]]
 
-#: Answers by ``Results``; its parameters are keys with commas between them, a prefix, and a template, or ``None``.
-READ: Final = "EXEC sqlsem.internal_read_1 @keys = ?, @prefix = ?, @template = ?"
 
-
-def keys_of(names: Collection[str]) -> str:
-    """Return the first parameter of ``READ`` for these names."""
-    return ",".join(sorted({key_of(name) for name in names}))
+def wish(names: Collection[str] | None, prefix: str = "", template: str | None = None) -> dict[str, str | None]:
+    """Return the parameters of ``READ``."""
+    keys = None if names is None else ",".join(sorted({key_of(name) for name in names}))
+    return {"keys": keys, "prefix": prefix or None, "template": template}
 
 
 def read(
@@ -236,7 +233,7 @@ def read(
 
 def read_one(session: LockSession, resource: Resource) -> SemaphoreSnapshot | None:
     """Return the snapshot of one name, read on a lock session. Raises ``BackendError``."""
-    found = read(session.results(READ, (resource.key, None, None)), names=[resource.name])
+    found = read(session.results(READ, wish([resource.name])), names=[resource.name])
     return next(iter(found), None)
 
 
@@ -271,32 +268,17 @@ def _snapshot(
 
 
 def _holder(clock: RowClock, name: str, row: Mapping[str, Any]) -> HolderSnapshot | None:
-    taken = row["taken"]
-    values = {key: value for key, value in row.items() if key != "taken"}
-    slot = SlotRow(**values)
+    slot = SlotRow(**{key: value for key, value in row.items() if key != "taken"})
     if slot.expires_us is None:
         # A writer that waits for readers to leave has its place by then.
-        return _unknown(clock, name, slot.slot) if taken and slot.slot != WRITER else None
-    age = max(0.0, clock.age(slot.acquired_us, ""))
-    return HolderSnapshot(
-        name=name,
-        slot=slot.slot,
-        state=SlotState.HELD if taken else SlotState.STALE,
-        token=slot.token,
-        host=slot.host,
-        pid=slot.pid,
-        thread=slot.thread,
-        label=slot.label,
-        user=slot.user,
-        acquired_at=clock.at(age),
-        expires_at=None,
-        age=age,
-        lease_left=None,
-        session_id=slot.session_id,
-        session_us=slot.session_us,
-        mode=slot.mode,
-        stop_by=stop_by(slot),
-    )
+        return _unknown(clock, name, slot.slot) if row["taken"] and slot.slot != WRITER else None
+    holder = _unleased(clock.holder(name, slot), SlotState.HELD if row["taken"] else SlotState.STALE)
+    return dataclasses.replace(holder, session_id=slot.session_id, session_us=slot.session_us)
+
+
+def _unleased(holder: HolderSnapshot, state: SlotState = SlotState.HELD) -> HolderSnapshot:
+    """Return a holder as what it is here: a session's lock has no lease."""
+    return dataclasses.replace(holder, state=state, expires_at=None, lease_left=None)
 
 
 def _all_slots(holder: HolderSnapshot, slots: Sequence[Mapping[str, Any]]) -> list[HolderSnapshot]:
@@ -309,42 +291,25 @@ def _all_slots(holder: HolderSnapshot, slots: Sequence[Mapping[str, Any]]) -> li
 
 def _unknown(clock: RowClock, name: str, slot: int, lock: Lock | None = None) -> HolderSnapshot:
     """Return the holder of a lock without a row, as far as its session is known."""
-    return HolderSnapshot(
-        name=name,
-        slot=slot,
-        state=SlotState.HELD,
-        token=lock.session_us if lock else 0,
-        host=lock.host if lock else "",
-        pid=lock.pid if lock else 0,
-        thread="",
-        label=(lock.program if lock else "") or "another program",
-        user=lock.login if lock else "",
-        acquired_at=clock.wall,
-        expires_at=None,
-        age=0.0,
-        lease_left=None,
-        session_id=lock.session_id if lock else None,
-        session_us=lock.session_us if lock else None,
-        login=lock.login if lock else "",
-        program=lock.program if lock else "",
+    row = SlotRow(slot=slot, token=0, host="", pid=0, lease_us=0, label="another program")
+    if lock is None:
+        return dataclasses.replace(_unleased(clock.holder(name, row)), recorded=False)
+    row.token, row.host, row.pid, row.user = lock.session_us, lock.host, lock.pid, lock.login
+    row.label = lock.program or row.label
+    return dataclasses.replace(
+        _unleased(clock.holder(name, row)),
+        session_id=lock.session_id,
+        session_us=lock.session_us,
+        login=lock.login,
+        program=lock.program,
         recorded=False,
     )
 
 
 def _stranger(clock: RowClock, name: str, lock: Lock) -> WaiterSnapshot:
-    return WaiterSnapshot(
-        name=name,
-        host=lock.host,
-        pid=lock.pid,
-        thread="",
-        label=lock.program,
-        user=lock.login,
-        waiting_since=clock.at(lock.waited),
-        age=lock.waited,
-        waiting=1,
-        take=1,
-        session_id=lock.session_id,
-    )
+    row = WaiterRow(host=lock.host, pid=lock.pid, label=lock.program, user=lock.login, waiting=1, take=1)
+    row.queued_us = clock.now - round(lock.waited * 1e6)
+    return dataclasses.replace(clock.waiter(name, row), session_id=lock.session_id)
 
 
 def with_sessions(

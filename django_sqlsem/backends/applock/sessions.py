@@ -11,14 +11,16 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error as DjangoDatabaseError
 
 from django_sqlsem.backends.applock.calls import CLEAN, PROVE, ProcedureCall
+from django_sqlsem.backends.base import Grant
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.identity import process_id
-from django_sqlsem.core.modes import UPDATE, line_of
+from django_sqlsem.core.modes import SHARED, UPDATE, line_of
 from django_sqlsem.core.text import check_page
 from django_sqlsem.core.turns import Turn
 from django_sqlsem.database import sockets as database_sockets
@@ -28,7 +30,6 @@ from django_sqlsem.database.sqlserver import FOREIGN, Meaning, failure, meaning
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
-    from django_sqlsem.backends.applock.held import Holding
     from django_sqlsem.database.sqlserver import LockNames
 
 
@@ -45,26 +46,47 @@ SET DEADLOCK_PRIORITY HIGH;
 SET LOCK_TIMEOUT 2000;
 """
 #: Stamp a fresh session, and see that it is fresh: a pool would hand out one with a stamp, and with its locks.
-OPEN: Final = ProcedureCall(
-    """SET NOCOUNT ON;
-DECLARE @stamp varchar(60) = ?;
-DECLARE @before varbinary(128) = CONTEXT_INFO(), @new varbinary(128) = CAST(@stamp AS varbinary(128));
+OPEN: Final = """SET NOCOUNT ON;
+DECLARE @before varbinary(128) = CONTEXT_INFO(), @new varbinary(128) = CAST('{stamp}' AS varbinary(128));
 SET CONTEXT_INFO @new;
 SELECT @@SPID AS session_id, CASE WHEN SUBSTRING(@before, 1, 7) = 0x73716C73656D3A THEN 1 ELSE 0 END AS used,
     CASE WHEN CAST(DATABASEPROPERTYEX(DB_NAME(), 'Updateability') AS nvarchar(20)) = N'READ_ONLY' THEN 1 ELSE 0 END
     AS read_only,
     (SELECT DATEDIFF_BIG(MICROSECOND, '1970-01-01', login_time) FROM sys.dm_exec_sessions WHERE session_id = @@SPID)
     AS session_us;
-""",
-    ("stamp",),
-)
+"""
 
 #: The modules that use a session: what is called there goes on for as long as its outermost frame is on the stack.
 INSIDE: Final = ("django_sqlsem.backends.applock", "contextlib")
 #: For how many seconds after the answer was due the server is not asked once more whether it is there.
 SILENT: Final = 3.0
-#: The key of the cursor of what only reads; others are kept by their statements.
-_READING: Final = ("", False)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One permit's locks on a session."""
+
+    permit_id: str
+    names: LockNames
+    key: str
+    #: Ascending.
+    slots: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+    #: The slots that it stands for, if it has the name itself alone and one slot in place of all.
+    whole: tuple[int, ...] = ()
+    #: How it shares the name with others: see ``modes``.
+    mode: str = SHARED
+
+    @property
+    def line(self) -> str:
+        """The key of the name, and the mode of one that may become the writer, or has: a session keeps both of them."""
+        return line_of(self.key, self.mode)
+
+    def grant(self) -> Grant:
+        """Return it as a backend grants it; for want of rows' ids, with the slots' numbers."""
+        if self.whole:
+            return Grant(self.whole, self.tokens * len(self.whole), self.whole)
+        return Grant(self.slots, self.tokens, self.slots)
 
 
 class LockSession:
@@ -114,7 +136,7 @@ class LockSession:
             with self._wrapper.wrap_database_errors, contextlib.closing(self._raw.cursor()) as cursor:
                 self.asked = time.monotonic()  # Microsoft's driver alone gives it up after 15 s
                 cursor.execute(SETTINGS)
-            opened = self.run(OPEN, {"stamp": self.stamp})
+            opened = self.run(ProcedureCall(OPEN.format(stamp=self.stamp), (), ""), {}, opens=True)
         except BaseException:
             self.end("it could not be opened")
             raise
@@ -141,8 +163,16 @@ class LockSession:
         """Whether another thread can end a wait on it at once."""
         return bool(self._descriptors)
 
-    def run(self, call: ProcedureCall, values: dict[str, Any], *, waits: bool = False) -> dict[str, Any]:
-        """Call a procedure and return its one row by column; one that ``waits`` may take as long as it likes.
+    def run(
+        self, call: ProcedureCall, values: dict[str, Any], *, waits: bool = False, opens: bool = False
+    ) -> dict[str, Any]:
+        """Call a procedure and return its one row by column: see ``results()``."""
+        return self.results(call, values, waits=waits, opens=opens)[0][0]
+
+    def results(
+        self, call: ProcedureCall, values: dict[str, Any], *, waits: bool = False, opens: bool = False
+    ) -> list[list[dict[str, Any]]]:
+        """Call a procedure and return its results, each as rows by column; one that ``waits`` may take as it likes.
 
         Raises ``BackendError``; then the session has ended, unless the server only refused the call.
         """
@@ -152,7 +182,7 @@ class LockSession:
         sent = boot_now()
         try:
             with self._wrapper.wrap_database_errors:
-                row = self._execute(call.text, parameters, sizes=call.sizes(), waits=waits)
+                found = self._execute(call.text, parameters, sizes=call.sizes(), waits=waits)
         except DjangoDatabaseError as error:
             # Whatever else the server said of this call, the other locks here are not to be lost for it.
             known = self._note_end(error)
@@ -164,35 +194,15 @@ class LockSession:
             raise backend_error(self.alias, error, stale=bool(self.ended) and not self.fresh) from error
         finally:
             self.last_used = time.monotonic()
-        if call is not OPEN and bytes(row["stamp"] or b"").rstrip(b"\0") != self.stamp.encode():
+        if not opens and bytes(found[0][0]["stamp"] or b"").rstrip(b"\0") != self.stamp.encode():
             self.end("another session stands in its place")
             raise failure(self.alias, FOREIGN)
-        self.proved_at, self.fresh = sent, call is OPEN
-        return row
-
-    def results(self, text: str, parameters: Sequence[Any]) -> list[list[dict[str, Any]]]:
-        """Run what only reads and return its results, each as rows by column.
-
-        Raises ``BackendError``; the session may have ended then.
-        """
-        try:
-            with self._wrapper.wrap_database_errors:
-                cursor = self._cursors[_READING] = self._raw.cursor()
-                self.asked = time.monotonic()
-                cursor.execute(text, list(parameters))
-                return results_of(cursor)
-        except DjangoDatabaseError as error:
-            self._drop(_READING)
-            if self._still_fails():  # nothing can come to pass later of what only reads
-                self.end(str(error.__cause__ or error).strip())
-            raise backend_error(self.alias, error, stale=bool(self.ended) and not self.fresh) from error
-        finally:
-            self.asked = 0.0
-            self._drop(_READING)
+        self.proved_at, self.fresh = sent, opens
+        return found
 
     def _execute(
         self, text: str, parameters: Sequence[Any], *, sizes: Sequence[Any] = (), waits: bool = False
-    ) -> dict[str, Any]:
+    ) -> list[list[dict[str, Any]]]:
         cursor = self._cursors.get((text, waits))
         if cursor is None:
             try:
@@ -204,14 +214,7 @@ class LockSession:
             cursor.setinputsizes(sizes)
             self.asked = 0.0 if waits else time.monotonic()
             cursor.execute(text, parameters)
-            while cursor.description is None:  # some servers send a word about each refused lock
-                if not cursor.nextset():
-                    raise RuntimeError("the server sent no result")
-            names = [column[0] for column in cursor.description]
-            row = dict(zip(names, cursor.fetchone(), strict=True))
-            while cursor.nextset():
-                pass
-            return row
+            return results_of(cursor)  # some servers send a word about each refused lock before
         except BaseException:
             self._drop((text, waits))
             raise
@@ -267,7 +270,7 @@ class LockSession:
     def clean(self, key: str) -> None:
         """Free what a claim of a name that was cut short may have got."""
         names, last, record = self.unclear[key]
-        self.run(CLEAN, {"base": names.base, "key": key, "last": last, "record": record})
+        self.run(CLEAN, {"base": names.base, "key": key, "last": last, "permit": "" if record else None})
         for line in (key, line_of(key, UPDATE)):
             self.held.pop(line, None)  # in case it was noted
         self.kept = self.kept and bool(self.held)

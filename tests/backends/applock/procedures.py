@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from django.db import connections
 
-from django_sqlsem.backends.applock import install
+from django_sqlsem.backends.applock import calls, install
 from tests.backends.applock.counting_semaphore import Caller
 from tests.backends.applock.plain import ALIAS, Session
 from tests.support import tds
@@ -112,8 +112,7 @@ def see_that_they_are_there() -> None:
 def changed(*names: str, by: str = "-- as in another version") -> Iterator[None]:
     """Have the package be another version, in which these procedures begin with something else."""
     texts = {
-        name: text.replace("\nAS\n", f"\nAS\n{by}\n") if name in names else text
-        for name, text in install.files().items()
+        name: text.replace("\nAS\n", f"\nAS\n{by}\n") if name in names else text for name, text in calls.files().items()
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(install, "files", lambda: texts)

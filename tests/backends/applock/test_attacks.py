@@ -15,11 +15,10 @@ from django.db import connections, transaction
 from django_sqlsem import AcquireTimeoutError, BackendError, semaphore
 from django_sqlsem.backends import get_backend
 from django_sqlsem.backends.applock import calls
-from django_sqlsem.backends.applock.acquire import Answer, Claims
+from django_sqlsem.backends.applock.acquire import Answer, Claims, Upgrades
 from django_sqlsem.backends.applock.backend import ApplockBackend
 from django_sqlsem.backends.applock.line import Line
 from django_sqlsem.backends.applock.sessions import LockSession
-from django_sqlsem.backends.applock.upgrades import Upgrades
 from django_sqlsem.backends.base import Queue, Request, Waited
 from django_sqlsem.checks import sqlserver
 from django_sqlsem.core.clocks import boot_now
@@ -92,7 +91,7 @@ def test_an_error_about_one_name_is_raised_and_costs_no_other_permit(monkeypatch
         bad = known("bad", slots=2)
         real = LockSession._execute
 
-        def refused(session: LockSession, text: str, *args: Any, **options: Any) -> dict[str, Any]:
+        def refused(session: LockSession, text: str, *args: Any, **options: Any) -> list[list[dict[str, Any]]]:
             if text == calls.ACQUIRE.text:
                 text = f"DECLARE @zero int = 0; SET @zero = 1 / @zero; {text}"
             return real(session, text, *args, **options)
@@ -139,12 +138,12 @@ def test_a_claim_that_was_cut_leaves_nothing_of_what_an_operator_allowed(monkeyp
     held[1].detach()
     real = LockSession._execute
 
-    def struck(session: LockSession, text: str, *args: Any, **options: Any) -> dict[str, Any]:
-        row = real(session, text, *args, **options)
-        if row.get("taken") == ",3,":
+    def struck(session: LockSession, text: str, *args: Any, **options: Any) -> list[list[dict[str, Any]]]:
+        found = real(session, text, *args, **options)
+        if found[0][0].get("taken") == ",3,":
             monkeypatch.undo()
             raise KeyboardInterrupt
-        return row
+        return found
 
     monkeypatch.setattr(LockSession, "_execute", struck)
     with pytest.raises(KeyboardInterrupt):
@@ -184,7 +183,7 @@ def test_a_silent_server_is_found_out_also_after_a_wait(monkeypatch):
     with proxy_for(ALIAS) as proxy:
         session = session_through(proxy, monkeypatch)
         assert session.can_be_cut, "the proxy opens sockets of its own at the same moment"
-        session.run(calls.ProcedureCall("SELECT CONTEXT_INFO() AS stamp", ()), {}, waits=True)
+        session.run(calls.ProcedureCall("SELECT CONTEXT_INFO() AS stamp", (), ""), {}, waits=True)
         session.prove()
         proxy.silence()
         began = time.monotonic()
@@ -249,7 +248,7 @@ def test_who_is_served_twice_at_the_same_moment_keeps_what_it_knows_of(monkeypat
         line = backend._lines[successor.line]
         elsewhere = self.try_claim(successor, fair=0).granted
         assert elsewhere is not None
-        backend.deliver(elsewhere, boot_now(), successor.resource)
+        backend.claims.deliver(elsewhere, boot_now(), successor.resource)
         line.leave(successor.permit_id)
         passed.append(pass_on(self, session, asked, successor))
         return passed[-1]
@@ -333,7 +332,7 @@ def test_an_upgrade_that_two_threads_of_the_library_ask_for_at_once_stays(monkey
         answers.append(real(self, claim, timeout, close=close))
         granted = answers[0].granted
         assert granted is not None
-        backend.deliver(granted, boot_now(), claim.resource)
+        backend.claims.deliver(granted, boot_now(), claim.resource)
         backend._lines[claim.line].leave(granted.permit_id)
         answers.append(real(self, claim, timeout, close=close))
         return answers[1]

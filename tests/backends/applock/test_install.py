@@ -12,7 +12,7 @@ from django.core.management import call_command
 from django.db import connections
 
 from django_sqlsem import BackendError, semaphore
-from django_sqlsem.backends.applock import install
+from django_sqlsem.backends.applock import calls, install
 from django_sqlsem.checks import sqlserver
 from django_sqlsem.database.sqlserver import lock_names
 from django_sqlsem.models import SlotRow
@@ -83,7 +83,7 @@ def test_what_another_version_has_is_left_alone(program):
     try:
         install.remove(connections[ALIAS])
         assert install.installed(connections[ALIAS]) is None
-        assert len(altered()) == len(install.files()) + 1
+        assert len(altered()) == len(calls.files()) + 1
         rc = "DECLARE @rc int; EXEC @rc = sqlsem.internal_acquire_0; SELECT @rc"
         assert program.value(rc) == 7
         assert program.acquire(NAME, 1)[0] == 0
@@ -102,8 +102,8 @@ def test_calls_that_wait_while_another_version_is_installed_end_well(program, an
         wait_until(lambda: observer.test(lock_names(NAME).gate) == 0)
         actor.ask_for()
         wait_until(lambda: observer.value("SELECT COUNT(*) FROM sqlsem_waiter") == 1)
-        with changed(*install.files()):
-            assert len(altered()) == len(install.files()) + 1
+        with changed(*calls.files()):
+            assert len(altered()) == len(calls.files()) + 1
             with contextlib.closing(Program()) as newcomer:
                 assert newcomer.acquire(NAME, 1, timeout_ms=300)[0] == -1
                 assert not waits.done()

@@ -11,7 +11,7 @@ import pytest
 
 from django_sqlsem import AcquireTimeoutError, semaphore
 from django_sqlsem.backends import get_backend
-from django_sqlsem.backends.applock import calls
+from django_sqlsem.backends.applock import calls, reading
 from django_sqlsem.backends.applock.acquire import Claims
 from django_sqlsem.backends.applock.possession import Possession
 from django_sqlsem.backends.applock.sessions import LockSession
@@ -67,7 +67,7 @@ def test_a_struck_look_costs_no_permit_of_its_session():
     [session] = {backend.pool.holder(each._acquisition.request.permit_id)[0] for each in held}
     raw, session._raw = session._raw, StruckConnection(session._raw)
     with pytest.raises(SoftLimit) as caught:
-        session.results("SELECT name_key FROM sqlsem_semaphore", [])
+        session.results(calls.READ, reading.wish(None))
     session._raw = raw
     assert run_in_threads(1, lambda _nth: held[1].release()) == [None]
     assert held[0].lost is None

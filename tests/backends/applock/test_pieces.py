@@ -23,10 +23,9 @@ from django_sqlsem.backends.applock import line as applock_line
 from django_sqlsem.backends.applock import pool as applock_pool
 from django_sqlsem.backends.applock import sessions as applock_sessions
 from django_sqlsem.backends.applock.acquire import Answer
-from django_sqlsem.backends.applock.held import Holding
 from django_sqlsem.backends.applock.line import Line
 from django_sqlsem.backends.applock.pool import LockPool
-from django_sqlsem.backends.applock.sessions import INSIDE, LockSession
+from django_sqlsem.backends.applock.sessions import INSIDE, Holding, LockSession
 from django_sqlsem.backends.base import (
     Grant,
     Granted,
@@ -69,7 +68,6 @@ class Server:
         self.passed_on: list[tuple[str, str]] = []
         self.served_elsewhere: set[str] = set()
         #: Its parts are itself.
-        self.claims: Any = self
         self.possession: Any = self
         self.record = True
         #: What it answers when it grants nothing.
@@ -547,12 +545,12 @@ def opened(monkeypatch: pytest.MonkeyPatch, **said: Any) -> LockSession:
             pass
 
         def execute(self, text: str, parameters: Any = ()) -> None:
-            if text == applock_sessions.OPEN.text:
+            if text.startswith(applock_sessions.OPEN[:80]):
                 row = {"session_id": 57, "used": 0, "read_only": 0, "session_us": 1_763_677_312_003_333} | said
                 self.description, self.answer = [(name,) for name in row], tuple(row.values())
 
-        def fetchone(self) -> tuple[Any, ...]:
-            return self.answer
+        def fetchall(self) -> list[tuple[Any, ...]]:
+            return [self.answer]
 
         def nextset(self) -> bool:
             return False

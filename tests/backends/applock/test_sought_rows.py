@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from django.db import models
 
-from django_sqlsem.backends.applock import fences as applock_fences
-from django_sqlsem.backends.applock import install
+from django_sqlsem.backends.applock import calls, possession
 from django_sqlsem.claims import rows
 from django_sqlsem.database.dialects import Dialect, _dialect
 from django_sqlsem.deadlocks import reading as deadlocks_reading
@@ -35,7 +34,7 @@ READ = re.compile(rf"(?:(?<!DELETE )\bFROM|\bJOIN|,) ({TABLE})\b(?: (?:AS )?(\w)
 #: A table is ordered by these: naming a row by them is a seek anyway, whatever the table's size.
 ORDER = {"id", "name_key"}
 #: Of whole tables, or of one name if one is given: an OR that no seek can serve. Housekeeping looks at all names.
-WHOLE_TABLES = {"internal_read_1", "internal_status_1", "beacons.TAKEN", "taken"}
+WHOLE_TABLES = {"internal_read_1", "beacons.TAKEN", "taken"}
 #: It only begins a transaction: whatever it finds, it waits for nobody.
 UNLOCKED = {"internal_fence_1"}
 #: The tables of many rows.
@@ -97,9 +96,9 @@ def statements_about_waits() -> dict[str, str]:
 ROWS = row_statements() | statements_about_waits()
 PROCEDURES = {
     name: re.sub(r"\s+", " ", re.sub(r"--[^\n]*", "", text).replace("dbo.sqlsem_", "sqlsem_"))
-    for name, text in install.files().items()
+    for name, text in calls.files().items()
 }
-CALLERS = {"fenced": applock_fences._ROW}
+CALLERS = {"fenced": possession._ROW}
 TEXTS = ROWS | PROCEDURES | CALLERS
 
 everywhere = pytest.mark.parametrize("name", TEXTS)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import pytest
 from sqlfluff.core import Linter
 
-from django_sqlsem.backends.applock import calls, install, reading
-from django_sqlsem.backends.applock.sessions import OPEN, SETTINGS
+from django_sqlsem.backends.applock import calls, install
+from django_sqlsem.backends.applock.sessions import SETTINGS
 from django_sqlsem.checks import sqlserver
 from django_sqlsem.database.cursors import size_of
 from tests.golden.calls import on_lock_sessions, on_other_sessions
@@ -22,7 +22,7 @@ from tests.support.databases import ROOT
 PAGES = sorted((ROOT / "docs" / "backends").glob("*sql*.md"))
 DECLARE = re.compile(r"\bDECLARE\s(.*?);", re.DOTALL)
 FENCE = re.compile(r"^```sql\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FILES = dict(install.files())
+FILES = dict(calls.files())
 SENT = on_lock_sessions() | on_other_sessions()
 CHECKS = {f"check {name.lower()}": getattr(sqlserver, name) for name in ("FACTS", "PROBE", "SEE_LOCKS")}
 #: What is around the procedures' own texts.
@@ -176,31 +176,22 @@ def test_a_call_from_python_gives_what_the_procedure_takes(name: str) -> None:
     assert len(set(call.parameters)) == len(call.parameters)
     # It answers by one row: always, or when it is asked to.
     answer = Parameter("bit", optional=True, output=False)
-    assert wanted.pop("answer", None) == (answer if match[3] else None)
-    assert bool(match[3]) == bool(re.search(r"IF @answer = 1\s+SELECT [^;]*;\s*$", body(match[1])))
-    assert match[3] or re.search(r";\s+SELECT @[^;]*;\s*$", body(match[1]))
+    assert wanted.pop("answer", None) in ({answer} if match[3] else {None, answer})
+    asked = re.search(r"IF @answer = 1\s+SELECT [^;]*;\s*(?:RETURN @\w+;\s*)?$", body(match[1]))
+    always = re.search(r";\s+SELECT @?[^;]*;\s*$|@answer = 1;\s+END;\s*$", body(match[1]))
+    assert asked if match[3] else asked or always
     assert needed(wanted) <= set(call.parameters)
     for each in call.parameters:
         # Of whole numbers the value decides: a bit is sent as one too.
         declared = "int" if wanted[each].type == "bit" else wanted[each].type
-        assert calls.TYPES.get(each, "int") == declared, each
-    assert call.sizes() == tuple(size_of(calls.TYPES.get(each, "int")) for each in call.parameters)
+        assert calls.types(match[1])[each] == declared, each
+    assert call.sizes() == tuple(size_of(calls.types(match[1])[each]) for each in call.parameters)
 
 
-def test_every_procedure_is_called_and_every_type_is_used() -> None:
+def test_every_procedure_is_called() -> None:
     from_python = {re.findall(r"sqlsem\.(\w+)", call.text)[0] for call in calls.CALLS.values()}
-    from_python |= set(re.findall(r"sqlsem\.(\w+)", reading.READ))
     called = from_python | {callee for name in FILES for callee, _given in CALL.findall(body(name))}
     assert called == set(FILES) - set(install.PUBLIC)
-    assert set(calls.TYPES) == {each for call in (OPEN, *calls.CALLS.values()) for each in call.parameters} & set(
-        calls.TYPES
-    )
-
-
-def test_what_reads_is_given_its_parameters() -> None:
-    wanted = {"keys": "nvarchar(max)", "prefix": "nvarchar(400)", "template": "nvarchar(400)"}
-    assert f"EXEC sqlsem.internal_read_1 {', '.join(f'@{name} = ?' for name in wanted)}" == reading.READ
-    assert {name: each.type for name, each in parameters("internal_read_1").items()} == wanted
 
 
 # --- Variables ---
@@ -391,7 +382,7 @@ def test_a_transaction_is_over_at_the_end(name: str) -> None:
     assert not begun or name not in called or "@@TRANCOUNT = 0" in code  # others are called on our own sessions
 
 
-ON_THE_WAY = [f"internal_{name}_1" for name in ("try", "acquire", "release", "clean", "prove", "upgrade")]
+ON_THE_WAY = [f"internal_{name}_1" for name in ("try", "acquire", "release", "prove", "upgrade")]
 
 
 @pytest.mark.parametrize("name", ON_THE_WAY)

@@ -9,8 +9,8 @@ SET LOCK_TIMEOUT 2000;
 
 -- open
 SET NOCOUNT ON;
-DECLARE @stamp varchar(60) = ?;
-DECLARE @before varbinary(128) = CONTEXT_INFO(), @new varbinary(128) = CAST(@stamp AS varbinary(128));
+DECLARE @before varbinary(128) = CONTEXT_INFO(), @new varbinary(128) = CAST('sqlsem:process:session' AS
+      varbinary(128));
 SET CONTEXT_INFO @new;
 SELECT @@SPID AS session_id, CASE WHEN SUBSTRING(@before, 1, 7) = 0x73716C73656D3A THEN 1 ELSE 0 END AS used,
     CASE WHEN CAST(DATABASEPROPERTYEX(DB_NAME(), 'Updateability') AS nvarchar(20)) = N'READ_ONLY' THEN 1 ELSE 0 END
@@ -18,59 +18,60 @@ SELECT @@SPID AS session_id, CASE WHEN SUBSTRING(@before, 1, 7) = 0x73716C73656D
     (SELECT DATEDIFF_BIG(MICROSECOND, '1970-01-01', login_time) FROM sys.dm_exec_sessions WHERE session_id = @@SPID)
     AS session_us;
 
--- read
-EXEC sqlsem.internal_read_1 @keys = ?, @prefix = ?, @template = ?;
-
 -- call acquire
-EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @permit = ?, @host = ?, @pid = ?, @thread
-      = ?, @label = ?, @user = ?, @process = ?, @session_us = ?, @lock_mode = ?, @take = ?, @timeout = ?, @fair = ?,
-      @head = ?, @mark = ?, @answer = 1;
+EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @permit = ?, @thread = ?, @label = ?,
+      @user = ?, @session = ?, @lock_mode = ?, @take = ?, @timeout = ?, @fair = ?, @head = ?, @mark = ?, @answer = 1;
 
 -- call acquire_unrecorded
 EXEC sqlsem.internal_acquire_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @lock_mode = ?, @take = ?, @timeout = ?,
       @fair = ?, @head = ?, @mark = ?, @answer = 1;
 
 -- call be_reader
-EXEC sqlsem.internal_downgrade_1 @base = ?, @key = ?, @keep = ?, @permit = ?, @record = ?, @answer = 1;
+EXEC sqlsem.internal_downgrade_1 @base = ?, @key = ?, @permit = ?;
 
 -- call be_writer
-EXEC sqlsem.internal_upgrade_1 @base = ?, @key = ?, @slots = ?, @timeout = ?, @close = ?, @permit = ?, @record = ?,
-      @answer = 1;
+EXEC sqlsem.internal_upgrade_1 @base = ?, @key = ?, @slots = ?, @timeout = ?, @close = ?, @permit = ?;
 
 -- call clean
-EXEC sqlsem.internal_clean_1 @base = ?, @key = ?, @last = ?, @record = ?, @answer = 1;
+EXEC sqlsem.internal_release_1 @base = ?, @last = ?, @key = ?, @permit = ?;
 
 -- call declare
 EXEC sqlsem.internal_declare_1 @key = ?, @name = ?, @kind = ?, @slots = ?, @template = ?, @answer = 1;
 
 -- call fence_off
-EXEC sqlsem.internal_fence_1 @key = ?, @taken = ?, @timeout = ?, @answer = 1;
+EXEC sqlsem.internal_fence_1 @key = ?, @taken = ?, @timeout = ?;
 
 -- call forget
-EXEC sqlsem.internal_forget_1 @key = ?, @permit = ?, @slot = ?, @token = ?, @answer = 1;
+EXEC sqlsem.internal_forget_1 @key = ?, @permit = ?, @slot = ?, @token = ?;
 
 -- call prove
-EXEC sqlsem.internal_prove_1 @held = ?, @record = ?, @answer = 1;
+EXEC sqlsem.internal_prove_1 @held = ?, @record = ?;
+
+-- call read
+EXEC sqlsem.internal_read_1 @keys = ?, @prefix = ?, @template = ?;
 
 -- call release
-EXEC sqlsem.internal_release_1 @base = ?, @key = ?, @slot = ?, @permit = ?;
+EXEC sqlsem.internal_release_1 @base = ?, @slot = ?, @key = ?, @permit = ?;
 
 -- call release_several
-EXEC sqlsem.internal_clean_1 @base = ?, @key = ?, @taken = ?, @permit = ?, @record = ?, @answer = 1;
+EXEC sqlsem.internal_release_1 @base = ?, @slot = ?, @last = ?, @key = ?, @permit = ?;
+
+-- call release_unrecorded
+EXEC sqlsem.internal_release_1 @base = ?, @slot = ?;
 
 -- call rename
-EXEC sqlsem.internal_rename_1 @key = ?, @before = ?, @permit = ?, @thread = ?, @label = ?, @user = ?, @answer = 1;
+EXEC sqlsem.internal_rename_1 @key = ?, @before = ?, @permit = ?, @thread = ?, @label = ?, @user = ?;
 
 -- call try
-EXEC sqlsem.internal_try_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @permit = ?, @host = ?, @pid = ?, @thread =
-      ?, @label = ?, @user = ?, @process = ?, @session_us = ?;
+EXEC sqlsem.internal_try_1 @base = ?, @key = ?, @kind = ?, @slots = ?, @permit = ?, @thread = ?, @label = ?, @user =
+      ?, @session = ?;
 
 -- call try_unrecorded
 EXEC sqlsem.internal_try_1 @base = ?, @key = ?, @kind = ?, @slots = ?;
 
 -- call waiting
-EXEC sqlsem.internal_waiting_1 @ticket = ?, @key = ?, @waiting = ?, @age = ?, @take = ?, @lock_mode = ?, @host = ?,
-      @pid = ?, @thread = ?, @label = ?, @user = ?, @process = ?, @answer = 1;
+EXEC sqlsem.internal_waiting_1 @ticket = ?, @key = ?, @waiting = ?, @age = ?, @take = ?, @lock_mode = ?, @thread =
+      ?, @label = ?, @user = ?, @session = ?;
 
 -- views
 SELECT CAST(l.resource_description AS varbinary(512)) AS described, l.request_mode AS mode,

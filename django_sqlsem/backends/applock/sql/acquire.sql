@@ -22,9 +22,8 @@ ELSE SET XACT_ABORT OFF;
 SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
 SET LOCK_TIMEOUT 2000;                       -- for rows. All these are the caller's again at the end
 DECLARE @base nvarchar(255), @gate nvarchar(255), @key nvarchar(32), @kind nvarchar(16) = N'semaphore', @head bit = 0,
-    @result int = -10, @mark bigint, @bound int, @declared int, @error int, @why nvarchar(2048), @tries int = 0,
-    @permit nvarchar(32), @host nvarchar(510), @pid bigint, @thread nvarchar(200), @work nvarchar(400),
-    @user nvarchar(300), @session_us bigint, @done int;
+    @result int = -10, @bound int, @why nvarchar(2048), @tries int = 0,
+    @permit nvarchar(32), @thread nvarchar(200), @work nvarchar(400), @user nvarchar(300), @session nvarchar(600);
 SELECT @slot = NULL, @token = NULL, @waited_ms = 0, @taken = N',';
 BEGIN TRY
     EXEC sqlsem.internal_names_1 @name, @base OUTPUT, @key OUTPUT;
@@ -39,19 +38,18 @@ BEGIN TRY
     -- A call that was cancelled may have left the gate closed: then this session is still the first in line.
     SET @gate = CONCAT(N'sqlsem:g:', LEFT(@key, 20));
     IF APPLOCK_MODE(N'public', @gate, N'Session') <> N'NoLock' SET @head = 1;
-    SELECT @pid = COALESCE(host_process_id, 0),
-        @session_us = DATEDIFF_BIG(MICROSECOND, '1970-01-01', login_time)
+    SELECT @session = CONCAT(CAST(DATEDIFF_BIG(MICROSECOND, '1970-01-01', login_time) AS char(20)),
+        CAST(COALESCE(host_process_id, 0) AS char(20)), SPACE(32), LEFT(COALESCE(HOST_NAME(), N''), 255))
     FROM sys.dm_exec_sessions WHERE session_id = @@SPID;
     SELECT @permit = LOWER(REPLACE(CONVERT(varchar(36), NEWID()), '-', '')), @thread = CONCAT(N'session ', @@SPID),
-        @host = LEFT(COALESCE(HOST_NAME(), N''), 255), @work = LEFT(COALESCE(@label, APP_NAME(), N''), 200),
-        @user = LEFT(COALESCE(ORIGINAL_LOGIN(), N''), 150), @slots = COALESCE(@slots, 0), @pid = COALESCE(@pid, 0);
+        @work = LEFT(COALESCE(@label, APP_NAME(), N''), 200),
+        @user = LEFT(COALESCE(ORIGINAL_LOGIN(), N''), 150), @slots = COALESCE(@slots, 0);
     WHILE @result = -10 AND @tries < 5
     BEGIN
         EXEC sqlsem.internal_acquire_1 @base = @base, @key = @key, @kind = @kind, @slots = @slots, @permit = @permit,
-            @host = @host, @pid = @pid, @thread = @thread, @label = @work, @user = @user, @session_us = @session_us,
-            @take = @take, @timeout = @timeout_ms, @look = 5000, @keep = 0, @head = @head OUTPUT, @mark = @mark OUTPUT,
-            @result = @result OUTPUT, @taken = @taken OUTPUT, @token = @token OUTPUT, @bound = @bound OUTPUT,
-            @declared = @declared OUTPUT, @waited_ms = @waited_ms OUTPUT, @error = @error OUTPUT, @why = @why OUTPUT;
+            @thread = @thread, @label = @work, @user = @user, @session = @session, @take = @take, @timeout = @timeout_ms,
+            @look = 5000, @keep = 0, @head = @head OUTPUT, @result = @result OUTPUT, @taken = @taken OUTPUT,
+            @token = @token OUTPUT, @bound = @bound OUTPUT, @waited_ms = @waited_ms OUTPUT, @why = @why OUTPUT;
         IF @result = -10
             EXEC sqlsem.internal_declare_1 @key, @name, @kind, @bound;
         SET @tries = @tries + 1;
@@ -72,13 +70,6 @@ BEGIN TRY
         SET @why = CONCAT(N'The semaphore could not be acquired (', @result, N'). ', @why);
         THROW 59305, @why, 1;
     END;
-    IF @slots > 0 AND @slots <> @declared AND @result >= 0 AND @@TRANCOUNT = 0
-    BEGIN TRY
-        EXEC sqlsem.internal_declare_1 @key, @name, @kind, @slots;
-    END TRY
-    BEGIN CATCH
-        SET @done = 0;                       -- what people see must not cost a grant
-    END CATCH;
 END TRY
 BEGIN CATCH
     IF ERROR_NUMBER() IN (207, 208)          -- a table is missing, and nothing is held for want of it

@@ -4,6 +4,7 @@
 -- waits as the first in line, the gate. Who finds the gate closed waits for it in the server, first come, first served.
 -- Programs may go by different numbers of slots, where no operator has set one. Who goes by fewer than the largest has
 -- a gate of its own, '<gate>:<slots>': as the first of all it would keep the others from slots that it cannot use.
+-- @session tells when it began, in microseconds, its process's number (20 digits each), identity (32) and host.
 -- Arguments of sp_getapplock in its own order: resource, mode, owner, milliseconds, principal.
 --
 -- @result: 0 at once; 1 after waiting; -1 nothing became free in time; -2 cancelled; -3 deadlock; -4 paused; -5 an
@@ -16,13 +17,10 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_acquire_1
     @kind nvarchar(16),
     @slots int,                              -- how many there are; 0: as declared elsewhere
     @permit nvarchar(32) = NULL,             -- NULL: without rows
-    @host nvarchar(510) = N'',
-    @pid bigint = 0,
-    @thread nvarchar(200) = N'',
-    @label nvarchar(400) = N'',
-    @user nvarchar(300) = N'',
-    @process nvarchar(32) = N'',
-    @session_us bigint = NULL,
+    @thread nvarchar(200) = NULL,
+    @label nvarchar(400) = NULL,
+    @user nvarchar(300) = NULL,
+    @session nvarchar(600) = NULL,
     @lock_mode nvarchar(8) = N'',            -- 'whole': all slots, alone; 'update': a reader that may become the writer
     @take int = 1,
     @timeout int = 0,                        -- milliseconds; NULL: for ever
@@ -35,7 +33,6 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_acquire_1
     @taken nvarchar(max) = NULL OUTPUT,      -- ',3,7,'
     @token bigint = NULL OUTPUT,
     @bound int = NULL OUTPUT,
-    @declared int = NULL OUTPUT,
     @waited_ms int = NULL OUTPUT,
     @error int = NULL OUTPUT,
     @why nvarchar(2048) = NULL OUTPUT,
@@ -53,14 +50,14 @@ DECLARE @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)), @own nvarcha
     @place int = CASE WHEN @lock_mode = N'' THEN NULL WHEN @kind = N'rwlock' THEN 0 ELSE 1 END,
     @record bit = CASE WHEN @permit IS NULL THEN 0 ELSE 1 END, @write bit, @began datetime2(3) = SYSUTCDATETIME(),
     @ms bigint = 0, @spent bigint = 0, @led bigint = 0, @left int = COALESCE(@timeout, 2147483647),
-    @seen nvarchar(16), @operator int, @paused bit = 0, @top int = 0, @newest bigint, @turn int = 0, @looked bigint = 0, @chosen bigint = 0, @waited bit = 0,
+    @seen nvarchar(16), @operator int, @declared int, @noted bigint, @paused bit = 0, @top int = 0, @newest bigint,
+    @turn int = 0, @looked bigint = 0, @chosen bigint = 0, @waited bit = 0,
     @may bit, @past bit = 0, @placed bit = 0, @named bit = 0, @full bit = 0, @most int, @some bit, @swept bigint = 0,
     @start int, @count int = 0, @least int = 2147483647, @greatest int = -1, @busy int = 0, @i int, @try int = 0,
     @wait int, @step int = 0, @rc int, @done int, @bad int = 0, @strikes int = 0, @now bigint, @gone bit,
     @refused nvarchar(255) = N'', @refused_mode varchar(32) = 'Exclusive';
 SET @own = @gate;                            -- the one at which this call stands
-SELECT @result = NULL, @taken = N',', @token = NULL, @declared = NULLIF(@slots, 0),
-    @bound = CASE WHEN @slots > 0 THEN @slots ELSE 1 END;
+SELECT @result = NULL, @taken = N',', @token = NULL, @bound = CASE WHEN @slots > 0 THEN @slots ELSE 1 END;
 -- In a caller's transaction rows would stay locked.
 SET @write = CASE WHEN @@TRANCOUNT = 0 THEN @record ELSE 0 END;
 -- The slot that is tried last, counted from 0. A few slots are tried from the first on: so their numbers stay low.
@@ -84,7 +81,7 @@ BEGIN TRY
         -- 2. The rows, before any lock: a table that is missing ends a procedure without its CATCH. Then every 50 ms.
         IF @record = 1 AND (@turn = 0 OR @ms - @looked >= 50)
         BEGIN
-            SELECT @seen = kind, @declared = declared_slots,
+            SELECT @seen = kind, @declared = declared_slots, @noted = COALESCE(other_us, 0),
                 -- A number of slots or a pause with an end is over when that has passed.
                 @operator = CASE WHEN slots_until_us <= DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME())
                     THEN NULL ELSE operator_slots END,
@@ -123,7 +120,7 @@ BEGIN TRY
         BEGIN
             IF @named = 1
             BEGIN
-                EXEC sqlsem.internal_give_1 @base, @taken;
+                EXEC sqlsem.internal_release_1 @base, @least, @greatest, @answer = 0;
                 SELECT @taken = N',', @named = 0, @count = 0, @least = 2147483647, @greatest = -1;
             END;
             IF @head = 1 EXEC @done = sys.sp_releaseapplock @gate, 'Session', 'public';
@@ -148,7 +145,7 @@ BEGIN TRY
         ELSE SELECT @busy = 0, @full = 0;
 
         -- 4. The line. An upgradable reader stands in none, as it keeps no readers out: it waits for its place.
-        SELECT @may = 1, @low = 0;
+        SELECT @may = 1, @low = 0, @rc = 0;
         IF @turn = 0 AND @fair = 1 AND @head = 0 AND @fewest BETWEEN 1 AND @bound - 1 AND @own = @gate
         BEGIN
             -- Whoever waits at the gate goes by no more than the largest number, and may not know of a larger one.
@@ -172,40 +169,29 @@ BEGIN TRY
                 IF APPLOCK_TEST(N'public', @resource, N'Exclusive', N'Session') = 0 SET @low = @fewest;
             END;
         END;
-        IF @head = 0 AND @past = 0 AND @mode <> 'Update' AND (@turn > 0 OR @busy > 0
+        IF @head = 0 AND @mode <> 'Update' AND (@turn > 0 OR @busy > 0
             OR (@fair > 0 AND (@low = 0 OR @low < @largest)
                 AND APPLOCK_TEST(N'public', @own, N'Exclusive', N'Session') = 0))
         BEGIN
             SELECT @may = 0, @waited = 1, @refused = CASE WHEN @busy = 0 THEN @own ELSE N'' END;
-            IF @fair = 2
+            IF @fair = 2 OR @look IS NOT NULL
             BEGIN
-                -- Nothing was granted since the last look: the first in line may be a call that was cancelled.
                 SELECT @newest = COALESCE(MAX(token), 0) FROM dbo.sqlsem_slot WITH (FORCESEEK)
                 WHERE semaphore_key = @key OPTION (KEEPFIXED PLAN);
-                IF @newest = @mark AND @busy = 0 SET @may = 1;
-                SET @mark = @newest;
-            END
-            ELSE IF @left > 0
+                -- Nothing was granted since the last look: the first in line may be a call that was cancelled.
+                IF (@fair = 2 OR @past = 1) AND @newest = @mark AND @busy = 0 SET @may = 1;
+                SELECT @mark = @newest, @past = 0;
+            END;
+            IF @may = 0 AND @fair < 2 AND @left > 0
             BEGIN
-                IF @look IS NOT NULL AND @mark IS NULL
-                    SELECT @mark = COALESCE(MAX(token), 0) FROM dbo.sqlsem_slot WITH (FORCESEEK)
-                    WHERE semaphore_key = @key OPTION (KEEPFIXED PLAN);
                 SET @wait = CASE WHEN @look IS NULL OR @left < @look THEN @left ELSE @look END;
                 EXEC @rc = sys.sp_getapplock @own, 'Exclusive', 'Session', @wait, 'public';
                 IF @rc >= 0 SELECT @head = 1, @led = -1;
-                IF @rc < -1 SELECT @bad = @rc, @strikes = @strikes + 1;
-                IF @rc = -1
-                BEGIN
-                    SET @spent = @spent + @wait;
-                    SELECT @newest = COALESCE(MAX(token), 0) FROM dbo.sqlsem_slot WITH (FORCESEEK)
-                    WHERE semaphore_key = @key OPTION (KEEPFIXED PLAN);
-                    SET @past = CASE WHEN @newest = @mark AND @wait >= 1000 AND @busy = 0 THEN 1 ELSE 0 END;
-                    SET @mark = @newest;
-                    IF @look < 1000000000 SET @look = @look * 2;
-                END;
+                IF @rc = -1 AND @look IS NOT NULL
+                    SELECT @past = CASE WHEN @wait >= 1000 THEN 1 ELSE 0 END,
+                        @look = CASE WHEN @look < 1000000000 THEN @look * 2 ELSE @look END;
             END;
-        END
-        ELSE IF @past = 1 SET @waited = 1;
+        END;
 
         -- 5. The writer's place comes before the name: so who gives up writing can have the name in Update at once.
         IF @may = 1 AND @place = 0 AND @placed = 0
@@ -215,8 +201,6 @@ BEGIN TRY
             EXEC @rc = sys.sp_getapplock @resource, 'Exclusive', 'Session', @wait, 'public';
             IF @rc >= 0 SELECT @placed = 1, @taken = N',0,', @least = 0, @greatest = 0;
             ELSE SELECT @may = 0, @refused = @resource;
-            IF @rc = -1 SET @spent = @spent + @wait;
-            IF @rc < -1 SELECT @bad = @rc, @strikes = @strikes + 1;
             IF @rc = 1 SELECT @waited = 1, @may = 0;         -- the rows may say something else by now
         END;
 
@@ -227,22 +211,20 @@ BEGIN TRY
             EXEC @rc = sys.sp_getapplock @base, @mode, 'Session', @wait, 'public';
             IF @rc >= 0 SET @named = 1;
             ELSE SELECT @may = 0, @refused = @base, @refused_mode = @mode;
-            IF @rc = -1 SET @spent = @spent + @wait;
-            IF @rc < -1 SELECT @bad = @rc, @strikes = @strikes + 1;
             IF @rc = 1 SELECT @waited = 1, @may = 0;
         END;
 
         -- 7. The slots. The first in line waits a moment for one of them; the others are only tried.
         IF @may = 1 AND @placed = 1
         BEGIN
-            SET @rc = 0;
+            SELECT @rc = 0, @wait = @left;
             IF APPLOCK_TEST(N'public', @fence, N'Exclusive', N'Session') = 0
-                EXEC sqlsem.internal_behind_1 @fence, 0, @mode, @left, @rc OUTPUT;
+                EXEC sqlsem.internal_behind_1 @fence, 0, @mode, @wait, @rc OUTPUT;
             IF @rc >= 0 SET @count = @take;
-            ELSE IF @rc = -1 SET @spent = @spent + @left;
-            ELSE SELECT @bad = @rc, @strikes = @strikes + 1;
-        END
-        ELSE IF @may = 1
+        END;
+        IF @rc = -1 SET @spent = @spent + @wait;
+        IF @rc < -1 SELECT @bad = @rc, @strikes = @strikes + 1;
+        IF @may = 1 AND @placed = 0
         BEGIN
             -- Of many slots those first whose row is free; all of them every two seconds.
             SET @some = CASE WHEN @turn > 0 AND @bound > 16 AND @write = 1 AND @ms - @swept < 2000 THEN 1 ELSE 0 END;
@@ -284,12 +266,9 @@ BEGIN TRY
                     END
                     ELSE IF @rc >= 0         -- it was only a way to wait
                         EXEC @done = sys.sp_releaseapplock @resource, 'Session', 'public';
-                    IF @rc < 0 OR @wait > 0
-                    BEGIN
-                        IF @wait > 0 SET @waited = 1;
-                        IF @rc = -1 SET @spent = @spent + @wait;
-                        IF @rc < -1 SELECT @bad = @rc, @strikes = @strikes + 1;
-                    END;
+                    IF @wait > 0 SET @waited = 1;
+                    IF @rc = -1 SET @spent = @spent + @wait;
+                    IF @rc < -1 SELECT @bad = @rc, @strikes = @strikes + 1;
                 END;
                 SET @i = @i + 1;
             END;
@@ -308,10 +287,9 @@ BEGIN TRY
         -- close a circle with a first in line that wants the name alone; and so would two who gather slots at once.
         IF (@head = 0 OR (@own <> @gate AND @take > 1)) AND @mode <> 'Update' AND (@named = 1 OR @placed = 1)
         BEGIN
-            EXEC sqlsem.internal_give_1 @base, @taken;
+            EXEC sqlsem.internal_release_1 @base, @least, @greatest, @answer = 0;
             SELECT @taken = N',', @named = 0, @placed = 0, @count = 0, @least = 2147483647, @greatest = -1;
         END;
-        IF @past = 1 AND @may = 1 SET @past = 0;
         IF @head = 1
         BEGIN
             IF @led < 0 SELECT @led = DATEDIFF_BIG(MILLISECOND, @began, SYSUTCDATETIME()), @chosen = -100;
@@ -351,7 +329,7 @@ BEGIN TRY
         EXEC @done = sys.sp_releaseapplock @own, 'Session', 'public';
         SET @head = 0;
     END;
-    IF @result < 0 AND (@named = 1 OR @placed = 1) EXEC sqlsem.internal_give_1 @base, @taken;
+    IF @result < 0 AND (@named = 1 OR @placed = 1) EXEC sqlsem.internal_release_1 @base, @least, @greatest, @answer = 0;
     IF @result < 0 SET @taken = N',';
     IF @result >= 0 AND @write = 1
     BEGIN
@@ -366,9 +344,11 @@ BEGIN TRY
             UPDATE m SET kind = @kind FROM dbo.sqlsem_semaphore AS m WITH (ROWLOCK, FORCESEEK)
             WHERE name_key = @key OPTION (KEEPFIXED PLAN);
         UPDATE s SET token = @token, permit_id = @permit, acquired_us = @now, expires_us = @now + 60000000,
-            lease_us = 60000000, suspect_us = NULL, host = @host, pid = @pid, thread = @thread, label = @label,
+            lease_us = 60000000, suspect_us = NULL, thread = @thread, label = @label,
             lock_mode = CASE WHEN @lock_mode = N'' AND @kind = N'mutex' THEN N'mutex' ELSE @lock_mode END,
-            user_name = @user, process_id = @process, session_id = @@SPID, session_us = @session_us
+            user_name = @user, session_id = @@SPID, session_us = CAST(SUBSTRING(@session, 1, 20) AS bigint),
+            pid = CAST(SUBSTRING(@session, 21, 20) AS bigint), process_id = SUBSTRING(@session, 41, 32),
+            host = SUBSTRING(@session, 73, 510)
         FROM dbo.sqlsem_slot AS s WITH (ROWLOCK, FORCESEEK)
         WHERE semaphore_key = @key AND slot BETWEEN @least AND @greatest
             AND APPLOCK_MODE(N'public', CONCAT(slot, N'-', @base), N'Session') <> N'NoLock' OPTION (KEEPFIXED PLAN);
@@ -377,10 +357,18 @@ BEGIN TRY
         COMMIT TRANSACTION WITH (DELAYED_DURABILITY = ON);  -- noqa: PRS
         IF @result < 0
         BEGIN
-            EXEC sqlsem.internal_give_1 @base, @taken;
+            EXEC sqlsem.internal_release_1 @base, @least, @greatest, @answer = 0;
             SELECT @taken = N',', @token = NULL;
         END;
     END;
+    -- By how many slots this program goes: that is for people, and worth no grant.
+    IF @result >= 0 AND @write = 1 AND @slots > 0 AND @slots <> @declared AND @noted < @now - 60000000
+    BEGIN TRY
+        EXEC sqlsem.internal_declare_1 @key, N'', @kind, @slots;
+    END TRY
+    BEGIN CATCH
+        SET @done = 0;
+    END CATCH;
 END TRY
 BEGIN CATCH
     SELECT @result = -14, @error = ERROR_NUMBER(), @why = ERROR_MESSAGE();
@@ -390,7 +378,7 @@ BEGIN CATCH
     SET @head = 0;
     IF @named = 1 OR @placed = 1
     BEGIN
-        EXEC sqlsem.internal_give_1 @base, @taken;
+        EXEC sqlsem.internal_release_1 @base, @least, @greatest, @answer = 0;
         IF APPLOCK_MODE(N'public', @resource, N'Session') <> N'NoLock'
             EXEC @done = sys.sp_releaseapplock @resource, 'Session', 'public';
     END;
@@ -400,5 +388,5 @@ END CATCH;
 IF @seen <> @kind AND @result IN (-11, -1, 1) SET @why = @seen;
 SET @waited_ms = CASE WHEN @waited = 0 THEN 0 WHEN @ms > 2147483647 THEN 2147483647 ELSE @ms END;
 IF @answer = 1
-    SELECT @result AS result, @taken AS taken, @token AS token, @declared AS declared, @bound AS bound, @mark AS mark,
+    SELECT @result AS result, @taken AS taken, @token AS token, @bound AS bound, @mark AS mark,
         @head AS head, @error AS error, @why AS why, CONTEXT_INFO() AS stamp;

@@ -4,15 +4,12 @@
 -- the resource (4), and that.
 CREATE OR ALTER PROCEDURE sqlsem.internal_prove_1
     @held nvarchar(max),
-    @record bit,
-    @missing int = NULL OUTPUT,
-    @asked nvarchar(max) = NULL OUTPUT,
-    @answer bit = 0                          -- 1: the answers also as a row
+    @record bit
 AS
 SET NOCOUNT ON;
 SET LOCK_TIMEOUT 100;                        -- what is read here is not urgent
-DECLARE @at int = 1, @slot int, @length int, @resource nvarchar(255), @by nvarchar(300);
-SELECT @missing = 0, @asked = N'';
+DECLARE @missing int = 0, @asked nvarchar(max) = N'', @at int = 1, @slot int, @length int,
+    @resource nvarchar(255), @by nvarchar(300);
 WHILE @at <= LEN(@held)
 BEGIN
     SELECT @slot = CAST(SUBSTRING(@held, @at + 64, 6) AS int), @length = CAST(SUBSTRING(@held, @at + 70, 4) AS int);
@@ -32,5 +29,4 @@ BEGIN
     END CATCH;
     SET @at = @at + 74 + @length;
 END;
-IF @answer = 1
-    SELECT @missing AS missing, @asked AS asked, CONTEXT_INFO() AS stamp;
+SELECT @missing AS missing, @asked AS asked, CONTEXT_INFO() AS stamp;

@@ -5,12 +5,10 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_rename_1
     @permit nvarchar(32),
     @thread nvarchar(200),
     @label nvarchar(400),
-    @user nvarchar(300),
-    @answer bit = 0                          -- 1: a row
+    @user nvarchar(300)
 AS
 SET NOCOUNT ON;
 UPDATE s SET permit_id = @permit, thread = @thread, label = @label, user_name = @user, stop_token = NULL
 FROM dbo.sqlsem_slot AS s WITH (ROWLOCK, FORCESEEK)
 WHERE semaphore_key = @key AND permit_id = @before OPTION (KEEPFIXED PLAN);
-IF @answer = 1
-    SELECT CONTEXT_INFO() AS stamp;
+SELECT CONTEXT_INFO() AS stamp;

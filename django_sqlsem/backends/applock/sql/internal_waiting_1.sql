@@ -6,13 +6,10 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_waiting_1
     @age bigint,                             -- microseconds that it has waited
     @take int,
     @lock_mode nvarchar(8),
-    @host nvarchar(510),
-    @pid bigint,
     @thread nvarchar(200),
     @label nvarchar(400),
     @user nvarchar(300),
-    @process nvarchar(32),
-    @answer bit = 0                          -- 1: a row
+    @session nvarchar(600)                   -- see internal_acquire_1
 AS
 SET NOCOUNT ON;
 DECLARE @now bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME());
@@ -29,9 +26,9 @@ BEGIN
         WHERE semaphore_key = @key AND expires_us < @now - 60000000;
         INSERT INTO dbo.sqlsem_waiter (ticket, semaphore_key, queued_us, expires_us, take, lease_us, away, waiting,
             host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, lock_mode)
-        VALUES (@ticket, @key, @now - @age, @now + 5000000, @take, 0, 0, @waiting, @host, @pid, @thread, @label, @user,
-            @process, N'', N'', 0, @lock_mode);
+        VALUES (@ticket, @key, @now - @age, @now + 5000000, @take, 0, 0, @waiting,
+            SUBSTRING(@session, 73, 510), CAST(SUBSTRING(@session, 21, 20) AS bigint), @thread, @label, @user,
+            SUBSTRING(@session, 41, 32), N'', N'', 0, @lock_mode);
     END;
 END;
-IF @answer = 1
-    SELECT CONTEXT_INFO() AS stamp;
+SELECT CONTEXT_INFO() AS stamp;

@@ -11,18 +11,14 @@ IF @@TRANCOUNT = 0 SET XACT_ABORT ON;
 ELSE SET XACT_ABORT OFF;
 SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
 SET LOCK_TIMEOUT 2000;
-DECLARE @base nvarchar(255), @key nvarchar(32), @taken nvarchar(max), @freed int = 0, @error int, @why nvarchar(2048);
+DECLARE @base nvarchar(255), @key nvarchar(32), @freed int;
 BEGIN TRY
     EXEC sqlsem.internal_names_1 @name, @base OUTPUT, @key OUTPUT;
-    IF @slot IS NOT NULL SET @taken = CONCAT(N',', @slot, N',');
-    EXEC sqlsem.internal_clean_1 @base = @base, @key = @key, @taken = @taken, @freed = @freed OUTPUT,
-        @error = @error OUTPUT, @why = @why OUTPUT;
+    EXEC @freed = sqlsem.internal_release_1 @base, @slot, NULL, @key, N'', @answer;
 END TRY
 BEGIN CATCH
     IF ERROR_NUMBER() IN (207, 208)
         THROW 59304, N'The tables of django_sqlsem are not in this database: run manage.py migrate on it.', 1;
     THROW;
 END CATCH;
-IF @answer = 1
-    SELECT @freed AS freed, @error AS error, @why AS why;
 RETURN CASE WHEN @freed > 0 THEN 0 ELSE -1 END;

@@ -10,7 +10,7 @@ DECLARE @base nvarchar(255), @key nvarchar(32);
 BEGIN TRY
     IF @name IS NOT NULL
         EXEC sqlsem.internal_names_1 @name, @base OUTPUT, @key OUTPUT;
-    EXEC sqlsem.internal_status_1 @key;
+    EXEC sqlsem.internal_read_1 @keys = @key, @prefix = NULL, @status = 1;
 END TRY
 BEGIN CATCH
     IF ERROR_NUMBER() IN (207, 208)
