@@ -264,7 +264,7 @@ class Dialect:
         """Run a statement; only the parameters that its text names are sent."""
         text, names = _prepare(sql, self)
         values = {**self.parameters(), "since": getattr(cursor, "since_us", 0), "witness": False, **parameters}
-        if "age_us" in names:
+        if "age_us" in names and "arrived_us" in parameters:
             # At this very moment: a statement may have waited for the database.
             values["age_us"] = max(0, clocks.boot_now_us() - parameters["arrived_us"])
         if self.positional:

@@ -214,7 +214,7 @@ def test_who_waits_is_shown_after_a_while_and_then_every_two_seconds(
         told.append((now[0] - 1000, values["waiting"], values["age"]))
         return {}
 
-    server.pool.shared = lambda key: contextlib.nullcontext(SimpleNamespace(run=run))
+    server.pool.shared = lambda key: contextlib.nullcontext(SimpleNamespace(run=run, session_us=0))
     monkeypatch.setattr(applock_line, "boot_now", lambda: now[0])
     request, waits = claim("a"), Place(1000.0, waiting=2)
     line.enrol(request, waits)

@@ -89,7 +89,8 @@ def statements_about_waits() -> dict[str, str]:
     cursor: Any = Noting()
     watch.refresh(cursor, dialect, ["a"], 1)
     watch.delete(cursor, dialect, ["a", "b"])
-    deadlocks_reading._look_at(cursor, dialect, deadlocks_reading.Look(1), ["a"], leases=False)
+    for some, parameters in deadlocks_reading.at_once({"a"}):
+        deadlocks_reading._look_at(cursor, dialect, deadlocks_reading.Look(1), some, parameters, leases=False)
     return {f"waits {nth}": re.sub(r"\s+", " ", text) for nth, text in enumerate(cursor.texts)}
 
 
