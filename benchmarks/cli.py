@@ -45,6 +45,13 @@ def number(convert: type[int] | type[float], least: float) -> Callable[[str], fl
     return check
 
 
+def existing(value: str) -> Path:
+    """Take the path of a file that is there, as a type of argument."""
+    if not Path(value).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {value}")
+    return Path(value)
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     from benchmarks.contenders import peer_names
@@ -88,10 +95,10 @@ def parser() -> argparse.ArgumentParser:
         help="one run for each database, of all that docs/benchmarks.md shows; writes its tables and charts, and stores"
         " the ratios",
     )
-    add("--against", type=Path, metavar="FILE", help="show which ratios are worse than those stored in a file")
+    add("--against", type=existing, metavar="FILE", help="show which ratios are worse than those stored in a file")
     add(
         "--measured",
-        type=Path,
+        type=existing,
         nargs="+",
         metavar="FILE",
         help="use the figures of runs that are over, for --all or --against, and measure nothing",

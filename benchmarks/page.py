@@ -128,7 +128,7 @@ class Run:
         scenario, tables = all_scenarios()["budget"], []
         rows = self.rows("budget")
         steps = list(dict.fromkeys(row["variant"] for row in rows))
-        for group in ([step for step in steps if step != "hand-off"], [step for step in steps if step == "hand-off"]):
+        for group in ([step for step in steps if step != "hand-over"], [step for step in steps if step == "hand-over"]):
             chosen = [row for step in group for row in rows if row["variant"] == step]
             head = [", ".join(group)] + [
                 f"{title_of(row['contender'])}{', called' * (row['variant'] == 'decorated call')}" for row in chosen
@@ -194,7 +194,8 @@ def write(contents: list[dict[str, Any]], docs: Path = DOCS) -> list[str]:
             if not run.rows("pair"):
                 continue
             blocks[f"results {database}"] = run.results()
-            here = {name: each | {"rows": run.rows(name)} for name, each in content["scenarios"].items()}
+            found = content["scenarios"].items()
+            here = {name: each | {"rows": run.rows(name)} for name, each in found if name != "budget"}
             plot.draw(content | {"scenarios": here}, images / f"benchmarks-{database}.svg")
             if database != "redis":
                 blocks[f"behind {database}"] = run.behind()

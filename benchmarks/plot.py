@@ -119,6 +119,8 @@ def draw(content: dict[str, Any], path: Path) -> str:
     picture.legend({LABELS[kind]: colour for kind, colour in COLOURS.items()})
     empty = picture.height
     for name, result in content["scenarios"].items():
+        if name == "budget":
+            panels_of(picture, result["rows"])
         for metric in all_scenarios()[name].metrics:
             if metric.plot and all(POINT.fullmatch(row["variant"]) for row in result["rows"]):
                 lines = lines_of(metric, result["rows"])
@@ -154,8 +156,14 @@ def lines_of(metric: Metric, rows: list[dict[str, Any]]) -> dict[str, list[tuple
 
 
 def draw_budget(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write an SVG of where the time of each step goes. What runs at the same time is drawn one after the other."""
+    """Write an SVG of where the time of each step goes."""
     picture = Picture()
+    panels_of(picture, rows)
+    picture.write(path)
+
+
+def panels_of(picture: Picture, rows: list[dict[str, Any]]) -> None:
+    """Draw where the time of each step goes. What runs at the same time is drawn one after the other."""
     picture.legend(PARTS)
     for step in dict.fromkeys(row["variant"] for row in rows):
         bars = []
@@ -168,4 +176,3 @@ def draw_budget(rows: list[dict[str, Any]], path: Path) -> None:
                 parts = zip((own, client - own, server, rest), PARTS.values(), strict=True)
                 bars.append(Bar(row["contender"], list(parts), f"{figures['took_us']:,.0f} µs"))
         picture.bars(step, bars)
-    picture.write(path)
