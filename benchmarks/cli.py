@@ -243,7 +243,7 @@ def measure(
     file: str,
 ) -> tuple[int, dict[str, Any] | None]:
     """Measure, print the tables, and write JSON and plot. Returns the exit status, and what came out."""
-    from benchmarks import plot, report
+    from benchmarks import page, plot, report
     from benchmarks.scenarios import all_scenarios
     from benchmarks.scenarios.base import Context
 
@@ -276,7 +276,6 @@ def measure(
             say(f"  round {number_of_round}")
             rounds.append(scenario.round(context, cells))
         results[scenario] = report.rows_of(scenario, rounds)
-        say("\n" + report.table(scenario, results[scenario]))
         chosen = {
             "seconds": context.seconds,
             "rounds": context.rounds,
@@ -286,6 +285,10 @@ def measure(
         versions = {name: server.version for name, server in servers.items()}
         content = report.document(chosen, versions, left_out, kinds, context.remarks, results)
         content["load"] = {"before": load, "after": os.getloadavg()[0]}
+        tables = [report.table(scenario, results[scenario])]
+        if name == "budget":  # too wide a table for any terminal
+            tables = [table for server in servers for table in page.Run(content, server).steps()]
+        say("\n" + "\n\n".join(tables))
         report.write_json(json_path, content)  # after each scenario: a run that is broken off has what it had
     say(f"\nFigures: {json_path}")
     say(plot.draw(content, svg_path) if content else "Nothing was measured.")

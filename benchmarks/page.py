@@ -15,6 +15,7 @@ from benchmarks import plot
 from benchmarks.report import markdown
 from benchmarks.scenarios import all_scenarios
 from benchmarks.scenarios.base import Metric, text
+from benchmarks.scenarios.budget import CALL, HANDOVER, PAIR
 from benchmarks.stored import databases_of
 
 DOCS: Final = Path(__file__).parents[1] / "docs"
@@ -124,23 +125,27 @@ class Run:
         )
 
     def budget(self) -> str:
-        """Return a table for each step: a line for each figure, a column for each contender."""
-        scenario, tables = all_scenarios()["budget"], []
-        rows = self.rows("budget")
-        steps = list(dict.fromkeys(row["variant"] for row in rows))
-        for group in ([step for step in steps if step != "hand-over"], [step for step in steps if step == "hand-over"]):
-            chosen = [row for step in group for row in rows if row["variant"] == step]
-            head = [", ".join(group)] + [
-                f"{title_of(row['contender'])}{', called' * (row['variant'] == 'decorated call')}" for row in chosen
-            ]
-            lines = [
-                [metric.title, *cells]
-                for metric in scenario.metrics
-                if set(cells := [text(row["median"], metric) for row in chosen]) != {"-"}
-            ]
-            tables += [markdown(head, lines)] if chosen else []
+        """Return the tables and the picture of what a step costs."""
         picture = f"![Where the time of each step goes.](images/budget-{self.database}.svg)"
-        return "\n\n".join([self.circumstances(), *tables, picture])
+        return "\n\n".join([self.circumstances(), *self.steps(), picture])
+
+    def steps(self) -> list[str]:
+        """Return a table for pairs and one for hand-overs: a line for each figure, a column for each contender."""
+        tables = []
+        for group in ((PAIR, CALL), (HANDOVER,)):
+            rows = [row for step in group for row in self.rows("budget") if row["variant"] == step]
+            head = [
+                ", ".join(group),
+                *(title_of(row["contender"]) + ", called" * (row["variant"] == CALL) for row in rows),
+            ]
+            lines = []
+            for metric in all_scenarios()["budget"].metrics:
+                lines.append([metric.title, *(text(row["median"], metric) for row in rows)])
+                for floor in ("rows", "lock") if metric.ratio else ():
+                    column = Column(f"… × {floor}", "budget", metric.key, floor)
+                    lines.append([column.title, *map(column.shown, rows)])
+            tables += [markdown(head, [line for line in lines if set(line[1:]) != {"-"}])] if rows else []
+        return tables
 
     def behind(self) -> str:
         """Return a table of the figures in which somebody else is better."""
