@@ -130,9 +130,8 @@ class BudgetRoles:
         self._driver, self._traces = [], []
         made, connect = Cursor.__init__, sqlite3.connect
 
-        def make(cursor: Any, connection: Any) -> None:
-            made(cursor, connection)
-            cursor._raw = TimedCursor(cursor._raw, self._driver)
+        def make(cursor: Any, connection: Any, raw: Any = None) -> None:
+            made(cursor, connection, TimedCursor(raw or connection.connection.cursor(), self._driver))
 
         def connect_traced(*arguments: Any, **options: Any) -> sqlite3.Connection:
             connection = connect(*arguments, **options)
