@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,13 @@ def number(convert: type[int] | type[float], least: float) -> Callable[[str], fl
         return result
 
     return check
+
+
+def existing(value: str) -> Path:
+    """Take the path of a file that is there, as a type of argument."""
+    if not Path(value).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {value}")
+    return Path(value)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,15 +88,37 @@ def parser() -> argparse.ArgumentParser:
     add("--names", type=number(int, 1), metavar="N", help=f"idle names in the full tables (default: {NAMES:,})")
     add("--json", type=Path, metavar="FILE", help=f"where the figures go (default: {DIRECTORY}/results.json)")
     add("--svg", type=Path, metavar="FILE", help=f"where the plot goes (default: {DIRECTORY}/results.svg)")
+    add("--list", action="store_true", help="budget: print the way of a call through this package's own files")
+    add(
+        "--all",
+        action="store_true",
+        help="one run for each database, of all that docs/benchmarks.md shows; writes its tables and charts, and stores"
+        " the ratios",
+    )
+    add("--against", type=existing, metavar="FILE", help="show which ratios are worse than those stored in a file")
+    add(
+        "--measured",
+        type=existing,
+        nargs="+",
+        metavar="FILE",
+        help="use the figures of runs that are over, for --all or --against, and measure nothing",
+    )
     return result
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmarks. Returns 0; 1 if a server that was asked for does not answer; 2 if a contender failed."""
+    """Run the benchmarks.
+
+    Returns 0; 1 if a server that was asked for does not answer, or a ratio is worse; 2 if a contender failed.
+    """
     parse = parser()
     options = parse.parse_args(arguments)
     if options.peers and "none" in options.peers and len(options.peers) > 1:
         parse.error(f"argument --peers: 'none' excludes the others: {' '.join(options.peers)}")
+    if options.all and (options.scenario or options.json or options.svg):
+        parse.error("argument --all: it chooses the scenarios and the files itself")
+    if options.measured and not (options.all or options.against):
+        parse.error("argument --measured: for --all or --against")
     # However it ends, the databases are dropped.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
@@ -107,7 +136,32 @@ def say(line: str) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do what the options say."""
+    from benchmarks import page, stored
+
+    before = stored.read(options.against) if options.against else {}
+    if options.measured:
+        status, contents = 0, [json.loads(path.read_text(encoding="utf-8")) for path in options.measured]
+    else:
+        status, contents = measure_all(options, stored.scenarios_in(before))
+    if options.all and contents:
+        say(f"docs/benchmarks.md: wrote {', '.join(page.write(contents)) or 'nothing'}.")
+        stored.keep(stored.PATH, contents)
+        say(f"Ratios: {stored.PATH}")
+    if options.against:
+        compared, worse = stored.compare(before, contents)
+        say("\n".join([f"\n{compared} ratios compared with {options.against}: {len(worse)} are worse.", *worse]))
+        return 1 if worse or not compared else status
+    return status
+
+
+def measure_all(options: argparse.Namespace, stored: list[str]) -> tuple[int, list[dict[str, Any]]]:
+    """Find the servers and measure: with ``--all`` in one run for each. Returns the exit status, and what came out.
+
+    ``stored`` are the scenarios to measure if the options name none.
+    """
+    from benchmarks import page
     from benchmarks import servers as server_side
+    from benchmarks.scenarios import all_scenarios
 
     servers, missing = server_side.find(list(options.database or DATABASES))
     missing = {name: f"does not answer: {reason}" for name, reason in missing.items()}
@@ -116,12 +170,26 @@ def run(options: argparse.Namespace) -> int:
             say(f"{name} {reason}")
         variables = ", ".join(f"SQLSEM_TEST_{name.upper()}_URL" for name in missing)
         say(f"Nothing was measured, since {', '.join(missing)} was asked for. {variables} can say where it is.")
-        return 1
+        return 1, []
     with server_side.databases(servers) as databases:
         os.environ[ENVIRONMENT] = json.dumps(databases)
         os.environ["DJANGO_SETTINGS_MODULE"] = "benchmarks.settings"
         migrate(databases)
-        return measure(options, servers, missing)
+        if not options.all:
+            names = options.scenario or stored or list(all_scenarios())
+            status, content = measure(options, names, servers, missing, "results")
+            return status, [content] if content else []
+        outcomes = [
+            measure(
+                options,
+                page.MSSQL_SCENARIOS if name == "mssql" else page.SCENARIOS,
+                {name: server},
+                missing.copy(),
+                name,
+            )
+            for name, server in servers.items()
+        ]
+        return max(status for status, _ in outcomes), [content for _, content in outcomes if content]
 
 
 def migrate(databases: dict[str, Any]) -> None:
@@ -167,13 +235,19 @@ def choose(options: argparse.Namespace, servers: dict[str, Any], left_out: dict[
     return chosen
 
 
-def measure(options: argparse.Namespace, servers: dict[str, Any], left_out: dict[str, str]) -> int:
-    """Measure, print the tables, and write JSON and plot. Returns the exit status."""
-    from benchmarks import plot, report
+def measure(
+    options: argparse.Namespace,
+    scenarios: Iterable[str],
+    servers: dict[str, Any],
+    left_out: dict[str, str],
+    file: str,
+) -> tuple[int, dict[str, Any] | None]:
+    """Measure, print the tables, and write JSON and plot. Returns the exit status, and what came out."""
+    from benchmarks import page, plot, report
     from benchmarks.scenarios import all_scenarios
     from benchmarks.scenarios.base import Context
 
-    known = all_scenarios()
+    load, content = os.getloadavg()[0], None
     kinds = choose(options, servers, left_out)
     if left_out:
         say(f"Left out: {'; '.join(f'{what} ({why})' for what, why in left_out.items())}.")
@@ -185,11 +259,12 @@ def measure(options: argparse.Namespace, servers: dict[str, Any], left_out: dict
         servers=servers,
         kinds=kinds,
         say=say,
+        listing=options.list,
     )
-    json_path, svg_path = options.json or DIRECTORY / "results.json", options.svg or DIRECTORY / "results.svg"
+    json_path, svg_path = options.json or DIRECTORY / f"{file}.json", options.svg or DIRECTORY / f"{file}.svg"
     results: dict[Any, list[report.Row]] = {}
-    for name in dict.fromkeys(options.scenario or known):
-        scenario = known[name]
+    for name in dict.fromkeys(scenarios):
+        scenario = all_scenarios()[name]
         cells = scenario.cells(context)
         if not cells:
             say(f"\n{name}: nothing to measure on {', '.join(servers)}.")
@@ -201,7 +276,6 @@ def measure(options: argparse.Namespace, servers: dict[str, Any], left_out: dict
             say(f"  round {number_of_round}")
             rounds.append(scenario.round(context, cells))
         results[scenario] = report.rows_of(scenario, rounds)
-        say("\n" + report.table(scenario, results[scenario]))
         chosen = {
             "seconds": context.seconds,
             "rounds": context.rounds,
@@ -210,7 +284,12 @@ def measure(options: argparse.Namespace, servers: dict[str, Any], left_out: dict
         }
         versions = {name: server.version for name, server in servers.items()}
         content = report.document(chosen, versions, left_out, kinds, context.remarks, results)
+        content["load"] = {"before": load, "after": os.getloadavg()[0]}
+        tables = [report.table(scenario, results[scenario])]
+        if name == "budget":  # too wide a table for any terminal
+            tables = [table for server in servers for table in page.Run(content, server).steps()]
+        say("\n" + "\n\n".join(tables))
         report.write_json(json_path, content)  # after each scenario: a run that is broken off has what it had
     say(f"\nFigures: {json_path}")
-    say(plot.draw(content, svg_path) if results else "Nothing was measured.")
-    return 2 if context.failures else 0
+    say(plot.draw(content, svg_path) if content else "Nothing was measured.")
+    return 2 if context.failures else 0, content

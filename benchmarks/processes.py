@@ -36,13 +36,13 @@ class WorkerError(RuntimeError):
 class Process:
     """One measured process. What it is told is one of the roles in ``benchmarks.worker``."""
 
-    def __init__(self, kind: type[Contender], name: str, slots: int, alias: str | None = None) -> None:
+    def __init__(self, kind: type[Contender], name: str, slots: int, alias: str | None = None, **more: Any) -> None:
         self.kind = kind
         self.pipe, theirs = context().Pipe()
         self.process = context().Process(target=worker.main, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
-        self.tell("setup", key=kind.key, name=name, slots=slots, alias=alias)
+        self.tell("setup", key=kind.key, name=name, slots=slots, alias=alias, **more)
 
     @property
     def pid(self) -> int:
@@ -100,13 +100,16 @@ class Process:
 
 @contextlib.contextmanager
 def processes(
-    kind: type[Contender], name: str, slots: int, count: int, alias: str | None = None
+    kind: type[Contender], name: str, slots: int, count: int, alias: str | None = None, **more: Any
 ) -> Iterator[list[Process]]:
-    """Start ``count`` processes that use one lock; yield them when all have connected, and end them."""
+    """Start ``count`` processes that use one lock; yield them when all have connected, and end them.
+
+    ``more`` is what else the role ``setup`` is told.
+    """
     team: list[Process] = []
     try:
         for _ in range(count):
-            team.append(Process(kind, name, slots, alias))  # noqa: PERF401 - those that have started must be ended
+            team.append(Process(kind, name, slots, alias, **more))  # noqa: PERF401 - those that have started must be ended
         for each in team:
             each.answer()
         yield team

@@ -38,6 +38,13 @@ class Server:
         """Return the CPU seconds that the server's processes have used so far, or ``None`` if it is elsewhere."""
         return None
 
+    def flushes(self) -> float | None:
+        """Return how often the server has flushed to the disk so far, or ``None`` if it does not tell.
+
+        Sessions may report theirs as they end.
+        """
+        return None
+
     def waits_on(self) -> list[str]:
         """Return what the server's sessions wait for right now, as far as it tells."""
         return []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sqlite3
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +58,14 @@ class Postgres(Server):
                 return family_cpu(parent_of(backend))
         return None
 
+    def flushes(self) -> float | None:
+        version = self.watch.info.server_version
+        if version < 140000:
+            return None
+        if version < 180000:
+            return float(self._one("SELECT wal_sync FROM pg_stat_wal"))
+        return float(self._one("SELECT sum(fsyncs) FROM pg_stat_io WHERE object = 'wal'"))
+
     def waits_on(self) -> list[str]:
         query = (
             "SELECT coalesce(wait_event_type || ':' || wait_event, 'running') FROM pg_stat_activity"
@@ -87,15 +97,18 @@ class Mariadb(Server):
     def statements(self) -> float | None:
         return float(self._query("SHOW GLOBAL STATUS LIKE 'Questions'")[0][1]) - self.asked
 
+    def flushes(self) -> float | None:
+        return float(self._query("SHOW GLOBAL STATUS LIKE 'Innodb_data_fsyncs'")[0][1])
+
     def spare_connections(self) -> int | None:
         limit = int(self._query("SELECT @@max_connections")[0][0])
         return limit - self._query("SELECT COUNT(*) FROM information_schema.processlist")[0][0]
 
     def cpu(self) -> float | None:
-        with contextlib.suppress(OSError):
-            pids = pids_of("mariadbd", "mysqld")
-            if len(pids) == 1:
-                return family_cpu(pids[0])
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(Path(self._query("SELECT @@pid_file")[0][0]).read_text())
+            if pid in pids_of("mariadbd", "mysqld"):
+                return family_cpu(pid)
         return None
 
     def _query(self, query: str, *parameters: Any) -> Any:
@@ -113,6 +126,7 @@ class Sqlite(Server):
     def __init__(self, version: str) -> None:
         super().__init__(version)
         self.directory = tempfile.mkdtemp(prefix="sqlsem-bench-")
+        self.watch: sqlite3.Connection | None = None
 
     def create(self, database: str) -> dict[str, Any]:
         return {
@@ -125,7 +139,25 @@ class Sqlite(Server):
         }
 
     def drop(self, database: str) -> None:
+        if self.watch is not None:
+            self.watch.close()
+            self.index.close()
+            self.watch = None
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def flushes(self) -> float | None:
+        """Return how many transactions have been committed: each is flushed, for who has ``synchronous = FULL``.
+
+        The index of the write-ahead log counts them, in the third word of its file, which is there while somebody has
+        the database open.
+        """
+        path = os.path.join(self.directory, f"sqlsem_bench_{RUN}.sqlite3")
+        if self.watch is None:
+            self.watch = sqlite3.connect(path)
+            self.watch.execute("SELECT count(*) FROM sqlite_master").fetchall()
+            # Kept open: to close it would give up the locks on it that SQLite has in this process.
+            self.index = open(f"{path}-shm", "rb", buffering=0)  # noqa: SIM115
+        return float(int.from_bytes(os.pread(self.index.fileno(), 4, 8), sys.byteorder))
 
 
 class Redis(Server):
@@ -188,20 +220,23 @@ def databases(servers: dict[str, Server]) -> Iterator[dict[str, Any]]:
                 server.drop(f"sqlsem_bench_{RUN}{alias.removeprefix(name)}")
 
 
-def mysql_connection(database: str | None = None) -> Any:
-    """Open a connection to MariaDB or MySQL with the driver that Django uses, in autocommit."""
+def mysql_connection(entry: dict[str, Any] | None = None) -> Any:
+    """Open a connection to a database of ``DATABASES`` with the driver that Django uses, in autocommit.
+
+    Without an entry, to the server alone.
+    """
     found_by_tests.install_mysql_driver()
     import MySQLdb
 
-    settings = found_by_tests.database_settings("mariadb")
+    settings = entry or found_by_tests.database_settings("mariadb")
     connection = MySQLdb.connect(
         host=settings["HOST"],
-        port=int(settings["PORT"] or 3306),
+        port=int(settings["PORT"] or PORTS["mariadb"]),
         user=settings["USER"],
         password=settings["PASSWORD"],
-        charset="utf8mb4",
         connect_timeout=5,
-        **({"database": database} if database else {}),
+        **({"database": entry["NAME"]} if entry else {}),
+        **settings["OPTIONS"],
     )
     connection.autocommit(True)
     return connection

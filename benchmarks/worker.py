@@ -11,8 +11,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.budget_roles import BudgetRoles
 from benchmarks.contenders import all_contenders
-from benchmarks.contenders.base import Contender
+from benchmarks.contenders.base import Contender, database_entry
 from benchmarks.many_roles import ManyRoles
 
 #: How long a waiter has been waiting before its hand-off, in seconds: varied, so that no rhythm of polls is met.
@@ -37,7 +38,7 @@ def main(pipe: Any) -> None:
             return
 
 
-class Worker(ManyRoles):
+class Worker(ManyRoles, BudgetRoles):
     """The roles. Durations are in seconds; instants are of the monotonic clock, which all processes share."""
 
     contender: Contender
@@ -46,9 +47,19 @@ class Worker(ManyRoles):
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
 
-    def setup(self, key: str, name: str, slots: int, alias: str | None = None) -> int:
-        """Become a user of a lock, and connect by using a lock of another name once. Returns the process id."""
+    def setup(
+        self, key: str, name: str, slots: int, alias: str | None = None, port: int | None = None, watch: str = ""
+    ) -> int:
+        """Become a user of a lock, and connect. Returns the process id.
+
+        ``port`` is that of a proxy of this host in front of the server; ``watch`` is what to note: see
+        ``BudgetRoles.be_watched``.
+        """
         kind = all_contenders()[key]
+        if port:
+            database_entry(alias or kind.database).update(HOST="127.0.0.1", PORT=str(port))
+        if watch:
+            self.be_watched(watch)
         self.make = lambda: kind(name, slots, alias)
         self.contender = self.make()
         self.contender.setup()

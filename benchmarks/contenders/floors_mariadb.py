@@ -30,7 +30,7 @@ class Rows(Contender):
 
     @classmethod
     def prepare(cls, name: str, slots: int, alias: str | None = None) -> None:
-        connection = mysql_connection(database_entry(alias or cls.database)["NAME"])
+        connection = mysql_connection(database_entry(alias or cls.database))
         with connection.cursor() as cursor:
             cursor.execute("SET SESSION sql_notes = 0")
             cursor.execute(TABLE)
@@ -39,7 +39,7 @@ class Rows(Contender):
         connection.close()
 
     def setup(self) -> None:
-        self.connection = mysql_connection(database_entry(self.alias)["NAME"])
+        self.connection = mysql_connection(database_entry(self.alias))
         self.cursor = self.connection.cursor()
         self.cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
         self.holder = uuid.uuid4().hex
@@ -73,7 +73,7 @@ class NamedLock(Contender):
     mutex_only = True
 
     def setup(self) -> None:
-        self.connection = mysql_connection(database_entry(self.alias)["NAME"])
+        self.connection = mysql_connection(database_entry(self.alias))
         self.cursor = self.connection.cursor()
 
     def acquire(self) -> None:

@@ -84,15 +84,7 @@ class PostgresFast(Postgres):
     key, options = "django_sqlsem (PostgreSQL, durable=False)", {"durable": False}
 
 
-class MariadbFast(Mariadb):
-    key, options = "django_sqlsem (MariaDB, durable=False)", {"durable": False}
-
-
-class SqliteFast(Sqlite):
-    key, options = "django_sqlsem (SQLite, durable=False)", {"durable": False}
-
-
-CONTENDERS: list[type[Contender]] = [Postgres, PostgresFast, Mariadb, MariadbFast, Mssql, MssqlUnrecorded]
-CONTENDERS += [Sqlite, SqliteFast]
+# On MariaDB and SQLite durable=False changes nothing.
+CONTENDERS: list[type[Contender]] = [Postgres, PostgresFast, Mariadb, Mssql, MssqlUnrecorded, Sqlite]
 if not takes("durable"):
     CONTENDERS = [kind for kind in CONTENDERS if "durable" not in getattr(kind, "options", {})]

@@ -7,7 +7,7 @@ from benchmarks.scenarios.base import Scenario
 
 def all_scenarios() -> dict[str, Scenario]:
     """Return every scenario by its name, in the order in which they run."""
-    from benchmarks.scenarios import contention, crash, handoff, many, names, pair, scaling, waiters
+    from benchmarks.scenarios import budget, contention, crash, handoff, many, names, pair, scaling, waiters
 
-    modules = (pair, handoff, contention, waiters, crash, names, many, scaling)
+    modules = (pair, handoff, contention, budget, waiters, crash, names, many, scaling)
     return {scenario.name: scenario for module in modules for scenario in module.SCENARIOS}

@@ -32,6 +32,10 @@ class Metric:
     plot: bool = False
     #: Whether the largest of the rounds counts, not their median.
     worst: bool = False
+    #: Whether more of it is better.
+    more: bool = False
+    #: Whether it is much the same on any machine, so that it can be compared with another run as it is.
+    count: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Context:
     servers: dict[str, Server]
     kinds: list[type[Contender]]
     say: Callable[[str], None]
+    #: Whether to print the way of a call through our own files.
+    listing: bool = False
     #: What a reader of the figures must know, as it turns out.
     remarks: list[str] = field(default_factory=list)
     failures: int = 0

@@ -40,12 +40,12 @@ class Contention(Scenario):
     name = "contention"
     title = "8 processes, 3 slots (mutexes: 1), each holds for 10 ms"
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("share", "share of ideal", 3, plot=True),
-        Metric("jain", "Jain", 3, plot=True),
-        Metric("longest_s", "longest wait, s", 3),
+        Metric("share", "share of ideal", 3, ratio=True, plot=True, more=True),
+        Metric("jain", "Jain", 3, plot=True, more=True),
+        Metric("longest_s", "longest wait, s", 3, plot=True),
         Metric("overtaken", "most overtaken", 0),
-        Metric("grants_per_s", "grants/s", 0),
-        Metric("cpu", "client CPU, s/s", 2),
+        Metric("grants_per_s", "grants/s", 0, ratio=True, more=True),
+        Metric("cpu_ms", "client CPU of a grant, ms", 2, ratio=True),
         Metric("server_cpu", "server CPU, s/s", 2),
         Metric("statements_per_s", "server statements/s", 0),
         Metric("batches_per_s", "round trips/s", 0),
@@ -81,7 +81,7 @@ class Contention(Scenario):
             "longest_s": longest_wait(turns, end),
             "overtaken": most_overtaken(turns, end),
             "grants_per_s": counts.total() / seconds,
-            "cpu": sum(answer["cpu"] for answer in answers) / seconds,
+            "cpu_ms": 1000 * sum(answer["cpu"] for answer in answers) / max(1, counts.total()),
             "server_cpu": None if spent is None or spent_after is None else (spent_after - spent) / seconds,
             "batches_per_s": sum(batches) / seconds if batches else None,
             "statements_per_s": None if before is None or after is None else (after - before) / watched,
@@ -96,4 +96,13 @@ class ContentionUnequal(Contention):
     holds: ClassVar[list[float]] = [round(0.001 * 300 ** (each / (PROCESSES - 1)), 4) for each in range(PROCESSES)]
 
 
-SCENARIOS = (Contention(), ContentionUnequal())
+class ContentionNoWork(Contention):
+    """The same without holds."""
+
+    name = "contention-no-work"
+    title = "8 processes, 3 slots (mutexes: 1), no work in between"
+    metrics = tuple(metric for metric in Contention.metrics if metric.key != "share")
+    holds: ClassVar[list[float]] = [0.0] * PROCESSES
+
+
+SCENARIOS = (Contention(), ContentionUnequal(), ContentionNoWork())

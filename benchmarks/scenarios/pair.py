@@ -24,7 +24,7 @@ class Pair(Scenario):
     metrics = (
         Metric("p50_ms", "p50, ms", 3, ratio=True, plot=True),
         Metric("p95_ms", "p95, ms", 3),
-        Metric("cpu_ms", "client CPU, ms", 3),
+        Metric("cpu_ms", "client CPU, ms", 3, ratio=True),
         Metric("above_floor_ms", "above its floor, ms", 3),
     )
     #: How long one contender measures before it is the next one's turn, in seconds.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from django.conf import settings
 
-from benchmarks import cli, report, stats
+from benchmarks import cli, counting, page, report, stats, stored
 from benchmarks.contenders import all_contenders
 from benchmarks.scenarios import all_scenarios
 from benchmarks.scenarios.base import Cell, Figures, Metric, Scenario, text
@@ -50,7 +51,107 @@ def test_a_quick_run_writes_its_figures(tmp_path: Path) -> None:
         assert 0 < row["median"]["share"] <= 1.5
         assert 0 < row["median"]["jain"] <= 1
         assert row["contender"] in done.stdout
-    assert plot.exists() or "matplotlib is not installed" in done.stdout
+    assert ">pair: p50, ms<" in plot.read_text(encoding="utf-8")
+
+
+def test_a_step_is_taken_apart_and_written_to_the_page(tmp_path: Path) -> None:
+    figures, docs = tmp_path / "figures.json", tmp_path / "docs"
+    options = ["--seconds", "0.2", "--rounds", "1", "--peers", "none", "--database", "sqlite", "--list"]
+    done = run("pair", "budget", *options, "--json", str(figures), "--svg", str(tmp_path / "plot.svg"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "      backends/rows/acquire.py: " in done.stdout  # the calls of a pair, and those of a hand-over
+    assert " × backends/rows/handoff.py: " in done.stdout
+    content = json.loads(figures.read_text(encoding="utf-8"))
+    rows = {(row["contender"], row["variant"]): row["median"] for row in content["scenarios"]["budget"]["rows"]}
+    ours, floor = "django_sqlsem (SQLite)", "floor: rows (SQLite)"
+    assert list(rows) == [
+        (ours, "pair"), (floor, "pair"), (ours, "decorated call"), (ours, "hand-over"), (floor, "hand-over"),
+    ]  # fmt: skip
+    for (contender, step), found in rows.items():
+        assert 0 < found["caller_us"] <= found["client_us"] * 1.01
+        assert ("own_us" in found) == (contender == ours)
+        assert contender == floor or 0 < found["own_us"] < found["client_us"]
+        assert contender == floor or found["calls"] > found["crossings"] > found["files"] > 1
+        assert found["statements"] == 2 if step != "hand-over" else found["statements"] > 2
+        assert found["switches"] >= 0
+        assert found["flushes"] == (0 if contender == ours else pytest.approx(2, abs=0.5))
+    docs.mkdir()
+    before = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    (docs / "benchmarks.md").write_text(before, encoding="utf-8")
+    page.write([content], docs)
+    written = (docs / "benchmarks.md").read_text(encoding="utf-8")
+    assert written.count("load average") == 2  # of the results and of the budget
+    assert re.search(r"^\| of it own Python, µs +\| +[0-9]", written, re.MULTILINE)
+    assert "flushes, network, waiting" in (docs / "images" / "budget-sqlite.svg").read_text(encoding="utf-8")
+    block = re.compile(r"(<!-- begin (\w+) sqlite -->).*?(<!-- end \2 sqlite -->)", re.DOTALL)
+    assert len(block.findall(before)) == 3
+    assert block.sub(r"\1\3", written) == block.sub(r"\1\3", before)
+
+
+def test_the_page_has_a_place_for_each_database() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for database in cli.DATABASES:
+        kinds = ["results"] if database == "redis" else ["results", "behind", "budget"]
+        page.fill(text, {f"{kind} {database}": "" for kind in kinds})
+    with pytest.raises(ValueError, match="0 times a block 'results oracle'"):
+        page.fill(text, {"results oracle": ""})
+
+
+def made_up(pair: float, share: float, statements: float) -> dict[str, Any]:
+    """Return a run of three scenarios: two with ratios to a floor, one with a count."""
+    ours, floor = "django_sqlsem (SQLite)", "floor: rows (SQLite)"
+
+    def row(contender: str, key: str, value: float, variant: str = "", **ratios: float) -> dict[str, Any]:
+        return {"contender": contender, "variant": variant, "median": {key: value}, "ratios": {key: ratios}}
+
+    return {
+        "machine": {"at": "2026-01-31T12:00:00+00:00"},
+        "load": {"before": 0.1, "after": 2.0},
+        "servers": {"sqlite": "SQLite 3"},
+        "contenders": {ours: {"database": "sqlite", "kind": "ours"}, floor: {"database": "sqlite", "kind": "rows"}},
+        "scenarios": {
+            "pair": {"rows": [row(ours, "p50_ms", pair, rows=pair), row(floor, "p50_ms", 1.0, rows=1.0)]},
+            "contention": {"rows": [row(ours, "share", share, rows=share)]},
+            "budget": {"rows": [row(ours, "statements", statements, "pair")]},
+        },
+    }
+
+
+def test_what_has_become_worse_is_shown(tmp_path: Path) -> None:
+    kept, same, worse = (tmp_path / name for name in ("stored.json", "same.json", "worse.json"))
+    stored.keep(kept, [made_up(1.0, 0.9, 2)])
+    stored.keep(kept, [])  # what was not measured stays
+    same.write_text(json.dumps(made_up(1.1, 1.9, 2)), encoding="utf-8")
+    worse.write_text(json.dumps(made_up(0.5, 0.6, 3)), encoding="utf-8")
+    done = run("--against", str(kept), "--measured", str(same))
+    assert (done.returncode, "0 are worse" in done.stdout) == (0, True), done.stdout + done.stderr
+    done = run("--against", str(kept), "--measured", str(worse))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-3:] == [
+        f"3 ratios compared with {kept}: 2 are worse.",
+        "contention | django_sqlsem (SQLite) | share | × rows: 0.9 before, 0.6 now: worse by 50%",
+        "budget | django_sqlsem (SQLite), pair | statements | count: 2 before, 3 now: worse by 50%",
+    ]
+
+
+PACKETS = {
+    "postgres": [b"\0\0\0\x10\0\x03\0\0user\0a\0\0", b"P\0\0\0\x05!E\0\0\0\x04", b"S\0\0\0\x04Q\0\0", b"\0\x04"],
+    "mariadb": [b"\x02\0\0\x01ab", b"\x02\0\0\0\x03a\x01\0\0", b"\0\x0e\x02\0\0\0\x17b"],
+    "mssql": [b"\x12\x01\0\x09\0\0\0\0x", b"\x01\0\0\x08\0\0\0\0\x01\x01\0\x08\0\0\0\0", b"\x03\x01\0\x08\0\0\0\0"],
+}
+ENCRYPTED = {"mariadb": b"\x20\0\0\x01" + bytes(32)}
+
+
+@pytest.mark.parametrize("database", PACKETS)
+def test_statements_are_counted_wherever_messages_are_cut(database: str) -> None:
+    statements, stream, count = counting.Counting.protocols[database], counting.Stream(), 0
+    for data in PACKETS[database]:
+        stream.said += data
+        count += statements(stream)
+    assert (count, stream.legible) == (2, True)
+    encrypted = counting.Stream(bytearray(ENCRYPTED.get(database, b"\x17\x03\x03\0\x09unread...")))
+    assert statements(encrypted) == 0
+    assert not encrypted.legible
 
 
 @pytest.mark.soak

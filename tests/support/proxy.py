@@ -109,20 +109,24 @@ class Proxy:
             with self._lock:
                 self._sockets |= {client, server}
                 refusing = self._listener is not listener
-            self._start(self._pump, client, server, self.heard)
-            self._start(self._pump, server, client)
+            self._start(self._pump, client, client, server)
+            self._start(self._pump, client, server, client)
             if refusing:
                 self.refuse()
 
-    def _pump(self, source: socket.socket, target: socket.socket, heard: bytearray | None = None) -> None:
+    def passing(self, client: socket.socket, data: bytes, *, asked: bool) -> None:
+        """Note what a client asked, or was answered, before it is passed on."""
+        if asked:
+            self.heard += data
+        else:
+            self.answers -= 1
+            if self.answers < 0:
+                self.silence()
+
+    def _pump(self, client: socket.socket, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                if heard is not None:
-                    heard += data
-                else:
-                    self.answers -= 1
-                    if self.answers < 0:
-                        self.silence()
+                self.passing(client, data, asked=source is client)
                 self._flows.wait()
                 target.sendall(data)
         self._flows.wait()  # that one side has gone is not told either
