@@ -52,6 +52,8 @@ class Config:
     beacons: bool = True
     #: Whether a row is kept beside each application lock; without it no holder is named and no permit has a token.
     record: bool = True
+    #: Where the database is, in the order in which they are asked, perhaps with ``:port``; none: as the alias says.
+    hosts: tuple[str, ...] = ()
     #: How long an unused connection stays open.
     idle: float = 60.0
     #: The status of a busy view.
@@ -92,7 +94,7 @@ _NOT_PER_ALIAS = ("DATABASE", "VIEW_TIMEOUT", "VIEW_MAX_WAITING", "TASK_TIMEOUT"
 KEYS: Final = (*sorted(_TYPES), "DATABASES")
 
 
-def _read(raw: dict[str, Any], where: str, allowed: tuple[str, ...]) -> dict[str, Any]:
+def _read(raw: dict[str, Any], where: str, allowed: tuple[str, ...], alias: str | None = None) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in raw.items():
         if key not in allowed:
@@ -103,6 +105,8 @@ def _read(raw: dict[str, Any], where: str, allowed: tuple[str, ...]) -> dict[str
                 values |= _history(value, name)
             elif key == "LINKS":
                 values["links"] = _links(value, name)
+            elif key == "HOSTS":
+                values["hosts"] = _hosts(value, name, alias)
             else:
                 values[str(key).lower()] = _value(key, value, name)
         except (TypeError, ValueError) as error:
@@ -143,6 +147,19 @@ def _links(templates: object, name: str) -> dict[str, str]:
                 f"{what} needs {' or '.join(f'{{{each}}}' for each in needed)}: {shown(template)} has none."
             )
     return templates
+
+
+def _hosts(value: object, name: str, alias: str | None) -> tuple[str, ...]:
+    """Return the hosts of an alias; ``None``: of all of them, which cannot be."""
+    if alias is None:
+        raise ValueError(f"{name} is about one database: it must be in SQLSEM['DATABASES'].")
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(each, str) and each for each in value):
+        raise TypeError(f"{name} must be a list of hosts, like ['db1', 'db2:3307'], not {shown(value)}.")
+    if connections[alias].vendor != "mysql":
+        raise ValueError(
+            f"{name} is for MySQL and MariaDB: PostgreSQL takes several in HOST, other databases have one."
+        )
+    return tuple(value)
 
 
 def _value(key: str, value: object, name: str) -> object:
@@ -193,7 +210,8 @@ def config(alias: str | None = None) -> Config:
             raise ImproperlyConfigured(
                 f"SQLSEM['DATABASES'] names {shown(name)}, which is not in DATABASES: {aliases}."
             )
-        overrides = _read(part, f"SQLSEM['DATABASES'][{name!r}]", tuple(k for k in KEYS if k not in _NOT_PER_ALIAS))
+        allowed = tuple(key for key in KEYS if key not in _NOT_PER_ALIAS)
+        overrides = _read(part, f"SQLSEM['DATABASES'][{name!r}]", allowed, name)
         if name == alias:
             values |= overrides
     return Config(**values)

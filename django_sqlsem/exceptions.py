@@ -80,6 +80,8 @@ class BackendError(SemaphoreError):
 
     #: The connection had died earlier, unnoticed: the same call on a new one may well succeed.
     stale_connection = False
+    #: The database is away for a reason that is likely to pass; the log has one line about that, not one for each call.
+    outage = False
 
 
 class FencedError(BackendError):

@@ -240,6 +240,10 @@ class Dialect:
         """Whether other nodes of the server's cluster are written to as well: its row locks keep none of those out."""
         return False
 
+    def catch_up(self, cursor: AnyCursor) -> bool:
+        """Wait until the server knows what others of its cluster have committed. ``False``: there are none."""
+        return False
+
     def limits(self, connection: BaseDatabaseWrapper, seconds: float) -> BriefLimits:
         """Return how no statement of one transaction takes longer than that, nor waits long for a lock."""
         return BriefLimits()
@@ -518,6 +522,10 @@ _KNOWN_FOR: Final = 60.0
 _among_writers: dict[tuple[Any, ...], tuple[bool, float]] = {}
 
 
+#: What has a query wait until its node has caught up with the others: of Galera, and of group replication.
+_WAITS_FOR_NODES: Final = {"wsrep_sync_wait": "1", "group_replication_consistency": "'BEFORE'"}
+
+
 def several_writers(cursor: CursorWrapper) -> bool:
     """Whether a MySQL or MariaDB server is a node of a cluster whose other nodes are written to as well."""
     cursor.execute("SHOW GLOBAL VARIABLES WHERE Variable_name IN ('wsrep_on', 'group_replication_single_primary_mode')")
@@ -565,6 +573,7 @@ class MySQL(Dialect):
     def incarnation(self, cursor: CursorWrapper) -> Incarnation | None:
         """Return its start and its address. No commit is lost when a node of a cluster starts: they share a name."""
         if several_writers(cursor):
+            cursor.db.sqlsem_clustered = True
             names = [_shown(cursor, "STATUS", "wsrep_cluster_state_uuid")]
             names.append(_shown(cursor, "VARIABLES", "group_replication_group_name"))
             return next((Incarnation(name, None) for name in names if name), None)
@@ -590,6 +599,20 @@ class MySQL(Dialect):
                 several = several_writers(cursor)
             _among_writers[address] = several, time.monotonic() + _KNOWN_FOR
         return several
+
+    def catch_up(self, cursor: AnyCursor) -> bool:
+        """Have one query wait for what was committed on other nodes, as any would if the session said so all the time.
+
+        That costs every query a round trip of the cluster.
+        """
+        if not getattr(cursor.db, "sqlsem_clustered", False):
+            return False
+        cursor.execute(f"SHOW SESSION VARIABLES WHERE Variable_name IN ({', '.join(map(repr, _WAITS_FOR_NODES))})")
+        for name, usual in cursor.fetchall():
+            cursor.execute(f"SET SESSION {name} = {_WAITS_FOR_NODES[name]}")
+            cursor.execute("SELECT 1")
+            cursor.execute(f"SET SESSION {name} = {usual if usual.isdigit() else repr(usual)}")
+        return True
 
     def adapt(self, options: dict[str, Any]) -> None:
         for name, value in _MYSQL.items():

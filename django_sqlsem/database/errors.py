@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import logging
 import re
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 from django.db import connections
-from django.db.utils import Error
+from django.db.utils import Error, InterfaceError, OperationalError
 
-from django_sqlsem.core.clocks import chance
+from django_sqlsem.core.clocks import boot_now, chance
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+
+logger = logging.getLogger("django_sqlsem")
 
 Parameters = ParamSpec("Parameters")
 T = TypeVar("T")
@@ -26,8 +31,10 @@ T = TypeVar("T")
 LOCKED_PATIENCE: Final = 10.0
 
 #: Lost a deadlock or a lock wait, or found the database locked: nothing was done, so it may be done again.
-_TRANSIENT_SQLSTATES: Final = {"40001", "40P01", "55P03"}
-_TRANSIENT_MYSQL: Final = {1205, 1213}
+_LOCKED_SQLSTATE: Final = "55P03"
+_LOCKED_MYSQL: Final = 1205
+_TRANSIENT_SQLSTATES: Final = {"40001", "40P01", _LOCKED_SQLSTATE}
+_TRANSIENT_MYSQL: Final = {_LOCKED_MYSQL, 1213}
 _TRANSIENT_SQLITE: Final = {5, 6}  # SQLITE_BUSY, SQLITE_LOCKED
 _TRANSIENT_ORACLE: Final = {60, 8177}
 #: Its drivers tell its numbers in the text alone, and mssql-python not even there: a deadlock's victim, a lock that was
@@ -58,6 +65,22 @@ _DISCONNECT_FREETDS: Final = (
     "Could not change transaction status (0)",
     "Unknown error (0)",
 )
+
+#: A node of a cluster that takes no statements now, as it has lost the others or is about to join them.
+_NOT_READY_MYSQL: Final = 1047
+# The database starts, stops or recovers, too many are connected, or nobody answers.
+_AWAY_SQLSTATES: Final = ("08", "57P01", "57P02", "57P03", "53300")
+_AWAY_MYSQL: Final = {1040, 1203, 2002, 2003, _NOT_READY_MYSQL}
+#: What PostgreSQL's library says, without a code, to a login that no waiting would help.
+_SHUT_OUT: Final = re.compile(
+    r"authentication failed|no password supplied|no pg_hba\.conf entry|does not exist|permission denied"
+    r"|not permitted|could not translate host name|certificate"
+)
+
+#: How long is waited between two tries while the database is away: first, by how much more each time, and at the most.
+_FIRST_PAUSE: Final = 0.1
+_GROWTH: Final = 1.5
+_LONGEST_PAUSE: Final = 1.5
 
 
 def is_transient(error: Exception) -> bool:
@@ -116,6 +139,31 @@ def is_disconnect(error: Exception) -> bool:
     return "pyodbc" in module and any(code in str(cause) for code in _DISCONNECT_FREETDS)
 
 
+def asks_elsewhere(error: Exception) -> bool:
+    """Whether a server is there and takes no statements, or no writes: another one of its cluster may."""
+    return _number(error.__cause__ or error) == _NOT_READY_MYSQL or is_read_only(error)
+
+
+def is_outage(error: Exception, *, known: bool) -> bool:
+    """Whether the database is away, or cannot do its work, for a reason that is likely to pass.
+
+    ``known``: it has done its work before, so that one that can only be read is about to change its part. SQL Server
+    is left out: who waited there has lost its place in the server's own line.
+    """
+    cause: Any = error.__cause__ or error
+    if is_of_sql_server(cause):
+        return False
+    if is_transient(error) or (known and is_read_only(error)):
+        # Somebody's lock of some rows is no outage: to try again and again would keep the other names waiting.
+        return sqlstate(cause) != _LOCKED_SQLSTATE and _number(cause) != _LOCKED_MYSQL
+    if not isinstance(error, OperationalError | InterfaceError):
+        return False
+    if "psycopg" not in type(cause).__module__:
+        return _number(cause) in _AWAY_MYSQL or is_disconnect(error)
+    state = sqlstate(cause)
+    return _SHUT_OUT.search(str(cause)) is None if state is None else state.startswith(_AWAY_SQLSTATES)
+
+
 def is_missing_table(error: Exception) -> bool:
     """Whether the error says that a lock table is not there."""
     cause: Any = error.__cause__ or error
@@ -156,6 +204,62 @@ def backend_error(alias: str, error: Exception, *, stale: bool = False) -> Backe
     wrapped = BackendError(message)
     wrapped.stale_connection = stale
     return wrapped
+
+
+def copy_of(error: BaseException) -> BaseException:
+    """Return an error, and what caused it, for one more to raise: a traceback grows, and keeps the frames it passed."""
+    copied = copy.copy(error)
+    copied.__cause__ = None if error.__cause__ is None else copy_of(error.__cause__)
+    return copied
+
+
+class Outage:
+    """Whether the database of an alias is away, and when to ask again. The log hears of its begin and its end."""
+
+    def __init__(self, alias: str) -> None:
+        self.alias = alias
+        #: Whether the database has written something for this process.
+        self.known = False
+        #: What was met last; ``None`` while the database is not away.
+        self.error: BaseException | None = None
+        #: When to ask again, by the boot clock: later and later, and no two processes in step.
+        self.again_at = 0.0
+        self._since = 0.0
+        self._pause = _FIRST_PAUSE
+        self._lock = threading.Lock()
+
+    def met(self, error: BackendError) -> bool:
+        """Note what the database answered. Return whether that may pass, so that who has time tries again."""
+        if error.stale_connection:
+            return True
+        cause = error.__cause__
+        if not isinstance(cause, Error) or not is_outage(cause, known=self.known):
+            return False
+        error.outage = True
+        with self._lock:
+            begins, now = self.error is None, boot_now()
+            if begins:
+                self._since, self._pause = now, _FIRST_PAUSE
+            self.error = copy_of(error)
+            if now >= self.again_at:
+                self.again_at = now + self._pause * chance.uniform(0.5, 1.0)
+                self._pause = min(self._pause * _GROWTH, _LONGEST_PAUSE)
+        if begins:
+            logger.warning("The database %r is away: %s. Who may wait, and renewals, try on.", self.alias, _told(error))
+        return True
+
+    def over(self) -> None:
+        """The database did what it was asked."""
+        with self._lock:
+            error, self.error, self.again_at = self.error, None, 0.0
+        if error is not None:
+            took = boot_now() - self._since
+            logger.warning("The database %r is back, %.1f s after it failed: %s.", self.alias, took, _told(error))
+
+
+def _told(error: BaseException) -> str:
+    """Return in one line what the driver said."""
+    return " ".join(str(error.__cause__ or error).split()).rstrip(".")
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from django.db import IntegrityError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import load_backend
 
+from django_sqlsem.conf import config
 from django_sqlsem.core import forks
 from django_sqlsem.core.clocks import boot_now, chance
 from django_sqlsem.database import dialects, errors, sockets
@@ -90,10 +91,25 @@ def open_connection(alias: str, made: list[Any] | None = None) -> BaseDatabaseWr
     """Open a connection to the database that an alias means now, and set its limits. Raises Django's database errors.
 
     ``made`` gets what ``close_all`` must close in the end, and if the caller is interrupted before it has the result.
+    Of several hosts, the next is asked if one is away.
     """
     made = [] if made is None else made
+    for _ in config(alias).hosts[1:]:
+        host = _host_of(alias)
+        try:
+            return _open(alias, made, host)
+        except DjangoDatabaseError as error:
+            if not errors.is_outage(error, known=True):
+                raise
+            errors.without_frames(error)
+            _leave_host(alias, host)
+    return _open(alias, made, _host_of(alias))
+
+
+def _open(alias: str, made: list[Any], host: str) -> BaseDatabaseWrapper:
     try:
-        connection = _connection(alias, made)
+        connection = _connection(alias, made, host)
+        connection.sqlsem_host = host  # type: ignore[attr-defined]
         dialect = dialect_for(connection)
         if dialect.in_a_file:
             _leave_inherited(_file_id(connection))
@@ -106,6 +122,24 @@ def open_connection(alias: str, made: list[Any] | None = None) -> BaseDatabaseWr
         made += _half_open(error)
         close_all(made)
         raise
+
+
+#: Which of the hosts of an alias is asked first, by its place in the list: the one that answered last.
+_first_hosts: dict[str, int] = {}
+
+
+def _host_of(alias: str) -> str:
+    """Return the host that is asked first; empty: as the alias's settings say."""
+    hosts = config(alias).hosts
+    return hosts[_first_hosts.get(alias, 0) % len(hosts)] if hosts else ""
+
+
+def _leave_host(alias: str, host: str) -> int:
+    """Ask the next host first from now on, unless another thread does already. Return how many others there are."""
+    hosts = config(alias).hosts
+    if host and host == _host_of(alias):
+        _first_hosts[alias] = (hosts.index(host) + 1) % len(hosts)
+    return len(hosts) - 1
 
 
 @contextlib.contextmanager
@@ -140,11 +174,14 @@ def _half_open(error: BaseException) -> list[Any]:
     return [value for value in drivers if not isinstance(value, BaseDatabaseWrapper)]
 
 
-def _connection(alias: str, made: list[Any]) -> BaseDatabaseWrapper:
+def _connection(alias: str, made: list[Any], host: str) -> BaseDatabaseWrapper:
     settings: dict[str, Any] = copy.deepcopy(dict(connections[alias].settings_dict))
     backend: Any = load_backend(settings["ENGINE"])
     options = settings["OPTIONS"] = dict(settings.get("OPTIONS") or {})
     settings |= {"ATOMIC_REQUESTS": False, "AUTOCOMMIT": True}
+    if host:
+        name, _, port = host.rpartition(":")
+        settings |= {"HOST": name.strip("[]"), "PORT": port} if name and port.isdigit() else {"HOST": host}
     dialect = dialect_for(backend.DatabaseWrapper)
     dialect.adapt(options)
     connection: BaseDatabaseWrapper = dialects.without_pool(backend.DatabaseWrapper)(settings, alias)
@@ -345,6 +382,8 @@ class OwnSession:
         #: What must be closed with the connection, or was made under way to one.
         self._made: list[Any] = []
         self._file: FileId = None
+        #: Which of several hosts its connection leads to, or led to last.
+        self._host = ""
         #: When a connection could not be opened last, and why; ``None`` since one could.
         self._unreachable: tuple[float, DjangoDatabaseError] | None = None
         with _gate:  # a thread that is about to fork goes through all sessions
@@ -405,7 +444,7 @@ class OwnSession:
                 # The threads that waited meanwhile are told at once: each connect would time out in turn.
                 raise backend_error(self.alias, self._unreachable[1]) from self._unreachable[1]
             give_up = time.monotonic() + errors.LOCKED_PATIENCE
-            tries = 0
+            tries = moves = 0
             while True:
                 tries += 1
                 fresh, opened = self._connection is None, False
@@ -427,6 +466,10 @@ class OwnSession:
                         self._discard()
                         if not opened:
                             self._unreachable = (time.monotonic(), error)
+                        if errors.asks_elsewhere(error) and _leave_host(self.alias, self._host) > moves:
+                            moves += 1
+                            errors.without_frames(error)
+                            continue
                         # A connection that was opened long ago may have died unnoticed: once more on a new one.
                         stale = not fresh and errors.is_disconnect(error)
                         if not (stale and again):
@@ -452,6 +495,7 @@ class OwnSession:
                 return self._connection
             self._discard()
         connection = self._connection = open_connection(self.alias, self._made)
+        self._host = connection.sqlsem_host  # type: ignore[attr-defined]
         self._file = _file_id(connection) if self.dialect.in_a_file else None
         if self.opened is not None:
             self.opened(connection)

@@ -227,7 +227,8 @@ class Permit:
     def _log_failed_release(self, error: BackendError) -> None:
         message = "The permit of %r could not be given back; the keeper goes on trying: %s"
         extra = {"semaphore": self.name, "what": "release_failed"}
-        logger.error(message, self.name, error, exc_info=error, extra=extra)
+        level = logging.DEBUG if error.outage else logging.ERROR  # while the database is away, that was said once
+        logger.log(level, message, self.name, error, exc_info=error, extra=extra)
 
     def __enter__(self) -> Permit:
         return self

@@ -206,4 +206,5 @@ def _failures_logged(name: str) -> Iterator[None]:
         yield
     except BackendError as error:
         extra = {"semaphore": name, "what": "release_failed"}
-        logger.warning("What acquire_all() had taken could not be given back yet: %s", error, extra=extra)
+        level = logging.DEBUG if error.outage else logging.WARNING  # while the database is away, that was said once
+        logger.log(level, "What acquire_all() had taken could not be given back yet: %s", error, extra=extra)

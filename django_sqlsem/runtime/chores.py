@@ -5,7 +5,6 @@ Higher rooms plug in chores of their own, when ``apps.ready`` has them do so.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import secrets
@@ -180,12 +179,11 @@ class Renewals(Chore):
         try:
             renewal = self._keeper.backend.renew(self._keeper.own, [each.acquired for each in acquisitions])
         except BackendError as error:
-            if not self._failing:
-                logger.warning("Permits could not be renewed, trying on until their leases run out: %s", error)
-            self._failing = True
+            self._say_failed(error)
             for each in acquisitions:
                 _not_renewed(each, str(error.__cause__ or error).strip())
             return
+        self._keeper.answered()
         if self._failing:
             logger.warning("Permits are renewed again.")
             self._failing = False
@@ -201,6 +199,13 @@ class Renewals(Chore):
         for each in acquisitions:  # all renewals are noted by now: what the program does then may take its time
             if each.permit_id in renewal.asked:
                 events.ask_to_stop(each, renewal.asked[each.permit_id])
+
+    def _say_failed(self, error: BackendError) -> None:
+        if self._keeper.outage.met(error):
+            return
+        if not self._failing:
+            logger.warning("Permits could not be renewed, trying on until their leases run out: %s", error)
+        self._failing = True
 
 
 def _not_renewed(acquisition: Acquisition, why: str) -> None:
@@ -243,17 +248,19 @@ class Doubts(Chore):
         return min((at for at, *_ in self._doubts), default=math.inf)
 
     def run(self, now: float) -> None:
-        started, keeper = time.monotonic(), self._keeper
+        started, keeper, failed = time.monotonic(), self._keeper, False
         later = []
         for doubt in self._doubts:
             due, delay, resource, permit_id = doubt
             if due > now:
                 later.append(doubt)
                 continue
-            with contextlib.suppress(BackendError):
-                if not keeper.own.unreachable(started):
+            try:
+                if not failed and not keeper.own.unreachable(started):
                     keeper.backend.discard(keeper.own, resource, permit_id)
                     continue
+            except BackendError as error:
+                failed = keeper.outage.met(error)  # the others would meet the same
             # What was sent before the database went away may reach it when it is back: look then, and a while later.
             later.append((boot_now() + max(delay, LOOK_AROUND), delay, resource, permit_id))
         self._doubts[:] = later
@@ -284,13 +291,20 @@ class BeaconChore(Chore):
     def open(self) -> None:
         """Open the keeper's session."""
         self._open_at = boot_now() + RELIGHT
-        with contextlib.suppress(BackendError):  # whatever needs it will hear
+        try:
             self._keeper.own.run(lambda cursor: None)
+        except BackendError as error:  # whatever needs it will hear
+            self._keeper.outage.met(error)
 
     def next_at(self) -> float:
         if self.reach.reopened:
             return 0.0
-        return self._open_at if self._keeper.acquisitions and not self._keeper.own.is_open else math.inf
+        return self._opens_at() if self._keeper.acquisitions and not self._keeper.own.is_open else math.inf
+
+    def _opens_at(self) -> float:
+        """Return when to open the session: while anything is held, soon, whatever has come of the last try."""
+        held = any(each.has_slots for each in list(self._keeper.acquisitions.values()))
+        return self._open_at if held else max(self._open_at, self._keeper.rests_until)
 
     def run(self, now: float) -> None:
         """See that the keeper's session stands while anything is held or waited for."""
@@ -302,7 +316,7 @@ class BeaconChore(Chore):
                 for each in list(acquisitions.values()):
                     if each.has_slots:
                         each.lease.darken(now + DARK)
-            if acquisitions and now >= self._open_at:
+            if acquisitions and now >= self._opens_at():
                 self.open()
         if self.reach.reopened and own.is_open:
             self.reach.reopened = False

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -27,6 +28,7 @@ from django_sqlsem.core import testmode
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.names import Resource
 from django_sqlsem.database import transactions
+from django_sqlsem.database.errors import Outage, copy_of
 from django_sqlsem.database.sessions import CallerSession, OwnSession, Session
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError
 from django_sqlsem.runtime import callers, events
@@ -48,6 +50,8 @@ CLEARED: Final = 1.0
 OWN_CHORES: Final = 3
 #: How many notes from the bell at once, and there may have been more.
 MANY_NOTES: Final = 8
+#: With so much of its patience left, in seconds, a wait did not end for want of time.
+SOME_TIME: Final = 0.01
 
 
 class Keeper:
@@ -60,6 +64,7 @@ class Keeper:
         self.alias = backend.alias
         self.work = backend.session()
         self.own = backend.session()
+        self.outage = Outage(backend.alias)
         self.acquisitions: dict[int, Acquisition] = {}
         #: The queues of this process, by ``Request.line``.
         self.queues: dict[str, LocalQueue] = {}
@@ -110,6 +115,19 @@ class Keeper:
         if self._shares_writer and (connection := connections[self.alias]).in_atomic_block:
             return CallerSession(connection)
         return self.work
+
+    # While the database is away.
+
+    @property
+    def rests_until(self) -> float:
+        """When to ask again, by the boot clock; 0 while the keeper's own session gets answers."""
+        return 0.0 if self.own.asked_at is None else self.outage.again_at
+
+    def answered(self) -> None:
+        """The database has written something: it is back, unless the keeper's own session has had no answer yet."""
+        self.outage.known = True
+        if self.outage.error is not None and self.own.asked_at is None:
+            self.outage.over()
 
     # Steps on the keeper's side.
 
@@ -166,7 +184,25 @@ class Keeper:
         acquisition.patient_until = None if timeout is None else acquisition.arrived + timeout
         self.acquisitions[id(acquisition)] = acquisition
         self.loop.ensure()
-        session = self.session_here()
+        session, away = self.session_here(), self.outage.error
+        if away is None or not self._outlives(acquisition, timeout, session):
+            away = None
+            try:
+                if (outcome := self._ask(acquisition, timeout, session)) is not None:
+                    return outcome
+            except BackendError as error:
+                if not self._outlives(acquisition, timeout, session, error):
+                    raise
+                away = copy_of(error)
+        while True:
+            self._enqueue(acquisition, away=away)
+            away = None
+            answered = acquisition.wait(acquisition.patience(boot_now()))
+            if self._settled(acquisition, answered):
+                return acquisition.state is State.HELD
+
+    def _ask(self, acquisition: Acquisition, timeout: float | None, session: Session) -> bool | None:
+        """Make the first try, in the caller's thread. Return whether it was granted; ``None``: it has to wait."""
         mine = session is self.work
         if mine and self.queues:
             self._prepare_first_try(acquisition, session, timeout)
@@ -183,22 +219,37 @@ class Keeper:
                 return True
         if timeout == 0:
             return False
-        if mine:
-            self._refuse_crowds(acquisition, session)
-        else:
-            self._refused(acquisition)
-            raise AcquireTimeoutError(
-                f"No slot of {acquisition.name!r} is free, and waiting inside atomic() on SQLite could never end: its "
-                "one writer is this transaction. Acquire outside atomic(), use timeout=0, or keep the locks in a "
-                "second file named by SQLSEM['DATABASE'].",
-                name=acquisition.name,
-                timeout=timeout,
-            )
-        while True:
-            self._enqueue(acquisition)
-            answered = acquisition.wait(acquisition.patience(boot_now()))
-            if self._settled(acquisition, answered):
-                return acquisition.state is State.HELD
+        if not mine:
+            self._refuse_to_wait_inside(acquisition, timeout)
+        self._refuse_crowds(acquisition, session)
+        return None
+
+    def _refuse_to_wait_inside(self, acquisition: Acquisition, timeout: float | None) -> NoReturn:
+        self._refused(acquisition)
+        raise AcquireTimeoutError(
+            f"No slot of {acquisition.name!r} is free, and waiting inside atomic() on SQLite could never end: its "
+            "one writer is this transaction. Acquire outside atomic(), use timeout=0, or keep the locks in a "
+            "second file named by SQLSEM['DATABASE'].",
+            name=acquisition.name,
+            timeout=timeout,
+        )
+
+    def _outlives(
+        self, acquisition: Acquisition, timeout: float | None, session: Session, error: BackendError | None = None
+    ) -> bool:
+        """Whether an acquire may wait until the database is back, though its first try ended with an error.
+
+        Or without a try: while nobody gets an answer, a caller's own try may take longer than it has time. One that
+        would rather be refused than wait is not kept waiting by this either.
+        """
+        if session not in (self.work, self.own):
+            return False  # the caller's own transaction has failed
+        away = self.outage.met(error) if error is not None else bool(session.asked_at and self.own.asked_at)
+        if not away or timeout == 0 or acquisition.request.max_waiting is not None:
+            return False
+        if acquisition.request.rank and acquisition.state is State.NEW:
+            acquisition.stand_apart()  # its place may be older than those of others here
+        return True
 
     async def aacquire(self, acquisition: Acquisition, timeout: float | None) -> bool:
         """Have it granted within ``timeout`` seconds, holding no thread meanwhile. Return whether it was."""
@@ -219,17 +270,27 @@ class Keeper:
     def _first_try(self, acquisition: Acquisition, timeout: float | None) -> None:
         if acquisition.state is not State.NEW:
             return
+        away = self.outage.error
         try:
-            self._prepare_first_try(acquisition, self.own, timeout)
-            first = self._is_first(acquisition)
-            goes = first or self._may_go_first(acquisition)
-            granted = goes and self._try_now(acquisition, self.own, enrol=first and timeout != 0)
-            if granted or timeout == 0:
-                acquisition.tell()
+            if away is None or not self._outlives(acquisition, timeout, self.own):
+                away = None
+                self._prepare_first_try(acquisition, self.own, timeout)
+                first = self._is_first(acquisition)
+                goes = first or self._may_go_first(acquisition)
+                granted = goes and self._try_now(acquisition, self.own, enrol=first and timeout != 0)
+                if granted or timeout == 0:
+                    acquisition.tell()
+                else:
+                    self._refuse_crowds(acquisition, self.own)
+        except BackendError as error:
+            if not self._outlives(acquisition, timeout, self.own, error):
+                acquisition.tell(error)
             else:
-                self._refuse_crowds(acquisition, self.own)
+                away = copy_of(error)
         except Exception as error:  # noqa: BLE001 - it belongs to the waiting task, not to this thread
             acquisition.tell(error)
+        if away is not None:
+            self._enqueue(acquisition, away=away)
 
     def _prepare_first_try(self, acquisition: Acquisition, session: Session, timeout: float | None) -> None:
         request = acquisition.request
@@ -281,10 +342,8 @@ class Keeper:
                 place = Place(acquisition.arrived, waiting=1, patience=acquisition.patience(sent))
                 waited = self.backend.enrol(session, acquisition.request, place, first=True)
             except BackendError as error:
-                if session.attempts != attempts:  # else nothing was asked of the database
-                    self.doubt(acquisition.request)
-                with self.queue_lock:
-                    self.renew_request(acquisition)
+                if self.in_doubt(acquisition, asked=session.attempts != attempts):
+                    return True  # another caller's statement has served it
                 if error.stale_connection:
                     continue
                 raise
@@ -333,10 +392,20 @@ class Keeper:
     def _settled(self, acquisition: Acquisition, answered: bool) -> bool:
         """After a wait: whether it is over. Raises what the keeper met. A grant that was slept through is not one."""
         if not answered:
+            away = self._away(acquisition)
             self.withdraw(acquisition)
+            if away is not None and acquisition.state is State.OVER:
+                raise copy_of(away)
         if acquisition.has_error:
             raise acquisition.take_error()
         return acquisition.state is not State.GRANTED or self._taken(acquisition, boot_now())
+
+    def _away(self, acquisition: Acquisition) -> BaseException | None:
+        """Return what a wait that ends for want of time has met last; ``None``: the database is not away."""
+        local, left = self.queues.get(acquisition.request.line), acquisition.patience(boot_now())
+        if local is None or left is None or left > SOME_TIME:  # its client has gone
+            return None
+        return local.away
 
     def _taken(self, acquisition: Acquisition, now: float) -> bool:
         """Let the caller have what it was granted. Return ``False`` if that was slept through, and it asks anew."""
@@ -391,8 +460,13 @@ class Keeper:
         else:
             self.poke(local)
 
-    def _enqueue(self, acquisition: Acquisition, *, at_first: bool = False) -> Crowd | None:
-        """Put it at the end of its name's queue, unless it is there; ``at_first``: or return why it may not wait."""
+    def _enqueue(
+        self, acquisition: Acquisition, *, at_first: bool = False, away: BaseException | None = None
+    ) -> Crowd | None:
+        """Put it at the end of its name's queue, unless it is there; ``at_first``: or return why it may not wait.
+
+        ``away``: what its first try has met.
+        """
         with self.queue_lock:
             if acquisition.state is not State.NEW:
                 return None
@@ -402,6 +476,8 @@ class Keeper:
             local = self._queue_of(acquisition)
             local.add(acquisition)
             known = local.known
+            if not known:
+                local.away = away or local.away
         self.tell("queued", acquisition)
         if not known:
             self.poke(local)
@@ -437,6 +513,20 @@ class Keeper:
         acquisition.tell(error)
         self.poke(local)
         return True
+
+    def in_doubt(self, acquisition: Acquisition, *, asked: bool) -> bool:
+        """Have it ask anew, as the outcome of its claim is unknown, unless it has been served: return whether.
+
+        ``asked``: whether anything was sent.
+        """
+        with self.queue_lock:
+            request, served = acquisition.request, acquisition.was_served()
+            if not served:
+                self.renew_request(acquisition)
+        if asked:
+            # What was served is not to be freed; but the statement may have left something on its session.
+            self.doubt_permit(request.resource, secrets.token_hex(16) if served else request.permit_id)
+        return served
 
     def renew_request(self, acquisition: Acquisition) -> None:
         """Go on under another permit id, as what became of the old one is unknown; the lock is held."""
@@ -504,6 +594,8 @@ class Keeper:
             # Again too: the first messenger may have been interrupted before that.
             self.waiting.pop(permit_id, None)
             local = self._unqueue(acquisition) if self.queues else None
+        if self.outage.error is not None or not self.outage.known:
+            self.answered()
         if not wanted and not acquisition.was_served():  # else it is the same news by two ways
             self.doubt(acquisition.request)
         elif local is not None and not local.known:
@@ -574,7 +666,9 @@ class Keeper:
             # One that had to wait is likely to leave others waiting.
             wanted = acquisition.waited > 0
             released = self.backend.release(session, acquisition.acquired, wanted=wanted, hand_on=mine)
-        except BackendError:
+        except BackendError as error:
+            if mine:
+                self.outage.met(error)
             if (gone := self.backend.taken_away(acquisition.acquired)) is not None:
                 acquisition.lose(gone)  # perhaps long before
             self.post(lambda: self.clear(acquisition))
@@ -594,6 +688,8 @@ class Keeper:
         for granted in released.granted:
             self.deliver(granted, acquisition.releasing_since, acquisition.request.resource)
         acquisition.released()
+        if self.outage.error is not None:
+            self.answered()
         self.acquisitions.pop(id(acquisition), None)
         if not (released.freed or acquisition.loss or acquisition.freed_elsewhere):
             acquisition.lose(self.backend.taken_away(acquisition.acquired) or NO_LONGER_ITS_OWN)
@@ -621,8 +717,9 @@ class Keeper:
             try:
                 released = self.backend.release(self.own, acquisition.acquired)
             except BackendError as error:
-                extra = {"semaphore": acquisition.name, "what": "release_failed"}
-                logger.warning("%s could not be given back yet: %s", acquisition.name, error, extra=extra)
+                if not self.outage.met(error):
+                    extra = {"semaphore": acquisition.name, "what": "release_failed"}
+                    logger.warning("%s could not be given back yet: %s", acquisition.name, error, extra=extra)
                 return
             self._released(acquisition, released)
 
@@ -723,7 +820,7 @@ class Keeper:
         now = boot_now()
         with self.queue_lock:
             due = [local for local in self.queues.values() if local.next_at <= now]
-        if due and self.beacon is not None and not self.own.is_open:
+        if due and self.beacon is not None and not self.own.is_open and now >= self.rests_until:
             self.beacon.open()
         for local in due:
             local.step(self.own)

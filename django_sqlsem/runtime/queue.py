@@ -5,15 +5,14 @@ Those who go by another number of slots, or wait for another mode, have a queue 
 
 from __future__ import annotations
 
-import copy
 import math
-import secrets
 from collections import deque
 from typing import Final
 
 from django_sqlsem.backends.base import Place, Queue, Request, Waited
 from django_sqlsem.core.clocks import boot_now, chance
 from django_sqlsem.core.modes import UPGRADE
+from django_sqlsem.database.errors import copy_of
 from django_sqlsem.database.sessions import Session
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper
@@ -42,6 +41,8 @@ class LocalQueue:
         self.enrolled: Acquisition | None = None
         #: Places in the database's queue, or grants, that are to be given up.
         self.unwanted: list[Request] = []
+        #: What its last step met, while the database is away: who waits no longer raises that.
+        self.away: BaseException | None = None
         self.next_at = 0.0
         self._refresh_at = 0.0
         self._pause = FIRST_POLL
@@ -111,6 +112,9 @@ class LocalQueue:
     def _look(self, session: Session, head: Acquisition, waiting: int) -> bool:
         """Take one step of waiting for the first in line. Return whether all is done for now."""
         now = boot_now()
+        if now < self.keeper.rests_until:
+            self.next_at = self.keeper.rests_until
+            return True
         with self.keeper.queue_lock:
             if not self.waiting or self.waiting[0] is not head or head.was_served():
                 return False  # it gave up, or was served, while others were let go
@@ -131,16 +135,10 @@ class LocalQueue:
             else:
                 waited = self._glance(session, head)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with this one, its waiter must hear it
-            if self._in_doubt(head, nothing_asked=new and session.attempts == attempts):
-                return False  # another caller's statement has served it
-            self.enrolled = None
-            if not isinstance(error, BackendError):
-                self._fail(error, only=head)
-                return False
-            if error.stale_connection:
-                return False
-            self._fail(error)
-            return True
+            return self._met(head, error, asked=not new or session.attempts != attempts)
+        self.away = None
+        if new or now >= self._refresh_at:  # between heartbeats it only reads
+            self.keeper.answered()
         for granted in waited.granted:
             self.keeper.deliver(granted, now, head.request.resource)
         with self.keeper.queue_lock:
@@ -166,16 +164,22 @@ class LocalQueue:
                 self.next_at = 0.0
             return True
 
-    def _in_doubt(self, head: Acquisition, *, nothing_asked: bool) -> bool:
-        """Have the head ask anew, as the outcome of its claim is unknown, unless it has been served: return whether."""
-        with self.keeper.queue_lock:
-            request, served = head.request, head.was_served()
-            if not served:
-                self.keeper.renew_request(head)
-        if not nothing_asked:
-            # What was served is not to be freed; but the statement may have left something on its session.
-            self.keeper.doubt_permit(request.resource, secrets.token_hex(16) if served else request.permit_id)
-        return served
+    def _met(self, head: Acquisition, error: Exception, *, asked: bool) -> bool:
+        """A step has failed. Return whether all is done for now."""
+        if self.keeper.in_doubt(head, asked=asked):
+            return False  # another caller's statement has served it
+        self.enrolled = None
+        if not isinstance(error, BackendError):
+            self._fail(error, only=head)
+            return False
+        if error.stale_connection:
+            return False
+        if self.keeper.outage.met(error):
+            # It enrols anew, by the time of its arrival, as its place may be lost.
+            self.away, self.next_at = copy_of(error), self.keeper.outage.again_at
+        else:
+            self._fail(error)
+        return True
 
     def _patience(self, now: float) -> float | None:
         """For how many more seconds the most patient of the waiters waits; ``None``: for ever."""
@@ -228,7 +232,7 @@ class LocalQueue:
                 acquisition.give_up()
         for acquisition in failed:
             # Each raises one of its own: a traceback grows with every raise, and keeps the frames it passed.
-            acquisition.tell(error if only is not None else _same(error))
+            acquisition.tell(error if only is not None else copy_of(error))
         if only is None:
             self.keeper.forget_queue(self)
 
@@ -239,9 +243,3 @@ class LocalQueue:
             self.keeper.doubt(request)
         with self.keeper.queue_lock:  # not before: others who step meanwhile would not wait for it
             self.unwanted = [each for each in self.unwanted if each is not request]
-
-
-def _same(error: Exception) -> Exception:
-    copied = copy.copy(error)
-    copied.__cause__ = error.__cause__
-    return copied

@@ -9,6 +9,7 @@ import pytest
 
 from django_sqlsem.database.dialects import MySQL
 from tests.programs.fence_clients import Fencer
+from tests.programs.outage_clients import Sufferer
 from tests.programs.transaction_clients import Transactor
 from tests.support.private_servers import ALIAS, galera_cluster
 from tests.support.processes import Child
@@ -183,6 +184,71 @@ def test_what_commits_came_one_after_the_other(nodes, numbers, form, where):
     assert max(numbers.agreed()) == len(taken)
     if where == "on one node":
         assert sum(int(each[0]) for each in told) == 0, "who waited for a row lock lost a transaction"
+
+
+def of(name):
+    """Return the rest of a query of a name's slots or waiters, ``t``."""
+    return f"t JOIN sqlsem_semaphore m ON m.name_key = t.semaphore_key WHERE m.name = '{name}'"
+
+
+# A hand-over that is told before this node has it.
+
+PASSER_BY = """
+from django_sqlsem import semaphore
+lock = semaphore(args[1], using=args[0], timeout=60)
+say("ready")
+listen()
+with lock as permit:
+    pass
+say(f"released {permit.lost}")
+listen()
+"""
+
+
+def test_a_slot_that_was_handed_over_by_another_node_is_no_loss(nodes):
+    """The rows of it wait behind a long transaction; the bell, which both processes have, does not."""
+    nodes[0].query("CREATE TABLE IF NOT EXISTS long_ones (id INT AUTO_INCREMENT PRIMARY KEY, number INT)")
+    for each in range(12):  # about every second one comes in the right moment
+        name = f"handed-{each}"
+        with (
+            Sufferer(ALIAS, name, env=nodes[0].env()) as holder,
+            Child(PASSER_BY, ALIAS, name, env=nodes[1].env()) as by,
+        ):
+            holder.does("acquire 5", "held")
+            by.expect("ready")
+            by.send()
+            waits = f"SELECT 1 FROM sqlsem_waiter {of(name)}"
+            wait_until(lambda waits=waits: nodes[0].query(waits), what="one waits")
+            nodes[0].query("INSERT INTO long_ones (number) SELECT seq FROM seq_1_to_10000")
+            holder.does("release", "released")
+            assert by.expect("released", timeout=30) == "None", by.stderr
+            held = f"SELECT 1 FROM sqlsem_slot {of(name)} AND t.expires_us IS NOT NULL"
+            assert nodes[1].query(f"SET STATEMENT wsrep_sync_wait = 1 FOR {held}") == [], by.stderr
+            by.send()
+
+
+# A node that takes no statements.
+
+
+@pytest.mark.parametrize("verb", ["acquire", "aacquire"])
+def test_a_node_that_is_not_ready_means_ask_another(nodes, verb):
+    hosts = [f"127.0.0.1:{each.port}" for each in nodes[:2]]
+    env = nodes[0].env() | {"SQLSEM_TEST_SETTINGS": json.dumps({"DATABASES": {ALIAS: {"HOSTS": hosts}}})}
+    names = (f"ready-{verb}", f"new-{verb}")
+    with Sufferer(ALIAS, names[0], env=env) as child, Sufferer(ALIAS, names[1], env=env) as new:
+        child.does(f"{verb} 5", "held")
+        child.does("release", "released")
+        nodes[0].query("SET GLOBAL wsrep_reject_queries = 'ALL'")
+        try:
+            for each, name in zip((child, new), names, strict=True):
+                each.does(f"{verb} 0", "held")
+                held = f"SELECT t.pid FROM sqlsem_slot {of(name)} AND t.expires_us IS NOT NULL"
+                assert nodes[1].query(held) == [(each.pid,)], "granted on the other node"
+                each.does("check", "ours")
+                each.does("release", "released")
+                assert "is away" not in each.stderr
+        finally:
+            nodes[0].query("SET GLOBAL wsrep_reject_queries = 'NONE'", database="")
 
 
 # Fences.

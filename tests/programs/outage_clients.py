@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from django_sqlsem import (
     semaphore,
 )
 from tests.support.children import listen, say
+from tests.support.databases import OutsideCounter
 from tests.support.processes import Child
 
 
@@ -101,3 +103,35 @@ class Sufferer(Child):
         """Send a line, and wait for its outcome."""
         self.send(line)
         return self.answer(expected, within)
+
+
+def fight(alias: str, name: str, slots: int, outside: str, counted: str) -> None:
+    """Take and give back, again and again, and count oneself in and out elsewhere, until told to end."""
+    lock = semaphore(name, slots=slots, timeout=60, lease=3, using=alias)
+    counter = OutsideCounter(outside, counted)
+    ended = threading.Event()
+    threading.Thread(target=lambda: (listen(), ended.set()), daemon=True).start()
+    grants = 0
+    say("ready")
+    while not ended.is_set():
+        with lock as permit:
+            if permit.lost is None:  # else it may be somebody else's by now
+                counter.enter()
+                time.sleep(0.005)
+                counter.leave()
+                grants += 1
+    counter.close()
+    say(f"ended {grants}")
+
+
+class Fighter(Child):
+    """The parent's side of ``fight``."""
+
+    def __init__(self, alias: str, name: str, *arguments: Any, env: dict[str, str]) -> None:
+        super().__init__("tests.programs.outage_clients:fight", alias, name, *arguments, env=env)
+        self.expect("ready", timeout=60)
+
+    def ends(self) -> None:
+        """Have it end; each of its acquires must have been granted."""
+        self.send("end")
+        assert int(self.expect("ended", timeout=90)) > 0

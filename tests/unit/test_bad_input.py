@@ -315,7 +315,7 @@ def test_templates_are_refused_by_the_call_that_fills_them_in(value, error, mess
 
 KEYS_OF_AN_ALIAS = (
     "BACKEND", "BEACONS", "DEADLOCKS", "DURABLE", "FORGET_AFTER",
-    "HISTORY", "IDLE", "LEASE", "RECORD", "TIMEOUT",
+    "HISTORY", "HOSTS", "IDLE", "LEASE", "RECORD", "TIMEOUT",
 )  # fmt: skip
 SETTINGS = cases(
     ("list", [], "SQLSEM must be a dict, not []."),
@@ -351,6 +351,15 @@ SETTINGS = cases(
      "SQLSEM['BUSY_STATUS'] must be an HTTP error status from 400 to 599, not '503'."),
     ("BUSY_STATUS true", {"BUSY_STATUS": True},
      "SQLSEM['BUSY_STATUS'] must be an HTTP error status from 400 to 599, not True."),
+    ("HOSTS of all", {"HOSTS": ["db1"]},
+     "SQLSEM['HOSTS'] is about one database: it must be in SQLSEM['DATABASES']."),
+    ("HOSTS text", {"DATABASES": {"default": {"HOSTS": "db1,db2"}}},
+     "SQLSEM['DATABASES']['default']['HOSTS'] must be a list of hosts, like ['db1', 'db2:3307'], not 'db1,db2'."),
+    ("HOSTS none", {"DATABASES": {"default": {"HOSTS": []}}},
+     "SQLSEM['DATABASES']['default']['HOSTS'] must be a list of hosts, like ['db1', 'db2:3307'], not []."),
+    ("HOSTS of SQLite", {"DATABASES": {"default": {"HOSTS": ["db1"]}}},
+     "SQLSEM['DATABASES']['default']['HOSTS'] is for MySQL and MariaDB: PostgreSQL takes several in HOST, other "
+     "databases have one."),
     ("DATABASES list", {"DATABASES": ["default"]},
      "SQLSEM['DATABASES'] must map aliases to dicts, not ['default']."),
     ("DATABASES none", {"DATABASES": None}, "SQLSEM['DATABASES'] must map aliases to dicts, not None."),

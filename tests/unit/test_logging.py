@@ -43,6 +43,7 @@ NAMELESS = {
     "runtime/loop.py": "The keeper of %r met an error",
     "runtime/keepers.py": "The keeper of %r met an error",
     "runtime/presence.py": "",
+    "database/errors.py": "The database %r is ",
     "database/transactions.py": "A callback ",
 }
 #: Their records are of several names, or of a database: their own pages say what is in them.

@@ -106,7 +106,11 @@ class RowsBackend(BaseSemaphoreBackend):
     def release(self, session: Session, held: Acquired, *, wanted: bool = False, hand_on: bool = True) -> Released:
         if held.request.resource.kind == COUNTER:  # they were handed over, and nobody took them
             return Released(counters.discard(session, held.resource, held.permit_id))
-        return handoff.release(session, held, wanted=wanted, hand_on=hand_on)
+        released = handoff.release(session, held, wanted=wanted, hand_on=hand_on)
+        # A hand-over may have been told before this node of a cluster has it: its slot would be idle until it lapses.
+        if not released.freed and session.run(session.dialect.catch_up):
+            released = handoff.release(session, held, wanted=wanted, hand_on=hand_on)
+        return released
 
     def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
         if resource.kind == COUNTER:

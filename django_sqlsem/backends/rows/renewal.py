@@ -94,7 +94,15 @@ def fate(session: Session, held: Acquired) -> Loss | None:
 
 def _fates(session: Session, held: Sequence[Acquired]) -> _Rows:
     text = _FATE.replace("{rows}", ",".join(str(row_id) for each in held for row_id in each.grant.row_ids))
-    return session.run(lambda cursor: _by_id(Statements(cursor, {}).rows(text)))
+
+    def read(cursor: AnyCursor) -> _Rows:
+        return _by_id(Statements(cursor, {}).rows(text))
+
+    rows = session.run(read)
+    # The grant may have been told before this node of a cluster has it.
+    if any(_loss(each, rows) for each in held) and session.run(session.dialect.catch_up):
+        rows = session.run(read)
+    return rows
 
 
 def _by_id(rows: Sequence[Row]) -> _Rows:
