@@ -26,7 +26,7 @@ from django_sqlsem import (
 )
 from django_sqlsem.admin import SemaphoreAdmin
 from django_sqlsem.backends import get_counting_backend
-from django_sqlsem.backends.rows import statements
+from django_sqlsem.backends.rows import counters, statements
 from django_sqlsem.locks import Taken, counter
 from django_sqlsem.models import SemaphoreRow, WaiterRow
 from tests.programs.counter_clients import CounterUser
@@ -38,6 +38,8 @@ from tests.support.threads import run_in_threads, wait_until
 REAL = [pytest.param(alias, id=databases.label(alias)) for alias in databases.covered()]
 #: Long enough for a grant that nobody takes to lapse (2 s), and for a busy machine.
 PATIENT = 30.0
+#: So long a process is waited for that may have to wait itself, in seconds.
+SOON = 1.0
 #: For how long the statements of a waiting process are counted, in seconds.
 WATCHED = 4.0
 #: Statements of one heartbeat at most.
@@ -185,6 +187,40 @@ def test_producers_and_consumers_in_many_processes(database, counter):
     assert sum(taken for taken, _, _ in told) == counter.entered
     wait_until(lambda: handed(database) == 0, timeout=PATIENT)
     assert counter.entered + jobs.value() == total
+
+
+def test_a_name_that_appears_between_two_statements_loses_no_unit(database, monkeypatch):
+    """Another process creates it, and adds to it, after it was looked for and after it was read."""
+    with users(database, 1) as (other,):
+        added = []
+
+        def meet():
+            if len(added) < 2:
+                other.tell("release", 1)
+                added.append(1)
+                with contextlib.suppress(AssertionError):  # it waits for what is locked, as it must
+                    other.word("parent", "answer", timeout=SOON)
+                    added[-1] = 0
+
+        class Between(counters.Statements):
+            def change(self, text, **more):
+                changed = super().change(text, **more)
+                if text == counters._TOUCH:
+                    meet()
+                return changed
+
+            def row(self, text, **more):
+                found = super().row(text, **more)
+                if text == counters._LOCK:
+                    meet()
+                return found
+
+        monkeypatch.setattr(counters, "Statements", Between)
+        jobs = counter("jobs", using=database)
+        jobs.release(3)
+        for _ in range(sum(added)):
+            other.word("parent", "answer", timeout=PATIENT)
+        assert jobs.value() == 3 + len(added) == 5
 
 
 def test_one_release_of_ten_wakes_ten_in_two_processes(database):

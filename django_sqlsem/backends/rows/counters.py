@@ -91,8 +91,8 @@ class Ledger:
 
     def lock(self) -> str | None:
         """Lock the name's row, and put back what is overdue. Return the name's kind, if there is such a name."""
-        if self.on.dialect.locks_by_writing:
-            self.on.change(_TOUCH)
+        if self.on.dialect.locks_by_writing and self.on.change(_TOUCH) == 0:
+            return None  # not even if it is there a moment later: then its row would not be locked
         found = self.on.row(_LOCK)
         if found is None:
             return None
