@@ -51,10 +51,12 @@ HOLDING = {
         def run():
             kept.append(lock.acquire())
             kept[0].detach()
+            taken.set()
             say("held")
             listen()
-        kept = []
+        kept, taken = [], threading.Event()
         threading.Thread(target=run).start()
+        taken.wait()  # CPython 3.12.1 starts no thread, as the keeper's, when the main one has ended
     """,
     "an event loop's last task": """
         import asyncio
