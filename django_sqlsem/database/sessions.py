@@ -324,9 +324,12 @@ def briefly(session: Session, work: Callable[[AnyCursor], T], seconds: float, in
 
     def attempt() -> T:
         result = session.run(limited, again=False)
-        if isinstance(result, RefusedError):
-            raise result
-        return result
+        try:
+            if isinstance(result, RefusedError):
+                raise result
+            return result
+        finally:
+            del result  # the error's traceback keeps this frame
 
     one_writer = dialect_for(session.connection).one_writer
     return errors.patiently(attempt, lambda error: one_writer and passes(error), in_line)

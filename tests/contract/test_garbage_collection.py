@@ -13,10 +13,11 @@ import pytest
 from celery import Celery
 from celery._state import _task_stack
 from celery.exceptions import Reject, Retry
-from django.db import connections
+from django.db import DatabaseError, connections
 from django.test import AsyncRequestFactory, RequestFactory
 
 from django_sqlsem import AcquireTimeoutError, semaphore
+from django_sqlsem.database.sessions import OwnSession, RefusedError, briefly
 from django_sqlsem.testing import held
 from tests.support.databases import raw_connection
 from tests.support.keepers import keeper_of
@@ -228,5 +229,20 @@ def test_a_locked_file_leaves_no_garbage(database):
             gone = run_beside(let_go)
             with lock:
                 gone.result()
+
+        assert garbage(attempt) == {}
+
+
+def test_what_is_refused_briefly_is_no_garbage(database):
+    """Such as what the keeper writes of the history when somebody else has the file."""
+
+    def refuse(cursor):
+        raise DatabaseError("refused")
+
+    with contextlib.closing(OwnSession(database)) as session:
+
+        def attempt():
+            with contextlib.suppress(RefusedError):
+                briefly(session, refuse, 1.0)
 
         assert garbage(attempt) == {}

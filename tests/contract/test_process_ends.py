@@ -51,10 +51,12 @@ HOLDING = {
         def run():
             kept.append(lock.acquire())
             kept[0].detach()
+            taken.set()
             say("held")
             listen()
-        kept = []
+        kept, taken = [], threading.Event()
         threading.Thread(target=run).start()
+        taken.wait()  # CPython 3.12.1 starts no thread, as the keeper's, when the main one has ended
     """,
     "an event loop's last task": """
         import asyncio
@@ -171,17 +173,17 @@ class SetUpOnArrival:
         return django.setup, ()
 
 
-def hold_in_child(alias: str, event: Any, _: object) -> None:
+def hold_in_child(alias: str, event: Any, arrived: object) -> None:
     """Hold, in a process of multiprocessing, a permit that outlives the function."""
-    _set_up()
+    _set_up(arrived)
     _kept.append(semaphore("ended", slots=2, timeout=None, using=alias).acquire())
     say("held")
     event.wait()
 
 
-def hold_in_daemon_thread_of_child(alias: str, event: Any, _: object) -> None:
+def hold_in_daemon_thread_of_child(alias: str, event: Any, arrived: object) -> None:
     """Hold, in a daemon thread of a process of multiprocessing."""
-    _set_up()
+    _set_up(arrived)
 
     def run() -> None:
         with semaphore("ended", slots=2, timeout=None, using=alias):
@@ -192,21 +194,24 @@ def hold_in_daemon_thread_of_child(alias: str, event: Any, _: object) -> None:
     event.wait()
 
 
-def _set_up() -> None:
-    if not apps.ready:  # spawned
+def _set_up(arrived: object) -> None:
+    if not apps.ready:  # not forked from a process that was set up
+        assert arrived != "before the fork"
         django.setup()
 
 
 _kept: list[Permit] = []
 
 
-def start_child(alias: str, method: str, function: str, parent_holds: bool, set_up_early: bool) -> None:
+def start_child(alias: str, method: str, function: str, parent_holds: bool, set_up: str) -> None:
     """Run one of the two above in a child of this process, and tell when it has ended."""
     permit = semaphore("ended", slots=2, using=alias).acquire() if parent_holds else None
     context: Any = multiprocessing.get_context(method)
+    if set_up == "before the fork":
+        context.set_forkserver_preload(["tests.places.wsgi"])
     event = context.Event()
-    set_up = SetUpOnArrival() if set_up_early else None
-    process = context.Process(target=globals()[function], args=(alias, event, set_up))
+    arriving = SetUpOnArrival() if set_up == "on arrival" else set_up
+    process = context.Process(target=globals()[function], args=(alias, event, arriving))
     process.start()
     listen()
     event.set()
@@ -219,10 +224,18 @@ def start_child(alias: str, method: str, function: str, parent_holds: bool, set_
 
 
 CASES = {
-    "fork": ("fork", "hold_in_child", False, False),
-    "fork, a daemon thread, while the parent holds": ("fork", "hold_in_daemon_thread_of_child", True, False),
-    "spawn, while the parent holds": ("spawn", "hold_in_child", True, False),
-    "spawn, set up early, a daemon thread": ("spawn", "hold_in_daemon_thread_of_child", False, True),
+    "fork": ("fork", "hold_in_child", False, ""),
+    "fork, a daemon thread, while the parent holds": ("fork", "hold_in_daemon_thread_of_child", True, ""),
+    "spawn, while the parent holds": ("spawn", "hold_in_child", True, ""),
+    "spawn, set up early, a daemon thread": ("spawn", "hold_in_daemon_thread_of_child", False, "on arrival"),
+    # How CPython 3.14 starts a process on Linux unless told otherwise.
+    "forkserver, while the parent holds": ("forkserver", "hold_in_child", True, ""),
+    "forkserver, preloaded, a daemon thread": (
+        "forkserver",
+        "hold_in_daemon_thread_of_child",
+        False,
+        "before the fork",
+    ),
 }
 
 

@@ -14,7 +14,7 @@ import types
 import uuid
 
 import pytest
-from asgiref.sync import async_to_sync, markcoroutinefunction
+from asgiref.sync import async_to_sync, iscoroutinefunction, markcoroutinefunction
 from django.contrib.auth.models import AnonymousUser, User
 from django.db import connections
 from django.http import HttpResponse
@@ -222,7 +222,7 @@ class TestFunctions:
         def marked():
             return work()
 
-        assert asyncio.iscoroutinefunction(marked)
+        assert iscoroutinefunction(marked)
         assert asyncio.run(marked()) == 0
 
 
