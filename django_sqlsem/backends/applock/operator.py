@@ -41,6 +41,13 @@ _TAKE: Final = (
     " @LockTimeout = 0, @DbPrincipal = 'public'; SELECT @rc AS rc;"
     " SET NOCOUNT OFF;"
 )
+# At the end of a transaction its locks go one after another, in no known order.
+_LET_GO: Final = (
+    "SET NOCOUNT ON; DECLARE @rc int, @resource nvarchar(255) = ?;"
+    " EXEC @rc = sys.sp_releaseapplock @Resource = @resource, @LockOwner = 'Transaction', @DbPrincipal = 'public';"
+    " SELECT @rc AS rc;"
+    " SET NOCOUNT OFF;"
+)
 _STANDS: Final = (
     "EXISTS (SELECT 1 FROM sys.dm_exec_sessions WHERE session_id = {id}"
     " AND DATEDIFF_BIG(MICROSECOND, '1970-01-01', login_time) = {since})"
@@ -260,9 +267,12 @@ class Operator:
         # Counts have no locks: whoever changes one, or queues for it, waits for its row.
         if not semaphore.update(shrinking=F("shrinking")) or self._counted_for(key):
             return False
-        if not self._take_all(names, slots.values_list("slot", flat=True)):
-            return False
-        if idle is not None and (slots.exclude(idle.free()).exists() or not idle.drop([key])):
+        taken: list[str] = []
+        ours = self._take_all(names, slots.values_list("slot", flat=True), taken)
+        if not ours or (idle is not None and (slots.exclude(idle.free()).exists() or not idle.drop([key]))):
+            # Who was refused one of these looks once more when the lock of the deletion is free: it is the last to go.
+            for resource in reversed(taken[1:]):
+                self._query(_LET_GO, (resource,))
             return False
         slots._raw_delete(self.alias)  # without Django's collector, which would read and cascade
         WaiterRow.objects.using(self.alias).filter(semaphore=key)._raw_delete(self.alias)
@@ -273,11 +283,14 @@ class Operator:
         waiters = WaiterRow.objects.using(self.alias).filter(semaphore=key, semaphore__kind=COUNTER)
         return waiters.filter(RowClock.of(self.alias).live() | Q(away=True)).exists()
 
-    def _take_all(self, names: LockNames, slots: Collection[int]) -> bool:
+    def _take_all(self, names: LockNames, slots: Collection[int], taken: list[str]) -> bool:
         # First what tells a claim that it was refused for this; and whoever waits, or holds a slot that has no row, is
         # seen at the gate or at the name itself.
-        resources = [names.deletion, names.gate, names.base, *(names.slot(slot) for slot in slots)]
-        return all(self._take(resource) for resource in resources)
+        for resource in (names.deletion, names.gate, names.base, *(names.slot(slot) for slot in slots)):
+            if not self._take(resource):
+                return False
+            taken.append(resource)
+        return True
 
     def _take(self, resource: str) -> bool:
         return int(self._query(_TAKE, (resource,))[0]["rc"]) >= 0
