@@ -337,7 +337,7 @@ def test_a_slot_freed_while_two_are_taken_is_not_taken_too(database):
 def test_a_slot_revoked_before_it_is_read_back_is_no_grant(plain):
     """An operator may be faster than the second statement of a claim."""
     vendor = connections[plain].vendor
-    revoke = [True]
+    revoke: list[bool] = []
 
     class Revoked(dialects._DIALECTS[vendor]):
         """Has the slot revoked between the claim and the look at what it got."""
@@ -349,8 +349,9 @@ def test_a_slot_revoked_before_it_is_read_back_is_no_grant(plain):
                 query(plain, "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL")
 
     lock = mutex("quick", timeout=5, using=plain)
-    lock.acquire().release()
-    with installed(vendor, Revoked):
+    with installed(vendor, Revoked):  # before the first session, which keeps its dialect
+        lock.acquire().release()
+        revoke.append(True)
         with lock as permit:
             permit.check()
         assert not revoke

@@ -65,7 +65,7 @@ def test_a_connection_that_its_driver_had_made_is_closed(database):
         from django_sqlsem.database import sessions as opening
 
         real = opening._connection
-        patch.setattr(opening, "_connection", lambda alias, made: interrupted(real(alias, made)))
+        patch.setattr(opening, "_connection", lambda *settings: interrupted(real(*settings)))
         with pytest.raises(KeyboardInterrupt):
             open_connection(database)
     with pytest.raises(Exception, match=r"(?i)closed|2006|gone|interface|0, "):

@@ -30,6 +30,7 @@ ROWS_ONLY: Final = {
     "slot rows": "application locks need no row of a slot before its first grant, and none is closed",
     "one of a name": "a session keeps one permit of a name, as its locks are re-entrant: many need as many sessions",
     "key rows": "application locks of a transaction have no rows",
+    "several hosts": "the sessions of application locks are opened by a pool of their own, which knows one host",
     "sessions": "application locks end with the session that has them, and no other session keeps them",
 }
 
