@@ -16,7 +16,7 @@ from unittest import mock
 from django.db import connections, models
 
 from django_sqlsem.backends.base import Acquired, Grant, Place, Request
-from django_sqlsem.backends.rows import beacons, handoff, operator
+from django_sqlsem.backends.rows import beacons, operator
 from django_sqlsem.backends.rows.backend import RowsBackend
 from django_sqlsem.core import clocks
 from django_sqlsem.core.identity import HolderIdentity
@@ -259,7 +259,6 @@ def stopped_clock(alias: str) -> Iterator[None]:
         mock.patch.object(kind, "clock", return_value=(str(NOW), [])),
         mock.patch.object(clocks, "host_now_us", return_value=NOW),
         mock.patch.object(clocks, "_ahead", 0.0),
-        mock.patch.object(handoff, "process_id", _process_of_client),
         mock.patch.object(beacons, "process_id", _process_of_client),
         mock.patch.object(operator, "server_since", return_value=0),
         mock.patch.object(operator, "time", _Time),
