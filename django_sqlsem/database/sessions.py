@@ -52,8 +52,9 @@ class Session(Protocol):
     #: How often something was sent, by any thread.
     attempts: int
 
-    #: What its database's SQL is like.
-    dialect: Dialect
+    @property
+    def dialect(self) -> Dialect:
+        """What its database's SQL is like."""
 
     @property
     def connection(self) -> BaseDatabaseWrapper:
@@ -373,7 +374,6 @@ class OwnSession:
 
     def __init__(self, alias: str) -> None:
         self.alias = alias
-        self.dialect = dialect_for(connections[alias])
         self.last_used = time.monotonic()
         self.attempts = 0
         #: Since when the database owes an answer, by the boot clock; ``None`` if the last statement was answered.
@@ -382,6 +382,8 @@ class OwnSession:
         self.opened: Callable[[BaseDatabaseWrapper], object] | None = None
         self._lock = threading.Lock()
         self._connection: BaseDatabaseWrapper | None = None
+        #: Of the connection that is open.
+        self._dialect: Dialect | None = None
         #: What must be closed with the connection, or was made under way to one.
         self._made: list[Any] = []
         self._file: FileId = None
@@ -391,6 +393,11 @@ class OwnSession:
         self._unreachable: tuple[float, DjangoDatabaseError] | None = None
         with _gate:  # a thread that is about to fork goes through all sessions
             _sessions.add(self)
+
+    @property
+    def dialect(self) -> Dialect:
+        """What its database's SQL is like: what an alias means may change between two connections."""
+        return self._dialect or dialect_for(connections[self.alias])
 
     @property
     def connection(self) -> BaseDatabaseWrapper:
@@ -499,19 +506,20 @@ class OwnSession:
             self._discard()
         connection = self._connection = open_connection(self.alias, self._made)
         self._host = connection.sqlsem_host  # type: ignore[attr-defined]
-        self._file = _file_id(connection) if self.dialect.in_a_file else None
+        self._dialect = dialect_for(connection)
+        self._file = _file_id(connection) if self._dialect.in_a_file else None
         if self.opened is not None:
             self.opened(connection)
         return connection
 
     def _discard(self) -> None:
-        self._connection = None
+        self._connection = self._dialect = None
         close_all(self._made)
 
     def after_fork(self) -> None:
         """In a forked child: cut the inherited connection off without a word to the server."""
         self._lock = threading.Lock()
-        connection, self._connection = self._connection, None
+        connection, self._connection, self._dialect = self._connection, None, None
         _inherited.extend(self._made)  # never finalised: that would speak on the parent's session
         self._made = []
         if connection is None or connection.connection is None:

@@ -66,7 +66,8 @@ def _replace(vendor: str, dialect: type[Dialect]) -> None:
     dialects._DIALECTS[vendor] = dialect
     dialects._dialect.cache_clear()
     for session in list(sessions._sessions):  # of keepers that earlier tests have left
-        session.dialect = dialect_for(connections[session.alias])
+        if session.is_open:
+            session._dialect = dialect_for(session.connection)
 
 
 @pytest.fixture
