@@ -78,7 +78,7 @@ def _place(request: HttpRequest) -> tuple[str, ...]:
 
 
 class Kept:
-    """So many things at the most, each for a while by the monotonic clock: what is new puts out what is oldest."""
+    """A limited number of things, each kept for a while by the monotonic clock; a new one removes the oldest."""
 
     def __init__(self, most: int) -> None:
         self.most = most
