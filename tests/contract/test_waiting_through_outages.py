@@ -55,7 +55,7 @@ def stop(server):
 
 
 def waiting(name, count):
-    """Wait until so many stand in line, as the rows say."""
+    """Wait until this many rows stand in line."""
     wait_until(lambda: queries.semaphore(name, using=ALIAS).waiting == count, timeout=SOON, what=f"{count} wait")
 
 

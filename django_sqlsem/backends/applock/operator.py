@@ -270,7 +270,7 @@ class Operator:
         taken: list[str] = []
         ours = self._take_all(names, slots.values_list("slot", flat=True), taken)
         if not ours or (idle is not None and (slots.exclude(idle.free()).exists() or not idle.drop([key]))):
-            # Who was refused one of these looks once more when the lock of the deletion is free: it is the last to go.
+            # A claim that one of these refused looks again once the deletion's lock is free: so that one goes last.
             for resource in reversed(taken[1:]):
                 self._query(_LET_GO, (resource,))
             return False

@@ -58,7 +58,7 @@ def lock(
     """Try at once, so that waiting is known from its opposite, then wait. Make the row if it is not there.
 
     ``try_now`` takes the lock if it is free; neither a row's making nor its purge makes it look taken. ``wait`` waits
-    in the server for at most so many seconds, and leaves the session's settings as they were. Returns what
+    in the server for at most that long, and leaves the session's settings as they were. Returns what
     ``TransactionLocking.lock`` does.
     """
     started = time.monotonic()
