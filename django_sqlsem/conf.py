@@ -54,6 +54,8 @@ class Config:
     record: bool = True
     #: Where the database is, in the order in which they are asked, perhaps with ``:port``; none: as the alias says.
     hosts: tuple[str, ...] = ()
+    #: Whether the lock tables are, or are to be, distributed over several servers by Citus.
+    citus: bool = False
     #: How long an unused connection stays open.
     idle: float = 60.0
     #: The status of a busy view.
@@ -107,6 +109,8 @@ def _read(raw: dict[str, Any], where: str, allowed: tuple[str, ...], alias: str 
                 values["links"] = _links(value, name)
             elif key == "HOSTS":
                 values["hosts"] = _hosts(value, name, alias)
+            elif key == "CITUS" and value is True and alias and connections[alias].vendor != "postgresql":
+                raise ValueError(f"{name} is for PostgreSQL: Citus is an extension of it.")
             else:
                 values[str(key).lower()] = _value(key, value, name)
         except (TypeError, ValueError) as error:

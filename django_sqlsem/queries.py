@@ -71,7 +71,7 @@ __all__ = [
 
 #: What happened lately, by names and by templates.
 Trends: TypeAlias = "tuple[dict[str, Trend], dict[str, Trend]]"
-State: TypeAlias = Literal["held", "stale", "waiting", "free", "paused"]
+State: TypeAlias = Literal["held", "stale", "waiting", "free", "paused", "busy"]
 
 
 def locks_database(using: str | None = None) -> str:
@@ -234,9 +234,9 @@ def semaphores(
     """Return snapshots ordered by name.
 
     ``name_glob`` is a shell pattern with case (``reports:*``). ``state`` keeps the semaphores that have a slot or
-    a waiter in that state. ``template`` keeps those that a decorator with this name has made
-    (``sync:{request.user.pk}``); empty: those that no template has made. Raises ``ValueError`` for an unknown state and
-    ``BackendError`` if the database fails.
+    a waiter in that state, or (``busy``) are held, waited for or paused; but for ``free`` idle names cost nothing then.
+    ``template`` keeps those that a decorator with this name has made (``sync:{request.user.pk}``); empty: those that no
+    template has made. Raises ``ValueError`` for an unknown state and ``BackendError`` if the database fails.
     """
     if state is not None and state not in get_args(State):
         raise ValueError(f"state must be one of {', '.join(get_args(State))}, not {state!r}.")
@@ -244,7 +244,13 @@ def semaphores(
     if prefix is None:
         return []
     matches = matcher(name_glob)
-    found = get_backend(database_for(using)).inspect(prefix=prefix, template=template)
+    backend = get_backend(database_for(using))
+    in_use = None if state in (None, "free") else backend.survey().in_use
+    if in_use is None:
+        found = backend.inspect(prefix=prefix, template=template)
+    else:
+        like = [each for each in in_use.values() if each.name.startswith(prefix)]
+        found = backend.inspect([each.name for each in like if template in (None, each.template)])
     return [snapshot for snapshot in found if matches(snapshot.name) and (state is None or getattr(snapshot, state))]
 
 

@@ -272,6 +272,11 @@ class SemaphoreSnapshot:
         """How many threads and tasks wait, over all processes."""
         return sum(waiter.waiting for waiter in self.waiters)
 
+    @property
+    def busy(self) -> bool:
+        """Whether it is held, waited for or paused."""
+        return bool(self.holders or self.waiters or self.paused)
+
 
 def grouped(holders: Iterable[HolderSnapshot]) -> tuple[HolderSnapshot, ...]:
     """Return one snapshot for all slots of who has all of them, instead of one for each."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import abc
 import logging
 import math
+import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -322,6 +323,7 @@ class BaseSemaphoreBackend(abc.ABC):
 
     def __init__(self, alias: str) -> None:
         self.alias = alias
+        self._counted: tuple[float, list[tuple[str, int, str]]] = (0.0, [])
 
     def session(self) -> KeeperSession:
         """Return a session for the keeper's statements."""
@@ -446,7 +448,7 @@ class BaseSemaphoreBackend(abc.ABC):
         """
         raise NotImplementedError
 
-    def take(self, session: Session, permit_id: str) -> bool:
+    def take(self, session: Session, resource: Resource, permit_id: str) -> bool:
         """Take what was granted for good. Return whether it still was there to take."""
         raise NotImplementedError
 
@@ -527,7 +529,7 @@ class BaseSemaphoreBackend(abc.ABC):
             for row in ("SlotRow", "WaiterRow")
         )
         with database_errors(self.alias):
-            names = [name for (name,) in slots.filter(expires_us__isnull=False).union(waiters)[:most]]
+            names = [name for (name,) in slots.filter(lease_us__gt=0, expires_us__isnull=False).union(waiters)[:most]]
         return self.inspect(names)
 
     def templates(self, *, at: RowClock | None = None, survey: Survey | None = None) -> Templates:
@@ -541,9 +543,7 @@ class BaseSemaphoreBackend(abc.ABC):
         paused = Q(paused=True) & (Q(paused_until_us=None) | Q(paused_until_us__gt=NOW_UNIX))
         disputed = at.disputed() if at is not None and survey is not None else None
         with database_errors(self.alias):
-            # The index of templates tells it all.
-            counted = rows.annotate(count=Count("*"), of_kind=Min("kind")).order_by("-count", "template")
-            groups = [(template or "", count, kind) for template, count, kind in counted[: MOST_TEMPLATES + 1]]
+            groups = self._count_names(rows)
             plain = next((count for template, count, _kind in groups if not template), 0)
             found = sorted([each for each in groups if each[0]][:MOST_TEMPLATES])
             known = self.template_sums(at=at, survey=survey) if found else {}
@@ -570,6 +570,19 @@ class BaseSemaphoreBackend(abc.ABC):
             plain if plain or len(groups) <= MOST_TEMPLATES else None,
             (sum(count for count, _name in several), min((name for _count, name in several), default="")),
         )
+
+    def _count_names(self, rows: Any) -> list[tuple[str, int, str]]:
+        """Count the names of each template, with a kind of each: of very many only now and then, as that is long."""
+        until, known = self._counted
+        if (began := time.monotonic()) < until:
+            return known
+        # The index of templates tells it all.
+        counted = rows.annotate(count=Count("*"), of_kind=Min("kind")).order_by("-count", "template")
+        groups = [(template or "", count, kind) for template, count, kind in counted[: MOST_TEMPLATES + 1]]
+        if sum(count for _template, count, _kind in groups) > COUNTED_ALWAYS:
+            ended = time.monotonic()
+            self._counted = (ended + min(LONGEST_COUNTED, COUNT_SHARE * (ended - began)), groups)
+        return groups
 
     def template_sums(
         self, *, at: RowClock | None = None, survey: Survey | None = None
@@ -688,6 +701,10 @@ class BaseSemaphoreBackend(abc.ABC):
                 ended.append(OverAct(name, what, int(until_us)))
         return ended
 
+    def set_aside(self, session: Session) -> bool:
+        """Note of some slots that nobody has used them for a while, for those who look for others. Are there more?"""
+        return False
+
     def settle(self, session: Session, key: str) -> None:
         """Open the slots that were closed for an operator's number whose time has passed, and hand them out."""
 
@@ -696,6 +713,11 @@ class BaseSemaphoreBackend(abc.ABC):
         return ()
 
 
+#: Up to this many names are counted anew for each page. The number of more is kept for this many times as long as the
+#: count took, and at most for this many seconds.
+COUNTED_ALWAYS: Final = 10_000
+COUNT_SHARE: Final = 100
+LONGEST_COUNTED: Final = 60.0
 #: The clock that tokens and pauses follow.
 NOW_UNIX: Final = DatabaseNow(unix=True)
 # Two selects, so that each has an index.

@@ -68,7 +68,7 @@ class RowClock:
 
     def expired(self) -> Q:
         """Rows that are taken, and whose lease has run out or belongs to an earlier boot of the host."""
-        expired = Q(expires_us__lte=self.now, lease_us__lte=self.now - self.since)
+        expired = Q(expires_us__lte=self.now, lease_us__lte=abs(self.now - self.since))
         if self.boot_id:
             expired |= Q(expires_us__isnull=False) & ~Q(boot_id=self.boot_id)
         return expired
@@ -278,31 +278,38 @@ class Idle:
             among = self._unused(after, last).order_by("pk").values_list("pk", "name", "declared_us", *highest)
             found = list(among[:IDLE_AT_ONCE])
         names: dict[str, str] = {}
+        noted = self._noted([key for key, *_ in found]) if found else set()
         total = 0
         for key, name, declared_us, slot, token in found:
             total += slot or 0
             if names and total > MOST_SLOTS:
                 return IdleNames(names, after, True)
             after = key
-            if token or declared_us <= self.clock.now - self._us:  # else it was never granted, and may be new
+            # One that was never granted may be new.
+            if key not in noted and (token or declared_us <= self.clock.now - self._us):
                 names[key] = name
         return IdleNames(names, after, True) if len(found) == IDLE_AT_ONCE else IdleNames(names, last or FIRST, False)
 
     def _unused(self, after: str, last: str | None) -> QuerySet[SemaphoreRow]:
         """Return the names after one key, up to another one, that nobody has used, or waits for."""
-        rows, alias, before_us = self.names().filter(pk__gt=after), self.alias, self._before_us
-        values = RefreshRow._default_manager.using(alias).filter(key=OuterRef("pk"))
+        rows, alias = self.names().filter(pk__gt=after), self.alias
         for used in (
             SlotRow.objects.using(alias).filter(semaphore=OuterRef("pk")).exclude(self.free()),
             WaiterRow.objects.using(alias).filter(self.clock.live(), semaphore=OuterRef("pk")),
-            # The end of a hold that was longer than that, and what operators did, are in the history.
-            MinuteRow._default_manager.using(alias).filter(key=OuterRef("pk"), minute_us__gt=before_us),
-            EventRow._default_manager.using(alias).filter(key=OuterRef("pk"), at_us__gt=before_us),
-            values.filter(token__gt=before_us),
-            values.filter(token__gt=Value(self.clock.unix) - F("period_us")),  # it is not due
         ):
             rows = rows.filter(~Exists(used))
         return rows.filter(pk__lte=last) if last else rows
+
+    def _noted(self, keys: Collection[str]) -> set[str]:
+        """Return which of these names have been used by what their history and values say."""
+        alias, before_us = self.alias, self._before_us
+        due = Q(token__gt=before_us) | Q(token__gt=Value(self.clock.unix) - F("period_us"))
+        # The end of a hold that was longer than that, and what operators did, are in the history.
+        minutes = MinuteRow._default_manager.using(alias).filter(key__in=keys, minute_us__gt=before_us)
+        events = EventRow._default_manager.using(alias).filter(key__in=keys, at_us__gt=before_us)
+        values = RefreshRow._default_manager.using(alias).filter(due, key__in=keys)
+        of_key = [rows.values_list("key", flat=True) for rows in (minutes, events, values)]
+        return set(of_key[0].union(*of_key[1:]))
 
     def drop(self, keys: Collection[str]) -> bool:
         """Delete what is known of names but the rows of the locks. Return whether that is all of it."""

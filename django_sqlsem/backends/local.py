@@ -396,7 +396,7 @@ class LocalBackend(BaseSemaphoreBackend):
             self._made(resource, initial, initial).units += count
         return ()
 
-    def take(self, session: Session, permit_id: str) -> bool:
+    def take(self, session: Session, resource: Resource, permit_id: str) -> bool:
         with self._lock:
             return any(known.handed.pop(permit_id, 0) for known in self._world().values())
 

@@ -156,7 +156,8 @@ class PostgreSQLServer(Server):
     """PostgreSQL, and what speaks like it."""
 
     questions = (
-        "version", "round_trip", "clock", "pooler", "writable", "isolation", "limits", "durability", "connections",
+        "version", "round_trip", "clock", "pooler", "cluster", "writable", "isolation", "limits", "durability",
+        "connections",
     )  # fmt: skip
 
     def pooler(self) -> Iterator[CheckMessage]:
@@ -167,6 +168,27 @@ class PostgreSQLServer(Server):
         if pooled and not self.settings.get("DISABLE_SERVER_SIDE_CURSORS"):
             text = "DISABLE_SERVER_SIDE_CURSORS is not set, which Django needs behind a pooler in transaction mode."
             yield warning("D005", text, "Set it for this alias, unless the pooler is in session mode.")
+
+    def cluster(self) -> Iterator[CheckMessage]:
+        """Look whether Citus has distributed the tables, and the settings say so."""
+        there = self.row(
+            "SELECT to_regclass('pg_dist_partition') IS NOT NULL AND to_regclass('sqlsem_slot') IS NOT NULL"
+        )
+        tables = (
+            "SELECT COUNT(*) FROM pg_dist_partition WHERE logicalrelid = 'sqlsem_slot'::regclass AND partmethod = 'h'"
+        )
+        distributed = there[0] and self.row(tables)[0]
+        if self.config.citus:
+            self.no_beacons.append("Citus has names on several servers")
+            text = "A killed process's slots come back with its lease, and transactions cannot be fenced."
+            if distributed:
+                yield ok("D006", f"Citus has each name on one of several servers. {text}")
+            else:
+                text = f"CITUS is set, but the lock tables are not distributed. {text}"
+                yield note("D006", text, "Distribute them, or leave CITUS out.")
+        elif distributed:
+            text = "Citus has distributed the lock tables, but CITUS is not set: most of what locks do is refused."
+            yield error("D006", text, f"Set SQLSEM['DATABASES']['{self.alias}']['CITUS'] to True in all processes.")
 
     def writable(self) -> Iterator[CheckMessage]:
         """Find a standby, and a database that writes nothing by default."""

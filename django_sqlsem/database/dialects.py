@@ -12,13 +12,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error as DatabaseError
 from django.db import IntegrityError
 from django.db.models import BigIntegerField, Func
 
+from django_sqlsem.conf import config
 from django_sqlsem.core import clocks
 from django_sqlsem.database import cursors, sockets
 
@@ -138,6 +139,10 @@ _WRITTEN: Final = re.compile(
 )
 
 
+#: How a transaction keeps others from taking a slot: see ``Dialect.fence``.
+Fence: TypeAlias = Literal["", "key share", "sibling", "writer"]
+
+
 class Dialect:
     """Plain SQL that any database understands.
 
@@ -159,6 +164,8 @@ class Dialect:
     one_writer: ClassVar[bool] = False
     #: Can one statement write several tables and return what it wrote?
     writing_ctes: ClassVar[bool] = False
+    #: Can it insert, too?
+    inserting_ctes: ClassVar[bool] = False
     #: One more column that makes the statement's own commit go without a flush.
     unflushed: ClassVar[str] = ""
     #: Does it take a list as one parameter?
@@ -180,9 +187,11 @@ class Dialect:
     reads_may_lock: ClassVar[bool] = False
     #: Is a row to be written before it is read, so that it is surely locked?
     locks_by_writing: ClassVar[bool] = False
-    # For one lease after the server's start nothing has run out.
+    # For one lease after the server's start nothing has run out; nor for one before it, if the clock was set back.
     #: Nobody holds a slot: it is free, or its lease has run out.
-    free: ClassVar[str] = "({t}expires_us IS NULL OR ({t}expires_us <= {now} AND {t}lease_us <= {now} - %(since)s))"
+    free: ClassVar[str] = (
+        "({t}expires_us IS NULL OR ({t}expires_us <= {now} AND {t}lease_us <= ABS({now} - %(since)s)))"
+    )
     #: The time of a slot or a waiter has not run out.
     live: ClassVar[str] = "{t}expires_us > {now}"
     #: A waiter may be granted: it is alive, and not away.
@@ -202,7 +211,7 @@ class Dialect:
     dead: ClassVar[str | None] = None
     #: How a transaction keeps others from taking a slot: by a lock of its row that its renewals pass, by the lock of a
     #: row beside it, or as the database's only writer; empty: it cannot.
-    fence: ClassVar[Literal["", "key share", "sibling", "writer"]] = ""
+    fence: ClassVar[Fence] = ""
     #: The clock of this very moment, where ``now_sql`` says when the statement began.
     moment_sql: ClassVar[str] = "{now}"
     #: The clock that tokens follow.
@@ -213,6 +222,8 @@ class Dialect:
     cursor: ClassVar[type[cursors.Cursor]] = cursors.DjangoCursor
     #: Does the driver take parameters in order alone, not by name?
     positional: ClassVar[bool] = False
+    #: Do names lie on several servers, so that a statement is about one name alone, and names it?
+    sharded: ClassVar[bool] = False
     #: Does the server compile each text anew, so that there should be few of them?
     fixed_texts: ClassVar[bool] = False
     #: Is the database a file, which the processes of one host share?
@@ -372,45 +383,29 @@ _TIMELINE: Final = (
 )
 
 
-class PostgreSQL(Dialect):
-    """PostgreSQL: everything in one statement."""
+#: On Citus: for how long the clock's answer is good, how soon it should come, in microseconds, and how often it is
+#: asked if it does not.
+_CLOCK_FOR_US: Final = 10_000_000
+_CLOCK_WITHIN_US: Final = 20_000
+_CLOCK_TRIES: Final = 3
 
-    begin = "BEGIN ISOLATION LEVEL READ COMMITTED"
-    cursor = cursors.PostgreSQLCursor
 
-    # Within a transaction now() is the time it began; a claim asks what time it is.
-    # A float counts these microseconds exactly until the year 2255, and is faster than EXTRACT's numeric.
-    now_sql = "(date_part('epoch', statement_timestamp()) * 1000000)::bigint"
-    returning = True
-    skip_locked = "FOR UPDATE OF s SKIP LOCKED"
-    fence = "key share"
-    moment_sql = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint"
-    lock_skipping = " FOR UPDATE SKIP LOCKED"
-    limit = " LIMIT %(take)s"
-    limits_locks = True
-    writing_ctes = True
-    unflushed = ", set_config('synchronous_commit', 'off', true)"
-    arrays = True
-    # A session's own lock never stands in its way, so it is told apart by a setting of the session.
-    dead = (
-        "(CASE WHEN length({process_id}) <> 32 OR translate({process_id}, '0123456789abcdef', '') <> '' THEN FALSE"
-        " WHEN {process_id} = current_setting('sqlsem.beacon', TRUE) THEN FALSE"
-        f" WHEN pg_try_advisory_lock_shared({_BEACON_KEYS}) THEN pg_advisory_unlock_shared({_BEACON_KEYS})"
-        " ELSE FALSE END)"
-    )
-    notifies = True
-    # Asking takes it for an instant, shared, so that those who ask never see each other.
-    session_lock = SessionLock(
-        session="SELECT pg_backend_pid()",
-        driver=lambda raw: int(raw.info.backend_pid),
-        look="SELECT pg_backend_pid(), (SELECT min(pid) FROM pg_locks WHERE locktype = 'advisory' AND granted"
-        " AND mode = 'ExclusiveLock' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-        f" AND classid = {BEACON_CLASS} AND objid = %(unsigned)s AND objsubid = 2)",
-        take=f"SELECT CASE WHEN pg_try_advisory_lock({BEACON_CLASS}, %(key)s)"
-        " THEN set_config('sqlsem.beacon', %(process_id)s, FALSE) END",
-        end="SELECT pg_terminate_backend(%(session)s)",
-    )
-    insert_ignore = ("INSERT INTO", " ON CONFLICT DO NOTHING")
+class OnPostgreSQL:
+    """What its sessions are like, and its SQL, wherever the rows are."""
+
+    begin: ClassVar[str] = "BEGIN ISOLATION LEVEL READ COMMITTED"
+    cursor: ClassVar[type[cursors.Cursor]] = cursors.PostgreSQLCursor
+    returning: ClassVar[bool] = True
+    skip_locked: ClassVar[str] = "FOR UPDATE OF s SKIP LOCKED"
+    lock_skipping: ClassVar[str] = " FOR UPDATE SKIP LOCKED"
+    limit: ClassVar[str] = " LIMIT %(take)s"
+    limits_locks: ClassVar[bool] = True
+    writing_ctes: ClassVar[bool] = True
+    arrays: ClassVar[bool] = True
+    notifies: ClassVar[bool] = True
+    insert_ignore: ClassVar[tuple[str, str] | None] = ("INSERT INTO", " ON CONFLICT DO NOTHING")
+    #: Settings of how statements are planned.
+    planning: ClassVar[Sequence[str]] = ()
 
     def adapt(self, options: dict[str, Any]) -> None:
         """Notice a peer that vanished, and be outside of any pool's count."""
@@ -440,9 +435,8 @@ class PostgreSQL(Dialect):
             cursor.execute("SET default_transaction_isolation = 'read committed'")
             if hasattr(connection.connection, "pgconn"):  # psycopg 3, where Django turns prepared statements off
                 connection.connection.prepare_threshold = 5
-            # Everything here is looked up by a key: planned once, by index, also while the tables are still empty.
-            cursor.execute("SET plan_cache_mode = force_generic_plan")
-            cursor.execute("SET enable_seqscan = off")
+            for setting in self.planning:
+                cursor.execute(f"SET {setting}")
 
     def incarnation(self, cursor: CursorWrapper) -> Incarnation:
         """Return its start and its timeline; hosted servers without log positions start anew when promoted."""
@@ -460,6 +454,76 @@ class PostgreSQL(Dialect):
             f" SET LOCAL lock_timeout = {min(seconds, LOCK_PATIENCE) * 1000:.0f};"
             f" SET LOCAL statement_timeout = {seconds * 1000:.0f}"
         )
+
+
+class PostgreSQL(OnPostgreSQL, Dialect):
+    """PostgreSQL: everything in one statement."""
+
+    # Within a transaction now() is the time it began; a claim asks what time it is.
+    # A float counts these microseconds exactly until the year 2255, and is faster than EXTRACT's numeric.
+    now_sql = "(date_part('epoch', statement_timestamp()) * 1000000)::bigint"
+    moment_sql = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint"
+    fence = "key share"
+    inserting_ctes = True
+    unflushed = ", set_config('synchronous_commit', 'off', true)"
+    #: Everything here is looked up by a key: planned once, by index, also while the tables are still empty.
+    planning = ("plan_cache_mode = force_generic_plan", "enable_seqscan = off")
+    # A session's own lock never stands in its way, so it is told apart by a setting of the session.
+    dead = (
+        "(CASE WHEN length({process_id}) <> 32 OR translate({process_id}, '0123456789abcdef', '') <> '' THEN FALSE"
+        " WHEN {process_id} = current_setting('sqlsem.beacon', TRUE) THEN FALSE"
+        f" WHEN pg_try_advisory_lock_shared({_BEACON_KEYS}) THEN pg_advisory_unlock_shared({_BEACON_KEYS})"
+        " ELSE FALSE END)"
+    )
+    # Asking takes it for an instant, shared, so that those who ask never see each other.
+    session_lock = SessionLock(
+        session="SELECT pg_backend_pid()",
+        driver=lambda raw: int(raw.info.backend_pid),
+        look="SELECT pg_backend_pid(), (SELECT min(pid) FROM pg_locks WHERE locktype = 'advisory' AND granted"
+        " AND mode = 'ExclusiveLock' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        f" AND classid = {BEACON_CLASS} AND objid = %(unsigned)s AND objsubid = 2)",
+        take=f"SELECT CASE WHEN pg_try_advisory_lock({BEACON_CLASS}, %(key)s)"
+        " THEN set_config('sqlsem.beacon', %(process_id)s, FALSE) END",
+        end="SELECT pg_terminate_backend(%(session)s)",
+    )
+
+
+class Citus(OnPostgreSQL, Dialect):
+    """PostgreSQL with Citus: each name's rows are on one of several servers, and its statements are sent there.
+
+    All clients connect to the coordinator. Its clock is a parameter: the servers' own clocks may differ, and Citus
+    takes no clock in a CASE. There are no beacons, as other servers do not see the coordinator's sessions; no fences,
+    as they commit before it does; and no plan is generic, as it leads to one server.
+    """
+
+    now_sql = moment_sql = "%(now)s"
+    sharded = True
+
+    def execute(self, cursor: AnyCursor, sql: str, parameters: Mapping[str, Any]) -> None:
+        """Run a statement at the coordinator's time."""
+        super().execute(cursor, sql, {"now": self.now(cursor), **parameters})
+
+    def clock(self, *, unix: bool) -> tuple[str, list[Any]]:
+        """Return the clock where the statement is one of the ORM's."""
+        return PostgreSQL.now_sql, []
+
+    def now(self, cursor: AnyCursor) -> int:
+        """Return the coordinator's clock: as it was when it was asked last, and what has passed since.
+
+        It is never ahead, and behind by no more than an answer takes, which a holder's margin covers.
+        """
+        db: Any = cursor.db
+        session, there, here = getattr(db, "sqlsem_clock", (None, 0, 0))
+        if session is not db.connection or clocks.boot_now_us() - here > _CLOCK_FOR_US:
+            found: list[tuple[int, int, int]] = []
+            while not found or (min(found)[0] > _CLOCK_WITHIN_US and len(found) < _CLOCK_TRIES):
+                asked = clocks.boot_now_us()
+                cursor.execute(f"SELECT {PostgreSQL.moment_sql}")
+                there, here = int(cursor.fetchone()[0]), clocks.boot_now_us()
+                found.append((here - asked, there, here))
+            _took, there, here = min(found)
+            db.sqlsem_clock = db.connection, there, here
+        return there + clocks.boot_now_us() - here
 
 
 class SQLite(Dialect):
@@ -557,7 +621,7 @@ class MySQL(Dialect):
     fence = "sibling"
     # What was fenced is only taken after a look whether it still is: see ``backends.rows.fences``.
     free = (
-        "({t}expires_us IS NULL OR ({t}expires_us <= {now} AND {t}lease_us <= {now} - %(since)s"
+        "({t}expires_us IS NULL OR ({t}expires_us <= {now} AND {t}lease_us <= ABS({now} - %(since)s)"
         " AND ({t}fenced IS NULL OR {t}fenced <> {t}token)))"
     )
     session_lock = SessionLock(
@@ -735,6 +799,7 @@ class SQLServer(Dialect):
 
 _DIALECTS: Final[dict[str, type[Dialect]]] = {
     "postgresql": PostgreSQL,
+    "citus": Citus,
     "sqlite": SQLite,
     "mysql": MySQL,
     "oracle": Oracle,
@@ -751,7 +816,10 @@ def _dialect(vendor: str) -> Dialect:
 
 def dialect_for(connection: BaseDatabaseWrapper | type[BaseDatabaseWrapper]) -> Dialect:
     """Return the dialect of a connection. Raises ``ImproperlyConfigured`` for an unknown vendor."""
-    return _dialect(connection.vendor)
+    vendor = connection.vendor
+    if vendor == "postgresql" and config(getattr(connection, "alias", None)).citus:
+        vendor = "citus"
+    return _dialect(vendor)
 
 
 class DatabaseNow(Func):

@@ -12,6 +12,7 @@ from django.db import connections
 
 from django_sqlsem.database import sockets as database_sockets
 from django_sqlsem.database.dialects import answer_limit, limit_logins
+from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -115,12 +116,23 @@ def split(extra: str) -> list[str]:
     return [part.strip() for part in [*parts, extra[start:]] if part.strip()]
 
 
+class AnswerRow(dict[str, Any]):
+    """A row by column."""
+
+    def __missing__(self, column: str) -> Any:
+        raise BackendError(
+            f"The database answered without {column!r}, but with {', '.join(self) or 'nothing'}: its stored procedures "
+            "are not those of this version of django-sqlsem. Run 'manage.py locks sql --apply', or have a DBA run what "
+            "it prints without --apply."
+        )
+
+
 def results_of(cursor: Any) -> list[list[dict[str, Any]]]:
     """Return all the results of what a cursor has run that have columns, each as rows by column."""
-    found = []
+    found: list[list[dict[str, Any]]] = []
     while True:
         if cursor.description is not None:
             names = [column[0] for column in cursor.description]
-            found.append([dict(zip(names, row, strict=True)) for row in cursor.fetchall()])
+            found.append([AnswerRow(zip(names, row, strict=True)) for row in cursor.fetchall()])
         if not cursor.nextset():
             return found

@@ -288,7 +288,7 @@ def _take(acquisition: Acquisition, session: Session) -> bool:
     """Take a grant for good. Return whether it still was there. Raises ``BackendError``."""
     if acquisition.abandoned:  # its caller has gone meanwhile: what it was granted goes back
         return False
-    taken = acquisition.keeper.backend.take(session, acquisition.permit_id)
+    taken = acquisition.keeper.backend.take(session, acquisition.request.resource, acquisition.permit_id)
     if taken:
         acquisition.keeper.used(acquisition)
     return taken

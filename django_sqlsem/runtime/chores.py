@@ -381,6 +381,8 @@ class Housekeeping(Chore):
             self._turn = not self._turn
             if self._turn:
                 soon = self._end_dead()
+                # Where there are very many names, page after page.
+                soon = self._keeper.backend.set_aside(self._session) or soon
             if not (self._turn and self._keeper.backend.supports_renewal):
                 for act in self._keeper.backend.end_acts(self._session):
                     text, extra = _OVER[act.what]

@@ -37,6 +37,7 @@ PLAIN = (
     "update_limit",
     "insert_ignore",
     "writing_ctes",
+    "inserting_ctes",
     "unflushed",
     "arrays",
     "notifies",

@@ -26,12 +26,12 @@ from django_sqlsem.database.dialects import Dialect, _dialect
 
 FOLDER = Path(__file__).parent / "rows"
 #: MariaDB gets what MySQL does.
-VENDORS = ("postgresql", "mysql", "sqlite", "oracle")
+VENDORS = ("postgresql", "citus", "mysql", "sqlite", "oracle")
 MODULES = (statements, acquire, beacons, exclusive, fences, handoff, queue, reading, renewal, counters)
 
 _STATEMENT = re.compile(r"\s*(?:SELECT|INSERT|UPDATE|DELETE|WITH)\b")
 #: What is filled in before a statement is run: such a constant is the pattern of what a function returns.
-_PATTERN = re.compile(r"\{(?:wanted|own|suspects|kinds)\}")
+_PATTERN = re.compile(r"\{(?:wanted|own|suspects|kinds|kept|of_name)\}")
 _TOKEN = re.compile(
     r"\((?:SELECT|UPDATE|DELETE|INSERT)\b|(?P<clause>\b(?:SELECT|FROM|WHERE|SET|RETURNING|ORDER BY|UNION ALL|VALUES|"
     r"LEFT JOIN|JOIN|USING|FOR UPDATE|FOR NO KEY)\b)|\w+|[^\w]"
@@ -67,15 +67,18 @@ def of_dialect(dialect: Dialect) -> dict[str, str]:
         "place ranked": queue.place_sql(dialect, ranked=True),
         **{f"look around {nth}": text for nth, text in enumerate(queue.view_sql(dialect, stay=False))},
         **{f"stay and look around {nth}": text for nth, text in enumerate(queue.view_sql(dialect, stay=True))},
+        "fate": renewal.of_name(dialect, renewal._FATE),
         "take two": handoff.take_sql(2),
         "free": handoff.free_sql(dialect, 1, False),
         "free two": handoff.free_sql(dialect, 2, False),
         "free unwanted": handoff.free_sql(dialect, 1, True),
     }
-    if dialect.writing_ctes:
+    if dialect.arrays:
+        found["extend arrays"] = renewal.of_name(dialect, renewal._EXTEND_ARRAYS)
+    if dialect.inserting_ctes:
         found["take or stand"] = acquire.take_or_stand(dialect, durable=False)
         found["take or stand mutex"] = acquire.take_or_stand(dialect, durable=False, mutex=True)
-    else:
+    elif not dialect.sharded:
         found["place unless free"] = queue.place_sql(dialect, ranked=False) + acquire._UNLESS_FREE
     if dialect.dead is not None:
         found |= dict(zip(("let the dead run out", "note suspects"), beacons.burial(dialect), strict=True))
@@ -90,13 +93,12 @@ def is_used(name: str, dialect: Dialect) -> bool:
         **dict.fromkeys(("FREED", "STAYING", "WAITER", "DECLARED", "acquire.TAKE", "EXTENDED", "WAITING"), False),
         **dict.fromkeys(("acquire.WANTED", "handoff.TAKE"), False),
         "PASS_IN_ONE": dialect.writing_ctes,
-        "SOMEBODY": dialect.writing_ctes,
+        "SOMEBODY": dialect.inserting_ctes,
         "handoff.LOOK": not dialect.writing_ctes,
         "PASS": not dialect.writing_ctes,
         "NOTIFY": dialect.notifies,
         "KEY_SHARE": dialect.fence == "key share",
         "WRITER": dialect.fence == "writer",
-        "EXTEND_ARRAYS": dialect.arrays,
         "EXTEND_AND_TELL": dialect.returning and not dialect.arrays,
         "TELL": not dialect.returning,
         "TELL_UNLOCKED": not dialect.returning and bool(dialect.for_update),

@@ -64,10 +64,10 @@ _GIVES: Final = "m.kind = %(kind)s AND {m.unpaused}"
 _LIMIT: Final = "COALESCE({m.operator}, %(slots)s, m.declared_slots)"
 #: What a mutex takes by one statement, ``{t}`` being the slot's table; whether there is such a slot: see ``exclusive``.
 _MUTEX: Final = " AND {t}lock_mode = 'mutex'"
-_WAS_MUTEX: Final = "EXISTS (SELECT 1 FROM sqlsem_slot l WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex')"
+_WAS_MUTEX: Final = "EXISTS (SELECT 1 FROM sqlsem_slot l WHERE l.semaphore_key = %(key)s AND l.lock_mode = 'mutex')"
 
 #: Takes the lowest free slot, and tells which.
-_TAKE_AND_TELL: Final = f"""{_TAKE} WHERE id = (
+_TAKE_AND_TELL: Final = f"""{_TAKE} WHERE semaphore_key = %(key)s AND id = (
   SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key
   WHERE s.semaphore_key = %(key)s AND {_GIVES} AND {{m.settled}} AND s.closed = %(no)s
   AND s.slot > {{wanted}} AND s.slot <= {_LIMIT} AND {{s.free}}{{mutex}}
@@ -82,7 +82,7 @@ _TAKE_ONE: Final = (
 #: Of a place: not if ``_TAKE_ONE`` would take a slot at this moment, which costs less than to stand and be served.
 _UNLESS_FREE: Final = (
     " AND NOT (m.paused = %(no)s AND {m.settled} AND EXISTS (SELECT 1 FROM sqlsem_slot f"
-    f" WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > {_WANTED['newcomer']}"
+    f" WHERE f.semaphore_key = %(key)s AND f.closed = %(no)s AND f.slot > {_WANTED['newcomer']}"
     f" AND f.slot <= {_LIMIT} AND {{f.free}}))"
 )
 #: Where an UPDATE cannot pick a slot: the free ones, in order.
@@ -98,20 +98,20 @@ _GRANTED: Final = (
 #: claim, or is locked: to be taken, or deleted with its name.
 _LOOK: Final = (
     "SELECT m.kind, m.declared_slots, {m.operator}, CASE WHEN {m.settled} THEN 0 ELSE 1 END,"
-    " (SELECT COUNT(*) FROM sqlsem_slot s WHERE s.semaphore_key = m.name_key AND s.slot > 0),"
-    " {suspects}, CASE WHEN {m.unpaused} AND EXISTS (SELECT 1 FROM sqlsem_slot f WHERE f.semaphore_key = m.name_key"
+    " (SELECT COUNT(*) FROM sqlsem_slot s WHERE s.semaphore_key = %(key)s AND s.slot > 0),"
+    " {suspects}, CASE WHEN {m.unpaused} AND EXISTS (SELECT 1 FROM sqlsem_slot f WHERE f.semaphore_key = %(key)s"
     f" AND f.closed = %(no)s AND f.slot BETWEEN 1 AND {_LIMIT} AND {{f.free}})"
     f" THEN CASE WHEN m.kind = 'mutex' AND NOT {_WAS_MUTEX} THEN 3"
-    " WHEN EXISTS (SELECT 1 FROM sqlsem_waiter d WHERE d.semaphore_key = m.name_key AND d.away = %(no)s)"
+    " WHEN EXISTS (SELECT 1 FROM sqlsem_waiter d WHERE d.semaphore_key = %(key)s AND d.away = %(no)s)"
     " THEN 1 ELSE 2 END ELSE 0 END{crowd}"
     " FROM sqlsem_semaphore m WHERE m.name_key = %(key)s"
 )
 #: And what one that is bounded wants to know: see ``Crowd``.
 _CROWD: Final = (
     ", CASE WHEN {m.unpaused} THEN 0 ELSE 1 END, m.paused_until_us - {token_now},"
-    " (SELECT SUM(w.waiting) FROM sqlsem_waiter w WHERE w.semaphore_key = m.name_key AND {w.waits}"
+    " (SELECT SUM(w.waiting) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {w.waits}"
     " AND w.process_id <> %(process_id)s),"
-    " (SELECT AVG(h.held_us) FROM sqlsem_slot h WHERE h.semaphore_key = m.name_key AND h.held_us > 0)"
+    " (SELECT AVG(h.held_us) FROM sqlsem_slot h WHERE h.semaphore_key = %(key)s AND h.held_us > 0)"
 )
 _DECLARE: Final = (
     "UPDATE sqlsem_semaphore SET other_slots = declared_slots, other_us = {now}, declared_slots = %(slots)s,"
@@ -368,7 +368,7 @@ def enrol(session: Session, request: Request, place: Place, *, first: bool) -> W
         grant = claim.take()
         if grant is None and claim.crowd is not None:
             return Waited(refused=claim.crowd)
-    elif plain and request.fair and claim.dialect.writing_ctes:
+    elif plain and request.fair and claim.dialect.inserting_ctes:
         # The place is only taken if the name is in order, so that no look is needed first.
         waited = claim.take_or_stand()
         if waited is not None:  # who asks for the first time looks around a little later
@@ -377,7 +377,7 @@ def enrol(session: Session, request: Request, place: Place, *, first: bool) -> W
         grant = claim.look_and_take(unseen=True)
     elif plain:
         grant = claim.take_one() if first else None
-        unless = _UNLESS_FREE if request.fair else ""
+        unless = _UNLESS_FREE if request.fair and not claim.dialect.sharded else ""
     elif first:
         grant = claim.take()
     if grant is not None:

@@ -186,6 +186,9 @@ class RowsBackend(BaseSemaphoreBackend):
     def forget(self, session: Session, *, seconds: float, after: str) -> Forgotten:
         return operator.forget(session, seconds, after)
 
+    def set_aside(self, session: Session) -> bool:
+        return operator.set_aside(session)
+
     def set_slots(
         self, name: str, slots: int | None, *, by: str = "", seconds: float | None = None, reason: str = ""
     ) -> bool:

@@ -66,7 +66,7 @@ def suspects(dialect: Dialect) -> str:
 
 @functools.cache
 def burial(dialect: Dialect) -> tuple[str, str]:
-    """Let run out what has been suspect for long enough, and note who is suspect now."""
+    """End the lease of slots that have been suspect for long enough, and note new suspects. The clock may go back."""
     assert dialect.dead is not None  # noqa: S101
     own = "%(process_id)s::text" if dialect.notifies else "%(process_id)s"
     # Only where its own beacon is seen lit does a process believe that another one's is out.
@@ -77,7 +77,8 @@ def burial(dialect: Dialect) -> tuple[str, str]:
     unflushed = " RETURNING id{unflushed}" if dialect.unflushed else ""
     return (
         f"UPDATE sqlsem_slot SET expires_us = {{now}} WHERE suspect_us <= {{now}} - %(out_for_us)s AND {dead}",
-        f"UPDATE sqlsem_slot SET suspect_us = {{now}} WHERE suspect_us IS NULL AND {dead}{unflushed}",
+        "UPDATE sqlsem_slot SET suspect_us = {now} WHERE (suspect_us IS NULL OR suspect_us > {now})"
+        f" AND {dead}{unflushed}",
     )
 
 
@@ -188,10 +189,10 @@ def ask_sql(dialect: Dialect, count: int) -> str:
 
 # Housekeeping: what belongs to the dead is freed though nobody wants it.
 
-#: The names of which slots are taken, by whom, and whether they have run out: one pass over the slots.
+#: The names of which slots are taken, by whom, and whether they have run out: of the slots that were used lately.
 _TAKEN: Final = (
     "SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN {s.free} THEN 1 ELSE 0 END AS ran_out"
-    " FROM sqlsem_slot s WHERE s.expires_us IS NOT NULL"
+    " FROM sqlsem_slot s WHERE s.lease_us > 0 AND s.expires_us IS NOT NULL"
 )
 _NAME: Final = "SELECT name, kind, template FROM sqlsem_semaphore WHERE name_key = %(key)s"
 _GONE_OF: Final = (
@@ -201,7 +202,7 @@ _GONE_OF: Final = (
 )
 _BURY: Final = (
     "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL, suspect_us = NULL"
-    " WHERE id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND {free}"
+    " WHERE semaphore_key = %(key)s AND id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND {free}"
 )
 
 
@@ -252,7 +253,7 @@ def _end_of(
     freed: dict[str, list[Row]] = {}
     left = False
     for row in session.run(lambda cursor: Statements(cursor, {"key": key}).rows(_GONE_OF)):
-        if row[17] and change(session, _BURY, {"id": row[0], "token": row[2]}) > 0:
+        if row[17] and change(session, _BURY, {"key": key, "id": row[0], "token": row[2]}) > 0:
             freed.setdefault(row[3] or str(row[0]), []).append(row)
         else:
             left = left or row[16] is not None  # a suspect: it is for sure in a moment

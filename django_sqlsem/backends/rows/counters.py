@@ -53,18 +53,20 @@ _OVERDUE: Final = (
 _STANDING: Final = standing(expires_us="{now} + %(lasts_us)s", slots="NULL", away="%(away)s", lock_mode="''")
 _STAND: Final = f"{WAITER} VALUES ({_STANDING})"
 _HAND: Final = (
-    "UPDATE sqlsem_waiter SET away = %(yes)s, expires_us = {now} + %(lasts_us)s WHERE id = %(waiter)s AND away = %(no)s"
+    "UPDATE sqlsem_waiter SET away = %(yes)s, expires_us = {now} + %(lasts_us)s"
+    " WHERE semaphore_key = %(key)s AND id = %(waiter)s AND away = %(no)s"
 )
-_FIND: Final = "SELECT id, take, away, expires_us - {now} FROM sqlsem_waiter WHERE ticket = %(permit_id)s"
-_LEAVE: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(permit_id)s AND away = %(no)s"
-_TAKE: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(permit_id)s AND away = %(yes)s"
+_OWN: Final = "WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s"
+_FIND: Final = f"SELECT id, take, away, expires_us - {{now}} FROM sqlsem_waiter {_OWN}"
+_LEAVE: Final = f"DELETE FROM sqlsem_waiter {_OWN} AND away = %(no)s"
+_TAKE: Final = f"DELETE FROM sqlsem_waiter {_OWN} AND away = %(yes)s"
 #: What a waiter looks at: how many are ahead, the count, and when units that were handed out come back.
 _SEEN: Final = (
     f"{AHEAD}, (SELECT CASE WHEN {{m.unpaused}} THEN m.units ELSE 0 END FROM sqlsem_semaphore m"
     " WHERE m.name_key = %(key)s), (SELECT MIN(CASE WHEN {g.live} THEN g.expires_us - {now} ELSE 0 END)"
     " FROM sqlsem_waiter g WHERE g.semaphore_key = %(key)s AND g.away = %(yes)s)"
 )
-_MINE: Final = "WHERE ticket = %(permit_id)s AND away = %(no)s"
+_MINE: Final = f"{_OWN} AND away = %(no)s"
 _STAY: Final = f"{STAYING} {_MINE}"
 _LOOK_AROUND: Final = f"SELECT {_SEEN} FROM sqlsem_waiter {_MINE}"
 _STAY_AND_LOOK: Final = f"{STAYING} {_MINE} RETURNING {_SEEN}{{unflushed}}"
@@ -268,13 +270,13 @@ def wait(session: Session, request: Request, place: Place) -> Waited:
 
 def granted(session: Session, request: Request) -> Granted | None:
     """Return what was handed to a waiter."""
-    row = row_of(session, _FIND, {"permit_id": request.permit_id})
+    row = row_of(session, _FIND, {"key": request.resource.key, "permit_id": request.permit_id})
     return granted_as(request.permit_id, row[0], row[1], row[3]) if row and row[2] else None
 
 
-def take(session: Session, permit_id: str) -> bool:
+def take(session: Session, resource: Resource, permit_id: str) -> bool:
     """Take for good what was handed to a claim. Return whether it was still there."""
-    parameters = {"permit_id": permit_id, "yes": True}
+    parameters = {"key": resource.key, "permit_id": permit_id, "yes": True}
     try:
         return statements.change(session, _TAKE, parameters, again=False) > 0
     except BackendError as error:
@@ -286,7 +288,7 @@ def take(session: Session, permit_id: str) -> bool:
 
 def discard(session: Session, resource: Resource, permit_id: str) -> bool:
     """Give up a claim: its place in the queue, or the units that it was handed. Return whether it had any."""
-    if row_of(session, _FIND, {"permit_id": permit_id}) is None:
+    if row_of(session, _FIND, {"key": resource.key, "permit_id": permit_id}) is None:
         return False
     return bool(transact(session, resource, {"permit_id": permit_id}, Ledger.put_back)[0])
 

@@ -85,7 +85,10 @@ _AWAITED: Final = (
 _MUTEX_FREE: Final = (
     "SELECT s.id FROM sqlsem_slot s{lock_hint} WHERE s.semaphore_key = %(key)s AND s.lock_mode = 'mutex' AND {s.free}"
 )
-_NO_MUTEX: Final = "UPDATE sqlsem_slot SET lock_mode = '', expires_us = NULL, permit_id = NULL WHERE id = %(id)s"
+_NO_MUTEX: Final = (
+    "UPDATE sqlsem_slot SET lock_mode = '', expires_us = NULL, permit_id = NULL"
+    " WHERE semaphore_key = %(key)s AND id = %(id)s"
+)
 _MUTEX: Final = "SELECT COUNT(*) FROM sqlsem_slot WHERE semaphore_key = %(key)s AND lock_mode = 'mutex'"
 _BECOME: Final = "UPDATE sqlsem_semaphore SET kind = %(becomes)s, shrinking = %(yes)s WHERE name_key = %(key)s"
 

@@ -76,7 +76,7 @@ def fence(caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool
     """
     dialect = dialect_for(caller)
     if not dialect.fence:
-        raise SemaphoreError(f"permit.fence() is not there on {caller.vendor} databases: use permit.token.")
+        raise _no_fence(caller)
     if dialect.fence == "writer":
         return _become_writer(caller, held)
     for _ in range(_MARKINGS):
@@ -98,6 +98,11 @@ def fence(caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool
         if marked or dialect.fence != "sibling":
             return True
     raise BackendError(f"{held.resource.name!r} could not be fenced: its rows change all the time.")
+
+
+def _no_fence(caller: BaseDatabaseWrapper) -> SemaphoreError:
+    kind = "Citus" if dialect_for(caller).sharded else caller.vendor
+    return SemaphoreError(f"permit.fence() and fenced() are not there on {kind} databases: use permit.token.")
 
 
 def _mark(statements: Statements, held: Acquired) -> None:
@@ -207,6 +212,8 @@ def fenced_sql(caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[A
     On PostgreSQL it also fences the transaction in which the statement runs.
     """
     dialect = dialect_for(caller)
+    if dialect.sharded:
+        raise _no_fence(caller)
     lock = " FOR KEY SHARE" if dialect.fence == "key share" else ""
     live, names = positional(dialect.expand("{live_now}"))
     values = [dialect.parameters()[name] for name in names]

@@ -83,7 +83,7 @@ _HEADS: Final = (
     f"SELECT {_OF_HEAD} FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {{w.waits}}{{w.alive}}"
     " ORDER BY CASE WHEN w.lock_mode = 'upgrade' THEN 0 ELSE 1 END, w.queued_us, w.id"
 )
-LEFT: Final = "DELETE FROM sqlsem_waiter WHERE id = %(waiter)s"
+LEFT: Final = "DELETE FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND id = %(waiter)s"
 NOTIFY: Final = "SELECT pg_notify(%(channel)s, %(note)s)"
 
 #: How often a waiter is looked for that another releaser has not taken meanwhile.
@@ -191,7 +191,7 @@ def _was_missed(session: Session, dialect: Dialect, parameters: dict[str, Any]) 
     If it was no longer the permit's, who freed it has passed over it while this statement had its row locked. Where a
     place is not taken in the statement of a claim, who has taken one looks around by itself.
     """
-    return dialect.writing_ctes and row_of(session, _SOMEBODY, parameters) is not None
+    return dialect.inserting_ctes and row_of(session, _SOMEBODY, parameters) is not None
 
 
 #: As what a waiter must wait whom a slot is passed to: as the name's kind, and as it was held.
@@ -210,22 +210,25 @@ WITH m AS (
   SELECT w.id FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {{w.waits}}{{w.alive}}
   ORDER BY w.queued_us, w.id LIMIT 1
 ), s AS MATERIALIZED (
-  SELECT id, slot, closed FROM sqlsem_slot WHERE id = %(row0)s AND permit_id = %(permit_id)s FOR UPDATE
+  SELECT id, slot, closed FROM sqlsem_slot
+  WHERE semaphore_key = %(key)s AND id = %(row0)s AND permit_id = %(permit_id)s FOR UPDATE
 ), h AS MATERIALIZED (
   SELECT w.id, w.take, w.slots, w.lock_mode FROM sqlsem_waiter w
-  WHERE EXISTS (SELECT 1 FROM s) AND w.id = (SELECT id FROM o) FOR UPDATE SKIP LOCKED
+  WHERE EXISTS (SELECT 1 FROM s) AND w.semaphore_key = %(key)s AND w.id = (SELECT id FROM o)
+  FOR UPDATE SKIP LOCKED
 ), w AS (
-  DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.id = h.id AND h.take = 1 AND m.unpaused
-  AND h.lock_mode = m.held_as AND h.lock_mode = %(held_as)s
+  DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.semaphore_key = %(key)s AND w.id = h.id
+  AND h.take = 1 AND m.unpaused AND h.lock_mode = m.held_as AND h.lock_mode = %(held_as)s
   AND m.settled AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, h.slots, m.declared_slots)
   RETURNING w.*, w.ticket AS permit_id, w.process_id = %(process_id)s AS here,
   CASE WHEN w.process_id = %(process_id)s THEN w.lease_us ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us
 ), u AS (
   UPDATE sqlsem_slot p SET {HELD}, {granting(NEXT_TOKEN, lasts="w.lasts_us", source="w.{}")}
-  FROM s, w WHERE p.id = s.id
+  FROM s, w WHERE p.semaphore_key = %(key)s AND p.id = s.id
   RETURNING p.id, p.slot, p.token, w.ticket, w.channel, w.here, w.lasts_us
 ), f AS (
-  {FREED.replace("sqlsem_slot", "sqlsem_slot p")} FROM s WHERE p.id = s.id AND NOT EXISTS (SELECT 1 FROM o)
+  {FREED.replace("sqlsem_slot", "sqlsem_slot p")} FROM s
+  WHERE p.semaphore_key = %(key)s AND p.id = s.id AND NOT EXISTS (SELECT 1 FROM o)
   RETURNING p.id
 )
 SELECT CASE
@@ -242,8 +245,11 @@ FROM m LEFT JOIN o ON TRUE LEFT JOIN h ON TRUE LEFT JOIN s ON TRUE LEFT JOIN u O
 def _pass_in_one(session: Session, parameters: dict[str, Any], *, durable: bool, patient: bool) -> HandOff:
     text = _PASS_IN_ONE.replace("{unflushed}", "") if durable else _PASS_IN_ONE
     if patient:  # who has the row is done at its commit, which may take longer than many tries
-        text = text.replace(" SKIP LOCKED", "")
-    row = row_of(session, text, parameters | {"lapse_us": LAPSE_US})
+        text = text.replace("SKIP LOCKED", "")
+    parameters = parameters | {"lapse_us": LAPSE_US}
+    if session.dialect.sharded:  # nobody listens to the server that runs it: all channels are told here
+        parameters["bells"] = "%"
+    row = row_of(session, text, parameters)
     if row is None:  # there is no such name any more
         return HandOff(Passing.GONE)
     passing, ticket, row_id, slot, token, lasts_us, here, bell = row[:8]
@@ -265,7 +271,7 @@ _LOOK: Final = (
 )
 _PASS: Final = (
     f"UPDATE sqlsem_slot SET {HELD}, {granting('%(token)s')}"
-    " WHERE id = %(row0)s AND permit_id = %(released)s AND closed = %(no)s"
+    " WHERE semaphore_key = %(key)s AND id = %(row0)s AND permit_id = %(released)s AND closed = %(no)s"
 )
 
 
@@ -333,8 +339,8 @@ _TAKE: Final = f"UPDATE sqlsem_slot SET {granting('%(token)s')}"
 
 
 def take_sql(rows: int) -> str:
-    """Take this many slots that are free."""
-    return f"{_TAKE} WHERE {among(rows)} AND {{free}}"
+    """Take this many slots that are locked, as they were free: not asked again, as the clock may have been set back."""
+    return f"{_TAKE} WHERE {among(rows)}"
 
 
 def free_rows(statements: Statements, take: int, wanted: int, limit: int, *, crowded: bool) -> list[tuple[int, ...]]:

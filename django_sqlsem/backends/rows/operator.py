@@ -33,7 +33,7 @@ from django_sqlsem.core.identity import MAX_USER_LENGTH, printable
 from django_sqlsem.core.modes import MUTEX, WHOLE, WRITER
 from django_sqlsem.core.names import MAX_SLOTS, key_of, resource_for
 from django_sqlsem.database import bells
-from django_sqlsem.database.dialects import dialect_for
+from django_sqlsem.database.dialects import DatabaseNow, dialect_for
 from django_sqlsem.database.errors import database_errors, repeated
 from django_sqlsem.database.server import server_since
 from django_sqlsem.database.sessions import CallerSession, briefly
@@ -51,6 +51,8 @@ logger = logging.getLogger("django_sqlsem")
 
 #: How long a revocation waits for the end of a transaction that is fenced with the permit, in seconds.
 FENCED_PATIENCE: Final = 5.0
+#: Who looks for taken slots looks at those that were taken since then, in microseconds.
+SET_ASIDE_AFTER_US: Final = 600_000_000
 #: How many rows one statement names; every database takes as many parameters.
 _AT_ONCE: Final = 500
 
@@ -176,9 +178,9 @@ def forget(session: Session, seconds: float, after: str) -> Forgotten:
     Raises ``BackendError`` and ``RefusedError``.
     """
 
-    def delete(cursor: AnyCursor) -> int:
+    def delete(names: Collection[str], cursor: AnyCursor) -> int:
         # They may have been used since; and what somebody else has locked is used.
-        named = idle.names().filter(pk__in=list(found.names)).order_by("pk").values_list("pk", flat=True)
+        named = idle.names().filter(pk__in=names).order_by("pk").values_list("pk", flat=True)
         keys = list(named.select_for_update(skip_locked=cursor.db.features.has_select_for_update_skip_locked))
         unused = _unused(idle.alias, keys, idle.free(), idle.clock)
         if not idle.drop(unused):
@@ -187,8 +189,23 @@ def forget(session: Session, seconds: float, after: str) -> Forgotten:
         return len(unused)
 
     idle, found = Idle.found(session, seconds, after)
-    count = briefly(session, delete, LONGEST_DELETION, IN_LINE) if found.names else 0
+    parts = [[each] for each in found.names] if session.dialect.sharded else [list(found.names)]
+    count = sum(briefly(session, functools.partial(delete, part), LONGEST_DELETION, IN_LINE) for part in parts if part)
     return Forgotten(count, found.after, found.more)
+
+
+def set_aside(session: Session) -> bool:
+    """Note of some slots that nobody has used them for a while. Return whether there may be more of them."""
+
+    def write(cursor: AnyCursor) -> int:
+        slots = SlotRow.objects.using(cursor.db.alias).filter(lease_us__gt=0, expires_us=None)
+        unused = slots.filter(token__lte=DatabaseNow(unix=True) - SET_ASIDE_AFTER_US)
+        # Named by their keys: on MariaDB a statement locks what it looks at, and that would be the busy slots.
+        some = list(unused.values_list("pk", flat=True)[:_AT_ONCE])
+        slots.filter(pk__in=some).update(lease_us=0)
+        return len(some)
+
+    return briefly(session, write, LONGEST_DELETION, IN_LINE) == _AT_ONCE
 
 
 def _unused(alias: str, keys: Collection[str], free: Q, clock: RowClock) -> dict[str, list[int]]:
@@ -213,7 +230,7 @@ def _delete(alias: str, names: dict[str, list[int]]) -> None:
     rows = [row for slots in names.values() for row in slots]
     for start in range(0, len(rows), _AT_ONCE):
         some = rows[start : start + _AT_ONCE]
-        _raw_delete(SlotRow.objects.using(alias).filter(pk__in=some))
+        _raw_delete(SlotRow.objects.using(alias).filter(semaphore__in=list(names), pk__in=some))
         _raw_delete(FenceRow.objects.using(alias).filter(pk__in=some))
     _raw_delete(WaiterRow.objects.using(alias).filter(semaphore__in=list(names)))
     _raw_delete(SemaphoreRow.objects.using(alias).filter(pk__in=list(names)))

@@ -35,11 +35,11 @@ _AWAY: Final = 60.0
 _STANDING: Final = standing(semaphore_key="m.name_key", slots="{own}", queued_us="{since}")
 #: Takes a place, if the name has as many slots as it should; else inserts nothing.
 _PLACE: Final = (
-    f"{WAITER} SELECT {_STANDING} FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND {{kinds}}"
+    f"{WAITER} SELECT {_STANDING} FROM sqlsem_semaphore m{{kept}} WHERE m.name_key = %(key)s AND {{kinds}}"
     " AND COALESCE({m.operator}, {own}, m.declared_slots) >= %(take)s AND EXISTS (SELECT 1 FROM sqlsem_slot s"
-    " WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE({m.operator}, {own}, m.declared_slots))"
+    " WHERE s.semaphore_key = %(key)s AND s.slot >= COALESCE({m.operator}, {own}, m.declared_slots))"
 )
-_LEAVE: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(permit_id)s"
+_LEAVE: Final = "DELETE FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s"
 #: Deletes waiters whose processes have died without a word.
 _SWEEP: Final = (
     "DELETE FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND (expires_us < {now} - %(patience_us)s * 4{rebooted})"
@@ -67,9 +67,10 @@ _SLOTS: Final = (
 _SEEN: Final = (
     f"{AHEAD}, v.free_slots, v.expiry_us, v.strangers, CASE WHEN {AHEAD} = 0 THEN {{suspects}} ELSE 0 END, v.kind"
 )
-_LOOK_AROUND: Final = f"SELECT {_SEEN} FROM {_SLOTS}, sqlsem_waiter WHERE sqlsem_waiter.ticket = %(permit_id)s"
-_STAY: Final = f"{STAYING} WHERE ticket = %(permit_id)s"
-_STAY_AND_LOOK: Final = f"{STAYING} FROM {_SLOTS} WHERE ticket = %(permit_id)s RETURNING {_SEEN}{{unflushed}}"
+_MINE_THERE: Final = "sqlsem_waiter.semaphore_key = %(key)s AND sqlsem_waiter.ticket = %(permit_id)s"
+_LOOK_AROUND: Final = f"SELECT {_SEEN} FROM {_SLOTS}, sqlsem_waiter WHERE {_MINE_THERE}"
+_STAY: Final = f"{STAYING} WHERE {_MINE_THERE}"
+_STAY_AND_LOOK: Final = f"{STAYING} FROM {_SLOTS} WHERE {_MINE_THERE} RETURNING {_SEEN}{{unflushed}}"
 #: What was granted under a permit id, and how long it lasts, in microseconds.
 _MINE: Final = (
     "SELECT id, slot, token, expires_us - {now} FROM sqlsem_slot"
@@ -79,11 +80,13 @@ _MINE: Final = (
 # The place of a task that is away.
 
 #: It is away no more.
-BACK: Final = "DELETE FROM sqlsem_waiter WHERE ticket = %(rank)s"
-_FIND: Final = "SELECT 1 FROM sqlsem_waiter WHERE ticket = %(rank)s"
+BACK: Final = "DELETE FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND ticket = %(rank)s"
+_FIND: Final = "SELECT 1 FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND ticket = %(rank)s"
 #: It comes back under another id.
-_HAND_ON: Final = "UPDATE sqlsem_waiter SET ticket = %(heir)s WHERE ticket = %(rank)s"
-_STILL_AWAY: Final = "UPDATE sqlsem_waiter SET expires_us = {now} + %(away_us)s WHERE ticket = %(rank)s"
+_HAND_ON: Final = "UPDATE sqlsem_waiter SET ticket = %(heir)s WHERE semaphore_key = %(key)s AND ticket = %(rank)s"
+_STILL_AWAY: Final = (
+    "UPDATE sqlsem_waiter SET expires_us = {now} + %(away_us)s WHERE semaphore_key = %(key)s AND ticket = %(rank)s"
+)
 _BEFORE: Final = (
     "SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {w.live} AND w.ticket <> %(rank)s"
     f" AND w.queued_us < COALESCE({KEPT}, {{now}})"
@@ -107,13 +110,19 @@ _KINDS: Final = "(m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(k
 @functools.cache
 def place_sql(dialect: Dialect, *, ranked: bool, kinds: str = _KINDS) -> str:
     """Take a place; ``ranked``: the one that was kept for a task while it was away."""
-    since = f"COALESCE({KEPT}, {{now}} - %(age_us)s)" if ranked else "{now} - %(age_us)s"
-    return _PLACE.replace("{since}", since).replace("{own}", _own(dialect)).replace("{kinds}", kinds)
+    since = "COALESCE(a.queued_us, {now} - %(age_us)s)" if ranked else "{now} - %(age_us)s"
+    kept = " LEFT JOIN sqlsem_waiter a ON a.semaphore_key = m.name_key AND a.ticket = %(rank)s" if ranked else ""
+    return (
+        _PLACE.replace("{since}", since)
+        .replace("{kept}", kept)
+        .replace("{own}", _own(dialect))
+        .replace("{kinds}", kinds)
+    )
 
 
 def _own(dialect: Dialect) -> str:
     """Return the claim's own number of slots, which may be NULL."""
-    return "CAST(%(slots)s AS integer)" if dialect.writing_ctes else "%(slots)s"
+    return "CAST(%(slots)s AS integer)" if dialect.notifies else "%(slots)s"
 
 
 @functools.cache
@@ -212,7 +221,7 @@ def granted(session: Session, request: Request) -> Granted | None:
 
 def leave(session: Session, request: Request) -> None:
     """Delete the waiter's row. If it is not there any more, it was granted: then hand that on."""
-    if change(session, _LEAVE, {"permit_id": request.permit_id}) <= 0:
+    if change(session, _LEAVE, {"key": request.resource.key, "permit_id": request.permit_id}) <= 0:
         handoff.discard(session, request.resource, request.permit_id)
     elif request.take != 1:  # those behind it may be content with less
         handoff.hand_out(session, request.resource.key)
@@ -220,7 +229,7 @@ def leave(session: Session, request: Request) -> None:
 
 def discard(session: Session, resource: Resource, permit_id: str) -> bool:
     """Give up a place, and free whatever rows carry the permit's id. Return whether there were such rows."""
-    change(session, _LEAVE, {"permit_id": permit_id})
+    change(session, _LEAVE, {"key": resource.key, "permit_id": permit_id})
     return handoff.discard(session, resource, permit_id)
 
 
@@ -242,9 +251,9 @@ def step_aside(session: Session, request: Request, estimate: Callable[[int], flo
 
 def keeps_place(session: Session, request: Request) -> bool:
     """Return whether the task's row is there."""
-    return row_of(session, _FIND, {"rank": request.rank}) is not None
+    return row_of(session, _FIND, {"key": request.resource.key, "rank": request.rank}) is not None
 
 
 def hand_rank_on(session: Session, request: Request, heir: str) -> None:
     """Write the other rank into the task's row."""
-    change(session, _HAND_ON, {"rank": request.rank, "heir": heir})
+    change(session, _HAND_ON, {"key": request.resource.key, "rank": request.rank, "heir": heir})

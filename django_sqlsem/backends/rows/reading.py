@@ -3,8 +3,10 @@
 The operator's side reads with the ORM, on an alias's ordinary connection. One name is also read on a connection of our
 own, whatever the caller's transaction is up to.
 
-The survey is one pass over the slots, whatever the number of names. No index helps there: whether a slot is taken
-changes with every claim, and an index on it would end the updates in place that make claims cheap on PostgreSQL.
+The survey is one pass over the slots that were used in the last minutes, whatever the number of names. Whether a slot
+is taken changes with every claim: an index on that would end the updates in place that make claims cheap on
+PostgreSQL. So the index is on the lease, which claims write as it is, and which housekeeping sets to 0 once nobody has
+used the slot for a while: see ``operator.set_aside``.
 """
 
 from __future__ import annotations
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
 
 #: How many names one query asks for; every database takes as many parameters.
 _AT_ONCE: Final = 500
+#: What is true of all slots that are taken, and of some more: an index has it.
+_USED: Final = Q(lease_us__gt=0)
 
 
 def _selected(model: type[Model]) -> str:
@@ -138,6 +142,10 @@ def _read(alias: str, clock: RowClock, wanted: Q, related: Q) -> list[SemaphoreS
     ]
 
 
+def _taken(alias: str) -> QuerySet[SlotRow]:
+    return SlotRow.objects.using(alias).filter(_USED, expires_us__isnull=False)
+
+
 def _ask(alias: str, clock: RowClock, processes: Collection[str]) -> None:
     """Ask who of these processes is dead."""
     if processes and not clock.asked_of_all:
@@ -150,7 +158,7 @@ def _ask_of_all(alias: str, clock: RowClock, processes: Collection[str] | None =
     if clock.asked_of_all:
         return
     if processes is None:
-        lit = SlotRow.objects.using(alias).filter(clock.live(), beacon=True)
+        lit = _taken(alias).filter(clock.live(), beacon=True)
         processes = set(lit.order_by().values_list("process_id", flat=True).distinct())
     _ask(alias, clock, processes)
     clock.asked_of_all = True
@@ -160,7 +168,7 @@ def survey(alias: str, *, at: RowClock | None = None) -> Survey:
     """Return how all names stand, in two reads and a question about who is dead; in some more for very many."""
     with database_errors(alias):
         clock = at or RowClock.of(alias)
-        taken = SlotRow.objects.using(alias).filter(expires_us__isnull=False)
+        taken = _taken(alias)
         by_process = ("semaphore", "process_id", "beacon")
         # Waiters are told from slots by what no slots are.
         waits = {"taken": Value(-1), "held": Sum("waiting"), "stale": Value(0), "since": Min("queued_us")}
@@ -224,7 +232,7 @@ def _survey_of_many(alias: str, clock: RowClock) -> Survey:
     _ask_of_all(alias, clock)
     live = _live(clock)
     counts = {"held": Count("pk", filter=live), "stale": Count("pk", filter=clock.stale())}
-    taken = SlotRow.objects.using(alias).filter(expires_us__isnull=False)
+    taken = _taken(alias)
     by_name: QuerySet[Any, Any] = taken.order_by().values("semaphore").annotate(**counts)
     found = list(by_name.order_by("-stale", "-held").values_list("semaphore", "held", "stale")[: MOST_NAMES + 1])
     complete = len(found) <= MOST_NAMES
@@ -256,7 +264,7 @@ def template_sums(alias: str, *, at: RowClock | None = None) -> dict[str, Templa
     """Return what the names in use amount to, by template: one pass over the slots for their names, and by these."""
     with database_errors(alias):
         clock = at or RowClock.of(alias)
-        taken = SlotRow.objects.using(alias).filter(expires_us__isnull=False)
+        taken = _taken(alias)
         by_whom = list(taken.order_by().values_list("semaphore", "process_id", "beacon")[: MOST_NAMES + 1])
         some = [taken]
         if len(by_whom) <= MOST_NAMES:  # else a join begins with all names on MariaDB, however few of them are in use
@@ -313,7 +321,7 @@ def in_state(alias: str, state: SurveyState, *, at: RowClock | None = None) -> Q
         with database_errors(alias):
             _ask_of_all(alias, clock)
     of_state = clock.stale() if state == "stale" else clock.live()
-    taken = SlotRow.objects.using(alias).filter(of_state, expires_us__isnull=False)
+    taken = _taken(alias).filter(of_state)
     found = Q(pk__in=taken.order_by().values("semaphore"))
     return found & clock.paused() if state == "draining" else found
 
@@ -323,11 +331,11 @@ def slots_in_state(alias: str, state: SurveyState, *, at: RowClock | None = None
     with database_errors(alias):
         clock = at or RowClock.of(alias)
     if state == "held":
-        return clock.live()
+        return _USED & clock.live()
     if state == "stale":
         with database_errors(alias):
             _ask_of_all(alias, clock)
-        return clock.stale()
+        return _USED & clock.stale()
     names = SemaphoreRow.objects.using(alias).filter(in_state(alias, state, at=clock))
     return Q(semaphore__in=names.order_by().values("pk"))
 

@@ -143,8 +143,8 @@ ROWS_AT_ONCE: Final = 500
 
 
 def among(rows: int) -> str:
-    """Return the condition that a row is one of this many: see ``rows_named``."""
-    return f"id IN ({', '.join(f'%(row{each})s' for each in range(rows))})"
+    """Return the condition that a row is one of this many of a name: see ``rows_named``."""
+    return f"semaphore_key = %(key)s AND id IN ({', '.join(f'%(row{each})s' for each in range(rows))})"
 
 
 def rows_named(ids: Sequence[int]) -> dict[str, int]:
@@ -218,4 +218,4 @@ COUNT_LIVE: Final = (
     " FROM sqlsem_slot WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL"
 )
 #: Since when a task has its place that was kept while it was away; NULL for anybody else.
-KEPT: Final = "(SELECT a.queued_us FROM sqlsem_waiter a WHERE a.ticket = %(rank)s)"
+KEPT: Final = "(SELECT a.queued_us FROM sqlsem_waiter a WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s)"

@@ -5,7 +5,7 @@
 SELECT id
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <=
-      {now} - %(since)s))
+      ABS({now} - %(since)s)))
 ORDER BY slot;
 
 -- acquire.DECLARE
@@ -37,14 +37,14 @@ WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
 -- beacons.BURY
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
-WHERE id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND (expires_us IS NULL OR (expires_us <= {now}
-      AND lease_us <= {now} - %(since)s));
+WHERE semaphore_key = %(key)s AND id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND (expires_us IS
+      NULL OR (expires_us <= {now} AND lease_us <= ABS({now} - %(since)s)));
 
 -- beacons.FREE_DEAD
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL AND (expires_us IS NULL OR (expires_us <= {now} AND
-      lease_us <= {now} - %(since)s));
+      lease_us <= ABS({now} - %(since)s)));
 
 -- beacons.GONE
 UPDATE sqlsem_slot
@@ -54,7 +54,7 @@ WHERE semaphore_key = %(key)s AND process_id = %(dead)s AND expires_us > {now};
 -- beacons.GONE_OF
 SELECT id, slot, token, permit_id, acquired_us, expires_us, lease_us, {now}, host, pid, thread, label, user_name,
       process_id, lock_mode, boot_id, suspect_us, CASE WHEN (expires_us IS NULL OR (expires_us <= {now} AND lease_us
-      <= {now} - %(since)s)) THEN 1 ELSE 0 END
+      <= ABS({now} - %(since)s))) THEN 1 ELSE 0 END
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
@@ -76,24 +76,24 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
 
 -- beacons.TAKEN
 SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR (s.expires_us <= {now}
-      AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END AS ran_out
+      AND s.lease_us <= ABS({now} - %(since)s))) THEN 1 ELSE 0 END AS ran_out
 FROM sqlsem_slot s
-WHERE s.expires_us IS NOT NULL;
+WHERE s.lease_us > 0 AND s.expires_us IS NOT NULL;
 
 -- counters.FIND
 SELECT id, take, away, expires_us - {now}
 FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s;
 
 -- counters.HAND
 UPDATE sqlsem_waiter
 SET away = %(yes)s, expires_us = {now} + %(lasts_us)s
-WHERE id = %(waiter)s AND away = %(no)s;
+WHERE semaphore_key = %(key)s AND id = %(waiter)s AND away = %(no)s;
 
 -- counters.LEAVE
 DELETE
 FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s AND away = %(no)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s AND away = %(no)s;
 
 -- counters.LOCK
 SELECT kind, units, CASE WHEN (paused = %(no)s OR paused_until_us <= {now}) THEN 0 ELSE 1 END
@@ -113,7 +113,7 @@ SELECT (SELECT COUNT(*)
   FROM sqlsem_waiter g
   WHERE g.semaphore_key = %(key)s AND g.away = %(yes)s)
 FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s AND away = %(no)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s AND away = %(no)s;
 
 -- counters.OVERDUE
 SELECT id, take, away
@@ -136,12 +136,12 @@ VALUES (%(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s,
 -- counters.STAY
 UPDATE sqlsem_waiter
 SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE ticket = %(permit_id)s AND away = %(no)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s AND away = %(no)s;
 
 -- counters.TAKE
 DELETE
 FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s AND away = %(yes)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s AND away = %(yes)s;
 
 -- exclusive.AWAITED
 SELECT COUNT(*)
@@ -172,28 +172,28 @@ WHERE name_key = %(key)s AND slots_until_us <= {now};
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.slot = 0 AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
-      {now} - %(since)s))
+      ABS({now} - %(since)s)))
 ORDER BY s.slot;
 
 -- exclusive.FREE upgrade
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.slot > 0 AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
-      {now} - %(since)s))
+      ABS({now} - %(since)s)))
 ORDER BY s.slot;
 
 -- exclusive.FREE whole
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.slot >= 0 AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us
-      <= {now} - %(since)s))
+      <= ABS({now} - %(since)s)))
 ORDER BY s.slot;
 
 -- exclusive.LAPSE
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL
 WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL AND (expires_us IS NULL OR
-      (expires_us <= {now} AND lease_us <= {now} - %(since)s));
+      (expires_us <= {now} AND lease_us <= ABS({now} - %(since)s)));
 
 -- exclusive.MORE
 SELECT COUNT(*)
@@ -204,7 +204,7 @@ WHERE semaphore_key = %(key)s AND slot > 1;
 SELECT s.id
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.slot > 1 AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
-      {now} - %(since)s));
+      ABS({now} - %(since)s)));
 
 -- exclusive.MUTEX
 SELECT COUNT(*)
@@ -215,12 +215,12 @@ WHERE semaphore_key = %(key)s AND lock_mode = 'mutex';
 SELECT s.id
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.lock_mode = 'mutex' AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND
-      s.lease_us <= {now} - %(since)s));
+      s.lease_us <= ABS({now} - %(since)s)));
 
 -- exclusive.NO_MUTEX
 UPDATE sqlsem_slot
 SET lock_mode = '', expires_us = NULL, permit_id = NULL
-WHERE id = %(id)s;
+WHERE semaphore_key = %(key)s AND id = %(id)s;
 
 -- exclusive.OPEN
 UPDATE sqlsem_slot
@@ -232,22 +232,22 @@ WHERE semaphore_key = %(key)s AND closed = %(yes)s AND slot > 0 AND slot <= COAL
 
 -- exclusive.STATE update
 SELECT COUNT(CASE WHEN slot = 0 THEN 1 END), COUNT(CASE WHEN slot = 0 AND expires_us > {now} THEN 1 END), COUNT(CASE
-      WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now} -
-      %(since)s)) THEN 1 END)
+      WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= ABS({now} -
+      %(since)s))) THEN 1 END)
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s;
 
 -- exclusive.STATE upgrade
 SELECT COUNT(CASE WHEN slot > 0 THEN 1 END), COUNT(CASE WHEN slot > 0 AND expires_us > {now} THEN 1 END), COUNT(CASE
-      WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now} -
-      %(since)s)) THEN 1 END)
+      WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= ABS({now} -
+      %(since)s))) THEN 1 END)
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s;
 
 -- exclusive.STATE whole
 SELECT COUNT(CASE WHEN slot >= 0 THEN 1 END), COUNT(CASE WHEN slot >= 0 AND expires_us > {now} THEN 1 END),
-      COUNT(CASE WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now}
-      - %(since)s)) THEN 1 END)
+      COUNT(CASE WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now} AND lease_us <=
+      ABS({now} - %(since)s))) THEN 1 END)
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s;
 
@@ -286,7 +286,7 @@ FROM sqlsem_waiter w
 WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> '' AND w.queued_us <
       COALESCE((SELECT a.queued_us
   FROM sqlsem_waiter a
-  WHERE a.ticket = %(rank)s), {now});
+  WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now});
 
 -- exclusive.WAITED_FOR ('whole', False)
 SELECT COUNT(*)
@@ -299,7 +299,12 @@ FROM sqlsem_waiter w
 WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.queued_us < COALESCE((SELECT
       a.queued_us
   FROM sqlsem_waiter a
-  WHERE a.ticket = %(rank)s), {now});
+  WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now});
+
+-- fate
+SELECT id, permit_id, CASE WHEN stop_token = token THEN stop_by END, revoked_token, revoked_by
+FROM sqlsem_slot
+WHERE id IN ({rows});
 
 -- fences.EXTEND
 UPDATE sqlsem_slot
@@ -315,19 +320,19 @@ WHERE id IN ({ids});
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
       WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
-WHERE id IN (%(row0)s) AND permit_id = %(permit_id)s;
+WHERE semaphore_key = %(key)s AND id IN (%(row0)s) AND permit_id = %(permit_id)s;
 
 -- free two
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
       WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
-WHERE id IN (%(row0)s, %(row1)s) AND permit_id = %(permit_id)s;
+WHERE semaphore_key = %(key)s AND id IN (%(row0)s, %(row1)s) AND permit_id = %(permit_id)s;
 
 -- free unwanted
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
       WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
-WHERE id IN (%(row0)s) AND permit_id = %(permit_id)s AND NOT EXISTS (SELECT 1
+WHERE semaphore_key = %(key)s AND id IN (%(row0)s) AND permit_id = %(permit_id)s AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update');
 
@@ -335,7 +340,7 @@ WHERE id IN (%(row0)s) AND permit_id = %(permit_id)s AND NOT EXISTS (SELECT 1
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.closed = %(no)s AND s.slot > %(wanted)s AND s.slot <= %(bound)s AND
-      (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
+      (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= ABS({now} - %(since)s)))
 ORDER BY s.slot;
 
 -- handoff.HEADS
@@ -348,7 +353,7 @@ ORDER BY CASE WHEN w.lock_mode = 'upgrade' THEN 0 ELSE 1 END, w.queued_us, w.id;
 -- handoff.LEFT
 DELETE
 FROM sqlsem_waiter
-WHERE id = %(waiter)s;
+WHERE semaphore_key = %(key)s AND id = %(waiter)s;
 
 -- handoff.LOOK
 SELECT CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, m.declared_slots, CASE WHEN
@@ -368,24 +373,24 @@ SET held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN 
       expires_us = {now} + %(lasts_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = %(lock_mode)s, host
       = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = %(row0)s AND permit_id = %(released)s AND closed = %(no)s;
+WHERE semaphore_key = %(key)s AND id = %(row0)s AND permit_id = %(released)s AND closed = %(no)s;
 
 -- look
 SELECT m.kind, m.declared_slots, CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, CASE WHEN
       (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
       THEN 0 ELSE 1 END, (SELECT COUNT(*)
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <=
-      {now}) AND EXISTS (SELECT 1
+  WHERE s.semaphore_key = %(key)s AND s.slot > 0), NULL, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now})
+      AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN
-      m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us
-      IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} - %(since)s))) THEN CASE WHEN m.kind = 'mutex' AND
-      NOT EXISTS (SELECT 1
+  WHERE f.semaphore_key = %(key)s AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN m.slots_until_us
+      <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR
+      (f.expires_us <= {now} AND f.lease_us <= ABS({now} - %(since)s)))) THEN CASE WHEN m.kind = 'mutex' AND NOT
+      EXISTS (SELECT 1
   FROM sqlsem_slot l
-  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
+  WHERE l.semaphore_key = %(key)s AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END
+  WHERE d.semaphore_key = %(key)s AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
@@ -401,37 +406,37 @@ SELECT (SELECT COUNT(*)
       sqlsem_waiter.id))) = 0 THEN NULL ELSE 0 END, v.kind
 FROM (SELECT SUM(CASE WHEN (s.closed = %(no)s OR (m.operator_slots IS NOT NULL AND m.slots_until_us <= {now})) AND
       s.slot <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
-      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
-      THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS
-      expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers,
-      MIN(m.kind) AS kind
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= ABS({now} -
+      %(since)s))) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now}
+      END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS
+      strangers, MIN(m.kind) AS kind
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v, sqlsem_waiter
-WHERE sqlsem_waiter.ticket = %(permit_id)s;
+WHERE sqlsem_waiter.semaphore_key = %(key)s AND sqlsem_waiter.ticket = %(permit_id)s;
 
 -- look bounded
 SELECT m.kind, m.declared_slots, CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, CASE WHEN
       (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
       THEN 0 ELSE 1 END, (SELECT COUNT(*)
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <=
-      {now}) AND EXISTS (SELECT 1
+  WHERE s.semaphore_key = %(key)s AND s.slot > 0), NULL, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now})
+      AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN
-      m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us
-      IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} - %(since)s))) THEN CASE WHEN m.kind = 'mutex' AND
-      NOT EXISTS (SELECT 1
+  WHERE f.semaphore_key = %(key)s AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN m.slots_until_us
+      <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR
+      (f.expires_us <= {now} AND f.lease_us <= ABS({now} - %(since)s)))) THEN CASE WHEN m.kind = 'mutex' AND NOT
+      EXISTS (SELECT 1
   FROM sqlsem_slot l
-  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
+  WHERE l.semaphore_key = %(key)s AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END, CASE WHEN (m.paused = %(no)s
-      OR m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
+  WHERE d.semaphore_key = %(key)s AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END, CASE WHEN (m.paused = %(no)s OR
+      m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
   FROM sqlsem_waiter w
-  WHERE w.semaphore_key = m.name_key AND w.expires_us > {now} AND w.away = %(no)s AND w.process_id <>
-      %(process_id)s), (SELECT AVG(h.held_us)
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.process_id <> %(process_id)s),
+      (SELECT AVG(h.held_us)
   FROM sqlsem_slot h
-  WHERE h.semaphore_key = m.name_key AND h.held_us > 0)
+  WHERE h.semaphore_key = %(key)s AND h.held_us > 0)
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
@@ -455,23 +460,22 @@ WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'm
       'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
       m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+  WHERE s.semaphore_key = %(key)s AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
       m.operator_slots END, %(slots)s, m.declared_slots));
 
 -- place ranked
 INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
       semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
 SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s,
-      %(beacon)s, %(permit_id)s, m.name_key, COALESCE((SELECT a.queued_us
-  FROM sqlsem_waiter a
-  WHERE a.ticket = %(rank)s), {now} - %(age_us)s), {now} + %(patience_us)s, %(take)s, %(slots)s, %(lease_us)s,
-      %(no)s, %(lock_mode)s, %(waiting)s
+      %(beacon)s, %(permit_id)s, m.name_key, COALESCE(a.queued_us, {now} - %(age_us)s), {now} + %(patience_us)s,
+      %(take)s, %(slots)s, %(lease_us)s, %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
+LEFT JOIN sqlsem_waiter a ON a.semaphore_key = m.name_key AND a.ticket = %(rank)s
 WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
       'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
       m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+  WHERE s.semaphore_key = %(key)s AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
       m.operator_slots END, %(slots)s, m.declared_slots));
 
 -- place unless free
@@ -485,11 +489,11 @@ WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'm
       'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
       m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+  WHERE s.semaphore_key = %(key)s AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
       m.operator_slots END, %(slots)s, m.declared_slots)) AND NOT (m.paused = %(no)s AND (m.shrinking = %(no)s AND
       (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
+  WHERE f.semaphore_key = %(key)s AND f.closed = %(no)s AND f.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
       w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE
       n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL
       ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
@@ -497,12 +501,13 @@ WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'm
     JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
     WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND f.slot
       <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
-      m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} - %(since)s))));
+      m.declared_slots) AND (f.expires_us IS NULL OR (f.expires_us <= {now} AND f.lease_us <= ABS({now} -
+      %(since)s)))));
 
 -- queue.BACK
 DELETE
 FROM sqlsem_waiter
-WHERE ticket = %(rank)s;
+WHERE semaphore_key = %(key)s AND ticket = %(rank)s;
 
 -- queue.BEFORE
 SELECT COUNT(*)
@@ -510,12 +515,12 @@ FROM sqlsem_waiter w
 WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.ticket <> %(rank)s AND w.queued_us < COALESCE((SELECT
       a.queued_us
   FROM sqlsem_waiter a
-  WHERE a.ticket = %(rank)s), {now});
+  WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now});
 
 -- queue.FIND
 SELECT 1
 FROM sqlsem_waiter
-WHERE ticket = %(rank)s;
+WHERE semaphore_key = %(key)s AND ticket = %(rank)s;
 
 -- queue.GO_AWAY
 INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
@@ -526,12 +531,12 @@ VALUES (%(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s,
 -- queue.HAND_ON
 UPDATE sqlsem_waiter
 SET ticket = %(heir)s
-WHERE ticket = %(rank)s;
+WHERE semaphore_key = %(key)s AND ticket = %(rank)s;
 
 -- queue.LEAVE
 DELETE
 FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s;
 
 -- queue.MINE
 SELECT id, slot, token, expires_us - {now}
@@ -542,12 +547,12 @@ ORDER BY slot;
 -- queue.STAY
 UPDATE sqlsem_waiter
 SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE ticket = %(permit_id)s;
+WHERE sqlsem_waiter.semaphore_key = %(key)s AND sqlsem_waiter.ticket = %(permit_id)s;
 
 -- queue.STILL_AWAY
 UPDATE sqlsem_waiter
 SET expires_us = {now} + %(away_us)s
-WHERE ticket = %(rank)s;
+WHERE semaphore_key = %(key)s AND ticket = %(rank)s;
 
 -- queue.SWEEP
 DELETE
@@ -593,11 +598,6 @@ UPDATE sqlsem_slot
 SET expires_us = {now} + lease_us, beacon = %(beacon)s, suspect_us = NULL
 WHERE id IN ({rows}) AND permit_id IN ({permits}) AND expires_us IS NOT NULL;
 
--- renewal.FATE
-SELECT id, permit_id, CASE WHEN stop_token = token THEN stop_by END, revoked_token, revoked_by
-FROM sqlsem_slot
-WHERE id IN ({rows});
-
 -- renewal.TELL
 SELECT id, permit_id, CASE WHEN stop_token = token THEN stop_by END
 FROM sqlsem_slot
@@ -612,7 +612,7 @@ FOR UPDATE SKIP LOCKED;
 -- statements.COUNT_LIVE
 SELECT COUNT(CASE WHEN slot > 0 AND expires_us > {now} THEN 1 END), COUNT(CASE WHEN slot > %(bound)s AND expires_us
       > {now} THEN 1 END), COUNT(CASE WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now}
-      AND lease_us <= {now} - %(since)s)) THEN 1 END)
+      AND lease_us <= ABS({now} - %(since)s))) THEN 1 END)
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
 
@@ -634,7 +634,7 @@ FOR UPDATE;
 -- stay and look around 0
 UPDATE sqlsem_waiter
 SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE ticket = %(permit_id)s;
+WHERE sqlsem_waiter.semaphore_key = %(key)s AND sqlsem_waiter.ticket = %(permit_id)s;
 
 -- stay and look around 1
 SELECT (SELECT COUNT(*)
@@ -648,14 +648,14 @@ SELECT (SELECT COUNT(*)
       sqlsem_waiter.id))) = 0 THEN NULL ELSE 0 END, v.kind
 FROM (SELECT SUM(CASE WHEN (s.closed = %(no)s OR (m.operator_slots IS NOT NULL AND m.slots_until_us <= {now})) AND
       s.slot <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
-      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
-      THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now} END) AS
-      expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS strangers,
-      MIN(m.kind) AS kind
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= ABS({now} -
+      %(since)s))) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now}
+      END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS
+      strangers, MIN(m.kind) AS kind
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v, sqlsem_waiter
-WHERE sqlsem_waiter.ticket = %(permit_id)s;
+WHERE sqlsem_waiter.semaphore_key = %(key)s AND sqlsem_waiter.ticket = %(permit_id)s;
 
 -- sweep dead
 DELETE
@@ -669,7 +669,7 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
-      AND lease_us <= {now} - %(since)s)) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
+      AND lease_us <= ABS({now} - %(since)s))) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
       'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
       END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE
       n.operator_slots END, w.slots, n.declared_slots) END), 0)
@@ -688,7 +688,7 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
-      AND lease_us <= {now} - %(since)s)) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
+      AND lease_us <= ABS({now} - %(since)s))) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
       'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
       END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE
       n.operator_slots END, w.slots, n.declared_slots) END), 0)
@@ -708,10 +708,10 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
-      AND lease_us <= {now} - %(since)s)) AND lock_mode = 'mutex' AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take =
-      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL
-      ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN
-      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
+      AND lease_us <= ABS({now} - %(since)s))) AND lock_mode = 'mutex' AND slot > (SELECT COALESCE(MAX(CASE WHEN
+      w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now}
+      THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <=
+      {now} THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND slot <=
@@ -728,7 +728,7 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
-      AND lease_us <= {now} - %(since)s)) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
+      AND lease_us <= ABS({now} - %(since)s))) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
       'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
       END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE
       n.operator_slots END, w.slots, n.declared_slots) END), 0)
@@ -737,8 +737,8 @@ WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_u
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
       w.queued_us < COALESCE((SELECT a.queued_us
     FROM sqlsem_waiter a
-    WHERE a.ticket = %(rank)s), {now})) AND slot <= (SELECT COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL
-      ELSE m.operator_slots END, %(slots)s, m.declared_slots)
+    WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now})) AND slot <= (SELECT COALESCE(CASE WHEN
+      m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots)
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
       (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})));
@@ -749,14 +749,14 @@ SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_u
       %(lease_us)s, suspect_us = NULL, lock_mode = %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread =
       %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s,
       channel = %(channel)s, beacon = %(beacon)s
-WHERE id IN (%(row0)s, %(row1)s) AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now} - %(since)s));
+WHERE semaphore_key = %(key)s AND id IN (%(row0)s, %(row1)s);
 
 -- taken
 SELECT d.semaphore_key, d.process_id, d.beacon, d.ran_out, 0
 FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR (s.expires_us <=
-      {now} AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END AS ran_out
+      {now} AND s.lease_us <= ABS({now} - %(since)s))) THEN 1 ELSE 0 END AS ran_out
   FROM sqlsem_slot s
-  WHERE s.expires_us IS NOT NULL) d;
+  WHERE s.lease_us > 0 AND s.expires_us IS NOT NULL) d;
 
 -- wanted before barge
 SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE
@@ -790,6 +790,6 @@ SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 1
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
       w.queued_us < COALESCE((SELECT a.queued_us
     FROM sqlsem_waiter a
-    WHERE a.ticket = %(rank)s), {now}))
+    WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now}))
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});

@@ -30,19 +30,19 @@ WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
 -- beacons.BURY
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
-WHERE id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND (expires_us IS NULL OR (expires_us <= {now}
-      AND lease_us <= {now} - %(since)s));
+WHERE semaphore_key = %(key)s AND id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND (expires_us IS
+      NULL OR (expires_us <= {now} AND lease_us <= ABS({now} - %(since)s)));
 
 -- beacons.FREE_DEAD
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL AND (expires_us IS NULL OR (expires_us <= {now} AND
-      lease_us <= {now} - %(since)s));
+      lease_us <= ABS({now} - %(since)s)));
 
 -- beacons.GONE_OF
 SELECT id, slot, token, permit_id, acquired_us, expires_us, lease_us, {now}, host, pid, thread, label, user_name,
       process_id, lock_mode, boot_id, suspect_us, CASE WHEN (expires_us IS NULL OR (expires_us <= {now} AND lease_us
-      <= {now} - %(since)s)) THEN 1 ELSE 0 END
+      <= ABS({now} - %(since)s))) THEN 1 ELSE 0 END
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
@@ -59,24 +59,24 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
 
 -- beacons.TAKEN
 SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR (s.expires_us <= {now}
-      AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END AS ran_out
+      AND s.lease_us <= ABS({now} - %(since)s))) THEN 1 ELSE 0 END AS ran_out
 FROM sqlsem_slot s
-WHERE s.expires_us IS NOT NULL;
+WHERE s.lease_us > 0 AND s.expires_us IS NOT NULL;
 
 -- counters.FIND
 SELECT id, take, away, expires_us - {now}
 FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s;
 
 -- counters.HAND
 UPDATE sqlsem_waiter
 SET away = %(yes)s, expires_us = {now} + %(lasts_us)s
-WHERE id = %(waiter)s AND away = %(no)s;
+WHERE semaphore_key = %(key)s AND id = %(waiter)s AND away = %(no)s;
 
 -- counters.LEAVE
 DELETE
 FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s AND away = %(no)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s AND away = %(no)s;
 
 -- counters.LOCK
 SELECT kind, units, CASE WHEN (paused = %(no)s OR paused_until_us <= {now}) THEN 0 ELSE 1 END
@@ -105,7 +105,7 @@ VALUES (%(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s,
 -- counters.STAY_AND_LOOK
 UPDATE sqlsem_waiter
 SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE ticket = %(permit_id)s AND away = %(no)s
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s AND away = %(no)s
 RETURNING (SELECT COUNT(*)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
@@ -120,7 +120,7 @@ RETURNING (SELECT COUNT(*)
 -- counters.TAKE
 DELETE
 FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s AND away = %(yes)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s AND away = %(yes)s;
 
 -- exclusive.AWAITED
 SELECT COUNT(*)
@@ -151,28 +151,28 @@ WHERE name_key = %(key)s AND slots_until_us <= {now};
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.slot = 0 AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
-      {now} - %(since)s))
+      ABS({now} - %(since)s)))
 ORDER BY s.slot;
 
 -- exclusive.FREE upgrade
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.slot > 0 AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
-      {now} - %(since)s))
+      ABS({now} - %(since)s)))
 ORDER BY s.slot;
 
 -- exclusive.FREE whole
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.slot >= 0 AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us
-      <= {now} - %(since)s))
+      <= ABS({now} - %(since)s)))
 ORDER BY s.slot;
 
 -- exclusive.LAPSE
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL
 WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL AND (expires_us IS NULL OR
-      (expires_us <= {now} AND lease_us <= {now} - %(since)s));
+      (expires_us <= {now} AND lease_us <= ABS({now} - %(since)s)));
 
 -- exclusive.MORE
 SELECT COUNT(*)
@@ -183,7 +183,7 @@ WHERE semaphore_key = %(key)s AND slot > 1;
 SELECT s.id
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.slot > 1 AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <=
-      {now} - %(since)s));
+      ABS({now} - %(since)s)));
 
 -- exclusive.MUTEX
 SELECT COUNT(*)
@@ -194,12 +194,12 @@ WHERE semaphore_key = %(key)s AND lock_mode = 'mutex';
 SELECT s.id
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.lock_mode = 'mutex' AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND
-      s.lease_us <= {now} - %(since)s));
+      s.lease_us <= ABS({now} - %(since)s)));
 
 -- exclusive.NO_MUTEX
 UPDATE sqlsem_slot
 SET lock_mode = '', expires_us = NULL, permit_id = NULL
-WHERE id = %(id)s;
+WHERE semaphore_key = %(key)s AND id = %(id)s;
 
 -- exclusive.OPEN
 UPDATE sqlsem_slot
@@ -211,22 +211,22 @@ WHERE semaphore_key = %(key)s AND closed = %(yes)s AND slot > 0 AND slot <= COAL
 
 -- exclusive.STATE update
 SELECT COUNT(CASE WHEN slot = 0 THEN 1 END), COUNT(CASE WHEN slot = 0 AND expires_us > {now} THEN 1 END), COUNT(CASE
-      WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now} -
-      %(since)s)) THEN 1 END)
+      WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= ABS({now} -
+      %(since)s))) THEN 1 END)
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s;
 
 -- exclusive.STATE upgrade
 SELECT COUNT(CASE WHEN slot > 0 THEN 1 END), COUNT(CASE WHEN slot > 0 AND expires_us > {now} THEN 1 END), COUNT(CASE
-      WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now} -
-      %(since)s)) THEN 1 END)
+      WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= ABS({now} -
+      %(since)s))) THEN 1 END)
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s;
 
 -- exclusive.STATE whole
 SELECT COUNT(CASE WHEN slot >= 0 THEN 1 END), COUNT(CASE WHEN slot >= 0 AND expires_us > {now} THEN 1 END),
-      COUNT(CASE WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now}
-      - %(since)s)) THEN 1 END)
+      COUNT(CASE WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now} AND lease_us <=
+      ABS({now} - %(since)s))) THEN 1 END)
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s;
 
@@ -265,7 +265,7 @@ FROM sqlsem_waiter w
 WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> '' AND w.queued_us <
       COALESCE((SELECT a.queued_us
   FROM sqlsem_waiter a
-  WHERE a.ticket = %(rank)s), {now});
+  WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now});
 
 -- exclusive.WAITED_FOR ('whole', False)
 SELECT COUNT(*)
@@ -278,7 +278,19 @@ FROM sqlsem_waiter w
 WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.queued_us < COALESCE((SELECT
       a.queued_us
   FROM sqlsem_waiter a
-  WHERE a.ticket = %(rank)s), {now});
+  WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now});
+
+-- extend arrays
+UPDATE sqlsem_slot
+SET expires_us = {now} + lease_us, beacon = %(beacon)s, suspect_us = NULL
+WHERE id IN ( SELECT s.id FROM sqlsem_slot s WHERE id IN (SELECT unnest(%(row_ids)s::bigint[])) AND permit_id IN
+      (SELECT unnest(%(permit_ids)s::varchar[])) AND expires_us IS NOT NULL FOR NO KEY UPDATE OF s SKIP LOCKED )
+RETURNING id, permit_id, CASE WHEN stop_token = token THEN stop_by END;
+
+-- fate
+SELECT id, permit_id, CASE WHEN stop_token = token THEN stop_by END, revoked_token, revoked_by
+FROM sqlsem_slot
+WHERE id IN ({rows});
 
 -- fences.EXTEND
 UPDATE sqlsem_slot
@@ -303,19 +315,19 @@ WHERE id IN ({ids});
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
       WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
-WHERE id IN (%(row0)s) AND permit_id = %(permit_id)s;
+WHERE semaphore_key = %(key)s AND id IN (%(row0)s) AND permit_id = %(permit_id)s;
 
 -- free two
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
       WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
-WHERE id IN (%(row0)s, %(row1)s) AND permit_id = %(permit_id)s;
+WHERE semaphore_key = %(key)s AND id IN (%(row0)s, %(row1)s) AND permit_id = %(permit_id)s;
 
 -- free unwanted
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
       WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
-WHERE id IN (%(row0)s) AND permit_id = %(permit_id)s AND NOT EXISTS (SELECT 1
+WHERE semaphore_key = %(key)s AND id IN (%(row0)s) AND permit_id = %(permit_id)s AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update')
 RETURNING id, set_config('synchronous_commit', 'off', true);
@@ -324,7 +336,7 @@ RETURNING id, set_config('synchronous_commit', 'off', true);
 SELECT s.id, s.slot, s.token
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.closed = %(no)s AND s.slot > %(wanted)s AND s.slot <= %(bound)s AND
-      (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
+      (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= ABS({now} - %(since)s)))
 ORDER BY s.slot LIMIT %(take)s;
 
 -- handoff.HEADS
@@ -341,7 +353,7 @@ ORDER BY CASE WHEN w.lock_mode = 'upgrade' THEN 0 ELSE 1 END, w.queued_us, w.id;
 -- handoff.LEFT
 DELETE
 FROM sqlsem_waiter
-WHERE id = %(waiter)s;
+WHERE semaphore_key = %(key)s AND id = %(waiter)s;
 
 -- handoff.NOTIFY
 SELECT pg_notify(%(channel)s, %(note)s);
@@ -357,24 +369,25 @@ WITH m AS ( SELECT CASE WHEN slots_until_us <= {now} THEN NULL ELSE operator_slo
       current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN pg_try_advisory_lock_shared(1936813171, ('x' ||
       substr(w.process_id, 1, 8))::bit(32)::int) THEN pg_advisory_unlock_shared(1936813171, ('x' ||
       substr(w.process_id, 1, 8))::bit(32)::int) ELSE FALSE END))) ORDER BY w.queued_us, w.id LIMIT 1 ), s AS
-      MATERIALIZED ( SELECT id, slot, closed FROM sqlsem_slot WHERE id = %(row0)s AND permit_id = %(permit_id)s FOR
-      UPDATE ), h AS MATERIALIZED ( SELECT w.id, w.take, w.slots, w.lock_mode FROM sqlsem_waiter w WHERE EXISTS
-      (SELECT 1
-  FROM s) AND w.id = (SELECT id
-  FROM o) FOR UPDATE SKIP LOCKED ), w AS ( DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.id = h.id AND h.take =
-      1 AND m.unpaused AND h.lock_mode = m.held_as AND h.lock_mode = %(held_as)s AND m.settled AND s.closed = %(no)s
-      AND s.slot <= COALESCE(m.operator_slots, h.slots, m.declared_slots) RETURNING w.*, w.ticket AS permit_id,
-      w.process_id = %(process_id)s AS here, CASE WHEN w.process_id = %(process_id)s THEN w.lease_us ELSE
-      LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us ), u AS ( UPDATE sqlsem_slot p SET held_us = CASE WHEN {now}
-      <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us -
-      held_us) / 8 END, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = w.permit_id,
-      acquired_us = {now}, expires_us = {now} + w.lasts_us, lease_us = w.lease_us, suspect_us = NULL, lock_mode =
-      w.lock_mode, host = w.host, pid = w.pid, thread = w.thread, label = w.label, user_name = w.user_name,
-      process_id = w.process_id, boot_id = w.boot_id, channel = w.channel, beacon = w.beacon FROM s, w WHERE p.id =
-      s.id RETURNING p.id, p.slot, p.token, w.ticket, w.channel, w.here, w.lasts_us ), f AS ( UPDATE sqlsem_slot p
-      SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN
-      held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END FROM
-      s WHERE p.id = s.id AND NOT EXISTS (SELECT 1
+      MATERIALIZED ( SELECT id, slot, closed FROM sqlsem_slot WHERE semaphore_key = %(key)s AND id = %(row0)s AND
+      permit_id = %(permit_id)s FOR UPDATE ), h AS MATERIALIZED ( SELECT w.id, w.take, w.slots, w.lock_mode FROM
+      sqlsem_waiter w WHERE EXISTS (SELECT 1
+  FROM s) AND w.semaphore_key = %(key)s AND w.id = (SELECT id
+  FROM o) FOR UPDATE SKIP LOCKED ), w AS ( DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.semaphore_key = %(key)s
+      AND w.id = h.id AND h.take = 1 AND m.unpaused AND h.lock_mode = m.held_as AND h.lock_mode = %(held_as)s AND
+      m.settled AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, h.slots, m.declared_slots) RETURNING
+      w.*, w.ticket AS permit_id, w.process_id = %(process_id)s AS here, CASE WHEN w.process_id = %(process_id)s
+      THEN w.lease_us ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us ), u AS ( UPDATE sqlsem_slot p SET
+      held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us +
+      ({now} - acquired_us - held_us) / 8 END, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END,
+      permit_id = w.permit_id, acquired_us = {now}, expires_us = {now} + w.lasts_us, lease_us = w.lease_us,
+      suspect_us = NULL, lock_mode = w.lock_mode, host = w.host, pid = w.pid, thread = w.thread, label = w.label,
+      user_name = w.user_name, process_id = w.process_id, boot_id = w.boot_id, channel = w.channel, beacon =
+      w.beacon FROM s, w WHERE p.semaphore_key = %(key)s AND p.id = s.id RETURNING p.id, p.slot, p.token, w.ticket,
+      w.channel, w.here, w.lasts_us ), f AS ( UPDATE sqlsem_slot p SET expires_us = NULL, permit_id = NULL,
+      suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} -
+      acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END FROM s WHERE p.semaphore_key = %(key)s AND
+      p.id = s.id AND NOT EXISTS (SELECT 1
   FROM o) RETURNING p.id )
 SELECT CASE WHEN u.id IS NOT NULL OR f.id IS NOT NULL THEN 'done' WHEN s.id IS NULL THEN 'gone' WHEN o.id IS NOT
       NULL AND h.id IS NULL THEN 'raced' ELSE 'open' END, u.ticket, u.id, u.slot, u.token, u.lasts_us, u.here, CASE
@@ -416,7 +429,7 @@ SELECT m.kind, m.declared_slots, CASE WHEN m.slots_until_us <= {now} THEN NULL E
       (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
       THEN 0 ELSE 1 END, (SELECT COUNT(*)
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot > 0), (SELECT COUNT(*)
+  WHERE s.semaphore_key = %(key)s AND s.slot > 0), (SELECT COUNT(*)
   FROM (SELECT DISTINCT s.process_id, s.beacon
     FROM sqlsem_slot s
     WHERE s.semaphore_key = %(key)s AND s.expires_us > {now}) d
@@ -426,14 +439,14 @@ SELECT m.kind, m.declared_slots, CASE WHEN m.slots_until_us <= {now} THEN NULL E
       pg_advisory_unlock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)),
       CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN
-      m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us
-      IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} - %(since)s))) THEN CASE WHEN m.kind = 'mutex' AND
-      NOT EXISTS (SELECT 1
+  WHERE f.semaphore_key = %(key)s AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN m.slots_until_us
+      <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR
+      (f.expires_us <= {now} AND f.lease_us <= ABS({now} - %(since)s)))) THEN CASE WHEN m.kind = 'mutex' AND NOT
+      EXISTS (SELECT 1
   FROM sqlsem_slot l
-  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
+  WHERE l.semaphore_key = %(key)s AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END
+  WHERE d.semaphore_key = %(key)s AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
@@ -457,21 +470,21 @@ SELECT (SELECT COUNT(*)
       0 END, v.kind
 FROM (SELECT SUM(CASE WHEN (s.closed = %(no)s OR (m.operator_slots IS NOT NULL AND m.slots_until_us <= {now})) AND
       s.slot <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, CAST(%(slots)s AS
-      integer), m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} -
-      %(since)s)) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now}
+      integer), m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= ABS({now} -
+      %(since)s))) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now}
       END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS
       strangers, MIN(m.kind) AS kind
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v, sqlsem_waiter
-WHERE sqlsem_waiter.ticket = %(permit_id)s;
+WHERE sqlsem_waiter.semaphore_key = %(key)s AND sqlsem_waiter.ticket = %(permit_id)s;
 
 -- look bounded
 SELECT m.kind, m.declared_slots, CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, CASE WHEN
       (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
       THEN 0 ELSE 1 END, (SELECT COUNT(*)
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot > 0), (SELECT COUNT(*)
+  WHERE s.semaphore_key = %(key)s AND s.slot > 0), (SELECT COUNT(*)
   FROM (SELECT DISTINCT s.process_id, s.beacon
     FROM sqlsem_slot s
     WHERE s.semaphore_key = %(key)s AND s.expires_us > {now}) d
@@ -481,20 +494,20 @@ SELECT m.kind, m.declared_slots, CASE WHEN m.slots_until_us <= {now} THEN NULL E
       pg_advisory_unlock_shared(1936813171, ('x' || substr(d.process_id, 1, 8))::bit(32)::int) ELSE FALSE END)),
       CASE WHEN (m.paused = %(no)s OR m.paused_until_us <= {now}) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN
-      m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us
-      IS NULL OR (f.expires_us <= {now} AND f.lease_us <= {now} - %(since)s))) THEN CASE WHEN m.kind = 'mutex' AND
-      NOT EXISTS (SELECT 1
+  WHERE f.semaphore_key = %(key)s AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN m.slots_until_us
+      <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR
+      (f.expires_us <= {now} AND f.lease_us <= ABS({now} - %(since)s)))) THEN CASE WHEN m.kind = 'mutex' AND NOT
+      EXISTS (SELECT 1
   FROM sqlsem_slot l
-  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
+  WHERE l.semaphore_key = %(key)s AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END, CASE WHEN (m.paused = %(no)s
-      OR m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
+  WHERE d.semaphore_key = %(key)s AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END, CASE WHEN (m.paused = %(no)s OR
+      m.paused_until_us <= {now}) THEN 0 ELSE 1 END, m.paused_until_us - {now}, (SELECT SUM(w.waiting)
   FROM sqlsem_waiter w
-  WHERE w.semaphore_key = m.name_key AND w.expires_us > {now} AND w.away = %(no)s AND w.process_id <>
-      %(process_id)s), (SELECT AVG(h.held_us)
+  WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.process_id <> %(process_id)s),
+      (SELECT AVG(h.held_us)
   FROM sqlsem_slot h
-  WHERE h.semaphore_key = m.name_key AND h.held_us > 0)
+  WHERE h.semaphore_key = %(key)s AND h.held_us > 0)
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
@@ -512,12 +525,12 @@ VALUES ('', 0, '', '', '', '', '', '', %(no)s, %(key)s, %(slot)s, %(closed)s, 0,
 -- note suspects
 UPDATE sqlsem_slot
 SET suspect_us = {now}
-WHERE suspect_us IS NULL AND semaphore_key = %(key)s AND expires_us > {now} AND beacon AND (CASE WHEN
-      length(process_id) <> 32 OR translate(process_id, '0123456789abcdef', '') <> '' THEN FALSE WHEN process_id =
-      current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN pg_try_advisory_lock_shared(1936813171, ('x' ||
-      substr(process_id, 1, 8))::bit(32)::int) THEN pg_advisory_unlock_shared(1936813171, ('x' || substr(process_id,
-      1, 8))::bit(32)::int) ELSE FALSE END) AND NOT (CASE WHEN length(%(process_id)s::text) <> 32 OR
-      translate(%(process_id)s::text, '0123456789abcdef', '') <> '' THEN FALSE WHEN %(process_id)s::text =
+WHERE (suspect_us IS NULL OR suspect_us > {now}) AND semaphore_key = %(key)s AND expires_us > {now} AND beacon AND
+      (CASE WHEN length(process_id) <> 32 OR translate(process_id, '0123456789abcdef', '') <> '' THEN FALSE WHEN
+      process_id = current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN pg_try_advisory_lock_shared(1936813171,
+      ('x' || substr(process_id, 1, 8))::bit(32)::int) THEN pg_advisory_unlock_shared(1936813171, ('x' ||
+      substr(process_id, 1, 8))::bit(32)::int) ELSE FALSE END) AND NOT (CASE WHEN length(%(process_id)s::text) <> 32
+      OR translate(%(process_id)s::text, '0123456789abcdef', '') <> '' THEN FALSE WHEN %(process_id)s::text =
       current_setting('sqlsem.beacon', TRUE) THEN FALSE WHEN pg_try_advisory_lock_shared(1936813171, ('x' ||
       substr(%(process_id)s::text, 1, 8))::bit(32)::int) THEN pg_advisory_unlock_shared(1936813171, ('x' ||
       substr(%(process_id)s::text, 1, 8))::bit(32)::int) ELSE FALSE END)
@@ -534,29 +547,28 @@ WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'm
       'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END,
       CAST(%(slots)s AS integer), m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+  WHERE s.semaphore_key = %(key)s AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
       m.operator_slots END, CAST(%(slots)s AS integer), m.declared_slots));
 
 -- place ranked
 INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
       semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
 SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s,
-      %(beacon)s, %(permit_id)s, m.name_key, COALESCE((SELECT a.queued_us
-  FROM sqlsem_waiter a
-  WHERE a.ticket = %(rank)s), {now} - %(age_us)s), {now} + %(patience_us)s, %(take)s, CAST(%(slots)s AS integer),
-      %(lease_us)s, %(no)s, %(lock_mode)s, %(waiting)s
+      %(beacon)s, %(permit_id)s, m.name_key, COALESCE(a.queued_us, {now} - %(age_us)s), {now} + %(patience_us)s,
+      %(take)s, CAST(%(slots)s AS integer), %(lease_us)s, %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
+LEFT JOIN sqlsem_waiter a ON a.semaphore_key = m.name_key AND a.ticket = %(rank)s
 WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
       'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END,
       CAST(%(slots)s AS integer), m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+  WHERE s.semaphore_key = %(key)s AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
       m.operator_slots END, CAST(%(slots)s AS integer), m.declared_slots));
 
 -- queue.BACK
 DELETE
 FROM sqlsem_waiter
-WHERE ticket = %(rank)s;
+WHERE semaphore_key = %(key)s AND ticket = %(rank)s;
 
 -- queue.BEFORE
 SELECT COUNT(*)
@@ -564,12 +576,12 @@ FROM sqlsem_waiter w
 WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.ticket <> %(rank)s AND w.queued_us < COALESCE((SELECT
       a.queued_us
   FROM sqlsem_waiter a
-  WHERE a.ticket = %(rank)s), {now});
+  WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now});
 
 -- queue.FIND
 SELECT 1
 FROM sqlsem_waiter
-WHERE ticket = %(rank)s;
+WHERE semaphore_key = %(key)s AND ticket = %(rank)s;
 
 -- queue.GO_AWAY
 INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
@@ -580,12 +592,12 @@ VALUES (%(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s,
 -- queue.HAND_ON
 UPDATE sqlsem_waiter
 SET ticket = %(heir)s
-WHERE ticket = %(rank)s;
+WHERE semaphore_key = %(key)s AND ticket = %(rank)s;
 
 -- queue.LEAVE
 DELETE
 FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s;
 
 -- queue.MINE
 SELECT id, slot, token, expires_us - {now}
@@ -596,7 +608,7 @@ ORDER BY slot;
 -- queue.STILL_AWAY
 UPDATE sqlsem_waiter
 SET expires_us = {now} + %(away_us)s
-WHERE ticket = %(rank)s;
+WHERE semaphore_key = %(key)s AND ticket = %(rank)s;
 
 -- queue.SWEEP
 DELETE
@@ -637,22 +649,10 @@ FROM sqlsem_waiter
 WHERE semaphore_key = %(key)s AND expires_us > {now} AND away = %(no)s
 ORDER BY queued_us, id;
 
--- renewal.EXTEND_ARRAYS
-UPDATE sqlsem_slot
-SET expires_us = {now} + lease_us, beacon = %(beacon)s, suspect_us = NULL
-WHERE id IN ( SELECT s.id FROM sqlsem_slot s WHERE id IN (SELECT unnest(%(row_ids)s::bigint[])) AND permit_id IN
-      (SELECT unnest(%(permit_ids)s::varchar[])) AND expires_us IS NOT NULL FOR NO KEY UPDATE OF s SKIP LOCKED )
-RETURNING id, permit_id, CASE WHEN stop_token = token THEN stop_by END;
-
--- renewal.FATE
-SELECT id, permit_id, CASE WHEN stop_token = token THEN stop_by END, revoked_token, revoked_by
-FROM sqlsem_slot
-WHERE id IN ({rows});
-
 -- statements.COUNT_LIVE
 SELECT COUNT(CASE WHEN slot > 0 AND expires_us > {now} THEN 1 END), COUNT(CASE WHEN slot > %(bound)s AND expires_us
       > {now} THEN 1 END), COUNT(CASE WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now}
-      AND lease_us <= {now} - %(since)s)) THEN 1 END)
+      AND lease_us <= ABS({now} - %(since)s))) THEN 1 END)
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
 
@@ -676,14 +676,14 @@ UPDATE sqlsem_waiter
 SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
 FROM (SELECT SUM(CASE WHEN (s.closed = %(no)s OR (m.operator_slots IS NOT NULL AND m.slots_until_us <= {now})) AND
       s.slot <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, CAST(%(slots)s AS
-      integer), m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} -
-      %(since)s)) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now}
+      integer), m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= ABS({now} -
+      %(since)s))) THEN 1 ELSE 0 END) AS free_slots, MIN(CASE WHEN s.expires_us > {now} THEN s.expires_us - {now}
       END) AS expiry_us, SUM(CASE WHEN s.expires_us > {now} AND s.channel NOT LIKE %(near)s THEN 1 ELSE 0 END) AS
       strangers, MIN(m.kind) AS kind
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v
-WHERE ticket = %(permit_id)s
+WHERE sqlsem_waiter.semaphore_key = %(key)s AND sqlsem_waiter.ticket = %(permit_id)s
 RETURNING (SELECT COUNT(*)
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND sqlsem_waiter.lock_mode <>
@@ -717,18 +717,18 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
-      AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN
-      10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END,
-      w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
-      END, w.slots, n.declared_slots) END), 0)
+WHERE semaphore_key = %(key)s AND id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key =
+      s.semaphore_key WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR
+      m.paused_until_us <= {now}) AND (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS
+      NULL OR m.slots_until_us > {now})) AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take =
+      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL
+      ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN
+      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.take = 0) AND s.slot <=
       COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots)
-      AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) ORDER BY s.slot
+      AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= ABS({now} - %(since)s))) ORDER BY s.slot
       LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
@@ -740,18 +740,18 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
-      AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN
-      10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END,
-      w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
-      END, w.slots, n.declared_slots) END), 0)
+WHERE semaphore_key = %(key)s AND id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key =
+      s.semaphore_key WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR
+      m.paused_until_us <= {now}) AND (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS
+      NULL OR m.slots_until_us > {now})) AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take =
+      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL
+      ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN
+      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND s.slot <=
       COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots)
-      AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) ORDER BY s.slot
+      AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= ABS({now} - %(since)s))) ORDER BY s.slot
       LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
@@ -763,19 +763,19 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
-      AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN
-      10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END,
-      w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
-      END, w.slots, n.declared_slots) END), 0)
+WHERE semaphore_key = %(key)s AND id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key =
+      s.semaphore_key WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR
+      m.paused_until_us <= {now}) AND (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS
+      NULL OR m.slots_until_us > {now})) AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take =
+      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL
+      ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN
+      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND s.slot <=
       COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots)
-      AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s)) AND s.lock_mode =
-      'mutex' ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
+      AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= ABS({now} - %(since)s))) AND s.lock_mode
+      = 'mutex' ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
@@ -786,19 +786,19 @@ WITH c AS (UPDATE sqlsem_slot
       {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-  WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
-      AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN
-      10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END,
-      w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
-      END, w.slots, n.declared_slots) END), 0)
+  WHERE semaphore_key = %(key)s AND id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key =
+      s.semaphore_key WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR
+      m.paused_until_us <= {now}) AND (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS
+      NULL OR m.slots_until_us > {now})) AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take =
+      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL
+      ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN
+      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
     FROM sqlsem_semaphore n
     JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
     WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND s.slot
       <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
-      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
-      ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= ABS({now} -
+      %(since)s))) ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
   RETURNING id, slot, token, (SELECT declared_slots
     FROM sqlsem_semaphore
     WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true)), i AS ( INSERT INTO sqlsem_waiter
@@ -810,7 +810,7 @@ WITH c AS (UPDATE sqlsem_slot
       COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, CAST(%(slots)s AS integer),
       m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+  WHERE s.semaphore_key = %(key)s AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
       m.operator_slots END, CAST(%(slots)s AS integer), m.declared_slots)) AND NOT EXISTS (SELECT 1
   FROM c) RETURNING ( SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND w.expires_us > {now}
       AND w.away = %(no)s) AS ahead)
@@ -826,19 +826,19 @@ WITH c AS (UPDATE sqlsem_slot
       {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-  WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
-      AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN
-      10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END,
-      w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
-      END, w.slots, n.declared_slots) END), 0)
+  WHERE semaphore_key = %(key)s AND id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key =
+      s.semaphore_key WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR
+      m.paused_until_us <= {now}) AND (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS
+      NULL OR m.slots_until_us > {now})) AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take =
+      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL
+      ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN
+      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
     FROM sqlsem_semaphore n
     JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
     WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update') AND s.slot
       <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s,
-      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= {now} - %(since)s))
-      AND s.lock_mode = 'mutex' ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
+      m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND s.lease_us <= ABS({now} -
+      %(since)s))) AND s.lock_mode = 'mutex' ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
   RETURNING id, slot, token, (SELECT declared_slots
     FROM sqlsem_semaphore
     WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true)), i AS ( INSERT INTO sqlsem_waiter
@@ -849,11 +849,10 @@ WITH c AS (UPDATE sqlsem_slot
       %(lock_mode)s, %(waiting)s FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND EXISTS
       (SELECT 1
   FROM sqlsem_slot l
-  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') AND COALESCE(CASE WHEN m.slots_until_us <= {now}
-      THEN NULL ELSE m.operator_slots END, CAST(%(slots)s AS integer), m.declared_slots) >= %(take)s AND EXISTS
-      (SELECT 1
+  WHERE l.semaphore_key = %(key)s AND l.lock_mode = 'mutex') AND COALESCE(CASE WHEN m.slots_until_us <= {now} THEN
+      NULL ELSE m.operator_slots END, CAST(%(slots)s AS integer), m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
+  WHERE s.semaphore_key = %(key)s AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
       m.operator_slots END, CAST(%(slots)s AS integer), m.declared_slots)) AND NOT EXISTS (SELECT 1
   FROM c) RETURNING ( SELECT COUNT(*) FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND w.expires_us > {now}
       AND w.away = %(no)s) AS ahead)
@@ -869,21 +868,22 @@ SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id
       {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
-      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now}))
-      AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN
-      10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots END,
-      w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
-      END, w.slots, n.declared_slots) END), 0)
+WHERE semaphore_key = %(key)s AND id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key =
+      s.semaphore_key WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR
+      m.paused_until_us <= {now}) AND (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS
+      NULL OR m.slots_until_us > {now})) AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take =
+      0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL
+      ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= {now} THEN
+      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
       w.queued_us < COALESCE((SELECT a.queued_us
     FROM sqlsem_waiter a
-    WHERE a.ticket = %(rank)s), {now})) AND s.slot <= COALESCE(CASE WHEN m.slots_until_us <= {now} THEN NULL ELSE
-      m.operator_slots END, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND
-      s.lease_us <= {now} - %(since)s)) ORDER BY s.slot LIMIT 1 FOR UPDATE OF s SKIP LOCKED )
+    WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now})) AND s.slot <= COALESCE(CASE WHEN
+      m.slots_until_us <= {now} THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (s.expires_us
+      IS NULL OR (s.expires_us <= {now} AND s.lease_us <= ABS({now} - %(since)s))) ORDER BY s.slot LIMIT 1 FOR
+      UPDATE OF s SKIP LOCKED )
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s), set_config('synchronous_commit', 'off', true);
@@ -894,7 +894,7 @@ SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_u
       %(lease_us)s, suspect_us = NULL, lock_mode = %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread =
       %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s,
       channel = %(channel)s, beacon = %(beacon)s
-WHERE id IN (%(row0)s, %(row1)s) AND (expires_us IS NULL OR (expires_us <= {now} AND lease_us <= {now} - %(since)s));
+WHERE semaphore_key = %(key)s AND id IN (%(row0)s, %(row1)s);
 
 -- taken
 SELECT d.semaphore_key, d.process_id, d.beacon, d.ran_out, CASE WHEN d.beacon AND (CASE WHEN length(d.process_id) <>
@@ -903,9 +903,9 @@ SELECT d.semaphore_key, d.process_id, d.beacon, d.ran_out, CASE WHEN d.beacon AN
       substr(d.process_id, 1, 8))::bit(32)::int) THEN pg_advisory_unlock_shared(1936813171, ('x' ||
       substr(d.process_id, 1, 8))::bit(32)::int) ELSE FALSE END) THEN 1 ELSE 0 END
 FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR (s.expires_us <=
-      {now} AND s.lease_us <= {now} - %(since)s)) THEN 1 ELSE 0 END AS ran_out
+      {now} AND s.lease_us <= ABS({now} - %(since)s))) THEN 1 ELSE 0 END AS ran_out
   FROM sqlsem_slot s
-  WHERE s.expires_us IS NOT NULL) d;
+  WHERE s.lease_us > 0 AND s.expires_us IS NOT NULL) d;
 
 -- wanted before barge
 SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE
@@ -939,6 +939,6 @@ SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 1
   WHERE n.name_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND w.lock_mode <> 'update' AND
       w.queued_us < COALESCE((SELECT a.queued_us
     FROM sqlsem_waiter a
-    WHERE a.ticket = %(rank)s), {now}))
+    WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now}))
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now});

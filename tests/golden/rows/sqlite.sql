@@ -30,8 +30,8 @@ WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
 -- beacons.BURY
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
-WHERE id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND (expires_us IS NULL OR expires_us <= {now} OR
-      boot_id <> %(boot_id)s);
+WHERE semaphore_key = %(key)s AND id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND (expires_us IS
+      NULL OR expires_us <= {now} OR boot_id <> %(boot_id)s);
 
 -- beacons.FREE_DEAD
 UPDATE sqlsem_slot
@@ -72,22 +72,22 @@ WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
 SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR s.expires_us <= {now} OR
       s.boot_id <> %(boot_id)s) THEN 1 ELSE 0 END AS ran_out
 FROM sqlsem_slot s
-WHERE s.expires_us IS NOT NULL;
+WHERE s.lease_us > 0 AND s.expires_us IS NOT NULL;
 
 -- counters.FIND
 SELECT id, take, away, expires_us - {now}
 FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s;
 
 -- counters.HAND
 UPDATE sqlsem_waiter
 SET away = %(yes)s, expires_us = {now} + %(lasts_us)s
-WHERE id = %(waiter)s AND away = %(no)s;
+WHERE semaphore_key = %(key)s AND id = %(waiter)s AND away = %(no)s;
 
 -- counters.LEAVE
 DELETE
 FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s AND away = %(no)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s AND away = %(no)s;
 
 -- counters.LOCK
 SELECT kind, units, CASE WHEN (paused = %(no)s OR paused_until_us <= %(wall)s) THEN 0 ELSE 1 END
@@ -107,7 +107,7 @@ SELECT (SELECT COUNT(*)
   FROM sqlsem_waiter g
   WHERE g.semaphore_key = %(key)s AND g.away = %(yes)s)
 FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s AND away = %(no)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s AND away = %(no)s;
 
 -- counters.OVERDUE
 SELECT id, take, away
@@ -131,12 +131,12 @@ VALUES (%(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s,
 -- counters.STAY
 UPDATE sqlsem_waiter
 SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE ticket = %(permit_id)s AND away = %(no)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s AND away = %(no)s;
 
 -- counters.TAKE
 DELETE
 FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s AND away = %(yes)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s AND away = %(yes)s;
 
 -- exclusive.AWAITED
 SELECT COUNT(*)
@@ -216,7 +216,7 @@ WHERE s.semaphore_key = %(key)s AND s.lock_mode = 'mutex' AND (s.expires_us IS N
 -- exclusive.NO_MUTEX
 UPDATE sqlsem_slot
 SET lock_mode = '', expires_us = NULL, permit_id = NULL
-WHERE id = %(id)s;
+WHERE semaphore_key = %(key)s AND id = %(id)s;
 
 -- exclusive.OPEN
 UPDATE sqlsem_slot
@@ -283,7 +283,7 @@ FROM sqlsem_waiter w
 WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       w.lock_mode <> '' AND w.queued_us < COALESCE((SELECT a.queued_us
   FROM sqlsem_waiter a
-  WHERE a.ticket = %(rank)s), {now});
+  WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now});
 
 -- exclusive.WAITED_FOR ('whole', False)
 SELECT COUNT(*)
@@ -296,7 +296,12 @@ FROM sqlsem_waiter w
 WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       w.queued_us < COALESCE((SELECT a.queued_us
   FROM sqlsem_waiter a
-  WHERE a.ticket = %(rank)s), {now});
+  WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now});
+
+-- fate
+SELECT id, permit_id, CASE WHEN stop_token = token THEN stop_by END, revoked_token, revoked_by
+FROM sqlsem_slot
+WHERE id IN ({rows});
 
 -- fences.EXTEND
 UPDATE sqlsem_slot
@@ -317,19 +322,19 @@ WHERE id IN ({ids}) AND permit_id = %(permit_id)s;
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
       WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
-WHERE id IN (%(row0)s) AND permit_id = %(permit_id)s;
+WHERE semaphore_key = %(key)s AND id IN (%(row0)s) AND permit_id = %(permit_id)s;
 
 -- free two
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
       WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
-WHERE id IN (%(row0)s, %(row1)s) AND permit_id = %(permit_id)s;
+WHERE semaphore_key = %(key)s AND id IN (%(row0)s, %(row1)s) AND permit_id = %(permit_id)s;
 
 -- free unwanted
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us
       WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END
-WHERE id IN (%(row0)s) AND permit_id = %(permit_id)s AND NOT EXISTS (SELECT 1
+WHERE semaphore_key = %(key)s AND id IN (%(row0)s) AND permit_id = %(permit_id)s AND NOT EXISTS (SELECT 1
   FROM sqlsem_waiter w
   WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       w.lock_mode <> 'update');
@@ -351,7 +356,7 @@ ORDER BY CASE WHEN w.lock_mode = 'upgrade' THEN 0 ELSE 1 END, w.queued_us, w.id;
 -- handoff.LEFT
 DELETE
 FROM sqlsem_waiter
-WHERE id = %(waiter)s;
+WHERE semaphore_key = %(key)s AND id = %(waiter)s;
 
 -- handoff.LOOK
 SELECT CASE WHEN m.slots_until_us <= %(wall)s THEN NULL ELSE m.operator_slots END, m.declared_slots, CASE WHEN
@@ -372,24 +377,23 @@ SET held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN 
       expires_us = {now} + %(lasts_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = %(lock_mode)s, host
       = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
       %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = %(row0)s AND permit_id = %(released)s AND closed = %(no)s;
+WHERE semaphore_key = %(key)s AND id = %(row0)s AND permit_id = %(released)s AND closed = %(no)s;
 
 -- look
 SELECT m.kind, m.declared_slots, CASE WHEN m.slots_until_us <= %(wall)s THEN NULL ELSE m.operator_slots END, CASE
       WHEN (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us >
       %(wall)s)) THEN 0 ELSE 1 END, (SELECT COUNT(*)
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <=
+  WHERE s.semaphore_key = %(key)s AND s.slot > 0), NULL, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <=
       %(wall)s) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN
-      m.slots_until_us <= %(wall)s THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND
-      (f.expires_us IS NULL OR f.expires_us <= {now} OR f.boot_id <> %(boot_id)s)) THEN CASE WHEN m.kind = 'mutex'
-      AND NOT EXISTS (SELECT 1
+  WHERE f.semaphore_key = %(key)s AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN m.slots_until_us
+      <= %(wall)s THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR
+      f.expires_us <= {now} OR f.boot_id <> %(boot_id)s)) THEN CASE WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
   FROM sqlsem_slot l
-  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
+  WHERE l.semaphore_key = %(key)s AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END
+  WHERE d.semaphore_key = %(key)s AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
@@ -413,30 +417,29 @@ FROM (SELECT SUM(CASE WHEN (s.closed = %(no)s OR (m.operator_slots IS NOT NULL A
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v, sqlsem_waiter
-WHERE sqlsem_waiter.ticket = %(permit_id)s;
+WHERE sqlsem_waiter.semaphore_key = %(key)s AND sqlsem_waiter.ticket = %(permit_id)s;
 
 -- look bounded
 SELECT m.kind, m.declared_slots, CASE WHEN m.slots_until_us <= %(wall)s THEN NULL ELSE m.operator_slots END, CASE
       WHEN (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us >
       %(wall)s)) THEN 0 ELSE 1 END, (SELECT COUNT(*)
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot > 0), NULL, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <=
+  WHERE s.semaphore_key = %(key)s AND s.slot > 0), NULL, CASE WHEN (m.paused = %(no)s OR m.paused_until_us <=
       %(wall)s) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN
-      m.slots_until_us <= %(wall)s THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND
-      (f.expires_us IS NULL OR f.expires_us <= {now} OR f.boot_id <> %(boot_id)s)) THEN CASE WHEN m.kind = 'mutex'
-      AND NOT EXISTS (SELECT 1
+  WHERE f.semaphore_key = %(key)s AND f.closed = %(no)s AND f.slot BETWEEN 1 AND COALESCE(CASE WHEN m.slots_until_us
+      <= %(wall)s THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND (f.expires_us IS NULL OR
+      f.expires_us <= {now} OR f.boot_id <> %(boot_id)s)) THEN CASE WHEN m.kind = 'mutex' AND NOT EXISTS (SELECT 1
   FROM sqlsem_slot l
-  WHERE l.semaphore_key = m.name_key AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
+  WHERE l.semaphore_key = %(key)s AND l.lock_mode = 'mutex') THEN 3 WHEN EXISTS (SELECT 1
   FROM sqlsem_waiter d
-  WHERE d.semaphore_key = m.name_key AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END, CASE WHEN (m.paused = %(no)s
-      OR m.paused_until_us <= %(wall)s) THEN 0 ELSE 1 END, m.paused_until_us - %(wall)s, (SELECT SUM(w.waiting)
+  WHERE d.semaphore_key = %(key)s AND d.away = %(no)s) THEN 1 ELSE 2 END ELSE 0 END, CASE WHEN (m.paused = %(no)s OR
+      m.paused_until_us <= %(wall)s) THEN 0 ELSE 1 END, m.paused_until_us - %(wall)s, (SELECT SUM(w.waiting)
   FROM sqlsem_waiter w
-  WHERE w.semaphore_key = m.name_key AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
+  WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       w.process_id <> %(process_id)s), (SELECT AVG(h.held_us)
   FROM sqlsem_slot h
-  WHERE h.semaphore_key = m.name_key AND h.held_us > 0)
+  WHERE h.semaphore_key = %(key)s AND h.held_us > 0)
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s;
 
@@ -462,23 +465,22 @@ WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'm
       'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= %(wall)s THEN NULL ELSE m.operator_slots END, %(slots)s,
       m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= %(wall)s THEN NULL ELSE
+  WHERE s.semaphore_key = %(key)s AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= %(wall)s THEN NULL ELSE
       m.operator_slots END, %(slots)s, m.declared_slots));
 
 -- place ranked
 INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
       semaphore_key, queued_us, expires_us, take, slots, lease_us, away, lock_mode, waiting)
 SELECT %(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s, %(boot_id)s, %(channel)s,
-      %(beacon)s, %(permit_id)s, m.name_key, COALESCE((SELECT a.queued_us
-  FROM sqlsem_waiter a
-  WHERE a.ticket = %(rank)s), {now} - %(age_us)s), {now} + %(patience_us)s, %(take)s, %(slots)s, %(lease_us)s,
-      %(no)s, %(lock_mode)s, %(waiting)s
+      %(beacon)s, %(permit_id)s, m.name_key, COALESCE(a.queued_us, {now} - %(age_us)s), {now} + %(patience_us)s,
+      %(take)s, %(slots)s, %(lease_us)s, %(no)s, %(lock_mode)s, %(waiting)s
 FROM sqlsem_semaphore m
+LEFT JOIN sqlsem_waiter a ON a.semaphore_key = m.name_key AND a.ticket = %(rank)s
 WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'mutex') AND %(kind)s IN ('semaphore',
       'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= %(wall)s THEN NULL ELSE m.operator_slots END, %(slots)s,
       m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= %(wall)s THEN NULL ELSE
+  WHERE s.semaphore_key = %(key)s AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= %(wall)s THEN NULL ELSE
       m.operator_slots END, %(slots)s, m.declared_slots));
 
 -- place unless free
@@ -492,11 +494,11 @@ WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'm
       'mutex'))) AND COALESCE(CASE WHEN m.slots_until_us <= %(wall)s THEN NULL ELSE m.operator_slots END, %(slots)s,
       m.declared_slots) >= %(take)s AND EXISTS (SELECT 1
   FROM sqlsem_slot s
-  WHERE s.semaphore_key = m.name_key AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= %(wall)s THEN NULL ELSE
+  WHERE s.semaphore_key = %(key)s AND s.slot >= COALESCE(CASE WHEN m.slots_until_us <= %(wall)s THEN NULL ELSE
       m.operator_slots END, %(slots)s, m.declared_slots)) AND NOT (m.paused = %(no)s AND (m.shrinking = %(no)s AND
       (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > %(wall)s)) AND EXISTS (SELECT 1
   FROM sqlsem_slot f
-  WHERE f.semaphore_key = m.name_key AND f.closed = %(no)s AND f.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
+  WHERE f.semaphore_key = %(key)s AND f.closed = %(no)s AND f.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR
       w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= %(wall)s THEN NULL ELSE
       n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= %(wall)s THEN
       NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
@@ -510,7 +512,7 @@ WHERE m.name_key = %(key)s AND (m.kind = %(kind)s OR (m.kind IN ('semaphore', 'm
 -- queue.BACK
 DELETE
 FROM sqlsem_waiter
-WHERE ticket = %(rank)s;
+WHERE semaphore_key = %(key)s AND ticket = %(rank)s;
 
 -- queue.BEFORE
 SELECT COUNT(*)
@@ -518,12 +520,12 @@ FROM sqlsem_waiter w
 WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.ticket <> %(rank)s AND
       w.queued_us < COALESCE((SELECT a.queued_us
   FROM sqlsem_waiter a
-  WHERE a.ticket = %(rank)s), {now});
+  WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now});
 
 -- queue.FIND
 SELECT 1
 FROM sqlsem_waiter
-WHERE ticket = %(rank)s;
+WHERE semaphore_key = %(key)s AND ticket = %(rank)s;
 
 -- queue.GO_AWAY
 INSERT INTO sqlsem_waiter (host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, ticket,
@@ -534,12 +536,12 @@ VALUES (%(host)s, %(pid)s, %(thread)s, %(label)s, %(user_name)s, %(process_id)s,
 -- queue.HAND_ON
 UPDATE sqlsem_waiter
 SET ticket = %(heir)s
-WHERE ticket = %(rank)s;
+WHERE semaphore_key = %(key)s AND ticket = %(rank)s;
 
 -- queue.LEAVE
 DELETE
 FROM sqlsem_waiter
-WHERE ticket = %(permit_id)s;
+WHERE semaphore_key = %(key)s AND ticket = %(permit_id)s;
 
 -- queue.MINE
 SELECT id, slot, token, expires_us - {now}
@@ -550,12 +552,12 @@ ORDER BY slot;
 -- queue.STAY
 UPDATE sqlsem_waiter
 SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE ticket = %(permit_id)s;
+WHERE sqlsem_waiter.semaphore_key = %(key)s AND sqlsem_waiter.ticket = %(permit_id)s;
 
 -- queue.STILL_AWAY
 UPDATE sqlsem_waiter
 SET expires_us = {now} + %(away_us)s
-WHERE ticket = %(rank)s;
+WHERE semaphore_key = %(key)s AND ticket = %(rank)s;
 
 -- queue.SWEEP
 DELETE
@@ -603,11 +605,6 @@ SET expires_us = {now} + lease_us, beacon = %(beacon)s, suspect_us = NULL
 WHERE id IN ({rows}) AND permit_id IN ({permits}) AND expires_us IS NOT NULL
 RETURNING id, permit_id, CASE WHEN stop_token = token THEN stop_by END;
 
--- renewal.FATE
-SELECT id, permit_id, CASE WHEN stop_token = token THEN stop_by END, revoked_token, revoked_by
-FROM sqlsem_slot
-WHERE id IN ({rows});
-
 -- statements.COUNT_LIVE
 SELECT COUNT(CASE WHEN slot > 0 AND (expires_us > {now} AND boot_id = %(boot_id)s) THEN 1 END), COUNT(CASE WHEN slot
       > %(bound)s AND (expires_us > {now} AND boot_id = %(boot_id)s) THEN 1 END), COUNT(CASE WHEN lock_mode =
@@ -632,7 +629,7 @@ WHERE name_key = %(key)s;
 -- stay and look around 0
 UPDATE sqlsem_waiter
 SET expires_us = {now} + %(patience_us)s, waiting = %(waiting)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE ticket = %(permit_id)s;
+WHERE sqlsem_waiter.semaphore_key = %(key)s AND sqlsem_waiter.ticket = %(permit_id)s;
 
 -- stay and look around 1
 SELECT (SELECT COUNT(*)
@@ -654,7 +651,7 @@ FROM (SELECT SUM(CASE WHEN (s.closed = %(no)s OR (m.operator_slots IS NOT NULL A
   FROM sqlsem_semaphore m
   JOIN sqlsem_slot s ON s.semaphore_key = m.name_key
   WHERE m.name_key = %(key)s) v, sqlsem_waiter
-WHERE sqlsem_waiter.ticket = %(permit_id)s;
+WHERE sqlsem_waiter.semaphore_key = %(key)s AND sqlsem_waiter.ticket = %(permit_id)s;
 
 -- sweep dead
 DELETE
@@ -667,13 +664,13 @@ SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, per
       = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
-      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us >
-      %(wall)s)) AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
-      'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= %(wall)s THEN NULL ELSE
-      n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= %(wall)s THEN
-      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
+WHERE semaphore_key = %(key)s AND id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key =
+      s.semaphore_key WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR
+      m.paused_until_us <= %(wall)s) AND (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS
+      NULL OR m.slots_until_us > %(wall)s)) AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take
+      = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= %(wall)s THEN
+      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <=
+      %(wall)s THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND w.take =
@@ -690,13 +687,13 @@ SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, per
       = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
-      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us >
-      %(wall)s)) AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
-      'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= %(wall)s THEN NULL ELSE
-      n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= %(wall)s THEN
-      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
+WHERE semaphore_key = %(key)s AND id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key =
+      s.semaphore_key WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR
+      m.paused_until_us <= %(wall)s) AND (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS
+      NULL OR m.slots_until_us > %(wall)s)) AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take
+      = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= %(wall)s THEN
+      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <=
+      %(wall)s THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
@@ -713,13 +710,13 @@ SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, per
       = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
-      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us >
-      %(wall)s)) AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
-      'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= %(wall)s THEN NULL ELSE
-      n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= %(wall)s THEN
-      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
+WHERE semaphore_key = %(key)s AND id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key =
+      s.semaphore_key WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR
+      m.paused_until_us <= %(wall)s) AND (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS
+      NULL OR m.slots_until_us > %(wall)s)) AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take
+      = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= %(wall)s THEN
+      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <=
+      %(wall)s THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
@@ -736,21 +733,21 @@ SET token = CASE WHEN token + 1 > %(wall)s THEN token + 1 ELSE %(wall)s END, per
       = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
-WHERE id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key WHERE
-      s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s) AND
-      (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us >
-      %(wall)s)) AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
-      'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= %(wall)s THEN NULL ELSE
-      n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <= %(wall)s THEN
-      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
+WHERE semaphore_key = %(key)s AND id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key =
+      s.semaphore_key WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR
+      m.paused_until_us <= %(wall)s) AND (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS
+      NULL OR m.slots_until_us > %(wall)s)) AND s.closed = %(no)s AND s.slot > (SELECT COALESCE(MAX(CASE WHEN w.take
+      = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= %(wall)s THEN
+      NULL ELSE n.operator_slots END, w.slots, n.declared_slots) THEN COALESCE(CASE WHEN n.slots_until_us <=
+      %(wall)s THEN NULL ELSE n.operator_slots END, w.slots, n.declared_slots) END), 0)
   FROM sqlsem_semaphore n
   JOIN sqlsem_waiter w ON w.semaphore_key = n.name_key
   WHERE n.name_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       w.lock_mode <> 'update' AND w.queued_us < COALESCE((SELECT a.queued_us
     FROM sqlsem_waiter a
-    WHERE a.ticket = %(rank)s), {now})) AND s.slot <= COALESCE(CASE WHEN m.slots_until_us <= %(wall)s THEN NULL ELSE
-      m.operator_slots END, %(slots)s, m.declared_slots) AND (s.expires_us IS NULL OR s.expires_us <= {now} OR
-      s.boot_id <> %(boot_id)s) ORDER BY s.slot LIMIT 1 )
+    WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now})) AND s.slot <= COALESCE(CASE WHEN
+      m.slots_until_us <= %(wall)s THEN NULL ELSE m.operator_slots END, %(slots)s, m.declared_slots) AND
+      (s.expires_us IS NULL OR s.expires_us <= {now} OR s.boot_id <> %(boot_id)s) ORDER BY s.slot LIMIT 1 )
 RETURNING id, slot, token, (SELECT declared_slots
   FROM sqlsem_semaphore
   WHERE name_key = %(key)s);
@@ -761,14 +758,14 @@ SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_u
       %(lease_us)s, suspect_us = NULL, lock_mode = %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread =
       %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s,
       channel = %(channel)s, beacon = %(beacon)s
-WHERE id IN (%(row0)s, %(row1)s) AND (expires_us IS NULL OR expires_us <= {now} OR boot_id <> %(boot_id)s);
+WHERE semaphore_key = %(key)s AND id IN (%(row0)s, %(row1)s);
 
 -- taken
 SELECT d.semaphore_key, d.process_id, d.beacon, d.ran_out, 0
 FROM (SELECT DISTINCT s.semaphore_key, s.process_id, s.beacon, CASE WHEN (s.expires_us IS NULL OR s.expires_us <=
       {now} OR s.boot_id <> %(boot_id)s) THEN 1 ELSE 0 END AS ran_out
   FROM sqlsem_slot s
-  WHERE s.expires_us IS NOT NULL) d;
+  WHERE s.lease_us > 0 AND s.expires_us IS NOT NULL) d;
 
 -- wanted before barge
 SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE
@@ -804,6 +801,6 @@ SELECT (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode = 'mutex' THEN 1
   WHERE n.name_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot_id)s) AND w.away = %(no)s AND
       w.lock_mode <> 'update' AND w.queued_us < COALESCE((SELECT a.queued_us
     FROM sqlsem_waiter a
-    WHERE a.ticket = %(rank)s), {now}))
+    WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now}))
 FROM sqlsem_semaphore m
 WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= %(wall)s);
