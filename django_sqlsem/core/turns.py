@@ -1,7 +1,7 @@
 """A lock that an interrupted thread does not leave locked.
 
 A signal handler may raise anywhere (``KeyboardInterrupt``, Celery's soft time limit), also between taking a lock and
-the ``try`` that gives it back. Who has left without a word is told by its frame, which is on no stack any more.
+the ``try`` that gives it back. Whoever left without releasing it is known by its frame, which no longer runs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Final, TypeAlias
 
-from django_sqlsem.core import greenlets
-
 #: How often those who wait see whether the user is still there, in seconds.
 LOOK: Final = 0.05
 
-#: The outermost frame of ours in a thread, and the thread: it is on that thread's stack for as long as the use lasts.
+#: The outermost frame of ours in a thread, and the thread: it runs for as long as the use lasts.
 User: TypeAlias = tuple[FrameType | None, int]
 
 
@@ -97,15 +95,18 @@ def user(inside: tuple[str, ...]) -> User:
 
 
 def is_there(found: User) -> bool:
-    """Return whether a use still goes on."""
-    outermost, thread = found
-    if outermost is None or greenlets.library():  # whose greenlets are on no stack
+    """Return whether a use still goes on: then its frame runs, which is the one thing that ``clear()`` refuses.
+
+    A look at the stacks of other threads would tell it too. But ``sys._current_frames()`` may stop the process for
+    ever, and ``f_back`` may crash it: https://github.com/python/cpython/issues/106883 and 111363.
+    """
+    outermost = found[0]
+    if outermost is None:
         return True
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame is outermost:
-            return True
-        frame = frame.f_back
+    try:
+        outermost.clear()  # a frame of ours, and nobody needs what was in it
+    except RuntimeError:
+        return True
     return False
 
 

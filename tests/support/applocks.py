@@ -15,7 +15,7 @@ from django.db import connections
 
 from django_sqlsem.backends.applock.pool import LockPool
 from django_sqlsem.backends.applock.sessions import LockSession
-from tests.support import tds
+from tests.support import citus, tds
 from tests.support.threads import wait_until
 
 #: Why a test does not apply to application locks, by the word that its marker gives.
@@ -47,6 +47,8 @@ def parameter(request: Any) -> str:
     if marker is not None and are_at(alias):
         (why,) = marker.args
         pytest.skip(f"rows only: {ROWS_ONLY[why]}")
+    if alias == citus.ALIAS and (reason := citus.left_out(request.node)):
+        pytest.skip(f"not on Citus: {reason}")
     return alias
 
 

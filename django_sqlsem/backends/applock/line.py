@@ -40,8 +40,10 @@ STEADY: Final = 5.0
 #: While an operator lets nobody in, the thread asks again after a pause, which doubles each time. In seconds.
 PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 1.0
-#: A wait gets a row when it has lasted this long, and the row is renewed this often, in seconds.
+#: A wait gets a row when its thread has stood in line this long, or has tried to in vain for so long as the second; the
+#: row is renewed this often. In seconds.
 SHOWN_AFTER: Final = 0.25
+SHOWN_ANYHOW: Final = 5.0
 SHOWN_EVERY: Final = 2.0
 #: How long nothing may move behind a gate before the keeper looks past it, in seconds. It doubles with each look.
 FIRST_LOOK: Final = 5.0
@@ -75,6 +77,9 @@ class Line:
         #: Whether an operator lets nobody in, or has left fewer slots than are wanted.
         self._holds_off = False
         # What others see of it, by the boot clock; and what was seen behind the gate.
+        self._telling = threading.Lock()
+        #: Since when its thread has stood in line; 0: it does not, as it has no session yet.
+        self._stood_at = 0.0
         self._show_at = self._look_at = 0.0
         self._look_after = FIRST_LOOK
         self._shown: Request | None = None
@@ -90,7 +95,7 @@ class Line:
             self.error = None
             self._changed.notify()
         now = boot_now()
-        self._show_at = now + SHOWN_AFTER
+        self._show_at = now
         self._look_at, self._look_after, self._mark = now + FIRST_LOOK, FIRST_LOOK, None
 
     def enrol_again(self, request: Request, place: Place) -> None:
@@ -113,19 +118,25 @@ class Line:
         now = boot_now()
         if now < self._show_at or not self.claims.possession.record:
             return
+        # Others that see the row may rely on its place in line.
+        due = self._stood_at + SHOWN_AFTER if self._stood_at else place.arrived + SHOWN_ANYHOW
+        if now < due:
+            return
         self._show_at = now + SHOWN_EVERY
-        with self._lock:
-            if request.permit_id not in self._claims:
-                return
-            self._shown = request
-        self._tell(request, place.waiting, now - place.arrived)
+        with self._telling:  # else its row may be written after it was deleted, and stay
+            with self._lock:
+                if request.permit_id not in self._claims:
+                    return
+                self._shown = request
+            self._tell(request, place.waiting, now - place.arrived)
 
     def hide(self) -> None:
         """Have the rows say that it waits no longer, if they say that it does."""
-        with self._lock:
-            shown, self._shown = self._shown, None
-        if shown is not None:
-            self._tell(shown, 0, 0.0)
+        with self._telling:
+            with self._lock:
+                shown, self._shown = self._shown, None
+            if shown is not None:
+                self._tell(shown, 0, 0.0)
 
     def _tell(self, request: Request, waiting: int, age: float) -> None:
         values: dict[str, Any] = {"ticket": self.ticket, "key": request.resource.key}
@@ -229,7 +240,7 @@ class Line:
         finally:
             if self.is_head and not session.ended:  # it waited for the end of a pause, and nobody wants to any more
                 session.end("it was left at the head of the line")
-            self._session_ended, self.is_head = bool(session.ended), False
+            self._session_ended, self.is_head, self._stood_at = bool(session.ended), False, 0.0
             self.claims.pool.give_back(session)
 
     def _fail(self, error: Exception, *, again: bool) -> None:
@@ -252,6 +263,7 @@ class Line:
                 return False
             _request, place = self._claims[request.permit_id]
             self._blocked, self._cut = session, False
+            self._stood_at = self._stood_at or boot_now()
             unhindered, self._unhindered = self._unhindered == request.permit_id, ""
         longest = LONGEST if session.can_be_cut else LONGEST_UNCUT
         patience = longest if place.patience is None else min(place.patience + SUCCESSION, longest)
@@ -311,7 +323,7 @@ class UpgradeLine(Line):
                     return
                 threading.Event().wait(BETWEEN)
         finally:
-            self.is_head = False
+            self.is_head, self._stood_at = False, 0.0
             if key:
                 self.upgrades.stop(key)
 
@@ -320,6 +332,7 @@ class UpgradeLine(Line):
             if request.permit_id not in self._claims:
                 return False
             _request, place = self._claims[request.permit_id]
+            self._stood_at = self._stood_at or boot_now()
         left = STEP_MS if place.patience is None else min(STEP_MS, 1 + int(place.patience * 1000))
         answer = self.upgrades.ask(request, left, close=True, wanted=lambda: self.waits_for(request.permit_id))
         if answer.granted is None:

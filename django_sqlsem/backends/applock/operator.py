@@ -48,6 +48,8 @@ _LET_GO: Final = (
     " SELECT @rc AS rc;"
     " SET NOCOUNT OFF;"
 )
+#: Makes the rows of slots that are missing. As of no kind, it says nothing of what programs declare.
+_MAKE_SLOTS: Final = "EXEC sqlsem.internal_declare_1 ?, N'', N'', ?, @answer = 1"
 _STANDS: Final = (
     "EXISTS (SELECT 1 FROM sys.dm_exec_sessions WHERE session_id = {id}"
     " AND DATEDIFF_BIG(MICROSECOND, '1970-01-01', login_time) = {since})"
@@ -303,17 +305,24 @@ class Operator:
         slots = sizing["operator_slots"]
         if slots is not None:
             validate_slots(slots)
-        return self._update(name, lambda row: check_slots(name, row.kind, slots), **sizing)
+
+        def prepare(row: SemaphoreRow) -> None:
+            check_slots(name, row.kind, slots)
+            # The first in line would leave the gate to make them, and the next one could take a new slot before it.
+            if slots is not None:
+                self._query(_MAKE_SLOTS, (row.key, slots))
+
+        return self._update(name, prepare, **sizing)
 
     def set_paused(self, name: str, paused: bool) -> bool:
         """Stop or resume granting; holders are not disturbed."""
-        return self._update(name, lambda row: None, paused=paused)
+        return self._update(name, paused=paused)
 
-    def _update(self, name: str, check: Callable[[SemaphoreRow], None], **values: Any) -> bool:
+    def _update(self, name: str, prepare: Callable[[SemaphoreRow], None] = lambda row: None, **values: Any) -> bool:
         with database_errors(self.alias):
             rows = SemaphoreRow.objects.using(self.alias).filter(Q(key=key_of(name)))
             semaphore = rows.first()
             if semaphore is None:
                 return False
-            check(semaphore)
+            prepare(semaphore)
             return bool(rows.update(**values))

@@ -25,7 +25,7 @@ from django_sqlsem.core.text import check_page
 from django_sqlsem.core.turns import Turn
 from django_sqlsem.database import sockets as database_sockets
 from django_sqlsem.database.errors import backend_error
-from django_sqlsem.database.raw import answer_timeout, connect, results_of
+from django_sqlsem.database.raw import AnswerRow, answer_timeout, connect, results_of
 from django_sqlsem.database.sqlserver import FOREIGN, Meaning, failure, meaning
 from django_sqlsem.exceptions import BackendError
 
@@ -194,7 +194,8 @@ class LockSession:
             raise backend_error(self.alias, error, stale=bool(self.ended) and not self.fresh) from error
         finally:
             self.last_used = time.monotonic()
-        if not opens and bytes(found[0][0]["stamp"] or b"").rstrip(b"\0") != self.stamp.encode():
+        first = next((row for rows in found for row in rows), AnswerRow())
+        if not opens and bytes(first["stamp"] or b"").rstrip(b"\0") != self.stamp.encode():
             self.end("another session stands in its place")
             raise failure(self.alias, FOREIGN)
         self.proved_at, self.fresh = sent, opens

@@ -180,6 +180,40 @@ def test_who_waits_for_the_end_of_a_pause_keeps_the_gate_and_is_granted_by_the_s
     assert len(server.given_back) == 1
 
 
+def test_a_row_that_is_written_while_its_wait_ends_is_deleted_after_that(
+    server: Server, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would show somebody who waits no longer."""
+    told: list[int] = []
+    writes, written = threading.Event(), threading.Event()
+
+    def tell(_line: Line, _request: Request, waiting: int, _age: float) -> None:
+        if waiting:
+            writes.set()
+            assert written.wait(60)
+        told.append(waiting)
+
+    monkeypatch.setattr(Line, "_tell", tell)
+    monkeypatch.setattr(applock_line, "SHOWN_ANYHOW", 0.0)
+    ends = threading.Event()
+    hide = Line.hide
+    monkeypatch.setattr(Line, "hide", lambda self: (ends.set(), hide(self)))
+    request = claim("a")
+    line.enrol(request, place())
+    keeper = threading.Thread(target=line.show, args=(request, place()))
+    keeper.start()
+    assert writes.wait(60)
+    line.start()
+    server.free.set()
+    wait_until(lambda: server.delivered == ["a"])
+    assert ends.wait(60)
+    line.end(0.2)  # what would not wait for the other has come to its end
+    written.set()
+    keeper.join(60)
+    wait_until(lambda: len(told) == 2)
+    assert told == [1, 0]
+
+
 def test_a_gate_behind_which_nothing_moves_is_looked_past_seldom(
     server: Server, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +252,7 @@ def test_who_waits_is_shown_after_a_while_and_then_every_two_seconds(
     monkeypatch.setattr(applock_line, "boot_now", lambda: now[0])
     request, waits = claim("a"), Place(1000.0, waiting=2)
     line.enrol(request, waits)
+    line._stood_at = 1000.0
     while now[0] < 1004.4:
         line.show(request, waits)
         now[0] += 0.125
@@ -231,6 +266,34 @@ def test_who_waits_is_shown_after_a_while_and_then_every_two_seconds(
     line.show(request, waits)
     line.hide()
     assert len(told) == 4
+
+
+def test_who_waits_is_shown_once_its_thread_stands_in_line(
+    server: Server, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes after the row was seen comes after this one. One whose login takes long is shown all the same."""
+    opens, told = threading.Event(), list[int]()
+    alone = server.pool.alone
+    server.pool.alone = lambda: (opens.wait(60), alone())[1]
+    monkeypatch.setattr(Line, "_tell", lambda _line, _request, waiting, _age: told.append(waiting))
+    monkeypatch.setattr(applock_line, "SHOWN_AFTER", 0.0)
+    request = claim("a")
+    line.enrol(request, place())
+    line.start()
+    line.show(request, place())
+    assert told == []
+    line.show(request, Place(boot_now() - 5, waiting=1))
+    assert told == [1]
+    line.hide()
+    opens.set()
+    wait_until(lambda: server.asked == ["a"])
+    line.show(request, place())
+    assert told == [1, 0]
+    line._show_at = 0.0
+    line.show(request, place())
+    assert told == [1, 0, 1]
+    line.leave("a")
+    line.end(10)
 
 
 def test_of_two_sessions_that_were_served_for_one_permit_only_the_first_one_has_it() -> None:

@@ -296,19 +296,32 @@ COLUMNS = (
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("NULL", "@name must have 1 to 200 characters"),
-        ("N''", "@name must have 1 to 200 characters"),
-        (f"N'{'x' * 201}'", "@name must have 1 to 200 characters"),
-        (f"N'{'名' * 201}'", "@name must have 1 to 200 characters"),
-        ("N'nightly', @slots = 0", "@slots must be from 1 to 10000"),
-        ("N'nightly', @slots = 10001", "@slots must be from 1 to 10000"),
-        ("N'nightly', @timeout_ms = -1", "@timeout_ms must be 0 or more, or NULL"),
+        ("NULL", "@name must have 1 to 200 characters, not NULL"),
+        ("N''", "@name must have 1 to 200 characters, not 0"),
+        (f"N'{'x' * 201}'", f"@name must have 1 to 200 characters, not 201: {'x' * 40}"),
+        (f"N'{'名' * 201}'", f"@name must have 1 to 200 characters, not 201: {'名' * 40}"),
+        ("N'nightly', @slots = 0", "@slots is 0: it must be from 1 to 10000"),
+        ("N'nightly', @slots = 10001", "@slots is 10001: it must be from 1 to 10000"),
+        ("N'nightly', @take = NULL", "@take is NULL: it must be from 1 to @slots"),
+        ("N'nightly', @timeout_ms = -1", "@timeout_ms is -1: it must be 0 or more, or NULL"),
     ],
 )
 def test_arguments_that_make_no_sense(program, arguments, told):
     assert told in message(program.do, f"EXEC sqlsem.acquire {arguments};")
     assert program.caught(f"EXEC sqlsem.acquire {arguments};") == 59301
     assert not SemaphoreRow.objects.using(ALIAS).exists()
+
+
+@pytest.mark.parametrize("slot", [0, -1, 10_001])
+def test_slots_that_cannot_be(program, slot):
+    """With slot 0 a release would let go of the name, and not of the slots."""
+    program.acquire(NAME, 2)
+    for procedure in ("release", "prove"):
+        call = f"EXEC sqlsem.{procedure} N'nightly', @slot = {slot};"
+        assert f"@slot is {slot}: it must be from 1 to 10000" in message(program.do, call)
+        assert program.caught(call) == 59301
+    assert program.prove(NAME, 1) == (0, None)
+    program.give(NAME)
 
 
 def test_a_session_that_has_it_already(program):

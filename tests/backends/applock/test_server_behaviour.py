@@ -24,7 +24,6 @@ skip_unless_covered()
 #: What the stand-in lacks, or does otherwise, by the names of the tests.
 LACKS: dict[str, str] = {
     "test_a_lock_timeout_ends_with_the_batch_that_has_parameters": "SET in a batch with parameters outlives it",
-    "test_the_digest_of_a_name_is_that_of_its_utf_16": "HASHBYTES takes nvarchar in UTF-8, and CONVERT has no style 2",
     "test_dm_tran_locks_shows_who_has_and_who_waits": "it has no sys.dm_tran_locks",
     "test_dm_tran_locks_needs_a_right": "it has no sys.dm_tran_locks",
 }

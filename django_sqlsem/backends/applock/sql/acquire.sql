@@ -27,12 +27,15 @@ DECLARE @base nvarchar(255), @gate nvarchar(255), @key nvarchar(32), @kind nvarc
 SELECT @slot = NULL, @token = NULL, @waited_ms = 0, @taken = N',';
 BEGIN TRY
     EXEC sqlsem.internal_names_1 @name, @base OUTPUT, @key OUTPUT;
-    IF @slots < 1 OR @slots > 10000
-        THROW 59301, N'@slots must be from 1 to 10000, or NULL: as declared elsewhere, else 1.', 1;
-    IF @take < 1 OR @take > 10000 OR @take IS NULL
-        THROW 59301, N'@take must be from 1 to @slots.', 1;
-    IF @timeout_ms < 0
-        THROW 59301, N'@timeout_ms must be 0 or more, or NULL: wait for ever.', 1;
+    SET @why = CASE
+        WHEN @slots < 1 OR @slots > 10000
+            THEN CONCAT(N'@slots is ', @slots, N': it must be from 1 to 10000, or NULL: as declared elsewhere, else 1.')
+        WHEN @take IS NULL THEN N'@take is NULL: it must be from 1 to @slots.'
+        WHEN @take < 1 OR @take > 10000 THEN CONCAT(N'@take is ', @take, N': it must be from 1 to @slots.')
+        WHEN @timeout_ms < 0
+            THEN CONCAT(N'@timeout_ms is ', @timeout_ms, N': it must be 0 or more, or NULL: wait for ever.') END;
+    IF @why IS NOT NULL
+        THROW 59301, @why, 1;
     IF APPLOCK_MODE(N'public', @base, N'Session') <> N'NoLock'
         THROW 59303, N'You have acquired this semaphore already, in this very session, or a call that was cancelled has: call sqlsem.release.', 1;
     -- A call that was cancelled may have left the gate closed: then this session is still the first in line.

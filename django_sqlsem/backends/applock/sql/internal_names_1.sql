@@ -8,7 +8,8 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_names_1
 AS
 SET NOCOUNT ON;
 DECLARE @digest varchar(64), @hex varchar(1600) = '', @i int = 1, @code int, @next int, @characters int = 0,
-    @ill int = 0, @more int, @byte int, @digits int;
+    @ill int = 0, @more int, @byte int, @digits int,
+    @why nvarchar(2048);
 SET @ill = CASE WHEN @name IS NULL OR DATALENGTH(@name) = 0 OR DATALENGTH(@name) > 800 THEN 1 ELSE 0 END;
 IF @ill = 0 AND @name COLLATE Latin1_General_100_BIN2 NOT LIKE N'%[^ -~]%'
     SELECT @digest = LOWER(CONVERT(varchar(64), HASHBYTES('SHA2_256', CAST(@name AS varchar(400))), 2)),
@@ -40,7 +41,12 @@ BEGIN
     SET @digest = LOWER(CONVERT(varchar(64), HASHBYTES('SHA2_256', CONVERT(varbinary(800), @hex, 2)), 2));
 END;
 IF @ill = 1 OR @characters > 200
-    THROW 59301, N'@name must have 1 to 200 characters.', 1;
+BEGIN
+    SET @why = CONCAT(N'@name must have 1 to 200 characters, not ', CASE WHEN @name IS NULL THEN N'NULL'
+        WHEN @ill = 1 THEN CONCAT(DATALENGTH(@name) / 2, N' UTF-16 units') ELSE CAST(@characters AS nvarchar(11)) END,
+        N': ', LEFT(@name, 40));
+    THROW 59301, @why, 1;
+END;
 IF @ill = 2
     THROW 59301, N'@name must not contain a NUL character, or half a surrogate pair.', 1;
 SET @key = LEFT(@digest, 32);

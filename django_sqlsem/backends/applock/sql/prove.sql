@@ -8,8 +8,14 @@ AS
 SET NOCOUNT ON;
 SET IMPLICIT_TRANSACTIONS OFF;
 SET LOCK_TIMEOUT 100;
-DECLARE @base nvarchar(255), @key nvarchar(32), @resource nvarchar(255), @result int = -1;
+DECLARE @base nvarchar(255), @key nvarchar(32), @resource nvarchar(255), @result int = -1,
+    @why nvarchar(200);
 EXEC sqlsem.internal_names_1 @name, @base OUTPUT, @key OUTPUT;
+IF @slot IS NULL OR @slot < 1 OR @slot > 10000
+BEGIN
+    SET @why = CONCAT(N'@slot is ', COALESCE(CAST(@slot AS nvarchar(11)), N'NULL'), N': it must be from 1 to 10000.');
+    THROW 59301, @why, 1;
+END;
 SELECT @resource = CONCAT(@slot, N'-', @base), @stop_by = NULL;
 IF APPLOCK_MODE(N'public', @resource, N'Session') <> N'NoLock' SET @result = 0;
 BEGIN TRY

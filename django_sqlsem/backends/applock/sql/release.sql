@@ -11,9 +11,14 @@ IF @@TRANCOUNT = 0 SET XACT_ABORT ON;
 ELSE SET XACT_ABORT OFF;
 SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
 SET LOCK_TIMEOUT 2000;
-DECLARE @base nvarchar(255), @key nvarchar(32), @freed int;
+DECLARE @base nvarchar(255), @key nvarchar(32), @freed int, @why nvarchar(200);
 BEGIN TRY
     EXEC sqlsem.internal_names_1 @name, @base OUTPUT, @key OUTPUT;
+    IF @slot < 1 OR @slot > 10000
+    BEGIN
+        SET @why = CONCAT(N'@slot is ', @slot, N': it must be from 1 to 10000, or NULL: all.');
+        THROW 59301, @why, 1;
+    END;
     EXEC @freed = sqlsem.internal_release_1 @base, @slot, NULL, @key, N'', @answer;
 END TRY
 BEGIN CATCH
