@@ -47,6 +47,8 @@ class LocksParser(CommandParser):
             at = args.index("--")
             args, command = args[:at], args[at + 1 :]
         namespace, rest = super().parse_known_args(args, namespace)
+        if rest:  # else the whole command's parser says so, with its own usage
+            self.error(gettext("unrecognized arguments: %(text)s") % {"text": " ".join(rest)})
         namespace.command = command
         return namespace, rest
 

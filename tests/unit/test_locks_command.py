@@ -514,6 +514,14 @@ def test_run_passes_good_and_bad_ends_through(database: str) -> None:
     assert held(database, "nightly") == 0
 
 
+def test_run_without_the_dashes_shows_where_the_command_belongs(committed: None) -> None:
+    ended = run_locks("run", "nightly", "./backup.sh")
+    assert ended.returncode == 2
+    assert " run NAME " in ended.stderr
+    assert "-- COMMAND..." in ended.stderr
+    assert "unrecognized arguments: ./backup.sh" in ended.stderr
+
+
 def test_run_takes_any_command_line(committed: None) -> None:
     done = run_locks("run", "nightly", "--", "printf", "%s|", "--slots", "--", "-h", "a b")
     assert (done.stdout, done.returncode) == ("--slots|--|-h|a b|", 0)

@@ -72,12 +72,10 @@ class List(Verb):
     def _print(self, *, again: bool = False) -> None:
         given, using = self.given, self.given.database
         grouped = not (given.stale or given.busy or given.name_glob or given.template) and given.format != "csv"
-        state: queries.State | None = "stale" if given.stale else None
+        state: queries.State | None = "stale" if given.stale else "busy" if given.busy else None
         template = "" if grouped else given.template
         found = queries.semaphores(given.name_glob, state=state, template=template, using=using)
         groups = queries.templates(using=using) if grouped else []
-        if given.busy:
-            found = [each for each in found if _is_busy(each)]
         shown = [output.only_stale(snapshot) for snapshot in found] if given.stale else found
         if given.format == "json":
             self._print_json(shown, groups)
@@ -128,7 +126,7 @@ class List(Verb):
                 warned = self.style.WARNING(line) if row.warns else line
                 self.say(self._dim(line) if row.idle and warned is line else warned)
             self.say("")
-        self.lines(output.summary(each) for each in found if _is_busy(each) or each.slots_until is not None)
+        self.lines(output.summary(each) for each in found if each.busy or each.units or each.slots_until is not None)
 
     def _dim(self, text: str) -> str:
         """Return a line that matters less; the same where there are no colours."""
@@ -155,10 +153,6 @@ class List(Verb):
         else:
             told = gettext("Nothing is held and nobody waits: %(names)s known.")
         return told % {"among": among, "names": output.count_known(len(found), [each.names for each in groups])}
-
-
-def _is_busy(snapshot: SemaphoreSnapshot) -> bool:
-    return bool(snapshot.holders or snapshot.waiters or snapshot.paused or snapshot.units)
 
 
 class Show(Verb):
