@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import sys
 import time
@@ -20,7 +19,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import ENVIRONMENT
 from benchmarks.cli import number, one_of, say
 
 PAGES = {
@@ -69,14 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
     add("--days", default=0, type=number(int, 0), metavar="N", help="days of minutes of each name with a queue")
     add("--explain", action="store_true", help="print how PostgreSQL reads each page of the largest table")
     options = parser.parse_args(arguments)
-    servers, missing = server_side.find([options.database])
-    if missing:
-        say(f"{options.database} does not answer: {missing[options.database]}")
-        return 1
-    with server_side.databases(servers) as entries:
-        os.environ[ENVIRONMENT] = json.dumps(entries)
-        os.environ["SQLSEM_BENCH_OVERVIEW"] = options.database
-        os.environ["DJANGO_SETTINGS_MODULE"] = "benchmarks.overview_settings"
+    os.environ["SQLSEM_BENCH_OVERVIEW"] = options.database
+    with server_side.one(options.database, "benchmarks.overview_settings") as entries:
+        if not entries:
+            return 1
         measure(options)
     return 0
 

@@ -70,6 +70,7 @@ COLUMNS: Final = (
 MSSQL_COLUMNS: Final = (
     Column("pair, × raw lock", "pair", "p50_ms", "lock"),
     Column("client CPU, ×", "pair", "cpu_ms", "lock"),
+    Column("hand-over, ×", "handoff-processes", "p50_ms", "lock"),
     Column("share", "contention", "share"),
     Column("Jain", "contention", "jain"),
     Column("longest wait, s", "contention", "longest_s"),

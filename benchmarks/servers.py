@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sqlite3
@@ -12,13 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import ENVIRONMENT
+from benchmarks.cli import say
 from benchmarks.proc import family_cpu, parent_of, pids_of
 from benchmarks.server_base import RUN, Server
 from benchmarks.server_mssql import Mssql
 from tests.support import servers as found_by_tests
 from tests.support.servers import Missing, url_of
 
-__all__ = ["PORTS", "RUN", "Server", "databases", "find", "mysql_connection"]
+__all__ = ["PORTS", "RUN", "Server", "databases", "find", "mysql_connection", "one"]
 
 PORTS = {"postgres": 5432, "mariadb": 3306, "mssql": 1433}
 
@@ -218,6 +221,18 @@ def databases(servers: dict[str, Server]) -> Iterator[dict[str, Any]]:
         for name, server in servers.items():
             for alias in (name, f"{name}_full"):
                 server.drop(f"sqlsem_bench_{RUN}{alias.removeprefix(name)}")
+
+
+@contextlib.contextmanager
+def one(database: str, settings: str) -> Iterator[dict[str, Any]]:
+    """Create the databases of one server, for Django with these settings; yield nothing, and say so, if it is away."""
+    servers, missing = find([database])
+    if missing:
+        say(f"{database} does not answer: {missing[database]}")
+    with databases(servers) if servers else contextlib.nullcontext({}) as entries:
+        os.environ[ENVIRONMENT] = json.dumps(entries)
+        os.environ["DJANGO_SETTINGS_MODULE"] = settings
+        yield entries
 
 
 def mysql_connection(entry: dict[str, Any] | None = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from benchmarks.proc import process_cpu
@@ -11,8 +12,10 @@ from benchmarks.processes import Process, processes
 from benchmarks.scenarios.base import Cell, Context, Figures, Metric, Scenario, slots_for
 
 PROCESSES = 5
-#: Until all have begun to wait, in seconds; a login of SQL Server takes long.
-SETTLE, LONG_SETTLE = 1.0, 5.0
+#: Until all have begun to wait, in seconds; until a server that compiles for them has done so, at the most.
+SETTLE, MOST_SETTLE = 1.0, 30.0
+#: A server is done when one second's CPU differs from that of the one before by no more, in seconds.
+ALIKE = 0.02
 #: The length of the wait that the long one is compared with, in seconds.
 SHORT = 0.2
 
@@ -67,7 +70,7 @@ class Waiters(Scenario):
                 each.tell("turn")
             for each in team:
                 each.answer(of="calling")
-            time.sleep(LONG_SETTLE if cell.kind.database == "mssql" else SETTLE)
+            settle(server.cpu)
             server_cpu, client_cpu, began = server.cpu(), cpu_of(team), time.monotonic()
             time.sleep(seconds)
             lasted, server_after, client_after = time.monotonic() - began, server.cpu(), cpu_of(team)
@@ -83,6 +86,21 @@ class Waiters(Scenario):
             None if server_cpu is None or server_after is None else server_after - server_cpu,
             None if client_cpu is None or client_after is None else client_after - client_cpu,
         )
+
+
+def settle(cpu: Callable[[], float | None]) -> None:
+    """Wait until all wait, and the server uses as much CPU in a second as in the one before."""
+    ends = time.monotonic() + MOST_SETTLE
+    used, before = cpu(), None
+    while time.monotonic() < ends:
+        time.sleep(SETTLE)
+        last, used = used, cpu()
+        if last is None or used is None:
+            return
+        spent = used - last
+        if before is not None and abs(spent - before) <= ALIKE:
+            return
+        before = spent
 
 
 def cpu_of(team: list[Process]) -> float | None:
