@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import random
 import threading
 import time
@@ -76,15 +75,8 @@ class Tally:
         say("tally " + json.dumps({key: getattr(self, key) for key in keys}))
 
 
-def mend_sleep() -> None:
-    """Under libfaketime, sleep on another clock: it shifts the deadline of ``time.sleep`` by the wrong day."""
-    if "FAKETIME" in os.environ:
-        time.sleep = lambda seconds: threading.Event().wait(seconds) and None  # type: ignore[assignment]
-
-
 def contend(alias: str, name: str, slots: int, threads: int, seconds: float) -> None:
     """Take and give back one slot in each of some threads, as fast as it goes; then tell what was done."""
-    mend_sleep()
     shared = semaphore(name, slots=slots, timeout=None, using=alias)
     tally = Tally()
     with SharedCounter(alias) as counter:

@@ -13,14 +13,12 @@ from django_sqlsem import (
     PermitLostError,
     semaphore,
 )
-from tests.programs.contenders import mend_sleep
 from tests.support.children import listen, say
 from tests.support.processes import Child
 
 
 def obey(alias: str, name: str, options: dict[str, Any]) -> None:
     """Do what the parent's lines say, until one says ``end``."""
-    mend_sleep()
     told: list[list[str]] = []
 
     def on_lost(permit: Permit) -> None:

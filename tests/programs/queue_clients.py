@@ -165,7 +165,7 @@ class Queue:
     def unhurried(self) -> None:
         """Never look around by itself once it waits."""
         runtime_queue.HEARTBEAT = 1000.0  # type: ignore[misc]
-        line.SHOWN_AFTER = 0.0  # type: ignore[misc]  # else its row would be written when it looks around
+        line.SHOWN_AFTER = line.SHOWN_ANYHOW = 0.0  # type: ignore[misc]  # else its row would be written when it looks around
         statements.PATIENCE_US = 1_000_000_000  # type: ignore[misc]
 
     def asleep(self) -> None:
