@@ -5,10 +5,13 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 SOAK_ARGS ?=
 PROOF_ARGS ?=
-# For how long `make proof` looks at pairs, and at three at once, on each database.
+CAMPAIGN_ARGS ?=
+# For how long `make proof` looks at pairs, and at three at once, on each database; and runs the campaign on each.
 PROOF_SECONDS ?= 600
 # What `make test` runs: web servers, workers and browsers are left to `make test-all`.
 TESTS ?= tests/unit tests/contract tests/backends
+# On which servers: none, or all that answer.
+SERVERS ?= none
 # Test processes at once. Most tests wait more than they work.
 WORKERS ?= 6
 
@@ -32,6 +35,7 @@ help:
 	@echo "make test-all    run all tests, on every server that answers"
 	@echo "make soak        run the long tests             SOAK_ARGS='-k name'"
 	@echo "make proof       run clients in every order of their statements      PROOF_SECONDS=600 PROOF_ARGS='-k pair'"
+	@echo "                 then the campaign of faults                         CAMPAIGN_ARGS='--fault kill stop'"
 	@echo "make lint        check style, types, layers, migrations and the documentation"
 	@echo "make docs        build the site of the documentation in docs/_build/html"
 	@echo "make format      format the code"
@@ -58,16 +62,17 @@ $(DEMO): pyproject.toml | $(BIN)/pip
 deps: $(DEV)
 
 test: $(DEV)
-	SQLSEM_TEST_SERVERS=none $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS) $(PYTEST_ARGS)
+	SQLSEM_TEST_SERVERS=$(SERVERS) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS) $(PYTEST_ARGS)
 
-test-all: $(DEV)
-	SQLSEM_TEST_SERVERS=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+test-all:
+	$(MAKE) test TESTS=tests SERVERS=all
 
 soak: $(DEV)
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(SOAK_ARGS)
 
 proof: $(DEV)
 	PROOF_SECONDS=$(PROOF_SECONDS) $(BIN)/python -m pytest -m soak -s --timeout 36000 tests/proof $(PROOF_ARGS)
+	$(BIN)/python -m tests.proof.campaign --seconds $(PROOF_SECONDS) $(CAMPAIGN_ARGS)
 
 lint: $(DEV)
 	$(BIN)/python -m ruff check .
