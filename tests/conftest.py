@@ -17,7 +17,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 from django.conf import settings
@@ -27,32 +27,7 @@ from django.test.utils import setup_databases, teardown_databases
 from django_sqlsem import testing
 from django_sqlsem.backends import get_backend
 from django_sqlsem.runtime import acquisition
-from tests.support import applocks, databases, forks, processes, tds
-
-#: Where a run notes what has passed, so that a run with ``--rest`` leaves it out.
-PASSED: Final = "sqlsem/passed"
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--note-passed", action="store_true", help="note what passes, for a later run with --rest")
-    parser.addoption("--rest", action="store_true", help="leave out what passed in the run with --note-passed")
-
-
-class Notes:
-    """Notes what passes. Only the process that sees all reports has it."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-        self.passed: set[str] = set()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.passed:
-            self.passed.add(report.nodeid)
-        elif report.failed:
-            self.passed.discard(report.nodeid)
-
-    def pytest_sessionfinish(self) -> None:
-        self.config.cache.set(PASSED, sorted(self.passed))
+from tests.support import applocks, citus, databases, few_rights, forks, processes, tds
 
 
 def _repeats(item: pytest.Item) -> bool:
@@ -69,22 +44,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if repeated := [item for item in items if _repeats(item)]:
         items[:] = [item for item in items if not _repeats(item)]
         config.hook.pytest_deselected(items=repeated)
-    if config.getoption("--rest"):
-        passed = set(config.cache.get(PASSED, []))
-        left_out = [item for item in items if item.nodeid in passed]
-        items[:] = [item for item in items if item.nodeid not in passed]
-        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish() -> None:
-    # What was collected lives to the end. Each run of the garbage collector would look through all of it.
-    gc.collect()
+    # What was collected lives to the end: no run of the garbage collector is to look through it.
     gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--note-passed") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Notes(config))
+    gc.disable()  # until all tests are collected
     missing = databases.required_but_missing()
     if missing:
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in missing.items())
@@ -93,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _coverage() -> list[str]:
     lines = [f"covered: {', '.join(found.version for found in settings.FOUND.values())}"]
+    lines += [few_rights.__doc__.partition("\n")[0].replace("``", "")] if few_rights.ASKED else []  # type: ignore[union-attr]
     lines += [f"not covered: {name} ({missing.reason.splitlines()[0]})" for name, missing in settings.MISSING.items()]
     return lines
 
@@ -135,8 +105,13 @@ def django_db_setup(django_test_environment: None, django_db_blocker: Any, reque
         with tds.one_at_a_time() if "mssql" in others else contextlib.nullcontext():
             created = setup_databases(verbosity=verbosity, interactive=False, aliases=others)
         made.callback(teardown_databases, created, verbosity=verbosity)
+        if citus.ALIAS in others:
+            made.enter_context(citus.joined(citus.ALIAS))
+            citus.distribute(citus.ALIAS)
         for alias in others:
             databases.commit_without_waiting(alias)
+            if few_rights.ASKED and databases.label(alias) in ("postgres", "mariadb"):
+                made.enter_context(few_rights.granted(alias))
         made = made.pop_all()  # all went well, so they stay
     yield
     with django_db_blocker.unblock(), made:

@@ -22,7 +22,7 @@ from django_sqlsem import (
 from django_sqlsem.locks import aacquire_all, acquire_all, counter
 from tests.programs.queue_clients import Queuer
 from tests.programs.several_clients import SLOTS
-from tests.support import databases, tds
+from tests.support import applocks, databases, tds
 from tests.support.databases import OutsideCounter, held_rows
 from tests.support.processes import Child
 from tests.support.threads import wait_until
@@ -202,7 +202,8 @@ def test_who_wants_more_than_an_operator_has_left_does_not_block_the_others(data
         wait_until(lambda: lock.status().waiting == 2, timeout=PATIENT)
         few.release("y")
         few.release("x")
-        assert few.held("one", timeout=PATIENT)["slots"] == [1]
+        left = ([1], [2]) if applocks.are_at(database) else ([1],)  # SQL Server hands on whichever is free first
+        assert few.held("one", timeout=PATIENT)["slots"] in left
         assert many.is_silent()
         few.release("one")
         assert control.set_slots("many", None, by="test", using=database)

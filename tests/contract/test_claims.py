@@ -73,6 +73,7 @@ def test_four_processes_drain_two_hundred_rows_each_of_them_once(database, worke
     assert owners(database) == []
 
 
+@pytest.mark.one_server("beacons")
 @pytest.mark.leaves_held
 def test_the_row_of_a_killed_worker_comes_back_and_is_done_by_another(database, caplog):
     first, second = make(database, 2)

@@ -183,6 +183,7 @@ def test_a_holder_stopped_for_less_than_its_lease_keeps_its_slot(database):
         holder.end()
 
 
+@pytest.mark.one_server("beacons")
 def test_who_wants_two_slots_does_not_wait_for_the_lease_of_a_dead_holder_of_one(database: str) -> None:
     wanted = semaphore("several", slots=2, take=2, using=database)
     with wanted.acquire():

@@ -62,6 +62,7 @@ def end(*waiters):
         each.end()
 
 
+@pytest.mark.one_server("beacons")
 @pytest.mark.process_side("postgres")
 def test_two_crossed_mutexes_are_told_of_once_with_both_sides(database):
     with Waiter(database, A, B) as first, Waiter(database, B, A) as second:

@@ -133,6 +133,7 @@ def held_up_inserts(database):
             connection.execute("DROP FUNCTION sqlsem_pause()")
 
 
+@pytest.mark.one_server("own statements")
 @pytest.mark.rows_only("row statements")
 def test_a_release_while_the_waiters_insert_is_under_way(database, counter, pair):
     """The waiter's statement has seen the slot taken; the release does not see the waiter, which has not committed."""
@@ -150,6 +151,7 @@ def test_a_release_while_the_waiters_insert_is_under_way(database, counter, pair
     assert counter.peak == 1
 
 
+@pytest.mark.one_server("own statements")
 @pytest.mark.rows_only("row statements")
 def test_a_release_that_expected_waiters_and_saw_none_looks_again(database, counter, pair):
     """A permit that has waited is given back as above; by then the waiter has committed, and has not looked again."""
@@ -180,6 +182,7 @@ def test_a_release_that_expected_waiters_and_saw_none_looks_again(database, coun
     assert counter.peak == 1
 
 
+@pytest.mark.one_server("own statements")
 @pytest.mark.rows_only("row statements")
 def test_a_waiter_comes_while_the_release_is_under_way(database, counter, pair):
     """The release has looked for waiters before this one came, and frees the slot after it has looked for free ones."""
@@ -203,6 +206,7 @@ def test_a_waiter_comes_while_the_release_is_under_way(database, counter, pair):
     assert counter.peak == 1
 
 
+@pytest.mark.one_server("own statements")
 @pytest.mark.rows_only("row statements")
 def test_a_release_while_the_waiters_row_is_locked(database, counter, pair):
     """As its own heartbeat does. Whether a release waits for the row or passes over it, the waiter is served."""

@@ -83,7 +83,7 @@ def test_the_first_waiter_is_killed_as_it_is_granted(database, counter, trio):
     assert counter.peak == 1
 
 
-@pytest.mark.parametrize("stopped_for", [0.5, 1.8, 2.5, 6.0])
+@pytest.mark.parametrize("stopped_for", [0.5, 1.5, 2.5, 6.0])
 @pytest.mark.rows_only("row grants")
 def test_the_first_waiter_is_stopped(database, counter, trio, stopped_for):
     """Whether it wakes before its grant has lapsed or after it, it holds only what is its own."""

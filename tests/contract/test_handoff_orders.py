@@ -249,7 +249,8 @@ def test_nobody_is_served_in_the_place_of_a_waiter_whose_row_is_locked(database,
         join(database, second)
         cursor = session.cursor()
         cursor.execute("BEGIN")
-        cursor.execute("SELECT id FROM sqlsem_waiter WHERE ticket = %s FOR UPDATE", (waiter.ticket,))
+        named = "semaphore_key = %s AND ticket = %s"
+        cursor.execute(f"SELECT id FROM sqlsem_waiter WHERE {named} FOR UPDATE", (waiter.semaphore_id, waiter.ticket))
         release = threading.Thread(target=holder.release)
         release.start()
         release.join(0.3)

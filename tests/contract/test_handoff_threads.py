@@ -41,7 +41,7 @@ def queue_up(process, timeout):
     process.ask("b")
     process.do("queued", 2)
     assert process.do("order") == ["a", "b"]
-    process.gate("before", "DELETE FROM sqlsem_waiter WHERE ticket", "leave")
+    process.gate("before", "DELETE FROM sqlsem_waiter WHERE semaphore_key = %(key)s AND ticket", "leave")
     process.tell("open", "heartbeat")
     process.reached()
 

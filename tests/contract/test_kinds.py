@@ -141,6 +141,7 @@ def test_a_mutex_that_gives_up_leaves_the_slots_to_the_semaphore(database):
         here.release("a")
 
 
+@pytest.mark.one_server("beacons")
 def test_holders_that_die_are_no_longer_in_the_way(database):
     with sharing(database, 3) as (here, there, third):
         here.has("m", "mutex")
@@ -183,6 +184,7 @@ def test_a_holder_that_slept_past_its_lease_has_lost_it_to_the_other_kind(databa
             there.release("c")
 
 
+@pytest.mark.one_server("fences")
 @pytest.mark.rows_only("lease")
 @pytest.mark.parametrize("kind", ["semaphore", "mutex"])
 def test_a_fenced_transaction_keeps_the_other_kind_out_after_its_lease(database, kind):
@@ -232,6 +234,7 @@ def test_an_uncontended_acquire_costs_nothing_more(database):
 SLEEPS = {"postgresql": "(SELECT pg_sleep(1.5)) IS NOT NULL", "mysql": "SLEEP(1.5) = 0"}
 
 
+@pytest.mark.one_server("own statements")
 @pytest.mark.rows_only("row statements")
 @pytest.mark.parametrize("kind", ["semaphore", "mutex"])
 def test_a_claim_that_has_seen_the_name_as_it_was_takes_nothing(database, kind):

@@ -147,9 +147,13 @@ def test_housekeeping_writes_that_a_pause_is_over(lock, database):
 
 def test_any_living_process_keeps_house(lock, database):
     control.pause("paused", by="ann", duration=0, using=database)
-    with semaphore("alive", using=database):
+
+    def is_over():
         chore_of(database, "housekeeping")._at = 0.0  # where looking takes long it looks seldom
-        wait_until(lambda: not SemaphoreRow.objects.using(database).get(name="paused").paused)
+        return not SemaphoreRow.objects.using(database).get(name="paused").paused
+
+    with semaphore("alive", using=database):
+        wait_until(is_over)
         wait_until(lambda: len(queries.acts(using=database)) == 2)
     done = {(act.what, act.by, act.detail) for act in queries.acts(using=database)}
     assert done == {("paused", "ann", "for 0.0 s"), ("resumed", "", "its time is over")}

@@ -19,6 +19,7 @@ from django_sqlsem import (
 )
 from django_sqlsem.backends import get_backend
 from django_sqlsem.backends.rows.backend import RowsBackend
+from django_sqlsem.core.names import key_of
 from django_sqlsem.runtime.chores import DOUBTS
 from django_sqlsem.runtime.keepers import keeper_for
 from tests.support.applocks import is_connected
@@ -245,7 +246,7 @@ def test_a_row_that_someone_keeps_locked_costs_no_other_permit_its_lease(databas
     with contextlib.closing(raw_connection(database)) as connection:
         cursor = connection.cursor()
         cursor.execute("BEGIN")
-        cursor.execute(f"SELECT id FROM sqlsem_slot WHERE id = {locked._acquisition.grant.row_ids[0]} FOR UPDATE")
+        cursor.execute(f"SELECT id FROM sqlsem_slot WHERE semaphore_key = '{key_of('locked')}' FOR UPDATE")
         wait_until(lambda: locked.lost, timeout=10)
         other.check()
         assert "keeps its row locked" in str(locked.lost)

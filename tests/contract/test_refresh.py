@@ -17,7 +17,7 @@ from django_sqlsem.models import RefreshRow, SlotRow
 from django_sqlsem.refresh import refresh_every
 from django_sqlsem.refresh.job import Job
 from tests.programs.refresh_clients import HOUR, Refresher, field_of, shared_cache
-from tests.support import applocks
+from tests.support import applocks, tds
 from tests.support.threads import run_beside, run_in_threads, wait_until
 from tests.testapp.models import Probe
 
@@ -117,6 +117,7 @@ def test_who_comes_too_late_to_build_does_not_build_again(database, monkeypatch)
     assert (best.get(), others, len(built)) == (2, [1, 2], 2)  # with one
 
 
+@pytest.mark.one_server("beacons")
 @pytest.mark.leaves_held
 def test_a_builder_that_is_killed_does_not_block_the_next(database, counter, team):
     a, b = team()
@@ -229,6 +230,8 @@ def test_a_value_read_in_a_serializable_transaction_keeps_nobody_from_rebuilding
     """Where a plain read locks the row until the end."""
     if not dialect_for(connections[database]).reads_may_lock:
         pytest.skip("reads lock nothing")
+    if tds.is_stand_in(database):
+        pytest.skip("the stand-in has no serializable transactions")
     values = itertools.count(1)
     best = refresh_every(NAME, HOUR, lambda: next(values), using=database)
     with connections[database].cursor() as cursor:

@@ -161,6 +161,7 @@ def test_one_thread_of_all_processes_is_inside(database, counter):
     assert (counter.peak, counter.entered, counter.current) == (1, 2 * 3 * rounds, 0)
 
 
+@pytest.mark.one_server("beacons")
 @pytest.mark.process_side("postgres")
 def test_a_killed_process_leaves_however_deep_it_was(database):
     with other(database, "deep") as victim, other(database, "deep") as heir:

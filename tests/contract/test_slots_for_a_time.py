@@ -237,9 +237,13 @@ def test_that_it_was_set_and_that_it_is_over_stands_in_the_history(lock, databas
     """Any process that lives writes the end: once, with the instant at which it was."""
     control.set_slots("sized", 5, by="ann", duration=1, reason="once", using=database)
     until = row(database).slots_until_us
-    with semaphore("alive", using=database):
+
+    def is_told():
         chore_of(database, "housekeeping")._at = 0.0  # where looking takes long it looks seldom
-        wait_until(lambda: len(queries.acts(using=database)) == 2)
+        return len(queries.acts(using=database)) == 2
+
+    with semaphore("alive", using=database):
+        wait_until(is_told)
     over, begun = queries.acts(using=database)
     assert (begun.what, begun.by, begun.detail) == (events.RESIZED, "ann", "5 slots for 1.0 s: once")
     assert (over.what, over.by) == (events.RESIZED, "")

@@ -273,7 +273,7 @@ def test_a_wish_that_meets_a_locked_row_is_written_and_heard_when_that_is_free(d
             cursor = raw.cursor()
             cursor.execute("BEGIN IMMEDIATE" if vendor == "sqlite" else "BEGIN")
             if vendor != "sqlite":
-                cursor.execute(f"SELECT id FROM sqlsem_slot WHERE id = {row.pk} FOR UPDATE")
+                cursor.execute(f"SELECT id FROM sqlsem_slot WHERE semaphore_key = '{row.semaphore_id}' FOR UPDATE")
             asking = threading.Thread(target=run_in_threads, args=(1, lambda _: ask_for_a_while(database, "locked")))
             asking.start()
             assert bells.ring(row.channel, row.permit_id)  # it renews now

@@ -10,11 +10,14 @@ import pytest
 from django.db import connections
 
 from django_sqlsem import control, queries, semaphore
+from django_sqlsem.backends.rows.statements import Statements
+from django_sqlsem.database import dialects
+from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.models import SlotRow
 from tests.programs.contenders import fight
 from tests.programs.lock_clients import Actor
 from tests.support import applocks
-from tests.support.operators import now_us
+from tests.support.operators import hold, make_semaphore, now_us
 from tests.support.processes import Child
 from tests.support.threads import wait_until
 
@@ -30,6 +33,20 @@ def is_server(database):
 
 def slot_row(database, name):
     return SlotRow.objects.using(database).get(semaphore__name=name, slot=1)
+
+
+@pytest.fixture
+def set_back(database, monkeypatch):
+    """A function that sets back the database's clock, as this process sees it, by a number of seconds."""
+    kind = type(dialect_for(connections[database]))
+
+    def step(seconds):
+        monkeypatch.setattr(kind, "now_sql", f"({kind.now_sql} - {seconds * 1_000_000})")
+        dialects._prepare.cache_clear()
+
+    yield step
+    monkeypatch.undo()
+    dialects._prepare.cache_clear()
 
 
 @contextlib.contextmanager
@@ -121,3 +138,34 @@ def test_tokens_grow_by_a_servers_clock_after_a_purge(database, wrong_clock):
         with semaphore("purged", using=database) as permit:
             tokens.append(permit.token)
     assert tokens == sorted(set(tokens))
+
+
+@pytest.mark.rows_only("row statements")
+def test_what_is_granted_is_written_though_the_clock_is_set_back_in_the_middle(database, set_back, monkeypatch):
+    """By an hour, between the look for free slots, one of which has just run out, and their taking."""
+    make_semaphore(database, "step", slots=2)
+    hold(database, "step", slot=1, age=9, left=-5, lease=1)
+    rows = Statements.rows
+
+    def looks(self, text, **more):
+        found = rows(self, text, **more)
+        if "SELECT s.id, s.slot, s.token" in text:
+            assert len(found) == 2
+            set_back(3600)
+        return found
+
+    monkeypatch.setattr(Statements, "rows", looks)
+    permit = semaphore("step", slots=2, take=2, using=database).acquire(timeout=0)
+    assert [row.token for row in SlotRow.objects.using(database).order_by("slot")] == list(permit.tokens)
+    permit.release()
+
+
+@pytest.mark.rows_only("beacons")
+def test_a_dead_holders_slot_comes_back_though_the_clock_was_set_back(database, set_back):
+    """To before the server's start; and somebody had seen by the old clock that the holder's beacon is out."""
+    if not is_server(database):
+        pytest.skip("nobody can set the boot clock")
+    make_semaphore(database, "back", slots=1)
+    hold(database, "back", process_id="f" * 32, beacon=True, suspect_us=now_us(database))
+    set_back(20 * 365 * 86400)
+    semaphore("back", slots=1, using=database).acquire(timeout=20).release()

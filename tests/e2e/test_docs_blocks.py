@@ -25,6 +25,7 @@ from tests.support.databases import ROOT
 LANGUAGES = {
     "console": "below, and in test_docs.py",
     "html": "test_busy.py, tests/places/test_frameworks.py",
+    "postgresql": "tests/contract/test_citus.py",
     "py": "test_tutorial.py",
     "python": "below",
     "sh": "test_other_languages.py, test_hostile_requests.py, test_tutorial.py",

@@ -243,9 +243,9 @@ def test_a_lazy_task_is_refused_without_being_made():
 
         @semaphore("r")
         @local.task
-        def report(): ...
+        def unmade(): ...
 
-    assert "report" not in str(local._tasks.keys())
+    assert "unmade" not in str(local._tasks.keys())
 
 
 def test_the_countdown_is_never_longer_than_brokers_allow(worker, path, retries):

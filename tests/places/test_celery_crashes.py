@@ -197,7 +197,7 @@ def test_a_broker_that_takes_no_message(late):
     app = Celery("unreachable", broker="amqp://127.0.0.1:1//", set_as_current=False)
     app.conf.update(task_publish_retry=False, broker_connection_retry=False)
 
-    @app.task(name="unreachable", acks_late=late)
+    @app.task(name="unreachable", acks_late=late, shared=False)  # else every later app has it too
     def task():
         raise AssertionError("not called")
 

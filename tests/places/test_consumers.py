@@ -29,11 +29,11 @@ def running(request: pytest.FixtureRequest, site: Callable[..., Site]) -> Site:
 def socket_to(site: Site, path: str) -> Iterator[ClientConnection]:
     """A websocket, which is dropped at the end of the block."""
     there = f"ws://127.0.0.1:{site.port}/{path}"
-    opened = connect(there, proxy=None, open_timeout=PATIENCE, ping_interval=None, close_timeout=1)
-    try:
-        yield opened
-    finally:
-        drop(opened)
+    with connect(there, proxy=None, open_timeout=PATIENCE, ping_interval=None, close_timeout=1) as opened:
+        try:
+            yield opened
+        finally:
+            drop(opened)
 
 
 def drop(opened: ClientConnection) -> None:

@@ -16,7 +16,7 @@ from django.apps import apps
 from django.conf import settings
 from django.db import OperationalError, connections, transaction
 
-from tests.support import servers, tds
+from tests.support import few_rights, servers, tds
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: What people call each alias.
@@ -92,7 +92,7 @@ def raw_connection(alias: str) -> Any:
     if connection.vendor == "sqlite":
         name = connection.settings_dict["NAME"]
         return sqlite3.connect(name, timeout=60, isolation_level=None, check_same_thread=False)
-    parameters = connection.get_connection_params()
+    parameters = few_rights.parameters_of_owner(alias)
     if connection.vendor == "postgresql":
         import psycopg
 
@@ -144,7 +144,7 @@ def kill_sessions(alias: str, ids: list[int] | None = None) -> int:
         cursor = connection.cursor()
         for one in ids:
             if vendor == "postgresql":
-                cursor.execute("SELECT pg_terminate_backend(%s)", (one,))
+                cursor.execute("SELECT pg_terminate_backend(%s::int)", (one,))
             else:
                 with contextlib.suppress(Exception):  # it may be gone already
                     cursor.execute(f"KILL {int(one)}")
@@ -210,13 +210,11 @@ def without_tables(alias: str, *tables: str) -> Iterator[None]:
     """Inside the block these tables are not there."""
     there = connections[alias].vendor == "microsoft"
     rename = "EXEC sp_rename '{0}', '{1}', 'OBJECT'" if there else "ALTER TABLE {0} RENAME TO {1}"
-    for table in tables:
-        query(alias, rename.format(table, f"{table}_away"))
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as renamed:
         for table in tables:
-            query(alias, rename.format(f"{table}_away", table))
+            query(alias, rename.format(table, f"{table}_away"))
+            renamed.callback(query, alias, rename.format(f"{table}_away", table))
+        yield
 
 
 class OutsideCounter:

@@ -49,6 +49,8 @@ class PrivateServer:
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.log = directory / "log"
+        #: More variables of its environment.
+        self.variables: dict[str, str] = {}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -79,7 +81,7 @@ class PrivateServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=environment_in(self.directory),
+                env=environment_in(self.directory) | self.variables,
                 **user_of(self.kind),
             )
         self.wait()

@@ -8,7 +8,7 @@ import math
 import socket
 import struct
 import threading
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from django.db import connections
 
@@ -138,11 +138,14 @@ class Proxy:
             each.close()
 
 
-def proxy_for(alias: str) -> Proxy:
+_P = TypeVar("_P", bound=Proxy)
+
+
+def proxy_for(alias: str, kind: type[_P] = Proxy) -> _P:  # type: ignore[assignment]
     """Return a proxy in front of the server of a database alias."""
     parameters = connections[alias].settings_dict
     port = parameters["PORT"] or PORTS[connections[alias].vendor]
-    return Proxy(parameters["HOST"] or "127.0.0.1", int(port))
+    return kind(parameters["HOST"] or "127.0.0.1", int(port))
 
 
 #: Options of a project that would rather hear of a dead server soon.

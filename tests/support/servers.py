@@ -5,7 +5,8 @@ Each server is looked for at the address in its variable (``SQLSEM_TEST_POSTGRES
 unless ``SQLSEM_TEST_REQUIRE`` (names separated by commas) asks for it. With ``SQLSEM_TEST_SERVERS=none`` no server is
 looked for.
 
-A server that speaks TDS (``mssql``) has no default address: it is looked for if ``SQLSEM_TEST_MSSQL_URL`` names it.
+A server that speaks TDS (``mssql``) and the coordinator of a Citus cluster (``citus``) have no default address: they
+are looked for if ``SQLSEM_TEST_MSSQL_URL`` and ``SQLSEM_TEST_CITUS_URL`` name them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ DEFAULT_URLS = {
     "rabbitmq": "amqp://guest:guest@127.0.0.1:5672//",
 }
 #: Those that become aliases of ``DATABASES``, beside SQLite.
-DATABASES = ("postgres", "mariadb", "mssql")
+DATABASES = ("postgres", "mariadb", "mssql", "citus")
 #: What the tests start by themselves; ``initdb`` and ``mariadbd`` are those of servers that they kill.
 PROGRAMS = ("chromium", "faketime", "initdb", "mariadbd", "pgbouncer")
 #: Part of the names of all test databases of this run, so that several runs can go on side by side.
@@ -172,6 +173,17 @@ def _find_postgres() -> Found:
     return Found(url_of("postgres"), f"PostgreSQL {version.split()[0]} (psycopg {psycopg.__version__})")
 
 
+def _find_citus() -> Found:
+    import psycopg
+
+    with psycopg.connect(url_of("citus"), connect_timeout=5, autocommit=True) as connection:
+        version = connection.execute("SHOW citus.version").fetchone()[0]
+        nodes = connection.execute("SELECT COUNT(*) FROM pg_dist_node WHERE groupid <> 0").fetchone()[0]
+    if not nodes:
+        raise LookupError("the database knows no workers")
+    return Found(url_of("citus"), f"Citus {version} ({nodes} workers)")
+
+
 def _find_mariadb() -> Found:
     driver = install_mysql_driver()
     import MySQLdb
@@ -264,8 +276,9 @@ def is_wanted(name: str) -> bool:
 def survey() -> tuple[dict[str, Found], dict[str, Missing]]:
     """Look for everything. Return what was found and what was not, by name."""
     names = ["sqlite", *DEFAULT_URLS, *PROGRAMS]
-    if "mssql" in required() or os.environ.get("SQLSEM_TEST_MSSQL_URL"):
-        names.insert(1, "mssql")
+    for name in ("mssql", "citus"):
+        if name in required() or os.environ.get(f"SQLSEM_TEST_{name.upper()}_URL"):
+            names.insert(1, name)
     left_out = Missing("left to make test-all")
     results = {name: find(name) if is_wanted(name) else left_out for name in names}
     found = {name: result for name, result in results.items() if isinstance(result, Found)}

@@ -314,7 +314,7 @@ def test_templates_are_refused_by_the_call_that_fills_them_in(value, error, mess
 
 
 KEYS_OF_AN_ALIAS = (
-    "BACKEND", "BEACONS", "DEADLOCKS", "DURABLE", "FORGET_AFTER",
+    "BACKEND", "BEACONS", "CITUS", "DEADLOCKS", "DURABLE", "FORGET_AFTER",
     "HISTORY", "HOSTS", "IDLE", "LEASE", "RECORD", "TIMEOUT",
 )  # fmt: skip
 SETTINGS = cases(
@@ -374,6 +374,9 @@ SETTINGS = cases(
      "SQLSEM['DATABASES']['default'] has an unknown key 'BUSY_STATUS'; allowed are "
      f"{', '.join(KEYS_OF_AN_ALIAS)}."),
     ("FORGET_AFTER 1", {"FORGET_AFTER": 1}, "SQLSEM['FORGET_AFTER'] must be from 60 to 1e+09 seconds, not 1."),
+    ("CITUS of SQLite", {"DATABASES": {"default": {"CITUS": True}}},
+     "SQLSEM['DATABASES']['default']['CITUS'] is for PostgreSQL: Citus is an extension of it."),
+    ("CITUS 1", {"CITUS": 1}, "SQLSEM['CITUS'] must be True or False, not 1."),
     ("DURABLE", {"DURABLE": None}, "SQLSEM['DURABLE'] must be True or False, not None."),
     ("DEADLOCKS true", {"DEADLOCKS": True},
      "SQLSEM['DEADLOCKS'] must be one of 'report', 'break', 'ignore', not True."),

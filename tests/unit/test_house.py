@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -13,11 +14,6 @@ import django_sqlsem
 from tests.support.databases import ROOT, child_environment
 
 PACKAGE = Path(django_sqlsem.__file__).parent
-MODULES = {
-    str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
-    for path in sorted(PACKAGE.rglob("*.py"))
-    if "migrations" not in path.parts
-}
 LONGEST = 60
 #: Functions of more than LONGEST lines.
 LONG = {
@@ -54,9 +50,16 @@ BACKEND_FOR_LIST = 15
 INTERRUPTIONS = 12
 
 
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+    """The package's modules, parsed when a test asks for them."""
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if "migrations" not in path.parts]
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
 def classes() -> dict[str, list[tuple[str, ast.ClassDef]]]:
     found = defaultdict(list)
-    for module, tree in MODULES.items():
+    for module, tree in modules().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 found[node.name].append((module, node))
@@ -71,7 +74,7 @@ def test_no_function_is_long() -> None:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = {
         f"{module}:{node.name}"
-        for module, tree in MODULES.items()
+        for module, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, functions) and (node.end_lineno or 0) - node.lineno >= LONGEST
     }
@@ -92,7 +95,7 @@ def test_a_class_is_whole_and_inherits_once() -> None:
 def test_no_name_has_two_meanings() -> None:
     assert {name for name, places in classes().items() if len(places) > 1} == SHARED_CLASSES
     values = defaultdict(set)
-    for tree in MODULES.values():
+    for tree in modules().values():
         for node in tree.body:
             if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name) or node.value is None:
                 continue
@@ -103,7 +106,7 @@ def test_no_name_has_two_meanings() -> None:
 
 def test_a_folder_is_one_job() -> None:
     folders = defaultdict(list)
-    for module in MODULES:
+    for module in modules():
         path = Path(module)
         if path.name != "__init__.py":
             folders[str(path.parent)].append(path.stem)
@@ -113,14 +116,14 @@ def test_a_folder_is_one_job() -> None:
 
 
 def test_a_module_is_one_idea() -> None:
-    assert len(MODULES) <= MODULES_IN_ALL
+    assert len(modules()) <= MODULES_IN_ALL
     importers = defaultdict(set)
-    for module, tree in MODULES.items():
+    for module, tree in modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("django_sqlsem"):
                 for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
                     importers[f"{name}.py".replace(".", "/", name.count(".")).partition("/")[2]].add(module)
-    short = {module for module in MODULES if len((PACKAGE / module).read_text(encoding="utf-8").splitlines()) < SHORT}
+    short = {module for module in modules() if len((PACKAGE / module).read_text(encoding="utf-8").splitlines()) < SHORT}
     alone = {module for module in short if not module.endswith("__init__.py") and len(importers[module]) < 2}
     assert alone == ALONE
 
@@ -128,7 +131,7 @@ def test_a_module_is_one_idea() -> None:
 def test_the_record_of_an_acquisition_stays_small() -> None:
     (record,) = [
         node
-        for node in MODULES["runtime/acquisition.py"].body
+        for node in modules()["runtime/acquisition.py"].body
         if isinstance(node, ast.ClassDef) and node.name == "Acquisition"
     ]
     fields = {
@@ -142,7 +145,7 @@ def test_the_record_of_an_acquisition_stays_small() -> None:
 def test_imports_stand_at_the_top() -> None:
     inside = Counter(
         module
-        for module, tree in MODULES.items()
+        for module, tree in modules().items()
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
@@ -154,7 +157,7 @@ def test_imports_stand_at_the_top() -> None:
 def test_few_places_catch_interruptions() -> None:
     caught = [
         f"{module}:{node.lineno}"
-        for module, tree in MODULES.items()
+        for module, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ExceptHandler) and node.type is not None and "BaseException" in ast.unparse(node.type)
     ]
@@ -185,7 +188,7 @@ def test_one_module_draws_random_numbers() -> None:
     """The program's own ``random`` may be seeded alike in every process, which would keep them in step."""
     importing = {
         module
-        for module, tree in MODULES.items()
+        for module, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Import) and any(alias.name == "random" for alias in node.names)
     }
