@@ -41,7 +41,7 @@ def install() -> None:
     connection_created.connect(sessions.remember, dispatch_uid="sqlsem_sqlite_files")
     post_migrate.connect(_lose_flushed, dispatch_uid="sqlsem_lifecycle")
     _import_drivers()
-    atexit.register(stop_all)
+    atexit.register(_at_exit)
     _stop_with_multiprocessing()
     forks.register("exits", "a child that ends by os._exit() would leave its slots to their leases", in_child=_in_child)
 
@@ -57,7 +57,16 @@ def _import_drivers() -> None:
 
 def stop_all(**_: object) -> None:
     """Give back everything that this process holds and close the library's connections; later use starts anew."""
-    keepers.stop_all()
+    _stop(told=True)
+
+
+def _at_exit() -> None:
+    # Only daemon threads are left. One that prints a traceback as the interpreter ends may abort it: they wait on.
+    _stop(told=False)
+
+
+def _stop(*, told: bool) -> None:
+    keepers.stop_all(told=told)
     answers.log_rest(everything=True)
     bells.stop()
 

@@ -899,21 +899,24 @@ class Keeper:
 
     # The end.
 
-    def stop(self) -> None:
-        """Give everything back and close the connections: the process ends, or a test does."""
+    def stop(self, *, told: bool) -> None:
+        """Give everything back and close the connections: the process ends, or a test does.
+
+        ``told``: whether those who wait are told so, by an error.
+        """
         if isinstance(self.loop, InlineLoop):
-            self._end(time.monotonic())
+            self._end(time.monotonic(), told)
             return
         with self.loop.stopped():
-            self._end(time.monotonic())
+            self._end(time.monotonic(), told)
         if self.acquisitions or not self.loop.inbox.empty():
             with contextlib.suppress(RuntimeError):  # at the interpreter's end no thread can start
                 self.loop.ensure()
 
-    def _end(self, started: float) -> None:
+    def _end(self, started: float, told: bool) -> None:
         if self.chores:
             self.doubts.finish(started)
-            self._end_waits(started)
+            self._end_waits(started, told)
         for each in list(self.acquisitions.values()):
             if each.grant is not None and not each.fenced and each.state is not State.RELEASED:
                 each.loss = each.loss or Loss(LossReason.STOPPED, "the process is ending")
@@ -926,12 +929,12 @@ class Keeper:
                 chore.finish(started)
         self.close()
 
-    def _end_waits(self, started: float) -> None:
+    def _end_waits(self, started: float, told: bool) -> None:
         with self.queue_lock:
             queues = list(self.queues.values())
             for local in queues:
                 for each in list(local.waiting):
-                    if each.give_up():
+                    if each.give_up() and told:
                         each.tell(BackendError("The process is ending."))
                     self.waiting.pop(each.permit_id, None)
                     local.give_up(each)
@@ -944,7 +947,7 @@ class Keeper:
             for each in left:
                 each.abandon()  # if its thread goes on after all
                 self.waiting.pop(each.permit_id, None)
-        for each in left:
+        for each in left if told else ():
             each.tell(BackendError("The process is ending."))
         if left:
             self.work.close()  # when the statement under way has ended

@@ -75,11 +75,14 @@ def all_acquisitions() -> list[Acquisition]:
     return [acquisition for keeper in all_keepers() for acquisition in list(keeper.acquisitions.values())]
 
 
-def stop_all() -> None:
-    """Give everything back, end the threads and close the connections. What comes later starts anew."""
+def stop_all(*, told: bool = True) -> None:
+    """Give everything back, end the threads and close the connections. What comes later starts anew.
+
+    ``told``: whether those who wait are told so, by an error.
+    """
     for keeper in list(_keepers.values()):
         try:
-            keeper.stop()
+            keeper.stop(told=told)
         except Exception:
             logger.exception("The keeper of %r met an error as it ended; the others end all the same.", keeper.alias)
 
