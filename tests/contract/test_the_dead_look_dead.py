@@ -8,6 +8,7 @@ import time
 
 import pytest
 from django.core.management import call_command
+from django.db.models import F
 
 from django_sqlsem import queries, semaphore
 from django_sqlsem.backends.rows import beacons
@@ -132,11 +133,10 @@ def test_a_killed_waiter_is_gone_for_who_does_not_wait(database):
         waiter.ready().ask()
         wait_until(lambda: WaiterRow.objects.using(database).count() == 1)
         waiter.kill()
+    WaiterRow.objects.using(database).update(expires_us=F("expires_us") + 3600 * 10**6)  # it does not lapse meanwhile
     permit.release()
-    began = time.monotonic()
-    # A server may take a moment to see that a session has ended; the place itself would lapse after 2.1 s.
+    # A server may take a moment to see that a session has ended.
     wait_until(lambda: (got := mine.try_acquire()) is not None and (got.release() or True))
-    assert time.monotonic() - began < 1.5
     assert WaiterRow.objects.using(database).count() == 0
 
 
