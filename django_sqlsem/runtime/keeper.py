@@ -36,7 +36,7 @@ from django_sqlsem.runtime.acquisition import Acquisition, State, TurnedAwayErro
 from django_sqlsem.runtime.chores import LOOK_AROUND, BeaconChore, Chore, Doubts, Housekeeping, Renewals, plugged_in
 from django_sqlsem.runtime.loop import NAP, InlineLoop, ThreadLoop
 from django_sqlsem.runtime.presence import Reach
-from django_sqlsem.runtime.queue import LocalQueue
+from django_sqlsem.runtime.queue import OLD_PROOF, LocalQueue
 from django_sqlsem.snapshots import Loss, LossReason
 
 logger = logging.getLogger("django_sqlsem")
@@ -852,9 +852,10 @@ class Keeper:
                 for local in self.queues.values():
                     local.look_soon()
         for each in heard:
-            if isinstance(each, Granted):
+            waiting = self.waiting.get(each.permit_id if isinstance(each, Granted) else each)
+            if isinstance(each, Granted) and (waiting is None or boot_now() < waiting.lease.proved + OLD_PROOF):
                 self.deliver(each)
-            elif (waiting := self.waiting.get(each)) is not None:
+            elif waiting is not None:
                 sent = boot_now()
                 with contextlib.suppress(BackendError):  # it looks again at its next heartbeat
                     granted = self.backend.granted(self.own, waiting.request)

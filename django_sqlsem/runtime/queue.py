@@ -19,6 +19,9 @@ from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper
 
 #: How often a waiting process says that it lives, in seconds.
 HEARTBEAT: Final = 0.65
+#: A grant to a waiter lasts for some time from when the last statement was sent that found it waiting. If that was so
+#: many seconds ago, as the process stood still, the database is asked.
+OLD_PROOF: Final = 2 * HEARTBEAT
 #: A slot may have been freed by someone who could not see the place yet: look once more after this many seconds.
 SECOND_LOOK: Final = 0.025
 #: A holder seems to be dead: look again after this many seconds.
@@ -139,8 +142,15 @@ class LocalQueue:
         self.away = None
         if new or now >= self._refresh_at:  # between heartbeats it only reads
             self.keeper.answered()
+        doubtful = False
         for granted in waited.granted:
-            self.keeper.deliver(granted, now, head.request.resource)
+            if granted.permit_id == head.permit_id and not new and boot_now() > now + OLD_PROOF:
+                doubtful = True
+            else:
+                self.keeper.deliver(granted, now, head.request.resource)
+        if doubtful:
+            self.look_soon()
+            return False
         with self.keeper.queue_lock:
             if head.was_served() or head not in self.waiting:
                 if new and not head.was_served() and waited.queue is not None:

@@ -165,6 +165,29 @@ def test_a_waiter_that_was_stopped_for_long_is_passed_over(database, counter, tr
     assert counter.peak == 1
 
 
+@pytest.mark.rows_only("lease")
+def test_a_waiter_whose_heartbeat_took_long_is_not_passed_over(database, counter, trio):
+    """It is granted before it knows that its place, which had lapsed, is there again."""
+    holder, first, second = trio
+    first.gate("before", "UPDATE sqlsem_waiter SET expires_us", "sent")
+    first.reached()
+    first.gate("after", "UPDATE sqlsem_waiter SET expires_us", "answered")
+    row = WaiterRow.objects.using(database).get(pid=first.pid)
+    wait_until(lambda: now_us(database) > row.expires_us, what="its place has lapsed")
+    first.tell("open", "sent")
+    first.reached()
+    wait_until(lambda: live(database) == [first.pid, second.pid], what="it is there again")
+    holder.release()
+    assert [each.pid for each in held_rows(database)] == [first.pid]
+    first.tell("open", "answered")
+    first.held()
+    assert second.is_silent()
+    first.release()
+    second.held()
+    second.release()
+    assert counter.peak == 1
+
+
 # A waiter that holds others, and loses its session.
 
 

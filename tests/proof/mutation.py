@@ -35,7 +35,7 @@ MODULES = (
 LEFT_OUT = re.compile(r"core/ReplaceBinaryOperator_(?!Add_Sub$|Sub_Add$|Mul_Div$|Div_Mul$)")
 #: What runs on SQLite and in memory; a mutant that makes a test hang is killed by its time limit.
 TESTS = ("tests/contract", "tests/unit", "tests/backends", "tests/proof/test_interleavings.py")
-COMMAND = "{python} -m pytest -x -q -n {workers} --timeout 60 -p no:cacheprovider {tests}"
+COMMAND = "{python} -m pytest -x -q -n {workers} --maxschedchunk 4 --timeout 90 -p no:cacheprovider {tests}"
 PATIENCE = 1200.0
 
 

@@ -702,7 +702,7 @@ default = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
 settings.configure(INSTALLED_APPS=["django_sqlsem"], DATABASES={"default": default, "other": other})
 django.setup()
 from django_sqlsem.runtime import keepers
-keepers.stop_all = lambda: print("the locks", flush=True)
+keepers.stop_all = lambda **_: print("the locks", flush=True)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [sys.executable, "-c", code, json.dumps(used)]
