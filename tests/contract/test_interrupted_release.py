@@ -180,7 +180,7 @@ def test_an_end_goes_on_after_errors(committed, monkeypatch, caplog):
     class Broken:
         alias = "broken"
 
-        def stop(self):
+        def stop(self, *, told):
             raise ValueError("broken")
 
     def fail():
