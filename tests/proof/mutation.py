@@ -34,7 +34,15 @@ MODULES = (
 #: Of arithmetic one mistake of a kind is enough; ``X | Y`` are types.
 LEFT_OUT = re.compile(r"core/ReplaceBinaryOperator_(?!Add_Sub$|Sub_Add$|Mul_Div$|Div_Mul$)")
 #: What runs on SQLite and in memory; a mutant that makes a test hang is killed by its time limit.
-TESTS = ("tests/contract", "tests/unit", "tests/backends", "tests/proof/test_interleavings.py")
+TESTS = (
+    "tests/contract",
+    "tests/unit/test_acquisition.py",
+    "tests/unit/test_claims.py",
+    "tests/unit/test_control.py",
+    "tests/unit/test_many_permits.py",
+    "tests/unit/test_outages.py",
+    "tests/proof/test_interleavings.py",
+)
 COMMAND = "{python} -m pytest -x -q -n {workers} --maxschedchunk 4 --timeout 90 -p no:cacheprovider {tests}"
 PATIENCE = 1200.0
 
