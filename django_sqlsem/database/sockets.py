@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
+from django_sqlsem.core.turns import Turn
+
 #: A statement of which nothing was heard this many seconds after its answer was due costs its session.
 _GRACE: Final = 1.5
 #: How often the watch looks, in seconds.
@@ -96,7 +98,7 @@ _REDIRECTED: Final = range(11000, 12000)
 _OF_MICROSOFT: Final = "ODBC Driver"
 _FILES: Final = "/proc/self/fd"
 #: One connect at a time, so that what is new is its own; and none during a fork, as driver managers have locks.
-gate = threading.Lock()
+gate = Turn(lambda: None)
 #: A descriptor, and the number of the file behind it: descriptors are used again by others.
 Socket: TypeAlias = tuple[int, int]
 #: All that a fork would copy, from the connect on.
@@ -219,7 +221,7 @@ def let_go() -> None:
 def after_fork() -> None:
     """In a forked child: nobody is connecting, and nothing is open."""
     global gate
-    gate = threading.Lock()
+    gate = Turn(lambda: None)
     let_go()
     _opened.clear()
 

@@ -129,6 +129,8 @@ class Claims:
                     raise BackendError(f"The database {self.alias!r} failed: {row['why']} ({row['error']})")
             elif answer.result != calls.NEW:
                 break
+            elif time.monotonic() >= give_up:
+                raise BackendError(f"The database {self.alias!r} failed: the rows that were made are not there")
         if answer.result == calls.OTHER_KIND:
             name, kind = request.resource.name, request.resource.kind
             known = reading.read_one(session, request.resource)

@@ -261,7 +261,7 @@ class LockPool:
 
     def freeze(self, frozen: list[Any]) -> None:
         """Before a fork: let the short batches under way finish. ``frozen`` gets each lock that is to be released."""
-        if sockets.gate.acquire(timeout=FORK_PATIENCE):
+        if sockets.gate.acquire(timeout=FORK_PATIENCE, for_good=True):
             frozen.append(sockets.gate)
         for each in self.sessions():
             if not each.waiting and each.lock.acquire(timeout=FORK_PATIENCE, for_good=True):

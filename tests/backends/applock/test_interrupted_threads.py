@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
-from types import FunctionType, SimpleNamespace
+from collections.abc import Callable
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +52,40 @@ def test_a_use_that_was_dropped_does_not_end_the_use_of_another(form: str) -> No
     assert used.lock.locked()
     assert not run_in_threads(1, lambda _nth: used.lock.acquire(blocking=False))[0]
     used.lock.release()
+
+
+def struck_after(nth: int, act: Callable[[], object]) -> bool:
+    """Do it, and have a signal strike after the nth call within the library, of C functions too. Return whether it did."""
+    left = nth
+
+    def strike(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left
+        if event in ("return", "c_return") and frame.f_globals.get("__name__", "").startswith("django_sqlsem"):
+            left -= 1
+            if left == 0:
+                raise SoftLimit("struck")
+
+    sys.setprofile(strike)
+    try:
+        act()
+    except SoftLimit:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_whoever_is_struck_as_it_connects_lets_others_connect() -> None:
+    def connect(_nth: int) -> bool:
+        got = sockets.gate.acquire(timeout=10)
+        sockets.gate.release()
+        return got
+
+    nth = 1
+    while struck_after(nth, lambda: sockets.opening(object)):
+        assert run_in_threads(1, connect) == [True], nth
+        nth += 1
+    assert nth > 20
 
 
 @pytest.mark.parametrize("ends", [None, SoftLimit("struck")])
