@@ -28,6 +28,10 @@ _UNWANTED: Final = re.compile(
 _FAULTS: Final = {
     getattr(signal, name) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV") if hasattr(signal, name)
 }
+OTHER_PROCEDURES: Final = (
+    "its stored procedures are not those of this version of django-sqlsem. Run 'manage.py locks sql --apply', or have a"
+    " DBA run what it prints without --apply."
+)
 #: A batch that does not wait takes no longer than this, in seconds, or the server does not answer.
 ANSWER_TIMEOUT: Final = 5
 
@@ -121,9 +125,7 @@ class AnswerRow(dict[str, Any]):
 
     def __missing__(self, column: str) -> Any:
         raise BackendError(
-            f"The database answered without {column!r}, but with {', '.join(self) or 'nothing'}: its stored procedures "
-            "are not those of this version of django-sqlsem. Run 'manage.py locks sql --apply', or have a DBA run what "
-            "it prints without --apply."
+            f"The database answered without {column!r}, but with {', '.join(self) or 'nothing'}: {OTHER_PROCEDURES}"
         )
 
 

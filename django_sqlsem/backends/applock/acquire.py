@@ -12,6 +12,7 @@ from django_sqlsem.backends.applock.sessions import Holding
 from django_sqlsem.backends.base import Granted, Request, tell_of_two_kinds
 from django_sqlsem.conf import config
 from django_sqlsem.core.modes import RWLOCK, SHARED, UPDATE, UPGRADE, WHOLE, WRITER, line_of
+from django_sqlsem.database.raw import OTHER_PROCEDURES
 from django_sqlsem.database.sqlserver import NATIVE_ERRORS, Meaning, failure, lock_names, meaning
 from django_sqlsem.exceptions import BackendError, PermitLostError, never_met, wrong_kind
 from django_sqlsem.snapshots import Loss, LossReason
@@ -118,7 +119,7 @@ class Claims:
                 call = _CALLS[usual, record]
                 answer, row = self._ask(session, request, call, values | {"head": head}, waits=timeout != 0)
                 if answer.result == calls.NEW:
-                    self._declare(session, request, max(int(row["bound"] or 0), request.slots or 1))
+                    self._declare(session, request, max(int(row["bound"] or 0), request.slots or 1), give_up)
             except BackendError as error:
                 # What the call had taken by then is freed first.
                 if session.ended or meaning(error) is not Meaning.AGAIN or time.monotonic() >= give_up:
@@ -129,8 +130,6 @@ class Claims:
                     raise BackendError(f"The database {self.alias!r} failed: {row['why']} ({row['error']})")
             elif answer.result != calls.NEW:
                 break
-            elif time.monotonic() >= give_up:
-                raise BackendError(f"The database {self.alias!r} failed: the rows that were made are not there")
         if answer.result == calls.OTHER_KIND:
             name, kind = request.resource.name, request.resource.kind
             known = reading.read_one(session, request.resource)
@@ -197,8 +196,13 @@ class Claims:
                 return None
         return Granted(successor.permit_id, renamed.grant(), successor.lease)
 
-    def _declare(self, session: LockSession, request: Request, slots: int) -> None:
-        """Make the rows of a name that has none, or too few; say how many slots it has here."""
+    def _declare(self, session: LockSession, request: Request, slots: int, give_up: float) -> None:
+        """Make the rows of a name that has none, or too few; say how many slots it has here.
+
+        ``give_up``: from then on, by ``time.monotonic()``, what was made and is not there is an error.
+        """
+        if time.monotonic() >= give_up:
+            raise BackendError(f"The database made no rows of {request.resource.name!r}: {OTHER_PROCEDURES}")
         name = {"key": request.resource.key, "name": request.resource.name, "kind": request.resource.kind}
         values = name | {"slots": slots, "template": request.template}
         session.run(calls.DECLARE, values, waits=True)  # thousands of rows take a while

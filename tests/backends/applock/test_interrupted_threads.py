@@ -55,7 +55,7 @@ def test_a_use_that_was_dropped_does_not_end_the_use_of_another(form: str) -> No
 
 
 def struck_after(nth: int, act: Callable[[], object]) -> bool:
-    """Do it, and have a signal strike after the nth call within the library, of C functions too. Return whether it did."""
+    """Do it; a signal strikes after the nth call in the library, of a C function too. Return whether it did."""
     left = nth
 
     def strike(frame: FrameType, event: str, argument: object) -> None:
