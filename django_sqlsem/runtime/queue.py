@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection
 from typing import Final
 
-from django_sqlsem.backends.base import Place, Queue, Request, Waited
+from django_sqlsem.backends.base import Granted, Place, Queue, Request, Waited
 from django_sqlsem.core.clocks import boot_now, chance
 from django_sqlsem.core.modes import UPGRADE
 from django_sqlsem.database.errors import copy_of
@@ -142,14 +143,7 @@ class LocalQueue:
         self.away = None
         if new or now >= self._refresh_at:  # between heartbeats it only reads
             self.keeper.answered()
-        doubtful = False
-        for granted in waited.granted:
-            if granted.permit_id == head.permit_id and not new and boot_now() > now + OLD_PROOF:
-                doubtful = True
-            else:
-                self.keeper.deliver(granted, now, head.request.resource)
-        if doubtful:
-            self.look_soon()
+        if not self._deliver(waited.granted, head, now, new=new):
             return False
         with self.keeper.queue_lock:
             if head.was_served() or head not in self.waiting:
@@ -173,6 +167,17 @@ class LocalQueue:
             if self.unwanted:  # who left meanwhile has asked for a step already; renewals come in between
                 self.next_at = 0.0
             return True
+
+    def _deliver(self, grants: Collection[Granted], head: Acquisition, sent: float, *, new: bool) -> bool:
+        """Give out what a step was granted. Return ``False`` if the database is to be asked again about the first one."""
+        old = not new and boot_now() > sent + OLD_PROOF
+        for granted in grants:
+            if not old or granted.permit_id != head.permit_id:
+                self.keeper.deliver(granted, sent, head.request.resource)
+        if old and any(granted.permit_id == head.permit_id for granted in grants):
+            self.look_soon()
+            return False
+        return True
 
     def _met(self, head: Acquisition, error: Exception, *, asked: bool) -> bool:
         """A step has failed. Return whether all is done for now."""
