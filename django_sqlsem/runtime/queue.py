@@ -169,7 +169,7 @@ class LocalQueue:
             return True
 
     def _deliver(self, grants: Collection[Granted], head: Acquisition, sent: float, *, new: bool) -> bool:
-        """Give out what a step was granted. Return ``False`` if the database is to be asked again about the first one."""
+        """Give out what a step was granted. Return whether no more need be asked about the first in line."""
         old = not new and boot_now() > sent + OLD_PROOF
         for granted in grants:
             if not old or granted.permit_id != head.permit_id:
