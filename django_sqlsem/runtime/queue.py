@@ -20,8 +20,8 @@ from django_sqlsem.runtime.acquisition import Acquisition, AcquisitionKeeper
 
 #: How often a waiting process says that it lives, in seconds.
 HEARTBEAT: Final = 0.65
-#: A grant to a waiter lasts for some time from when the last statement was sent that found it waiting. If that was so
-#: many seconds ago, as the process stood still, the database is asked.
+#: A grant to a waiter lasts for some time from when the last statement was sent that found it waiting. If that was
+#: longer ago than this, in seconds, the process stood still, and asks the database what is left of the grant.
 OLD_PROOF: Final = 2 * HEARTBEAT
 #: A slot may have been freed by someone who could not see the place yet: look once more after this many seconds.
 SECOND_LOOK: Final = 0.025

@@ -54,18 +54,18 @@ def test_a_use_that_was_dropped_does_not_end_the_use_of_another(form: str) -> No
     used.lock.release()
 
 
-def struck_after(nth: int, act: Callable[[], object]) -> bool:
-    """Do it; a signal strikes after the nth call in the library, of a C function too. Return whether it did."""
+def interrupted_after(nth: int, act: Callable[[], object]) -> bool:
+    """Do it, interrupted after the nth call in the library, of a C function too. Return whether it was."""
     left = nth
 
-    def strike(frame: FrameType, event: str, argument: object) -> None:
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
         nonlocal left
         if event in ("return", "c_return") and frame.f_globals.get("__name__", "").startswith("django_sqlsem"):
             left -= 1
             if left == 0:
-                raise SoftLimit("struck")
+                raise SoftLimit("interrupted")
 
-    sys.setprofile(strike)
+    sys.setprofile(interrupt)
     try:
         act()
     except SoftLimit:
@@ -75,14 +75,14 @@ def struck_after(nth: int, act: Callable[[], object]) -> bool:
     return False
 
 
-def test_whoever_is_struck_as_it_connects_lets_others_connect() -> None:
+def test_a_thread_that_is_interrupted_as_it_connects_lets_others_connect() -> None:
     def connect(_nth: int) -> bool:
         got = sockets.gate.acquire(timeout=10)
         sockets.gate.release()
         return got
 
     nth = 1
-    while struck_after(nth, lambda: sockets.opening(object)):
+    while interrupted_after(nth, lambda: sockets.opening(object)):
         assert run_in_threads(1, connect) == [True], nth
         nth += 1
     assert nth > 20
