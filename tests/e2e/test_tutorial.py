@@ -120,6 +120,7 @@ def test_the_tutorial_works_as_written(reader: Reader) -> None:
 
 
 def look_at_the_dashboard(reader: Reader) -> None:
+    wait_until(reader.answers, what="the site answers again")  # the server starts anew when a file has changed
     base = f"http://127.0.0.1:{reader.port}/admin/"
     with httpx.Client(base_url=base, follow_redirects=True, timeout=30) as client:
         token = re.search(r'name="csrfmiddlewaretoken" value="(\w+)"', client.get("login/").text)
