@@ -64,7 +64,7 @@ class Worker:
             raise SoftLimit("a signal interrupts the body")
 
     def enter(self, who: str, permit: Any) -> None:
-        """Note who is in; a signal may come at any point."""
+        """Note a grant. A signal may come at any point."""
         at = now()
         self.inside[who] = permit
         self.log.write("I", who, permit.slot, permit.token or 0, at=at)

@@ -1,7 +1,7 @@
 """The campaign: processes with threads and tasks fight for three slots under one kind of fault after the other.
 
 ``python -m tests.proof.campaign --database postgres --fault kill stop --seconds 60``. Each database has a server, or
-file, of its own, which may be killed. Who was inside is judged by a log that the library has no part in: see ``judge``.
+file, of its own, which may be killed. A log that the library has no part in says who was inside: see ``judge``.
 docs/proof.md says what is judged and has the figures: ``--json FILE`` adds those of a run to a file, from which
 ``--report FILE`` writes the table.
 """
@@ -57,7 +57,7 @@ PROCESSES = 3
 SLOTS = 3
 LEASE = 3.0
 OPTIONS = {"slots": SLOTS, "lease": LEASE, "threads": 2, "tasks": 3, "hold": 0.004}
-#: On a machine on which a sleep is late by a second, a hand-over may be late by so many.
+#: How many seconds a hand-over may be late on a machine on which a sleep is late by one second.
 BUSY = 20.0
 #: How long the end of a run may take, in seconds.
 PATIENCE = 90.0
@@ -428,8 +428,8 @@ class Fault:
     """What is done to the workers, every ``every`` seconds or so.
 
     ``on``: the databases on which it makes sense. ``idle``: for how long a free slot may stand idle, by the pages
-    "Guarantees" and "Failure modes"; the time for which the database was away does not count. ``heard``: where a
-    holder may have lost its slot without knowing, for so many seconds.
+    "Guarantees" and "Failure modes"; the time for which the database was away does not count. ``heard``: for how
+    many seconds a holder may not know yet that it has lost its slot, by database.
     """
 
     inject: Callable[[Run], None]
@@ -612,7 +612,7 @@ def _calm(run: Run) -> None:
 
 
 def _look_for_leftovers(run: Run, result: Result) -> None:
-    """Who asks for all slots gets them, though those who had them were killed; then none is held."""
+    """One caller takes all slots, also those of killed processes, and gives them back. Then none is held."""
     alias = run.place.alias
     connections[alias].close()
 
