@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import struct
 import threading
@@ -21,6 +22,8 @@ from django_sqlsem.core.turns import Turn
 _GRACE: Final = 1.5
 #: How often the watch looks, in seconds.
 _LOOK: Final = 0.5
+#: How long after ``call_soon`` a step is called, in seconds.
+SOON: Final = 0.15
 
 
 class Watched(Protocol):
@@ -36,10 +39,12 @@ class Watched(Protocol):
 
 
 class Watch:
-    """A thread that runs while there is anything to watch."""
+    """A thread that runs while there is anything to watch. It takes what is to be done a moment later, too."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        #: What is to be called, and when, by ``time.monotonic()``: the delay is the same for all.
+        self._steps: queue.SimpleQueue[tuple[float, Callable[[], object]]] = queue.SimpleQueue()
         #: By id. Each change is one step of the interpreter, so an interrupted thread leaves no lock behind.
         self._watched: dict[int, weakref.ref[Watched]] = {}
         self._thread: threading.Thread | None = None
@@ -59,10 +64,22 @@ class Watch:
         """Watch this one no longer."""
         self._watched.pop(id(watched), None)
 
+    def call_soon(self, step: Callable[[], object]) -> None:
+        """Call ``step`` after ``SOON``, if anything is watched by then. It may be called from any thread."""
+        self._steps.put((time.monotonic() + SOON, step))
+
+    def _take_steps(self, until: float) -> None:
+        """Sleep until then, but for the steps that are due before."""
+        while (left := until - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                due, step = self._steps.get(timeout=left)
+                time.sleep(max(0.0, due - time.monotonic()))
+                step()
+
     def _run(self) -> None:
         while True:
             began = time.monotonic()
-            time.sleep(_LOOK)
+            self._take_steps(began + _LOOK)
             stood_still = time.monotonic() - began > _LOOK + _GRACE
             with self._lock:
                 if not self._watched:

@@ -132,6 +132,7 @@ class ApplockBackend(BaseSemaphoreBackend):
             line.leave(request.permit_id)
             raise error
         line.enrol_again(request, place)
+        line.start()  # one that ran out of memory may have ended
         if not line.waits_for(request.permit_id):  # its grant is on the way, or it is not known there
             return Waited((), Queue(ahead=0, told=True) if self.pool.holder(request.permit_id) is not None else None)
         line.show(request, place)

@@ -12,6 +12,7 @@ from django_sqlsem.backends.applock import calls
 from django_sqlsem.backends.applock.acquire import PASSES_THE_STUCK, holder_values, same_wish
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.modes import WHOLE
+from django_sqlsem.database import sockets
 from django_sqlsem.database.sqlserver import broke_off
 from django_sqlsem.exceptions import BackendError
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 LINGER: Final = 1.0
 #: One that gave up may have a successor in the same process: so long the place is kept for it, in seconds.
 SUCCESSION: Final = 0.05
-#: So long after the last one gave up, in seconds, the wait is cut: by then, most of them have ended by themselves.
-CUT_AFTER: Final = 3 * SUCCESSION
 #: The longest wait in one call, in seconds: where it can be cut short from here, and where it can't.
 LONGEST: Final = 86_400.0
 LONGEST_UNCUT: Final = 5.0
@@ -165,12 +164,7 @@ class Line:
                 return
             self._changed.notify()
             if self._blocked is not None:
-                timer = threading.Timer(CUT_AFTER, self._give_up)
-                timer.daemon = True
-                try:
-                    timer.start()
-                except RuntimeError:  # no thread can start at the interpreter's end
-                    self._give_up()
+                sockets.watch.call_soon(self._give_up)  # by then, most waits have ended by themselves
 
     def _give_up(self) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import socket
 import struct
 import subprocess
@@ -595,6 +596,17 @@ def test_a_statement_that_is_not_answered_is_cut(monkeypatch: pytest.MonkeyPatch
     for each in (silent, at_rest):
         watch.remove(each)
     wait_until(lambda: watch._thread is None, what="no thread for nothing")
+
+
+def test_a_step_is_taken_soon_by_the_thread_that_watches() -> None:
+    watch, watched, taken = database_sockets.Watch(), Silent(), queue.SimpleQueue[threading.Thread]()
+    watch.add(watched)
+    called = time.monotonic()
+    for _ in range(2):
+        watch.call_soon(lambda: taken.put(threading.current_thread()))
+    assert taken.get(timeout=10) is taken.get(timeout=10) is watch._thread
+    assert time.monotonic() - called >= database_sockets.SOON
+    watch.remove(watched)
 
 
 def opened(monkeypatch: pytest.MonkeyPatch, **said: Any) -> LockSession:
