@@ -41,8 +41,9 @@ _CALLS: Final = {
     (False, False): calls.ACQUIRE_UNRECORDED,
 }
 
-# Whether a call passes those who wait: see ``internal_acquire_1``.
-BARGES, FAIR, PASSES_THE_STUCK = 0, 1, 2
+# What a request's ``fair`` says, for a call that passes nobody who waits, or only who seems stuck: see
+# ``internal_acquire_1``.
+FAIR, PASSES_THE_STUCK = 1, 2
 
 
 class Answer(NamedTuple):
@@ -104,7 +105,7 @@ class Claims:
         request: Request,
         timeout: int | None,
         *,
-        fair: int = BARGES,
+        fair: int,
         head: bool = False,
         mark: int | None = None,
     ) -> Answer:

@@ -262,7 +262,9 @@ class Line:
         longest = LONGEST if session.can_be_cut else LONGEST_UNCUT
         patience = longest if place.patience is None else min(place.patience + SUCCESSION, longest)
         try:
-            answer = self.claims.attempt(session, request, int(patience * 1000), head=self.is_head)
+            answer = self.claims.attempt(
+                session, request, int(patience * 1000), fair=int(request.fair), head=self.is_head
+            )
         finally:
             with self._lock:
                 self._blocked = None

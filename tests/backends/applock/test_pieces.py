@@ -23,7 +23,7 @@ from django_sqlsem.backends.applock import calls
 from django_sqlsem.backends.applock import line as applock_line
 from django_sqlsem.backends.applock import pool as applock_pool
 from django_sqlsem.backends.applock import sessions as applock_sessions
-from django_sqlsem.backends.applock.acquire import Answer
+from django_sqlsem.backends.applock.acquire import FAIR, Answer
 from django_sqlsem.backends.applock.line import Line
 from django_sqlsem.backends.applock.pool import LockPool
 from django_sqlsem.backends.applock.sessions import INSIDE, Holding, LockSession
@@ -80,7 +80,8 @@ class Server:
     def given_back(self) -> list[Any]:
         return self.__dict__.setdefault("_given_back", [])
 
-    def attempt(self, session: Any, asking: Request, timeout: int, *, head: bool) -> Answer:
+    def attempt(self, session: Any, asking: Request, timeout: int, *, fair: int, head: bool) -> Answer:
+        assert fair == FAIR
         self.asked.append(asking.permit_id)
         self.heads.append(head)
         if not self.free.wait(self.patience):

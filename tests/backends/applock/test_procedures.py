@@ -148,6 +148,15 @@ def test_names_are_those_of_django(program, another):
         assert program.release(lock.gate) == 0
 
 
+def test_who_begins_to_wait_passes_nobody(program):
+    """The first in line waits for another slot at this moment."""
+    gate = lock_names(NAME).gate
+    assert program.get(gate) == 0
+    with pytest.raises(AcquireTimeoutError):
+        semaphore(NAME, slots=2, timeout=1, using=ALIAS).acquire()
+    assert program.release(gate) == 0
+
+
 @contextlib.contextmanager
 def waiting(program, **options):
     """Have a session wait for a slot, and be the first in line; yields a list that gets what it is answered."""
