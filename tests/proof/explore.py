@@ -109,6 +109,30 @@ class Findings:
         return text
 
 
+def schedules(root: Any, visited: dict[Any, list[Any]]) -> int:
+    """Count the schedules that lead from the first state to an end; ``visited`` tells which states follow each."""
+    counts: dict[Any, int] = {}
+    for key in reversed(list(_in_order(root, visited))):
+        nexts = visited.get(key, [])
+        counts[key] = sum(counts.get(each, 0) for each in nexts) if nexts else 1
+    return counts.get(root, 0)
+
+
+def _in_order(root: Any, visited: dict[Any, list[Any]]) -> Iterator[Any]:
+    incoming: dict[Any, int] = {}
+    for nexts in visited.values():
+        for each in nexts:
+            incoming[each] = incoming.get(each, 0) + 1
+    ready = [root]
+    while ready:
+        key = ready.pop()
+        yield key
+        for each in visited.get(key, []):
+            incoming[each] -= 1
+            if not incoming[each]:
+                ready.append(each)
+
+
 class Explorer:
     """Runs scenarios on one database."""
 
@@ -145,7 +169,7 @@ class Explorer:
                 self._shrink(found)
                 break
         found.states = len(self._visited)
-        found.schedules = self._count()
+        found.schedules = schedules(self._root, self._visited)
         return found
 
     def replay(
@@ -316,28 +340,6 @@ class Explorer:
                 self._take(((may or ready)[0].number, GO if may else CRASH), None)
             else:  # they wait for each other, and the database ends that
                 left[0].arrive()
-
-    def _count(self) -> int:
-        """Count the schedules that lead from the beginning to an end."""
-        counts: dict[Any, int] = {}
-        for key in reversed(list(self._topological())):
-            nexts = self._visited.get(key, [])
-            counts[key] = sum(counts.get(each, 0) for each in nexts) if nexts else 1
-        return counts.get(self._root, 0)
-
-    def _topological(self) -> Iterator[Any]:
-        incoming: dict[Any, int] = {}
-        for nexts in self._visited.values():
-            for each in nexts:
-                incoming[each] = incoming.get(each, 0) + 1
-        ready = [self._root]
-        while ready:
-            key = ready.pop()
-            yield key
-            for each in self._visited.get(key, []):
-                incoming[each] -= 1
-                if not incoming[each]:
-                    ready.append(each)
 
     def _shrink(self, found: Findings) -> None:
         """Leave out choices, one after the other, as long as the same thing breaks."""
