@@ -31,9 +31,11 @@ from django_sqlsem.core.identity import HolderIdentity
 from django_sqlsem.core.modes import WHOLE
 from django_sqlsem.core.names import resource_for
 from django_sqlsem.database.sqlserver import lock_names
+from django_sqlsem.exceptions import BackendError
 from tests.proof.clients import CRASH, GO
 from tests.proof.explore import BrokenError, Findings, hold, schedules
 from tests.support import tds
+from tests.support.threads import wait_until
 
 NAME: Final = "proof"
 RESOURCE: Final = resource_for(NAME, "semaphore")
@@ -263,12 +265,19 @@ class Client:
         #: Which of the scheduler's two locks it waits for, and whether the scheduler has them.
         self.turn, self.met = 0, False
         self.wanted, self.slots = request(number), 1
+        self.is_dead = False
+        open_one = self.backend.pool._open_one
+        self.backend.pool._open_one = lambda asked: self._alive() or open_one(asked)  # type: ignore[method-assign]
         self.holds: Acquired | None = None
         self.error: BaseException | None = None
         self._work, self.took_first, self.ended = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
         self._program: Callable[[Client], object] | None = None
         self.ended.set()
         threading.Thread(target=self._run, daemon=True, name=f"proof-{number}").start()
+
+    def _alive(self) -> None:
+        if self.is_dead:
+            raise BackendError("the process is dead")
 
     def got(self, granted: Any) -> None:
         """Note a grant."""
@@ -504,13 +513,19 @@ class World:
         client.turn = 1 - client.turn
 
     def kill(self, client: Client) -> None:
-        """End a client's session, and wait until its locks are free."""
+        """End a client's session, and wait until its locks are free. Its process does nothing more, either."""
+        client.is_dead = True
         self.do(f"KILL {client.session.session_id}")
         assert client.ended.wait(20), "a client outlives its session"
+        runs = f"proof:runs:{1 - client.turn}:{client.session.session_id}"
+        self.get(runs)  # that it gives back too
+        self.drop(runs)
+        alive = "SELECT COUNT(*) FROM sys.dm_exec_sessions WHERE session_id = ?"
+        wait_until(lambda: not self.do(alive, client.session.session_id)[-1][0][0], what="the session is gone")
         for turn in (0, 1):
             self.drop(f"proof:go:{turn}:{client.session.session_id}")
         client.session.end("killed")
-        client.holds = client.error = None
+        client.holds, client.error, client.is_dead = None, None, False
 
     def drain(self) -> None:
         """Let all that are under way come to their ends by themselves, and give back what they get."""

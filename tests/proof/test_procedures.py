@@ -23,6 +23,8 @@ SHORT = [
     Scenario(("try", "purge name"), 1, 0),
     Scenario(("acquire", "pause"), 1, 0),
 ]
+#: With one crash, at any point.
+FAULTY = [Scenario(("try", "shrink"), 2, 0), Scenario(("acquire", "purge name"), 2, 0)]
 #: The first in line waits for one slot while another one becomes free, and somebody comes.
 THREE = Scenario(("release", "acquire", "acquire"), 2, 2)
 #: For how long ``make proof`` runs, in seconds.
@@ -91,6 +93,11 @@ MISTAKES = {
         "slots are free, and client",
     ),
 }
+
+
+@pytest.mark.parametrize("scenario", FAULTY, ids=str)
+def test_no_crash_breaks_a_promise(explorer, scenario):
+    assert explored(explorer, scenario, faults=1).exhausted
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
