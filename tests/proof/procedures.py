@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import random
 import re
 import threading
 import time
@@ -390,7 +389,7 @@ class Seen:
         return any(name[3] for name in self.names)
 
     def is_free_for(self, number: int, resource: str) -> bool:
-        """Whether one that waits first for a lock would get it: shared ones of the name go together."""
+        """Whether one that waits first for a lock would get it: nobody else has it, in any mode."""
         index = RESOURCES.index(resource)
         modes = [told.modes[index] for told in self.clients if told.modes and told is not self.clients[number]]
         return all(mode == "NoLock" for mode in modes)
@@ -741,12 +740,10 @@ class Explorer:
         late: int = 1,
         faults: int = 0,
         until: float = 0.0,
-        seed: int | None = None,
     ) -> Findings:
         """Run all schedules with so many waits that take too long, and so many crashes; or those until some instant."""
         self._scenario, self._names = scenario, scenario.names
         self._most = {LATE: late, CRASH: faults}
-        order = random.Random(seed) if seed is not None else None
         self._visited: dict[Any, list[Any]] = {}
         self._ends: set[Any] = set()
         self._root: Any = None
@@ -755,9 +752,6 @@ class Explorer:
             if until and time.monotonic() > until:
                 found.exhausted = False
                 break
-            if order is not None:
-                index = order.randrange(len(left))
-                left[index], left[-1] = left[-1], left[index]
             prefix, judge = left.pop()
             found.runs += 1
             try:
