@@ -16,7 +16,7 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -63,14 +63,14 @@ STEPPED: Final = (
 _OTHERS: Final = re.compile(r"APPLOCK_TEST|dbo\.sqlsem_")
 #: What a statement depends on, if it is ours alone.
 _CONDITION: Final = re.compile(r"\s*IF (.*?)\s*\b(?:EXEC|UPDATE|SELECT)\b", re.DOTALL)
-_SHARED: Final = re.compile(r"APPLOCK_TEST|dbo\.sqlsem_|sp_getapplock|sp_releaseapplock|EXEC sqlsem\.")
+_SHARED: Final = re.compile(_OTHERS.pattern + r"|sp_getapplock|sp_releaseapplock|EXEC sqlsem\.")
 #: A line after which a statement begins.
 _ENDS: Final = re.compile(r"(;|\bBEGIN|\bBEGIN TRY|\bBEGIN CATCH|^AS)\s*(--.*)?$")
 _NOW: Final = "CAST('2096-10-02T07:06:40' AS datetime2(3))"
 NOW_US: Final = 4_000_000_000_000_000
 #: Parameters that are the same throughout a call, or too long.
 _CONSTANT: Final = ("base", "key", "kind", "permit", "thread", "label", "user", "session", "held", "answer")
-#: Waits of so many milliseconds are endless.
+#: A wait of this many milliseconds, or more, is endless.
 ENDLESS: Final = 10_000_000
 _HELPERS: Final = {
     # What a client tells when it stops, by its session's number.
@@ -210,7 +210,7 @@ def stepped(name: str, text: str) -> str:
     """Return a procedure's text with its stops, each of which tells all local variables."""
     head, _, body = text.partition("\nAS\n")
     known = re.findall(r"^    @(\w+) ", head, re.MULTILINE)
-    lines, made, begins, within, index = body.split("\n"), [], True, False, 0
+    lines, made, within, index = body.split("\n"), [], False, 0
     while index < len(lines):
         code = lines[index].split("--")[0].rstrip()
         end = index  # of the statement that begins here, or of what comes before a block of its own
@@ -219,7 +219,7 @@ def stepped(name: str, text: str) -> str:
         whole = "\n".join(lines[index : end + 1])
         if code.lstrip().startswith("DECLARE"):
             known += re.findall(r"@(\w+) (?!=)\w", whole)
-        starts = begins and not re.match(r"\s*(ELSE|END|DECLARE)\b", code)
+        starts = not re.match(r"\s*(ELSE|END|DECLARE)\b", code)
         if starts and not within and (_SHARED.search(whole) or "BEGIN TRANSACTION" in whole):
             condition = _CONDITION.match(whole)
             guard = condition[1] if condition and not _OTHERS.search(condition[1]) else "1 = 1"
@@ -228,7 +228,7 @@ def stepped(name: str, text: str) -> str:
             made.append(f"    EXEC sqlsem.proof_stop N'{name}:{index}', @proof, N'';\nEND;")
         within = (within or "BEGIN TRANSACTION" in whole) and "COMMIT TRANSACTION" not in whole
         made += lines[index : end + 1]
-        begins, index = begins if not code else True, end + 1
+        index = end + 1
     body = "\n".join(made).replace("sys.sp_getapplock", "sqlsem.proof_lock")
     body = body.replace("ORDER BY acquired_us", "ORDER BY acquired_us, slot")  # which are the same by a stopped clock
     return f"{head}\nAS\nDECLARE @proof nvarchar(4000);\n{body}".replace("SYSUTCDATETIME()", _NOW)
@@ -398,8 +398,8 @@ class Seen:
 class World:
     """The procedures with their stops in a test database, their clients, and what others see."""
 
-    def __init__(self, alias: str, most: int = 6, mistakes: Mapping[str, tuple[str, str]] | None = None) -> None:
-        """``mistakes``: of some procedures, what is written in place of what."""
+    def __init__(self, alias: str, most: int = 6, mistake: tuple[str, str] = ("", "")) -> None:
+        """``mistake``: of ``internal_acquire_1``, what is written there, and what in its place."""
         self.alias = alias
         self.raw = tds.raw_connection(alias)
         self.do(
@@ -409,10 +409,11 @@ class World:
         for text in _HELPERS.values():
             self.do(text)
         for name in STEPPED:
-            right, wrong = (mistakes or {}).get(name, ("", ""))
             text = calls.files()[name]
-            assert right in text, f"{name} has no {right!r}"
-            self._alter(stepped(name, text.replace(right, wrong)))
+            if name == "internal_acquire_1":
+                assert mistake[0] in text, f"{name} has no {mistake[0]!r}"
+                text = text.replace(*mistake)
+            self._alter(stepped(name, text))
         self.clients = [Client(number, alias) for number in range(most)]
 
     def close(self) -> None:
@@ -618,7 +619,7 @@ OPERATIONS: Final = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """Operations at once, of how many slots so many are held when they begin; holders come first."""
+    """Operations at once, holders first; the number of slots, and how many of them are held at the beginning."""
 
     names: tuple[str, ...]
     slots: int
@@ -741,7 +742,10 @@ class Explorer:
         faults: int = 0,
         until: float = 0.0,
     ) -> Findings:
-        """Run all schedules with so many waits that take too long, and so many crashes; or those until some instant."""
+        """Run all schedules, or those until some instant.
+
+        ``late`` is how many waits take too long in one schedule at the most, ``faults`` how many clients crash.
+        """
         self._scenario, self._names = scenario, scenario.names
         self._most = {LATE: late, CRASH: faults}
         self._visited: dict[Any, list[Any]] = {}

@@ -41,8 +41,7 @@ _CALLS: Final = {
     (False, False): calls.ACQUIRE_UNRECORDED,
 }
 
-# What a request's ``fair`` says, for a call that passes nobody who waits, or only who seems stuck: see
-# ``internal_acquire_1``.
+# Whom a call may pass that finds others waiting: nobody, or only those who seem stuck. See ``internal_acquire_1``.
 FAIR, PASSES_THE_STUCK = 1, 2
 
 
