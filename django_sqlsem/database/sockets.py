@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
+from django_sqlsem.core.threads import DaemonThread
 from django_sqlsem.core.turns import Turn
 
 #: A statement of which nothing was heard this many seconds after its answer was due costs its session.
@@ -54,7 +55,7 @@ class Watch:
         self._watched[id(watched)] = weakref.ref(watched)
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="sqlsem-watch", daemon=True)
+                self._thread = DaemonThread("sqlsem-watch", self._run)
                 try:
                     self._thread.start()
                 except RuntimeError:  # no thread can start at the interpreter's end: the driver's own limit holds

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from django_sqlsem.core.text import numbers
+from django_sqlsem.core.threads import DaemonThread
 from django_sqlsem.exceptions import AcquireTimeoutError
 from django_sqlsem.runtime.acquisition import Acquisition, Announcement
 from django_sqlsem.signals import (
@@ -167,7 +167,7 @@ def ask_to_stop(acquisition: Acquisition, by: str) -> None:
 
 
 def _start(name: str, run: Callable[..., None], *args: object) -> None:
-    threading.Thread(target=run, args=args, name=name, daemon=True).start()
+    DaemonThread(name, run, *args).start()
 
 
 def _call_all(notice: Announcement, permit: Any) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.threads import DaemonThread
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -157,7 +158,7 @@ class ThreadLoop:
             with self._life:
                 if not self.runs() and not self._stopping:
                     self._alarm = self._alarm or Alarm()
-                    self._thread = threading.Thread(target=self._run, name=f"sqlsem-keeper-{self.alias}", daemon=True)
+                    self._thread = DaemonThread(f"sqlsem-keeper-{self.alias}", self._run)
                     self._thread.start()
 
     def post(self, step: Callable[[], object]) -> None:

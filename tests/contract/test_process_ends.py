@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import textwrap
 import threading
 import time
@@ -278,3 +279,28 @@ def test_nothing_is_left_unclosed_by_a_process_that_has_rung_another():
         child.expect("rung")
         child.finish()
         assert "ResourceWarning" not in child.stderr
+
+
+SHORT_OF_MEMORY = """
+from django_sqlsem.core.threads import DaemonThread
+DaemonThread._bootstrap = lambda thread: None  # as a thread ends that has no memory to begin with
+try:
+    lock.acquire()
+except RuntimeError as error:
+    say(error)
+del DaemonThread._bootstrap
+with lock:
+    say("held")
+    listen()
+"""
+
+
+def test_a_thread_that_ends_before_it_begins_is_not_waited_for(database):
+    """Python's own start would wait for ever: https://github.com/python/cpython/issues/140746."""
+    with Child(BEGIN + SHORT_OF_MEMORY, database) as child:
+        assert re.fullmatch(r"can't start new thread: 'sqlsem-\S+' did not begin, as memory is short", child.expect())
+        child.expect("held")
+        assert [row.pid for row in held_rows(database)] == [child.pid]
+        child.send()
+        child.finish()
+        assert held_rows(database) == []

@@ -12,6 +12,7 @@ from django_sqlsem.backends.applock import calls
 from django_sqlsem.backends.applock.acquire import PASSES_THE_STUCK, holder_values, same_wish
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.modes import WHOLE
+from django_sqlsem.core.threads import DaemonThread
 from django_sqlsem.database import sockets
 from django_sqlsem.database.sqlserver import broke_off
 from django_sqlsem.exceptions import BackendError
@@ -188,7 +189,7 @@ class Line:
     def start(self) -> None:
         """Start waiting, unless it does already. Raises ``RuntimeError`` if no thread can start."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="sqlsem-line", daemon=True)
+            self._thread = DaemonThread("sqlsem-line", self._run)
             self._thread.start()
 
     def _run(self) -> None:
