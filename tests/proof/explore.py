@@ -7,13 +7,14 @@ seen the same, go on in the same ways: so each state is gone on from once.
 
 from __future__ import annotations
 
+import abc
 import copy
 import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from django_sqlsem.backends.base import Acquired
 from tests.proof import clients
@@ -133,7 +134,106 @@ def _in_order(root: Any, visited: dict[Any, list[Any]]) -> Iterator[Any]:
                 ready.append(each)
 
 
-class Explorer:
+J = TypeVar("J")
+
+
+class Search(abc.ABC, Generic[J]):
+    """Goes through all schedules of a scenario; ``J`` judges their steps."""
+
+    def search(self, found: Findings, until: float, order: random.Random | None = None) -> Findings:
+        """Run all schedules; or, ``until`` some instant, those that come first in this order."""
+        self._visited: dict[Any, list[Any]] = {}
+        self._ends: set[Any] = set()
+        self._root: Any = None
+        left: list[tuple[list[Choice], J | None]] = [([], None)]
+        while left:
+            if until and time.monotonic() > until:
+                found.exhausted = False
+                break
+            if order is not None:  # another place to go on from each time
+                index = order.randrange(len(left))
+                left[index], left[-1] = left[-1], left[index]
+            prefix, judge = left.pop()
+            found.runs += 1
+            try:
+                self._run(prefix, judge, left, found)
+            except BrokenError as error:
+                found.broken, found.exhausted = str(error), False
+                break
+            finally:
+                self._drain()
+        found.states = len(self._visited)
+        found.schedules = schedules(self._root, self._visited)
+        return found
+
+    def _run(self, prefix: list[Choice], known: J | None, left: list[Any], found: Findings) -> None:
+        self._start()
+        judge = self._judge_of_beginning() if known is None else known
+        for choice in prefix[:-1]:
+            self._go(choice, None)
+        chosen, parent = list(prefix), None
+        found.schedule = chosen
+        if prefix:
+            parent = self._key(judge, prefix[:-1])
+            self._check_the_way(judge, prefix[:-1])
+            self._go(prefix[-1], judge)
+        while True:
+            found.steps += 1
+            self._follow_up(judge, chosen)
+            key = self._key(judge, chosen)
+            if parent is None:
+                self._root = key
+            else:
+                self._visited[parent].append(key)
+            if key in self._visited:
+                return
+            self._visited[key] = []
+            choices = list(self._choices(judge, chosen))
+            if not choices:
+                self._end(judge, chosen)
+                return
+            left += [([*chosen, choice], copy.deepcopy(judge)) for choice in choices[1:]]
+            chosen.append(choices[0])
+            self._go(choices[0], judge)
+            parent = key
+
+    @abc.abstractmethod
+    def _start(self) -> None:
+        """Have all clients stop before their first steps, at the beginning of the scenario."""
+
+    @abc.abstractmethod
+    def _judge_of_beginning(self) -> J:
+        """Return who judges the steps from the beginning on."""
+
+    @abc.abstractmethod
+    def _go(self, choice: Choice, judge: J | None) -> None:
+        """Take a step, and have it judged, unless it was before."""
+
+    @abc.abstractmethod
+    def _check_the_way(self, judge: J, chosen: Sequence[Choice]) -> None:
+        """Assert that a schedule that is run again has led to where it led before."""
+
+    def _follow_up(self, judge: J, chosen: list[Choice]) -> None:
+        """Take the steps that nobody chooses."""
+
+    @abc.abstractmethod
+    def _key(self, judge: J, chosen: Sequence[Choice]) -> Any:
+        """Return what tells a state from others."""
+
+    @abc.abstractmethod
+    def _choices(self, judge: J, chosen: Sequence[Choice]) -> Iterator[Choice]:
+        """Yield what may come next."""
+
+    @abc.abstractmethod
+    def _end(self, judge: J, chosen: list[Choice]) -> None:
+        """Judge the end of a schedule."""
+
+    @abc.abstractmethod
+    def _drain(self) -> None:
+        """Have all clients come to their ends, so that the next run can begin."""
+
+
+class Explorer(Search[Judge]):
     """Runs scenarios on one database."""
 
     def __init__(self, world: World, most: int = 3) -> None:
@@ -150,26 +250,9 @@ class Explorer:
     def explore(self, scenario: Scenario, *, faults: int = 0, until: float = 0.0, seed: int | None = None) -> Findings:
         """Run all schedules with at most so many faults; or, ``until`` some instant, those that come first."""
         self._begin(scenario, faults)
-        order = random.Random(seed) if seed is not None else None
-        found, left = Findings(scenario), [([], None)]
-        while left:
-            if until and time.monotonic() > until:
-                found.exhausted = False
-                break
-            if order is not None:  # another place to go on from each time
-                index = order.randrange(len(left))
-                left[index], left[-1] = left[-1], left[index]
-            prefix, judge = left.pop()
-            found.runs += 1
-            try:
-                self._run(prefix, judge, left, found)
-            except BrokenError as error:
-                found.broken, found.exhausted = str(error), False
-                self._drain()
-                self._shrink(found)
-                break
-        found.states = len(self._visited)
-        found.schedules = schedules(self._root, self._visited)
+        found = self.search(Findings(scenario), until, random.Random(seed) if seed is not None else None)
+        if found.broken:
+            self._shrink(found)
         return found
 
     def replay(
@@ -177,8 +260,9 @@ class Explorer:
     ) -> tuple[str, list[Choice], list[str]]:
         """Run one schedule, then each client to its end. Return what broke, what was chosen, and in words."""
         self._begin(scenario, faults)
+        self._ends = set()  # the search has judged this one
         self._start()
-        judge, chosen, trace = Judge(self.world.read()), [], []
+        judge, chosen, trace = self._judge_of_beginning(), [], []
         wanted = list(schedule)
         try:
             while choices := list(self._choices(judge, chosen)):
@@ -193,8 +277,7 @@ class Explorer:
                     f"{self._names[number]} #{number} {word}: {self._clients[number].text[:150] or 'looks again'}"
                 )
                 chosen.append(choice)
-                self._take(choice, judge)
-                self._judge(number, judge)
+                self._go(choice, judge)
             self._end(judge, chosen)
         except BrokenError as error:
             self._drain()
@@ -208,9 +291,6 @@ class Explorer:
         self._names = scenario.names
         self._clients = self._all[: len(scenario.names)]
         self._script = self.world.script(scenario.base)
-        self._visited: dict[Any, list[Any]] = {}
-        self._ends: set[Any] = set()
-        self._root: Any = None
 
     def _start(self) -> None:
         self.world.reset(self._script)
@@ -218,37 +298,17 @@ class Explorer:
         for client, operation, subject in pairs:
             client.start(lambda client, run=operation.program, subject=subject: run(self.world, client, subject))
 
-    def _run(self, prefix: list[Choice], judge: Judge | None, left: list[Any], found: Findings) -> None:
-        self._start()
-        for choice in prefix[:-1]:
-            self._take(choice, None)
-        judge = Judge(self.world.read()) if judge is None else judge
-        chosen, parent = list(prefix), None
-        found.schedule = chosen
-        if prefix:
-            parent = self._key(judge, prefix[:-1])
-            assert parent in self._visited, f"the same schedule has led elsewhere: {self._names!r} {prefix[:-1]}"
-            self._take(prefix[-1], judge)
-            self._judge(prefix[-1][0], judge)
-            found.steps += 1
-        while True:
-            key = self._key(judge, chosen)
-            if parent is None:
-                self._root = key
-            else:
-                self._visited[parent].append(key)
-            if key in self._visited:
-                return self._drain()
-            self._visited[key] = []
-            choices = list(self._choices(judge, chosen))
-            if not choices:
-                return self._end(judge, chosen)
-            left += [([*chosen, choice], copy.deepcopy(judge)) for choice in choices[1:]]
-            chosen.append(choices[0])
-            self._take(choices[0], judge)
-            self._judge(choices[0][0], judge)
-            found.steps += 1
-            parent = key
+    def _judge_of_beginning(self) -> Judge:
+        return Judge(self.world.read())
+
+    def _go(self, choice: Choice, judge: Judge | None) -> None:
+        self._take(choice, judge)
+        if judge is not None:
+            self._judge(choice[0], judge)
+
+    def _check_the_way(self, judge: Judge, chosen: Sequence[Choice]) -> None:
+        where = self._key(judge, chosen)
+        assert where in self._visited, f"the same schedule has led elsewhere: {self._names!r} {chosen}"
 
     def _choices(self, judge: Judge, chosen: Sequence[Choice]) -> Iterator[Choice]:
         """Yield what may come next: steps first, then what may go wrong."""
@@ -332,7 +392,6 @@ class Explorer:
         return judge.seen.key, hash(told), sum(word != GO for _, word in chosen)
 
     def _drain(self) -> None:
-        """Have all clients come to their ends, so that the next run can begin."""
         while left := [client for client in self._clients if client.state not in ("done", "dead")]:
             ready = [client for client in left if not client.blocked]
             may = [client for client in ready if self._may_go(client, None)]
@@ -343,7 +402,6 @@ class Explorer:
 
     def _shrink(self, found: Findings) -> None:
         """Leave out choices, one after the other, as long as the same thing breaks."""
-        visited, root = self._visited, self._root
         best = list(found.schedule)
         index = 0
         while index < len(best):
@@ -355,7 +413,6 @@ class Explorer:
                 index += 1
         broken, found.schedule, found.trace = self.replay(self._scenario, best, self._faults)
         found.broken = broken or f"{found.broken} (but not when it was run again)"
-        self._visited, self._root = visited, root
 
     # The end of a run.
 

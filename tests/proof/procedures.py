@@ -15,7 +15,6 @@ import copy
 import functools
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -32,7 +31,7 @@ from django_sqlsem.core.names import resource_for
 from django_sqlsem.database.sqlserver import lock_names
 from django_sqlsem.exceptions import BackendError
 from tests.proof.clients import CRASH, GO
-from tests.proof.explore import BrokenError, Findings, hold, schedules
+from tests.proof.explore import BrokenError, Choice, Findings, Search, hold
 from tests.support import tds
 from tests.support.threads import wait_until
 
@@ -635,8 +634,6 @@ class Scenario:
 
 # The exploration.
 
-#: Which client goes on, and how: GO, CRASH, or these.
-Choice = tuple[int, str]
 #: Its wait has taken too long; it is granted what it waits for, which is no choice, but the server's.
 LATE, GRANTED = "late", "granted"
 
@@ -728,86 +725,38 @@ class Judge:
         hold(held <= window.bound, f"{held} slots are held of {window.bound}")
 
 
-class Explorer:
+class Explorer(Search[Judge]):
     """Runs scenarios: some operations at once, from a beginning with some slots, of which some are held."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def explore(
-        self,
-        scenario: Scenario,
-        *,
-        late: int = 1,
-        faults: int = 0,
-        until: float = 0.0,
-    ) -> Findings:
+    def explore(self, scenario: Scenario, *, late: int = 1, faults: int = 0, until: float = 0.0) -> Findings:
         """Run all schedules, or those until some instant.
 
         ``late`` is how many waits take too long in one schedule at the most, ``faults`` how many clients crash.
         """
         self._scenario, self._names = scenario, scenario.names
         self._most = {LATE: late, CRASH: faults}
-        self._visited: dict[Any, list[Any]] = {}
-        self._ends: set[Any] = set()
-        self._root: Any = None
-        found, left = Findings(scenario), [([], None)]
-        while left:
-            if until and time.monotonic() > until:
-                found.exhausted = False
-                break
-            prefix, judge = left.pop()
-            found.runs += 1
-            try:
-                self._run(prefix, judge, left, found)
-            except BrokenError as error:
-                found.broken, found.exhausted = str(error), False
-                break
-            finally:
-                self.world.drain()
-        found.states = len(self._visited)
-        found.schedules = schedules(self._root, self._visited)
-        return found
+        return self.search(Findings(scenario), until)
 
     @property
     def clients(self) -> list[Client]:
         """Those who do something."""
         return self.world.clients[: len(self._names)]
 
-    def _start(self) -> Judge:
+    def _start(self) -> None:
         self.world.begin(self._scenario)
+
+    def _judge_of_beginning(self) -> Judge:
         return Judge(self.world.read(), self._names)
 
-    def _run(self, prefix: list[Choice], judge: Judge | None, left: list[Any], found: Findings) -> None:
-        beginning = self._start()
-        for choice in prefix[:-1]:
-            self._take(choice)
-        judge, chosen, parent = judge or beginning, list(prefix), None
-        found.schedule = chosen
-        if prefix:
-            parent = self._key(judge, prefix[:-1])
-            seen = self._read(judge)
-            assert seen == judge.seen, f"the same schedule has led elsewhere: {prefix[:-1]}: {judge.seen}, then {seen}"
-            self._take_and_judge(prefix[-1], judge)
-        while True:
-            found.steps += 1
-            self._grant(judge, chosen)
-            key = self._key(judge, chosen)
-            if parent is None:
-                self._root = key
-            else:
-                self._visited[parent].append(key)
-            if key in self._visited:
-                return
-            self._visited[key] = []
-            choices = list(self._choices(judge, chosen))
-            if not choices:
-                self._end(judge, chosen)
-                return
-            left += [([*chosen, choice], copy.deepcopy(judge)) for choice in choices[1:]]
-            chosen.append(choices[0])
-            self._take_and_judge(choices[0], judge)
-            parent = key
+    def _check_the_way(self, judge: Judge, chosen: Sequence[Choice]) -> None:
+        seen = self._read(judge)
+        assert seen == judge.seen, f"the same schedule has led elsewhere: {chosen}: {judge.seen}, then {seen}"
+
+    def _drain(self) -> None:
+        self.world.drain()
 
     def _choices(self, judge: Judge, chosen: Sequence[Choice]) -> Iterator[Choice]:
         under_way = [client for client in self.clients if not judge.is_over(client.number)]
@@ -818,23 +767,20 @@ class Explorer:
         if sum(word == CRASH for _, word in chosen) < self._most[CRASH]:
             yield from ((client.number, CRASH) for client in under_way)
 
-    def _take(self, choice: Choice) -> None:
+    def _go(self, choice: Choice, judge: Judge | None) -> None:
         number, word = choice
         client = self.world.clients[number]
         if word == CRASH:
             self.world.kill(client)
         else:
             self.world.step(client, late=word == LATE)
-
-    def _take_and_judge(self, choice: Choice, judge: Judge) -> None:
-        self._take(choice)
-        number, word = choice
+        if judge is None:
+            return
         if word == CRASH:
             judge.dead.add(number)
         seen = self._read(judge)
         if seen.clients[number].line == "done":
-            assert self.world.clients[number].ended.wait(20)
-        client = self.world.clients[number]
+            assert client.ended.wait(20)
         if client.error is not None and word != CRASH:
             raise BrokenError(f"{self._names[number]} failed: {client.error!r}")
         judge.step(number, seen, self.world.clients)
@@ -845,7 +791,7 @@ class Explorer:
         told = (Told() if number in judge.dead else each for number, each in enumerate(seen.clients))
         return Seen(seen.names, seen.slots, tuple(told))
 
-    def _grant(self, judge: Judge, chosen: list[Choice]) -> None:
+    def _follow_up(self, judge: Judge, chosen: list[Choice]) -> None:
         """Have each lock that is free go to who waited first for it."""
         while True:
             firsts: dict[str, int] = {}
@@ -856,7 +802,7 @@ class Explorer:
                 return
             lock, number = ready[0]
             chosen.append((number, GRANTED))
-            self._take_and_judge(chosen[-1], judge)
+            self._go(chosen[-1], judge)
             hold((lock, number) not in judge.queue, f"client {number} does not get {lock!r}, which is free")
 
     def _key(self, judge: Judge, chosen: Sequence[Choice]) -> Any:
@@ -869,7 +815,7 @@ class Explorer:
         counts = tuple(sum(word == kind for _, word in chosen) for kind in (LATE, CRASH))
         return hash((seen.names, seen.slots, each, windows, tuple(judge.queue), counts))
 
-    def _end(self, judge: Judge, chosen: Sequence[Choice]) -> None:
+    def _end(self, judge: Judge, chosen: list[Choice]) -> None:
         """All have ended, or wait: whoever can be served gets served, and nothing stays."""
         key = (judge.seen, tuple(judge.queue))
         if key in self._ends:
@@ -911,7 +857,7 @@ class Explorer:
     def _grant_all(self, judge: Judge, chosen: list[Choice]) -> None:
         while True:
             before = len(chosen)
-            self._grant(judge, chosen)
+            self._follow_up(judge, chosen)
             for number in {number for number, word in chosen[before:] if word == GRANTED}:
                 client = self.world.clients[number]
                 if not judge.is_over(client.number) and not judge.seen.clients[number].waits_for:
@@ -923,7 +869,7 @@ class Explorer:
         """Let a client go on until it has ended or waits."""
         while not judge.is_over(client.number):
             chosen.append((client.number, word))
-            self._take_and_judge(chosen[-1], judge)
+            self._go(chosen[-1], judge)
             word = GO
             if judge.seen.clients[client.number].waits_for:
                 return
