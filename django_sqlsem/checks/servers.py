@@ -29,7 +29,7 @@ from django_sqlsem.checks.messages import error, note, ok, warning
 from django_sqlsem.conf import config
 from django_sqlsem.core.names import MAX_NAME_LENGTH
 from django_sqlsem.database.beacons import POSSIBLE, SUFFIX
-from django_sqlsem.database.dialects import dialect_for, several_writers
+from django_sqlsem.database.dialects import CLOCKS_AGREE, dialect_for, several_writers
 from django_sqlsem.database.sessions import close_all, connected, open_connection
 from django_sqlsem.exceptions import BackendError
 from django_sqlsem.models import SemaphoreRow
@@ -41,8 +41,6 @@ SLOW: Final = 0.01
 VERY_SLOW: Final = 0.1
 #: Clocks further apart than this show in logs, in seconds.
 SKEW: Final = 1.0
-#: Clocks of a cluster's nodes further apart than this may let too many in, in seconds.
-SKEW_OF_NODES: Final = 0.5
 #: The share of a server's connections from which on there may be none left for the library's own.
 CROWDED: Final = 0.8
 #: Seconds that the project's own statements should wait for SQLite's one writer.
@@ -243,7 +241,7 @@ class MySQLServer(Server):
 
     def judged(self, text: str, apart: float) -> CheckMessage:
         """Refuse what is too far where each node of a cluster judges leases by a clock of its own."""
-        if apart <= SKEW_OF_NODES or not self._among_writers():
+        if apart <= CLOCKS_AGREE or not self._among_writers():
             return super().judged(text, apart)
         text += (
             " The server is a node of a cluster with several writers, each of which judges leases by its own clock: one"

@@ -22,6 +22,7 @@ from django.db.models import BigIntegerField, Func
 from django_sqlsem.conf import config
 from django_sqlsem.core import clocks
 from django_sqlsem.database import cursors, sockets
+from django_sqlsem.database.errors import WrongClockError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -581,8 +582,10 @@ class SQLite(Dialect):
                 cursor.execute("PRAGMA synchronous = NORMAL")
 
 
-#: For how many seconds an address is known to lead to a node of a cluster, or to none.
+#: For how many seconds an address is known to lead to a node of a cluster, or to none, and a node to have the time.
 _KNOWN_FOR: Final = 60.0
+#: By how many seconds a node's clock may differ from this host's, where each node judges leases by its own.
+CLOCKS_AGREE: Final = 0.5
 _among_writers: dict[tuple[Any, ...], tuple[bool, float]] = {}
 
 
@@ -637,7 +640,9 @@ class MySQL(Dialect):
     def incarnation(self, cursor: CursorWrapper) -> Incarnation | None:
         """Return its start and its address. No commit is lost when a node of a cluster starts: they share a name."""
         if several_writers(cursor):
+            self._compare_clocks(cursor)
             cursor.db.sqlsem_clustered = True
+            cursor.db.sqlsem_ends_at = time.monotonic() + _KNOWN_FOR
             names = [_shown(cursor, "STATUS", "wsrep_cluster_state_uuid")]
             names.append(_shown(cursor, "VARIABLES", "group_replication_group_name"))
             return next((Incarnation(name, None) for name in names if name), None)
@@ -652,6 +657,18 @@ class MySQL(Dialect):
                 started = before - uptime
                 return Incarnation(":".join(map(str, [*address, started])), started * 1_000_000)
         return None
+
+    def _compare_clocks(self, cursor: CursorWrapper) -> None:
+        before = time.time()
+        now = self.now(cursor) / 1e6
+        ahead, behind = now - time.time(), before - now
+        if max(ahead, behind) > CLOCKS_AGREE:
+            how = f"{ahead:.1f} s ahead of" if ahead > 0 else f"{behind:.1f} s behind"
+            raise WrongClockError(
+                f"the clock of this node of a cluster is {how} this host's, where {CLOCKS_AGREE} s are allowed. Each"
+                " node judges leases by its own clock, so more may be let in than there are slots. Set the clocks of"
+                " all nodes and hosts by NTP."
+            )
 
     def among_writers(self, connection: BaseDatabaseWrapper) -> bool:
         """Ask on this connection, at most once a minute."""

@@ -139,8 +139,14 @@ def is_disconnect(error: Exception) -> bool:
     return "pyodbc" in module and any(code in str(cause) for code in _DISCONNECT_FREETDS)
 
 
+class WrongClockError(OperationalError):
+    """A node of a cluster, each of which judges leases by its own clock, has another time than this host."""
+
+
 def asks_elsewhere(error: Exception) -> bool:
-    """Whether a server is there and takes no statements, or no writes: another one of its cluster may."""
+    """Whether a server is there and no locks can be had from it: another one of its cluster may do better."""
+    if isinstance(error, WrongClockError):
+        return True
     return _number(error.__cause__ or error) == _NOT_READY_MYSQL or is_read_only(error)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import sqlite3
 import threading
@@ -501,7 +502,9 @@ class OwnSession:
             same_name = self._connection.settings_dict["NAME"] == connections[self.alias].settings_dict["NAME"]
             stands = self._connection.connection is not None  # Django closes one that it could not roll back
             in_place = self._file is None or self._file == _file_id(self._connection)
-            if same_name and stands and in_place:
+            # A node's clock is looked at when a connection is opened, and may change.
+            lasts = time.monotonic() < getattr(self._connection, "sqlsem_ends_at", math.inf)
+            if same_name and stands and in_place and lasts:
                 return self._connection
             self._discard()
         connection = self._connection = open_connection(self.alias, self._made)

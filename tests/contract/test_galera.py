@@ -251,6 +251,58 @@ def test_a_node_that_is_not_ready_means_ask_another(nodes, verb):
             nodes[0].query("SET GLOBAL wsrep_reject_queries = 'NONE'", database="")
 
 
+# Clocks.
+
+
+WRONG_CLOCK = """
+import time
+from django_sqlsem import semaphore
+from django_sqlsem.database import dialects
+from django_sqlsem.exceptions import BackendError
+alias, name, ports = args
+right, wrong, real = dialects.MySQL.now, 0.0, time.time
+def now(dialect, cursor):
+    shifted = cursor.db.settings_dict["PORT"] in ports
+    return right(dialect, cursor) + int(shifted * wrong * 1_000_000)
+dialects.MySQL.now = now
+dialects._KNOWN_FOR = 0.2  # else it takes a minute until a clock is looked at again
+lock = semaphore(name, using=alias, timeout=20)
+while True:
+    wrong = float(listen())
+    time.sleep(0.25)
+    try:
+        with lock:
+            say("held")
+    except BackendError as error:
+        say(f"refused {error}")
+"""
+
+
+def test_a_node_with_another_time_than_the_host_is_refused(nodes):
+    with Child(WRONG_CLOCK, ALIAS, "wrong clock", [nodes[0].port, str(nodes[0].port)], env=nodes[0].env()) as child:
+        for shift, said in [
+            ("0.3", ""),
+            ("3", "3.0 s ahead of this host's, where 0.5 s are allowed"),
+            ("0", ""),
+            ("-0.8", "0.8 s behind this host's, where 0.5 s are allowed"),
+            ("0", ""),
+        ]:
+            child.send(shift)
+            if said:
+                text = child.expect("refused")
+                assert text.startswith(f"The database {ALIAS!r} failed: the clock of this node of a cluster is {said}.")
+            else:
+                child.expect("held")
+
+
+def test_a_node_with_the_time_of_the_host_is_asked_instead(nodes):
+    hosts = [f"127.0.0.1:{each.port}" for each in nodes[:2]]
+    env = nodes[0].env() | {"SQLSEM_TEST_SETTINGS": json.dumps({"DATABASES": {ALIAS: {"HOSTS": hosts}}})}
+    with Child(WRONG_CLOCK, ALIAS, "other clock", [nodes[0].port, str(nodes[0].port)], env=env) as child:
+        child.send("3")
+        child.expect("held")
+
+
 # Fences.
 
 
