@@ -685,6 +685,10 @@ class BaseSemaphoreBackend(abc.ABC):
         """
         return [], False
 
+    def held_by(self, session: Session, process: str) -> list[tuple[Resource, str]]:
+        """Return the names of which a process has slots, and the ids of its permits, as far as they are written."""
+        return []
+
     def end_acts(self, session: Session) -> list[OverAct]:
         """End the pauses and the numbers of slots whose time has passed, and return them.
 

@@ -17,6 +17,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django_sqlsem.backends.base import Ended, OverAct, Request
 from django_sqlsem.conf import config
 from django_sqlsem.core.clocks import boot_now, chance
+from django_sqlsem.core.identity import process_id
 from django_sqlsem.core.names import Resource
 from django_sqlsem.database.sessions import OwnSession, RefusedError
 from django_sqlsem.exceptions import BackendError
@@ -282,11 +283,22 @@ class BeaconChore(Chore):
         #: When the beacon went out unasked, on the boot clock, and when to try to light it again.
         self.dark_since: float | None = None
         self._open_at = 0.0
+        #: Since when the life of the server was known that the last connection led to.
+        self._server_since: int | None = None
+        #: When to free what has come back in a new life of the server.
+        self._free_at = math.inf
 
     def opened(self, connection: BaseDatabaseWrapper) -> None:
-        """Make a new connection of the keeper's ready. Raises Django's database errors."""
-        self._keeper.backend.opened(connection)
+        """Make a new connection of the keeper's own ready. Raises Django's database errors."""
+        self.any_opened(connection)
         self.reach.opened(connection)
+
+    def any_opened(self, connection: BaseDatabaseWrapper) -> None:
+        """Make any new connection of the keeper's ready. Raises Django's database errors."""
+        self._keeper.backend.opened(connection)
+        before, self._server_since = self._server_since, getattr(connection, "sqlsem_since_us", 0)
+        if before not in (None, self._server_since):
+            self._free_at = 0.0
 
     def open(self) -> None:
         """Open the keeper's session."""
@@ -299,7 +311,8 @@ class BeaconChore(Chore):
     def next_at(self) -> float:
         if self.reach.reopened:
             return 0.0
-        return self._opens_at() if self._keeper.acquisitions and not self._keeper.own.is_open else math.inf
+        opens = self._keeper.acquisitions and not self._keeper.own.is_open
+        return min(self._free_at, self._opens_at() if opens else math.inf)
 
     def _opens_at(self) -> float:
         """Return when to open the session: while anything is held, soon, whatever has come of the last try."""
@@ -327,6 +340,19 @@ class BeaconChore(Chore):
                         each.lease.renew_at = 0.0
             self.dark_since = None
             self._keeper.look_at_all()
+        if now >= self._free_at:
+            self._free_what_came_back()
+
+    def _free_what_came_back(self) -> None:
+        """Free what this process has given back, if a standby was promoted that had not heard of it."""
+        self._free_at = math.inf
+        try:
+            for resource, permit_id in self._keeper.backend.held_by(self._keeper.own, process_id()):
+                if not self._keeper.knows(permit_id):
+                    self._keeper.doubt_permit(resource, permit_id)
+        except BackendError as error:
+            self._free_at = boot_now() + LOOK_AROUND
+            self._keeper.outage.met(error)
 
     def accepted(self, acquisition: Acquisition) -> None:
         """A grant came: its row was written by what the request said of the beacon."""

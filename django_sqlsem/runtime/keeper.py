@@ -80,9 +80,6 @@ class Keeper:
         self.doubts = Doubts(self)
         self.chores: list[Chore] = []
         self._stepping = threading.RLock()
-        for session in (self.work, self.own):
-            if isinstance(session, OwnSession):
-                session.opened = backend.opened
         if backend.process_local:
             self.loop: InlineLoop | ThreadLoop = InlineLoop()
             backend.listen(self._look_again)
@@ -90,8 +87,9 @@ class Keeper:
             self.loop = ThreadLoop(self.alias, self)
             self.beacon = BeaconChore(self)
             self.chores = [self.beacon, self.renewals, self.doubts, *plugged_in(self), Housekeeping(self)]
-            if isinstance(self.own, OwnSession):
-                self.own.opened = self.beacon.opened
+            for session, opened in ((self.work, self.beacon.any_opened), (self.own, self.beacon.opened)):
+                if isinstance(session, OwnSession):
+                    session.opened = opened
         events_heard = ("queued", "granted", "refused", "released", "lost", "ended", "act_over", "deadlocked")
         self._listeners = {event: _listeners(self.chores, event) for event in events_heard}
         backend.announce(self.deliver)
@@ -573,8 +571,7 @@ class Keeper:
     def _deliver_to_none(self, granted: Granted, resource: Resource | None) -> None:
         # The waiter gave up, and the thread that took it out of the queue gives back what it got; or this process never
         # knew the permit.
-        known_here = (each for sibling in self._siblings() for each in list(sibling.acquisitions.values()))
-        same = [each for each in known_here if each.permit_id == granted.permit_id]
+        same = self._known(granted.permit_id)
         known = any(self.backend.supports_renewal or not each.given_back for each in same)
         if known:
             return
@@ -582,6 +579,14 @@ class Keeper:
             each.freed_elsewhere = True
         if resource is not None:
             self.doubt_permit(resource, granted.permit_id)
+
+    def knows(self, permit_id: str) -> bool:
+        """Whether this process asks for this permit or has it, by whatever alias."""
+        return bool(self._known(permit_id))
+
+    def _known(self, permit_id: str) -> list[Acquisition]:
+        here = (each for sibling in self._siblings() for each in list(sibling.acquisitions.values()))
+        return [each for each in here if each.permit_id == permit_id]
 
     def _accept(
         self, acquisition: Acquisition, permit_id: str, grant: Grant, sent: float, lasts: float, *, at_once: bool

@@ -164,6 +164,27 @@ def test_the_limit_holds_through_a_kill_under_load(server, sufferer):
     counter.close()
 
 
+def test_what_was_given_back_is_free_though_the_new_primary_has_not_heard_of_it(server, sufferer):
+    """A standby that is promoted without the last commits says that slots are held by those who gave them back."""
+    of_name = "semaphore_key = (SELECT name_key FROM sqlsem_semaphore WHERE name = 'came back')"
+    child = sufferer("came back", WITHOUT_BEACONS, lease=600, slots=2)
+    child.does("aacquire 5", "held")
+    child.does("acquire 5", "held")
+    old = server.query(f"SELECT slot, permit_id, expires_us FROM sqlsem_slot WHERE {of_name} ORDER BY acquired_us")
+    child.does("release", "released")
+    stop(server)
+    server.start()
+    slot, permit_id, expires = old[1]
+    again = f"permit_id = '{permit_id}', expires_us = {expires}"
+    server.query(f"UPDATE sqlsem_slot SET {again} WHERE slot = {slot} AND expires_us IS NULL AND {of_name}")
+    held = f"SELECT permit_id FROM sqlsem_slot WHERE {of_name} AND expires_us IS NOT NULL ORDER BY acquired_us"
+    assert server.query(held) == [(each[1],) for each in old]
+    child.does("acquire 30", "held")
+    child.does("release", "released")
+    assert server.query(held) == [(old[0][1],)]
+    child.does("check", "ours")  # the one that it has kept all the time
+
+
 CALLS = """
 import asyncio
 import time

@@ -54,6 +54,7 @@ class RowsBackend(BaseSemaphoreBackend):
     """
 
     end_dead = staticmethod(beacons.end_dead)
+    held_by = staticmethod(beacons.held_by)
     keeps_ranks = True
     keeps_counters = True
     modes = frozenset({WHOLE, UPDATE, UPGRADE})

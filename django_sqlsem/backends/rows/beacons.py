@@ -13,7 +13,7 @@ from django_sqlsem.backends.base import Ended, Grant
 from django_sqlsem.backends.rows.fences import reap
 from django_sqlsem.backends.rows.statements import Row, Statements, change, row_of
 from django_sqlsem.core.identity import HolderIdentity, process_id
-from django_sqlsem.core.names import resource_for
+from django_sqlsem.core.names import Resource, resource_for
 from django_sqlsem.database import beacons
 from django_sqlsem.database.dialects import dialect_for
 
@@ -236,6 +236,18 @@ def end_dead(session: Session, *, witness: bool, proofs: dict[tuple[int, int], i
         ended += found
         soon = soon or left
     return ended, soon
+
+
+_HELD_BY: Final = (
+    "SELECT n.name, n.kind, s.permit_id FROM sqlsem_slot s JOIN sqlsem_semaphore n ON n.name_key = s.semaphore_key"
+    " WHERE s.process_id = %(process_id)s AND s.permit_id IS NOT NULL AND s.expires_us IS NOT NULL"
+)
+
+
+def held_by(session: Session, process: str) -> list[tuple[Resource, str]]:
+    """Return the names of which a process has slots, and the ids of its permits."""
+    rows = session.run(lambda cursor: Statements(cursor, {"process_id": process}).rows(_HELD_BY))
+    return [(resource_for(name, kind), permit_id) for name, kind, permit_id in rows]
 
 
 def _end_of(
