@@ -71,8 +71,10 @@ class Place:
 
     alias = ALIAS
     server: Any = None
+    pair: Any = None
+    nodes: Any = None
 
-    def env(self, port: int | None = None) -> dict[str, str]:
+    def env(self, number: int, port: int | None = None) -> dict[str, str]:
         """Return the environment of a worker."""
         return {"SQLSEM_TEST_DATABASES": databases.child_environment()["SQLSEM_TEST_DATABASES"]}
 
@@ -86,11 +88,34 @@ class Server(Place):
             server.query("CREATE USER worker@'%'")
             server.query("GRANT ALL ON sqlsem.* TO worker@'%'")
 
-    def env(self, port: int | None = None) -> dict[str, str]:
+    def env(self, number: int, port: int | None = None) -> dict[str, str]:
         known = json.loads(self.server.env(port=port)["SQLSEM_TEST_DATABASES"])
         if self.server.kind == "mariadb":
             known[ALIAS]["USER"] = "worker"
         return {"SQLSEM_TEST_DATABASES": json.dumps(known)}
+
+
+class Standby(Place):
+    """A primary and its synchronous standby."""
+
+    def __init__(self, pair: private_servers.Pair) -> None:
+        self.pair = pair
+
+    def env(self, number: int, port: int | None = None) -> dict[str, str]:
+        return self.pair.env()
+
+
+class Nodes(Place):
+    """A Galera cluster. Each worker has a node of its own, and the others in reserve."""
+
+    def __init__(self, nodes: list[private_servers.PrivateServer]) -> None:
+        self.nodes = nodes
+
+    def env(self, number: int, port: int | None = None) -> dict[str, str]:
+        first = number % len(self.nodes)
+        hosts = [f"127.0.0.1:{node.port}" for node in (*self.nodes[first:], *self.nodes[:first])]
+        options = json.dumps({"DATABASES": {ALIAS: {"HOSTS": hosts}}})
+        return self.nodes[first].env() | {"SQLSEM_TEST_SETTINGS": options}
 
 
 class TdsServer(Place):
@@ -98,8 +123,8 @@ class TdsServer(Place):
 
     alias = "mssql"
 
-    def env(self, port: int | None = None) -> dict[str, str]:
-        found = Place.env(self)
+    def env(self, number: int, port: int | None = None) -> dict[str, str]:
+        found = Place.env(self, number)
         if port:
             known = json.loads(found["SQLSEM_TEST_DATABASES"])
             known[self.alias] |= {"HOST": "127.0.0.1", "PORT": str(port)}
@@ -129,6 +154,12 @@ def place(database: str, directory: str, fault: Fault) -> Iterator[Place]:
                 yield TdsServer()
             finally:
                 teardown_databases(made, verbosity=0)
+    elif "standby" in fault.needs:
+        with private_servers.standby_pair() as pair:
+            yield Standby(pair)
+    elif "nodes" in fault.needs:
+        with private_servers.galera_cluster() as nodes:
+            yield Nodes(nodes)
     else:
         with private_server(database, **fault.options.get(database, {})) as server:
             yield Server(server)
@@ -214,7 +245,7 @@ class Run:
             while len(self.proxies) <= number:
                 self.proxies.append(self.stack.enter_context(proxy_for(self.place.alias, WorstProxy)))
             port = self.proxies[number].port
-        env = self.place.env(port) | (self.clock() if "clock" in self.fault.needs else {})
+        env = self.place.env(number, port) | (self.clock() if "clock" in self.fault.needs else {})
         options = OPTIONS | self.fault.worker
         seed = self.chance.randrange(10**9)
         target = "tests.programs.campaign_workers:work"
@@ -293,6 +324,38 @@ def crash(run: Run) -> None:
         run.server.kill()
         run.sleep(0, 1.5)
         run.server.start()
+
+
+def promote(run: Run) -> None:
+    """The primary is lost, and the standby is promoted; then it gets a standby itself."""
+    with run.away():
+        run.place.pair.promote()
+    run.place.pair.rebuild()
+
+
+def end_node(run: Run) -> None:
+    """A node of a cluster takes no queries, stands still, is ended, or is lost; then it is there again.
+
+    The second one may come back with a clock that is 3 seconds ahead: it must be refused, else it lets too many in.
+    """
+    node = run.chance.choice(run.place.nodes)
+    others = [each for each in run.place.nodes if each is not node]
+    with run.away():
+        how = run.chance.choice(("refuses", "stands still", "ends", "is lost"))
+        if how == "refuses":
+            node.query("SET GLOBAL wsrep_reject_queries = 'ALL'")
+            run.sleep(0.1, LEASE)
+            node.query("SET GLOBAL wsrep_reject_queries = 'NONE'", database="")
+        elif how == "stands still":
+            node.process.send_signal(signal.SIGSTOP)
+            run.sleep(0.1, 3)
+            node.process.send_signal(signal.SIGCONT)
+        else:
+            node.stop() if how == "ends" else node.kill()
+            run.sleep(0, 2 * LEASE)
+            wrong = node is run.place.nodes[1] and run.chance.random() < 0.7
+            node.variables = {"LD_PRELOAD": servers._find_faketime().where, "FAKETIME": "+3"} if wrong else {}
+            private_servers.join_again(node, others)
 
 
 def read_only(run: Run) -> None:
@@ -459,6 +522,8 @@ FAULTS: dict[str, Fault] = {
     "sessions": Fault(end_sessions, 0.5, (*SERVERS, "mssql"), idle=DOUBT, heard=SESSION),
     "restart": Fault(restart, 3.0, SERVERS, idle=DOUBT),
     "crash": Fault(crash, 3.0, SERVERS, idle=2 * DOUBT),
+    "promotion": Fault(promote, 3.0, ("postgres",), idle=2 * DOUBT, needs=("standby",)),
+    "nodes": Fault(end_node, 2.0, ("mariadb",), idle=2 * DOUBT, needs=("nodes",)),
     "read-only": Fault(read_only, 2.0, SERVERS, idle=DOUBT),
     "locked": Fault(locked, 2.0, ("sqlite",), idle=DOUBT),
     "cut": Fault(cut, 2.0, (*SERVERS, "mssql"), idle=DOUBT, heard=SESSION, needs=("proxy",)),

@@ -200,6 +200,12 @@ def private_server(kind: str, **options: str) -> Iterator[PrivateServer]:
 
     ``options`` are settings of the server: ``wal_writer_delay="10s"``.
     """
+    with _running(kind, options) as server, known(ALIAS, server.settings):
+        yield server
+
+
+@contextlib.contextmanager
+def _running(kind: str, options: dict[str, str]) -> Iterator[PrivateServer]:
     programs.need("initdb" if kind == "postgres" else "mariadbd")
     template = _template(kind)
     directory = Path(tempfile.mkdtemp(prefix=f"sqlsem-{kind}-"))
@@ -208,10 +214,76 @@ def private_server(kind: str, **options: str) -> Iterator[PrivateServer]:
     try:
         subprocess.run(["cp", "-a", f"{template}/data", f"{directory}/data"], check=True)
         server.start()
-        with known(ALIAS, server.settings):
-            yield server
+        yield server
     finally:
         server.close()
+
+
+class Pair:
+    """A primary of PostgreSQL and its standby, which may be promoted: clients know the addresses of both."""
+
+    def __init__(self, primary: PrivateServer, *, synchronous: bool) -> None:
+        self.primary = primary
+        self.synchronous = synchronous
+        self.standby = PrivateServer("postgres", Path(), {})
+        self._attach(free_port())
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Their entry of ``DATABASES``."""
+        ports = sorted((self.primary.port, self.standby.port))
+        options = {"target_session_attrs": "read-write", "connect_timeout": 3}
+        more = {"HOST": "127.0.0.1,127.0.0.1", "PORT": ",".join(map(str, ports)), "OPTIONS": options}
+        return self.primary.settings | more
+
+    def env(self) -> dict[str, str]:
+        """Return the environment for a child process that knows them as ``ALIAS``."""
+        databases = json.loads(child_environment()["SQLSEM_TEST_DATABASES"])
+        return {"SQLSEM_TEST_DATABASES": json.dumps(databases | {ALIAS: self.settings})}
+
+    def promote(self) -> None:
+        """The primary's host is lost: have the standby take its part, alone as yet."""
+        self.primary.kill()
+        self.standby.query("SELECT pg_promote()", database="")
+        self.primary, self.standby = self.standby, self.primary
+        self._wait_for_standby(False)
+
+    def rebuild(self) -> None:
+        """Give the primary a standby again, at the address of the one that was lost."""
+        self.standby.close()
+        self._attach(self.standby.port)
+
+    def _attach(self, port: int) -> None:
+        directory = Path(tempfile.mkdtemp(prefix="sqlsem-postgres-"))
+        _give(directory, "postgres")
+        source = f"host=127.0.0.1 port={self.primary.port} user=postgres"
+        program = Path(programs.find("initdb")).parent / "pg_basebackup"
+        command = [program, "-D", directory / "data", "-R", "-c", "fast", "--no-sync", "-d", source]
+        subprocess.run(command, cwd=directory, env=environment_in(directory), check=True, **user_of("postgres"))
+        self.standby = PrivateServer("postgres", directory, self.primary.options)
+        self.standby.port = port
+        self.standby.start()
+        self._wait_for_standby(self.synchronous)
+
+    def _wait_for_standby(self, on: bool) -> None:
+        """Have commits wait for the standby from now on, or not."""
+        self.primary.query(f"ALTER SYSTEM SET synchronous_standby_names = '{'*' if on else ''}'", database="")
+        self.primary.query("SELECT pg_reload_conf()", database="")
+        state = "SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'"
+        deadline = time.monotonic() + _PATIENCE
+        while on and not self.primary.query(state, database=""):
+            assert time.monotonic() < deadline, self.standby.log.read_text()
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def standby_pair(*, synchronous: bool = True, **options: str) -> Iterator[Pair]:
+    """Run a primary and a standby with the tables in them, known to Django as ``ALIAS``. Skips without PostgreSQL."""
+    with contextlib.ExitStack() as stack:
+        pair = Pair(stack.enter_context(_running("postgres", options)), synchronous=synchronous)
+        stack.callback(lambda: (pair.standby.close(), pair.primary.close()))
+        stack.enter_context(known(ALIAS, pair.settings))
+        yield pair
 
 
 def galera_node(address: str = "", provider: str = "", **options: str) -> dict[str, str]:
@@ -271,6 +343,12 @@ def galera_cluster(nodes: int = 3, **options: str) -> Iterator[list[PrivateServe
     finally:
         for server in reversed(servers):
             server.close()
+
+
+def join_again(node: PrivateServer, others: list[PrivateServer]) -> None:
+    """Start a node of a cluster that has ended; it gets what it has missed from one of the others."""
+    node.options["wsrep-cluster-address"] = "gcomm://" + ",".join(f"127.0.0.1:{_listens(each)}" for each in others)
+    node.start()
 
 
 def _listens(server: PrivateServer) -> str:
