@@ -1,10 +1,122 @@
-"""Threads of our own."""
+"""What Python's own threads and locks lack: an interrupted thread leaves no ``Turn`` taken, and a start has an end.
+
+A signal handler may raise anywhere (``KeyboardInterrupt``, Celery's soft time limit), also between taking a lock and
+the ``try`` that gives it back. Whoever left without releasing it is known by its frame, which no longer runs.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable
-from typing import Final
+from types import FrameType
+from typing import Final, TypeAlias
+
+#: How often those who wait see whether the user is still there, in seconds.
+LOOK: Final = 0.05
+
+#: The outermost frame of ours in a thread, and the thread: it runs for as long as the use lasts.
+User: TypeAlias = tuple[FrameType | None, int]
+
+
+class Turn:
+    """Held by one user at a time. One who has left without a word, as its frame is gone, does not hold it any more."""
+
+    def __init__(self, mend: Callable[[], object], inside: tuple[str, ...] = ()) -> None:
+        #: The modules whose frames belong to a use.
+        self._inside = inside
+        #: Called by whoever gets it after one who has left it in the middle of something.
+        self._mend = mend
+        self._mending = False
+        # One entry: setdefault() takes it and notes by whom, and no signal can come in between.
+        self._user: dict[str, User] = {}
+        self._lock = threading.Lock()  # a condition's own ``__enter__`` is no single step
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1, *, for_good: bool = False) -> bool:
+        """Take it, as ``threading.Lock.acquire`` does; ``for_good``: until it is released, whatever else happens."""
+        mine = (None, threading.get_ident()) if for_good else user(self._inside)
+        give_up = time.monotonic() + timeout if timeout >= 0 else None
+        while self._user.setdefault("user", mine) is not mine:  # each has a tuple of its own
+            if self._take_from_the_gone():
+                continue
+            left = LOOK if give_up is None else min(LOOK, give_up - time.monotonic())
+            if not blocking or left <= 0:
+                return False
+            self._wait(left)
+        if self._mending:
+            self._mend()
+            self._mending = False
+        return True
+
+    def release(self) -> None:
+        """Give it back."""
+        self._user.clear()
+        if self._waiting:
+            with self._lock:
+                self._changed.notify()
+
+    def locked(self) -> bool:
+        """Return whether somebody has it."""
+        return bool(self._user)
+
+    def _wait(self, seconds: float) -> None:
+        with self._lock:
+            self._waiting += 1  # one that is struck here leaves it too high: then a release costs a little more
+            if self._user:
+                self._changed.wait(seconds)
+            self._waiting -= 1
+
+    def _take_from_the_gone(self) -> bool:
+        found = self._user.get("user")
+        if found is None:
+            return True
+        if is_there(found):
+            return False
+        with _taking:
+            if self._user.get("user") is found:
+                self._mending = True
+                del self._user["user"]
+        return True
+
+
+#: Two who find the same user gone must not both take it away: the second would take it from the first.
+_taking = threading.Lock()
+
+
+def user(inside: tuple[str, ...]) -> User:
+    """Return who has called the caller, beyond the frames of modules whose names begin with these."""
+    outermost = frame = sys._getframe(2)
+    while (caller := frame.f_back) is not None and str(caller.f_globals.get("__name__")).startswith(inside):
+        outermost = frame = caller
+    return outermost, threading.get_ident()
+
+
+def is_there(found: User) -> bool:
+    """Return whether a use still goes on: then its frame runs, which is the one thing that ``clear()`` refuses.
+
+    A look at the stacks of other threads would tell it too. But ``sys._current_frames()`` may stop the process for
+    ever, and ``f_back`` may crash it: https://github.com/python/cpython/issues/106883 and 111363.
+    """
+    outermost = found[0]
+    if outermost is None:
+        return True
+    try:
+        outermost.clear()  # a frame of ours, and nobody needs what was in it
+    except RuntimeError:
+        return True
+    return False
+
+
+def after_fork() -> None:
+    """In a forked child: nobody takes anything."""
+    global _taking
+    _taking = threading.Lock()
+
+
+# Threads of our own.
 
 #: For how many looks, and seconds each, ``start()`` waits for the thread to begin. One long wait would be over at once
 #: in a process that was stopped meanwhile.

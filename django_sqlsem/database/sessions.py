@@ -318,8 +318,8 @@ def briefly(session: Session, work: Callable[[AnyCursor], T], seconds: float, in
             if errors.is_disconnect(error) or connection.connection is None:
                 raise
             result = RefusedError(str(error).strip())
-            # Without the frames that it came through: it is on a cycle with them.
-            result.__cause__ = (error.__cause__ or error).with_traceback(None)
+            errors.without_frames(error)
+            result.__cause__ = error.__cause__ or error
         if limits.after:
             cursor.execute(limits.after)
         return result

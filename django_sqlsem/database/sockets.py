@@ -16,8 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
-from django_sqlsem.core.threads import DaemonThread
-from django_sqlsem.core.turns import Turn
+from django_sqlsem.core.threads import DaemonThread, Turn
 
 #: A statement of which nothing was heard this many seconds after its answer was due costs its session.
 _GRACE: Final = 1.5

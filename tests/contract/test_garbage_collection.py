@@ -246,3 +246,18 @@ def test_what_is_refused_briefly_is_no_garbage(database):
                 briefly(session, refuse, 1.0)
 
         assert garbage(attempt) == {}
+
+
+def test_what_is_refused_as_the_file_is_locked_is_no_garbage(database):
+    """Django's own frames are on a cycle with the error that it raises."""
+    if connections[database].vendor != "sqlite":
+        pytest.skip("no other locks the whole database")
+    with contextlib.closing(OwnSession(database)) as session, contextlib.closing(raw_connection(database)) as raw:
+        raw.execute("BEGIN IMMEDIATE")
+
+        def attempt():
+            with contextlib.suppress(RefusedError):
+                briefly(session, lambda cursor: pytest.fail("it is not locked"), 1.0, in_line=0.03)
+
+        assert garbage(attempt) == {}
+        raw.execute("ROLLBACK")

@@ -12,7 +12,7 @@ from django.db import Error as DjangoDatabaseError
 from django.db import connections
 
 from django_sqlsem.backends.applock.sessions import INSIDE, Holding, LockSession
-from django_sqlsem.core import turns
+from django_sqlsem.core import threads
 from django_sqlsem.core.modes import UPDATE, line_of
 from django_sqlsem.database import sockets
 from django_sqlsem.database.dialects import dialect_for
@@ -50,7 +50,7 @@ class LockPool:
         self._freed = threading.Condition(self._lock)
         self._sessions: list[LockSession] = []
         self._by_permit: dict[str, tuple[LockSession, Holding]] = {}
-        self._opening: list[turns.User] = []
+        self._opening: list[threads.User] = []
         self._failed: tuple[float, BackendError] | None = None
         #: Called before the sessions are closed: who waits on one that nobody needs any more leaves it.
         self.closing: Callable[[], object] = lambda: None
@@ -180,9 +180,9 @@ class LockPool:
                             return each
                         each.lock.release()
                 left = give_up - time.monotonic()
-                self._opening = [each for each in self._opening if turns.is_there(each)]
+                self._opening = [each for each in self._opening if threads.is_there(each)]
                 if len(self._opening) < ENOUGH and (len(fitting) + len(self._opening) < ENOUGH or left <= 0):
-                    self._opening.append(turns.user(INSIDE))
+                    self._opening.append(threads.user(INSIDE))
                     return None
                 if left <= 0:
                     self._hear_of_failures(asked)
@@ -269,6 +269,6 @@ class LockPool:
 
     def after_fork(self) -> None:
         """In a forked child: leave the parent's sessions alone."""
-        turns.after_fork()
+        threads.after_fork()
         for session in self._sessions:
             session.after_fork()

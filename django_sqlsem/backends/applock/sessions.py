@@ -22,7 +22,7 @@ from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.identity import process_id
 from django_sqlsem.core.modes import SHARED, UPDATE, line_of
 from django_sqlsem.core.text import check_page
-from django_sqlsem.core.turns import Turn
+from django_sqlsem.core.threads import Turn
 from django_sqlsem.database import sockets as database_sockets
 from django_sqlsem.database.errors import backend_error
 from django_sqlsem.database.raw import AnswerRow, answer_timeout, connect, results_of

@@ -240,7 +240,7 @@ def end_dead(session: Session, *, witness: bool, proofs: dict[tuple[int, int], i
 
 _HELD_BY: Final = (
     "SELECT n.name, n.kind, s.permit_id FROM sqlsem_slot s JOIN sqlsem_semaphore n ON n.name_key = s.semaphore_key"
-    " WHERE s.process_id = %(process_id)s AND s.permit_id IS NOT NULL AND s.expires_us IS NOT NULL"
+    " WHERE s.process_id = %(process_id)s AND s.permit_id IS NOT NULL AND s.lease_us > 0 AND s.expires_us IS NOT NULL"
 )
 
 

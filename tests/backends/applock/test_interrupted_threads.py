@@ -15,7 +15,7 @@ import pytest
 from django_sqlsem.backends.applock import pool as applock_pool
 from django_sqlsem.backends.applock.pool import LockPool
 from django_sqlsem.backends.applock.sessions import INSIDE
-from django_sqlsem.core.turns import Turn
+from django_sqlsem.core.threads import Turn
 from django_sqlsem.database import sockets
 from tests.backends.applock.test_pieces import Silent
 from tests.support.interruptions import SoftLimit

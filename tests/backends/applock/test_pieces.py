@@ -36,7 +36,7 @@ from django_sqlsem.backends.base import (
 from django_sqlsem.core import identity
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.names import resource_for
-from django_sqlsem.core.turns import Turn
+from django_sqlsem.core.threads import Turn
 from django_sqlsem.database import errors
 from django_sqlsem.database import sockets as database_sockets
 from django_sqlsem.database.sqlserver import Meaning, lock_names, meaning

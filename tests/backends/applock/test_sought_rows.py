@@ -34,7 +34,7 @@ READ = re.compile(rf"(?:(?<!DELETE )\bFROM|\bJOIN|,) ({TABLE})\b(?: (?:AS )?(\w)
 #: A table is ordered by these: naming a row by them is a seek anyway, whatever the table's size.
 ORDER = {"id", "name_key"}
 #: Of whole tables, or of one name if one is given: an OR that no seek can serve. Housekeeping looks at all names.
-WHOLE_TABLES = {"internal_read_1", "beacons.TAKEN", "taken"}
+WHOLE_TABLES = {"internal_read_1", "beacons.TAKEN", "beacons.HELD_BY", "taken"}
 #: It only begins a transaction: whatever it finds, it waits for nobody.
 UNLOCKED = {"internal_fence_1"}
 #: The tables of many rows.

@@ -59,6 +59,12 @@ FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
 
+-- beacons.HELD_BY
+SELECT n.name, n.kind, s.permit_id
+FROM sqlsem_slot s
+JOIN sqlsem_semaphore n ON n.name_key = s.semaphore_key
+WHERE s.process_id = %(process_id)s AND s.permit_id IS NOT NULL AND s.lease_us > 0 AND s.expires_us IS NOT NULL;
+
 -- beacons.HOLDERS
 SELECT DISTINCT process_id
 FROM sqlsem_slot
