@@ -44,7 +44,7 @@ from django_sqlsem import control, semaphore
 from tests.programs.campaign_workers import NAME
 from tests.proof import judge
 from tests.proof.judge import Log, Rules, Verdict
-from tests.support import databases, private_servers, tds
+from tests.support import databases, patroni, private_servers, programs, tds
 from tests.support.private_servers import ALIAS, private_server
 from tests.support.processes import Child, is_alive
 from tests.support.proxy import Proxy, proxy_for
@@ -96,9 +96,9 @@ class Server(Place):
 
 
 class Standby(Place):
-    """A primary and its synchronous standby."""
+    """A primary and its synchronous standby, which may be Patroni's."""
 
-    def __init__(self, pair: private_servers.Pair) -> None:
+    def __init__(self, pair: private_servers.Pair | patroni.Cluster) -> None:
         self.pair = pair
 
     def env(self, number: int, port: int | None = None) -> dict[str, str]:
@@ -157,6 +157,9 @@ def place(database: str, directory: str, fault: Fault) -> Iterator[Place]:
     elif "standby" in fault.needs:
         with private_servers.standby_pair() as pair:
             yield Standby(pair)
+    elif "patroni" in fault.needs:
+        with patroni.patroni_cluster() as cluster:
+            yield Standby(cluster)
     elif "nodes" in fault.needs:
         with private_servers.galera_cluster() as nodes:
             yield Nodes(nodes)
@@ -331,6 +334,21 @@ def promote(run: Run) -> None:
     with run.away():
         run.place.pair.promote()
     run.place.pair.rebuild()
+
+
+def lose_leader(run: Run) -> None:
+    """Patroni's primary hands over, is lost, or goes on while its Patroni stands still and another is promoted."""
+    cluster = run.place.pair
+    leader = cluster.primary()
+    how = run.chance.choice(("hands over", "is lost", "goes on"))
+    with run.away():
+        if how == "hands over":
+            cluster.switch_over()
+        else:
+            leader.kill() if how == "is lost" else leader.process.send_signal(signal.SIGSTOP)
+            cluster.wait(lambda: cluster.primary() not in (None, leader))
+            leader.start() if how == "is lost" else leader.process.send_signal(signal.SIGCONT)
+        cluster.wait(cluster.is_whole)
 
 
 def end_node(run: Run) -> None:
@@ -523,6 +541,7 @@ FAULTS: dict[str, Fault] = {
     "restart": Fault(restart, 3.0, SERVERS, idle=DOUBT),
     "crash": Fault(crash, 3.0, SERVERS, idle=2 * DOUBT),
     "promotion": Fault(promote, 3.0, ("postgres",), idle=2 * DOUBT, needs=("standby",)),
+    "patroni": Fault(lose_leader, 3.0, ("postgres",), idle=2 * DOUBT, needs=("patroni",)),
     "nodes": Fault(end_node, 2.0, ("mariadb",), idle=2 * DOUBT, needs=("nodes",)),
     "read-only": Fault(read_only, 2.0, SERVERS, idle=DOUBT),
     "locked": Fault(locked, 2.0, ("sqlite",), idle=DOUBT),
@@ -724,6 +743,12 @@ def can(name: str, database: str) -> bool:
     if "small disk" in fault.needs and os.geteuid() != 0:
         print(f"{name} is left out: only root may mount a small disk", file=sys.stderr)
         return False
+    for program in ("patroni", "etcd") if "patroni" in fault.needs else ():
+        try:
+            programs.find(program)
+        except FileNotFoundError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+            return False
     return database in fault.on
 
 

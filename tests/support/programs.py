@@ -15,6 +15,8 @@ PLACES = {
     "initdb": ("/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin"),
     "mariadbd": ("/usr/sbin", "/usr/libexec"),
     "pgbouncer": ("/usr/sbin",),
+    "patroni": (),
+    "etcd": (),
 }
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
 
