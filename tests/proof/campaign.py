@@ -45,6 +45,7 @@ from tests.programs.campaign_workers import NAME
 from tests.proof import judge
 from tests.proof.judge import Log, Rules, Verdict
 from tests.support import databases, patroni, private_servers, programs, tds
+from tests.support.pgbouncer import PgBouncer, pgbouncer
 from tests.support.private_servers import ALIAS, private_server
 from tests.support.processes import Child, is_alive
 from tests.support.proxy import Proxy, proxy_for
@@ -73,6 +74,7 @@ class Place:
     server: Any = None
     pair: Any = None
     nodes: Any = None
+    pooler: Any = None
 
     def env(self, number: int, port: int | None = None) -> dict[str, str]:
         """Return the environment of a worker."""
@@ -92,6 +94,18 @@ class Server(Place):
         known = json.loads(self.server.env(port=port)["SQLSEM_TEST_DATABASES"])
         if self.server.kind == "mariadb":
             known[ALIAS]["USER"] = "worker"
+        return {"SQLSEM_TEST_DATABASES": json.dumps(known)}
+
+
+class Pooled(Place):
+    """A server that workers reach through PgBouncer, whose sessions are theirs for one transaction each."""
+
+    def __init__(self, server: private_servers.PrivateServer, pooler: PgBouncer) -> None:
+        self.server, self.pooler = server, pooler
+
+    def env(self, number: int, port: int | None = None) -> dict[str, str]:
+        known = json.loads(self.server.env(port=self.pooler.port)["SQLSEM_TEST_DATABASES"])
+        known[ALIAS]["OPTIONS"] = self.pooler.settings["OPTIONS"]
         return {"SQLSEM_TEST_DATABASES": json.dumps(known)}
 
 
@@ -154,6 +168,9 @@ def place(database: str, directory: str, fault: Fault) -> Iterator[Place]:
                 yield TdsServer()
             finally:
                 teardown_databases(made, verbosity=0)
+    elif "pooler" in fault.needs:
+        with private_server(database) as server, pgbouncer(ALIAS, default_pool_size="20") as pooler:
+            yield Pooled(server, pooler)
     elif "standby" in fault.needs:
         with private_servers.standby_pair() as pair:
             yield Standby(pair)
@@ -327,6 +344,18 @@ def crash(run: Run) -> None:
         run.server.kill()
         run.sleep(0, 1.5)
         run.server.start()
+
+
+def end_pooler(run: Run) -> None:
+    """The pooler is lost, or its sessions are ended by the server, or a worker is killed."""
+    how = run.chance.choice((end_sessions, kill, None))
+    if how is not None:
+        how(run)
+        return
+    with run.away():
+        run.place.pooler.stop()
+        run.sleep(0, 1.5)
+        run.place.pooler.start()
 
 
 def promote(run: Run) -> None:
@@ -540,6 +569,7 @@ FAULTS: dict[str, Fault] = {
     "sessions": Fault(end_sessions, 0.5, (*SERVERS, "mssql"), idle=DOUBT, heard=SESSION),
     "restart": Fault(restart, 3.0, SERVERS, idle=DOUBT),
     "crash": Fault(crash, 3.0, SERVERS, idle=2 * DOUBT),
+    "pooler": Fault(end_pooler, 1.5, ("postgres",), idle=DOUBT, needs=("pooler",)),
     "promotion": Fault(promote, 3.0, ("postgres",), idle=2 * DOUBT, needs=("standby",)),
     "patroni": Fault(lose_leader, 3.0, ("postgres",), idle=2 * DOUBT, needs=("patroni",)),
     "nodes": Fault(end_node, 2.0, ("mariadb",), idle=2 * DOUBT, needs=("nodes",)),

@@ -115,7 +115,7 @@ class PgBouncer:
             return (self.directory / "log").read_text(encoding="utf-8", errors="replace")
         return (self.directory / "output").read_text(encoding="utf-8", errors="replace")
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """End it and its connections, at once."""
         process, self.process = self.process, None
         if process is not None:
@@ -124,6 +124,10 @@ class PgBouncer:
                 process.wait(5)
             process.kill()
             process.wait(10)
+
+    def close(self) -> None:
+        """End it, and remove its files."""
+        self.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
