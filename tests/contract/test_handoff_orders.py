@@ -90,7 +90,7 @@ def test_who_wants_several_and_gives_up_frees_the_way(database, counter):
     with line_of(database, 3, slots=2) as (holder, two, one):
         holder.takes()
         one.do("unhurried")
-        join(database, two, take=2, timeout=2)
+        join(database, two, take=2, timeout=6)  # so long that it is seen to wait on a busy machine
         join(database, one)
         one.do("asleep")
         two.word("a", "busy")
@@ -105,7 +105,7 @@ def test_who_wants_several_and_gives_up_frees_the_way(database, counter):
 def test_who_wants_several_and_gives_up_frees_the_way_for_its_own_process(database):
     with line_of(database, 2, slots=2) as (holder, both):
         holder.takes()
-        join(database, both, take=2, timeout=2)
+        join(database, both, take=2, timeout=6)  # so long that it is seen to wait on a busy machine
         both.ask("b")
         both.do("queued", 2)
         both.word("a", "busy")

@@ -69,7 +69,9 @@ class Line:
         #: Who waits, by permit id: one, unless two threads asked at the same moment.
         self._claims: dict[str, tuple[Request, Place]] = {}
         self._thread: threading.Thread | None = None
+        #: The session of the call that waits now, and for whom it asks.
         self._blocked: LockSession | None = None
+        self._asked: Request | None = None
         self._cut = False
         #: Whether the last session that it waited on has ended.
         self._session_ended = False
@@ -159,9 +161,9 @@ class Line:
         return answer.granted
 
     def leave(self, permit_id: str) -> None:
-        """Wait for this claim no longer. Soon after, unless another one waits, the place is given up."""
+        """Wait for this claim no longer. Soon after, unless another one wants the same, the place is given up."""
         with self._lock:
-            if self._claims.pop(permit_id, None) is None or self._claims:
+            if self._claims.pop(permit_id, None) is None or self._serves_anybody():
                 return
             self._changed.notify()
             if self._blocked is not None:
@@ -169,9 +171,17 @@ class Line:
 
     def _give_up(self) -> None:
         with self._lock:
-            if not self._claims and self._blocked is not None:
+            if self._blocked is not None and not self._serves_anybody():
                 self._cut = True
                 self._blocked.cut()
+
+    def _serves_anybody(self) -> bool:
+        """Whether somebody waits whom a grant would serve for which the call asks; any, if none is under way."""
+        asked = self._asked
+        return any(
+            asked is None or request.permit_id == asked.permit_id or same_wish(request, asked)
+            for request, _place in self._claims.values()
+        )
 
     def end(self, timeout: float) -> None:
         """Wait for the thread to leave the line, unless somebody waits. ``timeout`` is in seconds."""
@@ -257,7 +267,7 @@ class Line:
             if request.permit_id not in self._claims:
                 return False
             _request, place = self._claims[request.permit_id]
-            self._blocked, self._cut = session, False
+            self._blocked, self._asked, self._cut = session, request, False
             self._stood_at = self._stood_at or boot_now()
             unhindered, self._unhindered = self._unhindered == request.permit_id, ""
         longest = LONGEST if session.can_be_cut else LONGEST_UNCUT
@@ -268,7 +278,7 @@ class Line:
             )
         finally:
             with self._lock:
-                self._blocked = None
+                self._blocked = self._asked = None
         self.is_head, self._holds_off = answer.head, answer.result in (calls.ON_HOLD, calls.TOO_FEW)
         if answer.granted is not None:
             self._hand_over(session, request, answer, at_once=unhindered and answer.result == calls.TAKEN_AT_ONCE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -154,6 +155,49 @@ def test_what_was_granted_to_one_that_had_left_goes_to_the_next_one_here(server:
     assert server.delivered == ["b"]
     assert server.passed_on == [("a", "b")]
     assert not server.given_up
+
+
+class Cuttable:
+    """A session in the middle of a call."""
+
+    can_be_cut = True
+    ended = ""
+    asked = 0.0
+    limit = 0
+
+    def __init__(self) -> None:
+        self.is_cut = threading.Event()
+
+    def cut(self) -> None:
+        self.is_cut.set()
+
+
+def test_who_wants_another_number_does_not_wait_for_what_the_one_before_it_wanted(
+    server: Server, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have no end: the call goes on for as long as anybody here has time."""
+    monkeypatch.setattr(database_sockets, "watch", database_sockets.Watch())
+    session = Cuttable()
+    server.pool.alone = lambda: session
+    attempt = server.attempt
+
+    def until_it_is_cut(session: Any, asking: Request, timeout: int, **options: Any) -> Answer:
+        if asking.permit_id == "a":
+            assert session.is_cut.wait(60)
+            session.ended = "it was cut"
+            raise BackendError("the session has ended")
+        return attempt(session, asking, timeout, **options)
+
+    server.attempt = until_it_is_cut  # type: ignore[method-assign]
+    database_sockets.watch.add(session)  # so that the watch runs
+    server.free.set()
+    line.enrol(dataclasses.replace(claim("a"), take=2), place())
+    line.start()
+    wait_until(lambda: line._blocked is not None)
+    line.enrol(claim("b"), place())
+    line.leave("a")
+    wait_until(lambda: server.delivered == ["b"])
+    assert line.error is None
 
 
 def test_what_the_next_one_here_has_got_elsewhere_is_left_alone(server: Server, line: Line) -> None:
