@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import django
+import pytest
 
 from tests.support import servers
 
@@ -554,6 +555,8 @@ class Fault:
     may_end: bool = False
 
 
+#: What must be installed for some needs.
+PROGRAMS = {"patroni": ("patroni", "etcd"), "pooler": ("pgbouncer",), "nodes": ("rsync",)}
 #: An answer that was lost, or a session: what it may have granted is looked for, and its lease ends it at the latest.
 DOUBT = LEASE + 5.0
 #: A clock that is set ahead ends all leases; their holders hear of it when they are renewed, or confirmed.
@@ -773,13 +776,17 @@ def can(name: str, database: str) -> bool:
     if "small disk" in fault.needs and os.geteuid() != 0:
         print(f"{name} is left out: only root may mount a small disk", file=sys.stderr)
         return False
-    for program in ("patroni", "etcd") if "patroni" in fault.needs else ():
-        try:
+    if database not in fault.on:
+        return False
+    try:
+        for program in (program for need in fault.needs for program in PROGRAMS.get(need, ())):
             programs.find(program)
-        except FileNotFoundError as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
-            return False
-    return database in fault.on
+        if "nodes" in fault.needs:
+            private_servers.galera_node()
+    except (FileNotFoundError, pytest.skip.Exception) as error:
+        print(f"{name} is left out: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def main() -> int:

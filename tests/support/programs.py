@@ -17,6 +17,7 @@ PLACES = {
     "pgbouncer": ("/usr/sbin",),
     "patroni": (),
     "etcd": (),
+    "rsync": (),
 }
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
 
