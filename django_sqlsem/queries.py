@@ -116,7 +116,7 @@ class Reading:
             self.asked.update(wanted)
             if any(name not in self._known for name in wanted):
                 several = dict.fromkeys([*wanted, *self._expected])
-                new = [name for name in several if name not in self._known]
+                new = [*(name for name in several if name not in self._known)]
                 read = {each.name: each for each in self._backend.inspect(new, at=self._clock)}
                 self._known |= {name: read.get(name) for name in new}
         return {name: found for name in wanted if (found := self._known[name]) is not None}

@@ -94,7 +94,7 @@ class Kept:
         """Keep things by their keys until an instant."""
         now = time.monotonic()
         with self._lock:
-            kept = {key: each for key, each in self._things.items() if each[0] > now and key not in things}
+            kept = dict(item for item in self._things.items() if item[1][0] > now and item[0] not in things)
             kept |= {key: (until, each) for key, each in things.items()}
             self._things = dict(list(kept.items())[-self.most :])
 
@@ -106,7 +106,7 @@ class Kept:
     def clear(self, of: Callable[[Any], bool] = lambda key: True) -> None:
         """Forget those whose keys are so; or all."""
         with self._lock:
-            self._things = {key: each for key, each in self._things.items() if not of(key)}
+            self._things = dict(item for item in self._things.items() if not of(item[0]))
 
 
 class _Readings:
@@ -131,7 +131,7 @@ class _Readings:
                 waits = found is not None and found.waits_read
                 if found is not None:
                     self._names.keep({(place, name): True for name in tuple(found.asked)}, at + 3 * REFRESH_SECONDS)
-                expected = [name for where, name in self._names.standing() if where == place]
+                expected = [*(name for where, name in self._names.standing() if where == place)]
                 at, found = now, queries.Reading(place[-1], expected=expected, all_waits=waits)
                 self.found.keep({place: (at, found)}, now + 3 * REFRESH_SECONDS)
             return at, found

@@ -243,17 +243,21 @@ def _leave_inherited(file: FileId) -> None:
     if not _brought:
         return
     with _leaving:
-        for reference, raw in list(_brought):
-            connection = reference()
-            mine = connection is not None and connection.connection is raw
-            if connection is not None and mine and file is not None and _file_id(connection) == file:
-                if raw.in_transaction:
-                    continue
-                with contextlib.suppress(Exception):
-                    raw.close()
-                connection.connection = None
-            if connection is None or connection.connection is not raw:
-                _brought.remove((reference, raw))
+        for reference, raw in _brought[:]:
+            _leave_one(reference, raw, file)
+
+
+def _leave_one(reference: weakref.ref[BaseDatabaseWrapper], raw: Any, file: FileId) -> None:
+    connection = reference()
+    mine = connection is not None and connection.connection is raw
+    if connection is not None and mine and file is not None and _file_id(connection) == file:
+        if raw.in_transaction:
+            return
+        with contextlib.suppress(Exception):
+            raw.close()
+        connection.connection = None
+    if connection is None or connection.connection is not raw:
+        _brought.remove((reference, raw))
 
 
 # How it is used.
@@ -451,50 +455,53 @@ class OwnSession:
         with _gate:  # a thread that is about to fork goes first
             pass
         with self._lock:
-            if self._unreachable is not None and self._unreachable[0] >= asked:
-                # The threads that waited meanwhile are told at once: each connect would time out in turn.
-                raise backend_error(self.alias, self._unreachable[1]) from self._unreachable[1]
-            give_up = time.monotonic() + errors.LOCKED_PATIENCE
-            tries = moves = 0
-            while True:
-                tries += 1
-                fresh, opened = self._connection is None, False
-                self.asked_at = self.asked_at or boot_now()
-                try:
-                    connection = self._open()
-                    opened, self._unreachable = True, None
-                    self.attempts += 1
-                    with connection.wrap_database_errors, self.dialect.cursor(connection) as cursor:
-                        result = work(cursor)
-                    self.asked_at = None
-                    return result
-                except DjangoDatabaseError as error:
+            return self._run(work, asked, again)
+
+    def _run(self, work: Callable[[AnyCursor], T], asked: float, again: bool) -> T:
+        if self._unreachable is not None and self._unreachable[0] >= asked:
+            # The threads that waited meanwhile are told at once: each connect would time out in turn.
+            raise backend_error(self.alias, self._unreachable[1]) from self._unreachable[1]
+        give_up = time.monotonic() + errors.LOCKED_PATIENCE
+        tries = moves = 0
+        while True:
+            tries += 1
+            fresh, opened = self._connection is None, False
+            self.asked_at = self.asked_at or boot_now()
+            try:
+                connection = self._open()
+                opened, self._unreachable = True, None
+                self.attempts += 1
+                with connection.wrap_database_errors, self.dialect.cursor(connection) as cursor:
+                    result = work(cursor)
+                self.asked_at = None
+                return result
+            except DjangoDatabaseError as error:
+                if not opened:
+                    self._discard()
+                if errors.is_transient(error) and time.monotonic() < give_up:
+                    errors.without_frames(error)
+                else:
+                    self._discard()
                     if not opened:
-                        self._discard()
-                    if errors.is_transient(error) and time.monotonic() < give_up:
-                        errors.without_frames(error)
-                    else:
-                        self._discard()
-                        if not opened:
-                            self._unreachable = (time.monotonic(), error)
-                        if errors.asks_elsewhere(error) and _leave_host(self.alias, self._host) > moves:
-                            moves += 1
-                            errors.without_frames(error)
-                            continue
-                        # A connection that was opened long ago may have died unnoticed: once more on a new one.
-                        stale = not fresh and errors.is_disconnect(error)
-                        if not (stale and again):
-                            raise backend_error(self.alias, error, stale=stale) from error
-                        again = False
+                        self._unreachable = (time.monotonic(), error)
+                    if errors.asks_elsewhere(error) and _leave_host(self.alias, self._host) > moves:
+                        moves += 1
                         errors.without_frames(error)
                         continue
-                except BaseException:
-                    # A signal's or another thread's exception in the driver leaves the protocol at an unknown point.
-                    self._discard()
-                    raise
-                finally:
-                    self.last_used = time.monotonic()
-                time.sleep(chance.uniform(0.0005, min(0.002 * tries, 0.02)))
+                    # A connection that was opened long ago may have died unnoticed: once more on a new one.
+                    stale = not fresh and errors.is_disconnect(error)
+                    if not (stale and again):
+                        raise backend_error(self.alias, error, stale=stale) from error
+                    again = False
+                    errors.without_frames(error)
+                    continue
+            except BaseException:
+                # A signal's or another thread's exception in the driver leaves the protocol at an unknown point.
+                self._discard()
+                raise
+            finally:
+                self.last_used = time.monotonic()
+            time.sleep(chance.uniform(0.0005, min(0.002 * tries, 0.02)))
 
     def _open(self) -> BaseDatabaseWrapper:
         if self._connection is not None:

@@ -168,11 +168,14 @@ class Counter:
         keeper = self._keeper()
         acquisition = self._acquisition(keeper, take)
         with acquisition:
-            while keeper.acquire(acquisition, timeout):
-                if _take_here(acquisition):
-                    return self._taken(acquisition)
-                acquisition.ask_anew()  # they were taken too late: it goes on where it stood in the queue
-            keeper.drop(acquisition)
+            return self._taken_here(acquisition, timeout)
+
+    def _taken_here(self, acquisition: Acquisition, timeout: float | None) -> Taken | None:
+        while acquisition.keeper.acquire(acquisition, timeout):
+            if _take_here(acquisition):
+                return self._taken(acquisition)
+            acquisition.ask_anew()  # they were taken too late: it goes on where it stood in the queue
+        acquisition.keeper.drop(acquisition)
         return None
 
     async def _aacquire(self, take: int, timeout: float | None) -> Taken | None:
@@ -181,11 +184,14 @@ class Counter:
         keeper = self._keeper()
         acquisition = self._acquisition(keeper, take)
         with acquisition:
-            while await keeper.aacquire(acquisition, timeout):
-                if await keeper.call(lambda: _take(acquisition, keeper.own)):
-                    return self._taken(acquisition)
-                acquisition.ask_anew()
-            keeper.drop(acquisition)
+            return await self._taken_there(keeper, acquisition, timeout)
+
+    async def _taken_there(self, keeper: Keeper, acquisition: Acquisition, timeout: float | None) -> Taken | None:
+        while await keeper.aacquire(acquisition, timeout):
+            if await keeper.call(lambda: _take(acquisition, keeper.own)):
+                return self._taken(acquisition)
+            acquisition.ask_anew()
+        keeper.drop(acquisition)
         return None
 
     def _acquisition(self, keeper: Keeper, take: int) -> Acquisition:

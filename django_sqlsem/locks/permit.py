@@ -330,7 +330,7 @@ def remove(key: Hashable, permit: Permit) -> None:
     with _lock:
         blocks = _entered.get(key, [])
         if len(blocks) > 1:
-            _entered[key] = [block for block in blocks if block[1] is not permit]
+            _entered[key] = [*(block for block in blocks if block[1] is not permit)]
         elif blocks and blocks[0][1] is permit:
             del _entered[key]
 
@@ -500,7 +500,7 @@ class UpgradablePermit(Permit):
             self._upgrade = permit
             if _lose_parts not in mine.losing.callbacks:
                 mine.losing.callbacks.append(_lose_parts)
-            going = [part for part in self._parts if id(part) in part.keeper.acquisitions]
+            going = tuple(part for part in self._parts if id(part) in part.keeper.acquisitions)
             self._parts = (*going, permit._acquisition)
 
 

@@ -537,9 +537,10 @@ class Acquisition:
             self.fresh_request()
             self.grant = self.loss = None
             self.stop_by = ""
-            for notice in (self._losing, self._stopping):
-                if notice is not None:
-                    notice.anew()
+            if self._losing is not None:
+                self._losing.anew()
+            if self._stopping is not None:
+                self._stopping.anew()
             self._answer = None
             return True
 

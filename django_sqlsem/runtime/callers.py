@@ -179,12 +179,16 @@ def leave(acquisition: Acquisition) -> None:
     caller.scope = caller.ref = None
     if caller.place is not None:
         with _lock:
-            left = [ref for ref in _asked.get(caller.place, ()) if ref() not in (None, acquisition)]
-            if left:
-                _asked[caller.place] = left
-            else:
-                _asked.pop(caller.place, None)
+            _leave_place(caller.place, acquisition)
         caller.place = None
+
+
+def _leave_place(place: tuple[int, str], acquisition: Acquisition) -> None:
+    left = [ref for ref in _asked.get(place, ()) if ref() not in (None, acquisition)]
+    if left:
+        _asked[place] = left
+    else:
+        _asked.pop(place, None)
 
 
 def caller_is_gone(acquisition: Acquisition) -> bool:

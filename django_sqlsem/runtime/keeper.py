@@ -824,7 +824,7 @@ class Keeper:
             _run_if_due(first)
         now = boot_now()
         with self.queue_lock:
-            due = [local for local in self.queues.values() if local.next_at <= now]
+            due = tuple(local for local in self.queues.values() if local.next_at <= now)
         if due and self.beacon is not None and not self.own.is_open and now >= self.rests_until:
             self.beacon.open()
         for local in due:
@@ -935,21 +935,24 @@ class Keeper:
                 chore.finish(started)
         self.close()
 
+    def _end_waits_in(self, queue: LocalQueue, told: bool) -> None:
+        for each in list(queue.waiting):
+            if each.give_up() and told:
+                each.tell(BackendError("The process is ending."))
+            self.waiting.pop(each.permit_id, None)
+            queue.give_up(each)
+
     def _end_waits(self, started: float, told: bool) -> None:
         with self.queue_lock:
             queues = list(self.queues.values())
             for local in queues:
-                for each in list(local.waiting):
-                    if each.give_up() and told:
-                        each.tell(BackendError("The process is ending."))
-                    self.waiting.pop(each.permit_id, None)
-                    local.give_up(each)
+                self._end_waits_in(local, told)
         for local in queues:
             if not self.own.unreachable(started):
                 local.step(self.own)
         with self.queue_lock:
             # Those that have asked the database, and do not know what came of it, get nothing.
-            left = [each for each in self.acquisitions.values() if each.sent and each.state is State.NEW]
+            left = tuple(each for each in self.acquisitions.values() if each.sent and each.state is State.NEW)
             for each in left:
                 each.abandon()  # if its thread goes on after all
                 self.waiting.pop(each.permit_id, None)

@@ -240,7 +240,7 @@ class LocalQueue:
 
     def _fail(self, error: Exception, only: Acquisition | None = None) -> None:
         with self.keeper.queue_lock:
-            failed = [acquisition for acquisition in self.waiting if only is None or acquisition is only]
+            failed = tuple(acquisition for acquisition in self.waiting if only is None or acquisition is only)
             for acquisition in failed:
                 self.remove(acquisition)
                 self.keeper.waiting.pop(acquisition.permit_id, None)
@@ -257,4 +257,4 @@ class LocalQueue:
         except BackendError:
             self.keeper.doubt(request)
         with self.keeper.queue_lock:  # not before: others who step meanwhile would not wait for it
-            self.unwanted = [each for each in self.unwanted if each is not request]
+            self.unwanted = [*(each for each in self.unwanted if each is not request)]

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import django_sqlsem
@@ -38,6 +39,8 @@ DEEP = {
 }
 #: Class names that two modules use.
 SHARED_CLASSES: set[str] = set()
+#: Modules whose locks serve only the tests of projects.
+PLAIN_LOCKS = {"backends/local.py"}
 #: Names of public constants that two modules use for different values.
 SHARED_CONSTANTS: set[str] = set()
 #: Modules that import another of ours inside a function, and how often.
@@ -193,3 +196,36 @@ def test_one_module_draws_random_numbers() -> None:
         if isinstance(node, ast.Import) and any(alias.name == "random" for alias in node.names)
     }
     assert importing == {"core/clocks.py"}
+
+
+def inside(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what runs in the same frame as a block, and the block's own statements."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.GeneratorExp):
+            yield child
+            yield from inside(child)
+
+
+def jumps_back(node: ast.AST) -> bool:
+    """Whether a condition leads back to the beginning of a loop."""
+    if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp):
+        return any(part.ifs for part in node.generators)
+    return isinstance(node, ast.For | ast.While) and any(isinstance(each, ast.If) for each in inside(node))
+
+
+def test_no_condition_leads_back_in_a_loop_under_a_lock():
+    """On Python 3.13 an exception that a signal raises at such a jump leaves the block without its end.
+
+    The jump is in no entry of the function's exception table, so ``__exit__`` is not called, and the lock stays locked:
+    https://github.com/python/cpython/issues/130279. A function of its own, or a generator, keeps the loop out of the frame.
+    """
+    found = [
+        f"{name}:{each.lineno}"
+        for name, module in modules().items()
+        if name not in PLAIN_LOCKS
+        for block in ast.walk(module)
+        if isinstance(block, ast.With) and any(ast.unparse(item.context_expr).endswith("lock") for item in block.items)
+        for each in inside(block)
+        if jumps_back(each)
+    ]
+    assert not found

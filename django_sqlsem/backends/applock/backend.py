@@ -114,7 +114,7 @@ class ApplockBackend(BaseSemaphoreBackend):
         with self._lines_lock:
             if line.wanted:
                 return False
-            self._lines = {key: each for key, each in self._lines.items() if each is not line}
+            self._lines = dict(item for item in self._lines.items() if item[1] is not line)
             return True
 
     def _end_lines(self) -> None:
@@ -163,7 +163,7 @@ class ApplockBackend(BaseSemaphoreBackend):
     def discard(self, session: Session, resource: Resource, permit_id: str) -> bool:
         """Free what a claim may have got, and wait for it no longer."""
         with self._lines_lock:
-            lines = [line for key, line in self._lines.items() if key.startswith(resource.key)]
+            lines = tuple(line for key, line in self._lines.items() if key.startswith(resource.key))
         for line in lines:
             line.leave(permit_id)
         return self.possession.discard(resource, permit_id)

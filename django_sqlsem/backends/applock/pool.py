@@ -80,7 +80,7 @@ class LockPool:
     def sessions(self) -> list[LockSession]:
         """Return the sessions that stand."""
         with self._lock:
-            return [session for session in self._sessions if not session.ended]
+            return [*(session for session in self._sessions if not session.ended)]
 
     def upgradable(self, key: str) -> tuple[LockSession, Holding] | None:
         """Return the session that has the writer's place of a name beside readers, and its holding."""
@@ -167,26 +167,29 @@ class LockPool:
         self.attempts += 1
         give_up = asked + patience
         with self._lock:
-            while True:
-                fitting = [
-                    each for each in self._sessions if not (each.ended or each.waiting or each.kept) and fits(each)
-                ]
-                # One that is in use for this very name will do when its turn has come; one that was left so won't.
-                fitting = [each for each in fitting if key not in each.unclear or each.lock.locked()]
-                # One that holds something first, so that the others can be closed.
-                for each in sorted(fitting, key=lambda each: -len(each.held)):
-                    if each.lock.acquire(blocking=False):
-                        if fits(each) and key not in each.unclear and not (each.ended or each.kept):
-                            return each
-                        each.lock.release()
-                left = give_up - time.monotonic()
-                self._opening = [each for each in self._opening if threads.is_there(each)]
-                if len(self._opening) < ENOUGH and (len(fitting) + len(self._opening) < ENOUGH or left <= 0):
-                    self._opening.append(threads.user(INSIDE))
-                    return None
-                if left <= 0:
-                    self._hear_of_failures(asked)
-                self._freed.wait(left if left > 0 else LOOK_AGAIN)
+            return self._idle_one(fits, key, asked, give_up)
+
+    def _idle_one(
+        self, fits: Callable[[LockSession], bool], key: str, asked: float, give_up: float
+    ) -> LockSession | None:
+        while True:
+            fitting = [each for each in self._sessions if not (each.ended or each.waiting or each.kept) and fits(each)]
+            # One that is in use for this very name will do when its turn has come; one that was left so won't.
+            fitting = [each for each in fitting if key not in each.unclear or each.lock.locked()]
+            # One that holds something first, so that the others can be closed.
+            for each in sorted(fitting, key=lambda each: -len(each.held)):
+                if each.lock.acquire(blocking=False):
+                    if fits(each) and key not in each.unclear and not (each.ended or each.kept):
+                        return each
+                    each.lock.release()
+            left = give_up - time.monotonic()
+            self._opening = [each for each in self._opening if threads.is_there(each)]
+            if len(self._opening) < ENOUGH and (len(fitting) + len(self._opening) < ENOUGH or left <= 0):
+                self._opening.append(threads.user(INSIDE))
+                return None
+            if left <= 0:
+                self._hear_of_failures(asked)
+            self._freed.wait(left if left > 0 else LOOK_AGAIN)
 
     def _open(self, asked: float) -> LockSession:
         try:
@@ -194,7 +197,7 @@ class LockPool:
         finally:
             with self._lock:
                 mine = threading.get_ident()
-                self._opening = [each for each in self._opening if each[1] != mine]
+                self._opening = [*(each for each in self._opening if each[1] != mine)]
                 self._freed.notify_all()
 
     def _hear_of_failures(self, asked: float) -> None:
