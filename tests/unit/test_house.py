@@ -217,7 +217,7 @@ def test_no_condition_leads_back_in_a_loop_under_a_lock():
     """On Python 3.13 an exception that a signal raises at such a jump leaves the block without its end.
 
     The jump is in no entry of the function's exception table, so ``__exit__`` is not called, and the lock stays locked:
-    https://github.com/python/cpython/issues/130279. A function of its own, or a generator, keeps the loop out of the frame.
+    https://github.com/python/cpython/issues/130279. A function of its own, or a generator, keeps the loop out of it.
     """
     found = [
         f"{name}:{each.lineno}"
