@@ -116,14 +116,9 @@ class Server:
 
     def clock(self) -> Iterator[CheckMessage]:
         """Compare this host's clock with the database's."""
-        skews = []
-        for _ in range(5):
-            before = time.time()
-            with self.connection.cursor() as cursor:
-                now = dialect_for(self.connection).now(cursor)
-            after = time.time()
-            skews.append((after - before, now / 1e6 - (before + after) / 2))
-        uncertainty, skew = min(skews, key=lambda each: each[0])
+        with self.connection.cursor() as cursor:
+            skews = [dialect_for(self.connection).skew(cursor) for _ in range(5)]
+        skew, uncertainty = min(skews, key=lambda each: each[1])
         ahead = "ahead of" if skew >= 0 else "behind"
         text = f"The database's clock is {milliseconds(abs(skew))} {ahead} this host's."
         yield self.judged(text, abs(skew) - uncertainty)

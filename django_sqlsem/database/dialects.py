@@ -325,6 +325,13 @@ class Dialect:
         cursor.execute(f"SELECT {self.now_sql}{self.dual}")
         return int(cursor.fetchone()[0])
 
+    def skew(self, cursor: AnyCursor) -> tuple[float, float]:
+        """Return by how many seconds the database's clock is ahead of this host's, and how long it took to ask."""
+        before = time.time()
+        now = self.now(cursor) / 1e6
+        after = time.time()
+        return now - (before + after) / 2, after - before
+
     def token_clock(self, now: int) -> int:
         """Return the clock that tokens follow, when the database's says ``now``."""
         return now
@@ -659,13 +666,11 @@ class MySQL(Dialect):
         return None
 
     def _compare_clocks(self, cursor: CursorWrapper) -> None:
-        before = time.time()
-        now = self.now(cursor) / 1e6
-        ahead, behind = now - time.time(), before - now
-        if max(ahead, behind) > CLOCKS_AGREE:
-            how = f"{ahead:.1f} s ahead of" if ahead > 0 else f"{behind:.1f} s behind"
+        skew, took = self.skew(cursor)
+        if abs(skew) - took / 2 > CLOCKS_AGREE:
             raise WrongClockError(
-                f"the clock of this node of a cluster is {how} this host's, where {CLOCKS_AGREE} s are allowed. Each"
+                f"the clock of this node of a cluster is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this"
+                f" host's, where {CLOCKS_AGREE} s are allowed. Each"
                 " node judges leases by its own clock, so more may be let in than there are slots. Set the clocks of"
                 " all nodes and hosts by NTP."
             )

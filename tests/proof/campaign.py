@@ -105,9 +105,8 @@ class Pooled(Place):
         self.server, self.pooler = server, pooler
 
     def env(self, number: int, port: int | None = None) -> dict[str, str]:
-        known = json.loads(self.server.env(port=self.pooler.port)["SQLSEM_TEST_DATABASES"])
-        known[ALIAS]["OPTIONS"] = self.pooler.settings["OPTIONS"]
-        return {"SQLSEM_TEST_DATABASES": json.dumps(known)}
+        own = {key: self.pooler.settings[key] for key in ("PORT", "OPTIONS")}
+        return private_servers.environment_for(self.server.settings | own)
 
 
 class Standby(Place):
@@ -117,7 +116,7 @@ class Standby(Place):
         self.pair = pair
 
     def env(self, number: int, port: int | None = None) -> dict[str, str]:
-        return self.pair.env()
+        return private_servers.environment_for(self.pair.settings)
 
 
 class Nodes(Place):
@@ -556,7 +555,7 @@ class Fault:
 
 
 #: What must be installed for some needs.
-PROGRAMS = {"patroni": ("patroni", "etcd"), "pooler": ("pgbouncer",), "nodes": ("rsync",)}
+PROGRAMS = {"patroni": ("patroni", "etcd"), "pooler": ("pgbouncer",)}
 #: An answer that was lost, or a session: what it may have granted is looked for, and its lease ends it at the latest.
 DOUBT = LEASE + 5.0
 #: A clock that is set ahead ends all leases; their holders hear of it when they are renewed, or confirmed.
@@ -779,10 +778,11 @@ def can(name: str, database: str) -> bool:
     if database not in fault.on:
         return False
     try:
-        for program in (program for need in fault.needs for program in PROGRAMS.get(need, ())):
-            programs.find(program)
+        for need in fault.needs:
+            for program in PROGRAMS.get(need, ()):
+                programs.find(program)
         if "nodes" in fault.needs:
-            private_servers.galera_node()
+            private_servers.need_galera()
     except (FileNotFoundError, pytest.skip.Exception) as error:
         print(f"{name} is left out: {error}", file=sys.stderr)
         return False

@@ -141,7 +141,7 @@ class Search(abc.ABC, Generic[J]):
     """Goes through all schedules of a scenario; ``J`` judges their steps."""
 
     def search(self, found: Findings, until: float, order: random.Random | None = None) -> Findings:
-        """Run all schedules; or, ``until`` some instant, those that come first in this order."""
+        """Run all schedules, or those that there is time for before the instant ``until``. ``order`` shuffles them."""
         self._visited: dict[Any, list[Any]] = {}
         self._ends: set[Any] = set()
         self._root: Any = None
@@ -248,7 +248,7 @@ class Explorer(Search[Judge]):
             self._monitor.close()
 
     def explore(self, scenario: Scenario, *, faults: int = 0, until: float = 0.0, seed: int | None = None) -> Findings:
-        """Run all schedules with at most so many faults; or, ``until`` some instant, those that come first."""
+        """Run all schedules of at most so many ``faults``, or those that there is time for before ``until``."""
         self._begin(scenario, faults)
         found = self.search(Findings(scenario), until, random.Random(seed) if seed is not None else None)
         if found.broken:

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 import yaml
 
 from tests.support import programs
-from tests.support.databases import child_environment
 from tests.support.private_servers import (
     ALIAS,
     PrivateServer,
@@ -27,6 +25,8 @@ from tests.support.private_servers import (
     free_port,
     known,
     migrate,
+    new_directory,
+    settings_of_hosts,
     user_of,
 )
 
@@ -131,12 +131,13 @@ class Cluster:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._etcd, self.etcd_port = None, free_port()
-        self.members = [Member(number, directory, self.etcd_port) for number in range(2)]
+        self._etcd: subprocess.Popen[bytes] | None = None
+        self._etcd_port = free_port()
+        self.members = [Member(number, directory, self._etcd_port) for number in range(2)]
 
     def start(self) -> None:
         """Start it, with the tables in it."""
-        client, peer = f"http://127.0.0.1:{self.etcd_port}", f"http://127.0.0.1:{free_port()}"
+        client, peer = f"http://127.0.0.1:{self._etcd_port}", f"http://127.0.0.1:{free_port()}"
         data = self.directory / "etcd"
         command = [programs.find("etcd"), "--data-dir", data, "--unsafe-no-fsync", "--log-level", "error"]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client, "--listen-peer-urls", peer]
@@ -167,14 +168,7 @@ class Cluster:
     @property
     def settings(self) -> dict[str, Any]:
         """Its entry of ``DATABASES``."""
-        ports = ",".join(str(member.server.port) for member in self.members)
-        options = {"target_session_attrs": "read-write", "connect_timeout": 3}
-        return self.members[0].server.settings | {"HOST": "127.0.0.1,127.0.0.1", "PORT": ports, "OPTIONS": options}
-
-    def env(self) -> dict[str, str]:
-        """Return the environment for a child process that knows it as ``ALIAS``."""
-        databases = json.loads(child_environment()["SQLSEM_TEST_DATABASES"])
-        return {"SQLSEM_TEST_DATABASES": json.dumps(databases | {ALIAS: self.settings})}
+        return settings_of_hosts([member.server for member in self.members])
 
     def primary(self) -> Member | None:
         """Return the member that Patroni says is the leader."""
@@ -208,10 +202,7 @@ class Cluster:
 @contextlib.contextmanager
 def patroni_cluster() -> Iterator[Cluster]:
     """Run a cluster with the tables in it, known to Django as ``ALIAS``."""
-    directory = Path(tempfile.mkdtemp(prefix="sqlsem-patroni-"))
-    if user := user_of("postgres"):
-        os.chown(directory, user["user"], user["group"])
-    cluster = Cluster(directory)
+    cluster = Cluster(new_directory("postgres"))
     try:
         cluster.start()
         with known(ALIAS, cluster.settings):

@@ -28,6 +28,7 @@ from tests.support import programs
 from tests.support.databases import ROOT, child_environment
 from tests.support.processes import is_alive
 from tests.support.servers import without_tls
+from tests.support.threads import wait_until
 
 #: The alias under which a private server is known in the test's process and in those started with ``server.env()``.
 ALIAS = "private"
@@ -67,9 +68,7 @@ class PrivateServer:
 
     def env(self, *, port: int | None = None) -> dict[str, str]:
         """Return the environment for a child process that knows the server as ``ALIAS``, on another port if given."""
-        databases = json.loads(child_environment()["SQLSEM_TEST_DATABASES"])
-        databases[ALIAS] = self.settings | ({"PORT": str(port)} if port else {})
-        return {"SQLSEM_TEST_DATABASES": json.dumps(databases)}
+        return environment_for(self.settings | ({"PORT": str(port)} if port else {}))
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
@@ -208,8 +207,7 @@ def private_server(kind: str, **options: str) -> Iterator[PrivateServer]:
 def _running(kind: str, options: dict[str, str]) -> Iterator[PrivateServer]:
     programs.need("initdb" if kind == "postgres" else "mariadbd")
     template = _template(kind)
-    directory = Path(tempfile.mkdtemp(prefix=f"sqlsem-{kind}-"))
-    _give(directory, kind)
+    directory = new_directory(kind)
     server = PrivateServer(kind, directory, options)
     try:
         subprocess.run(["cp", "-a", f"{template}/data", f"{directory}/data"], check=True)
@@ -220,70 +218,72 @@ def _running(kind: str, options: dict[str, str]) -> Iterator[PrivateServer]:
 
 
 class Pair:
-    """A primary of PostgreSQL and its standby, which may be promoted: clients know the addresses of both."""
+    """A primary of PostgreSQL and its synchronous standby, which may be promoted; clients know both addresses."""
 
-    def __init__(self, primary: PrivateServer, *, synchronous: bool) -> None:
+    def __init__(self, primary: PrivateServer) -> None:
         self.primary = primary
-        self.synchronous = synchronous
-        self.standby = PrivateServer("postgres", Path(), {})
-        self._attach(free_port())
+        self.standby = self._standby(free_port())
 
     @property
     def settings(self) -> dict[str, Any]:
         """Their entry of ``DATABASES``."""
-        ports = sorted((self.primary.port, self.standby.port))
-        options = {"target_session_attrs": "read-write", "connect_timeout": 3}
-        more = {"HOST": "127.0.0.1,127.0.0.1", "PORT": ",".join(map(str, ports)), "OPTIONS": options}
-        return self.primary.settings | more
-
-    def env(self) -> dict[str, str]:
-        """Return the environment for a child process that knows them as ``ALIAS``."""
-        databases = json.loads(child_environment()["SQLSEM_TEST_DATABASES"])
-        return {"SQLSEM_TEST_DATABASES": json.dumps(databases | {ALIAS: self.settings})}
+        return settings_of_hosts([self.primary, self.standby])
 
     def promote(self) -> None:
         """The primary's host is lost: have the standby take its part, alone as yet."""
         self.primary.kill()
         self.standby.query("SELECT pg_promote()", database="")
         self.primary, self.standby = self.standby, self.primary
-        self._wait_for_standby(False)
+        self._wait_for("")
 
     def rebuild(self) -> None:
         """Give the primary a standby again, at the address of the one that was lost."""
         self.standby.close()
-        self._attach(self.standby.port)
+        self.standby = self._standby(self.standby.port)
 
-    def _attach(self, port: int) -> None:
-        directory = Path(tempfile.mkdtemp(prefix="sqlsem-postgres-"))
-        _give(directory, "postgres")
+    def _standby(self, port: int) -> PrivateServer:
+        directory = new_directory("postgres")
         source = f"host=127.0.0.1 port={self.primary.port} user=postgres"
         program = Path(programs.find("initdb")).parent / "pg_basebackup"
         command = [program, "-D", directory / "data", "-R", "-c", "fast", "--no-sync", "-d", source]
         subprocess.run(command, cwd=directory, env=environment_in(directory), check=True, **user_of("postgres"))
-        self.standby = PrivateServer("postgres", directory, self.primary.options)
-        self.standby.port = port
-        self.standby.start()
-        self._wait_for_standby(self.synchronous)
-
-    def _wait_for_standby(self, on: bool) -> None:
-        """Have commits wait for the standby from now on, or not."""
-        self.primary.query(f"ALTER SYSTEM SET synchronous_standby_names = '{'*' if on else ''}'", database="")
-        self.primary.query("SELECT pg_reload_conf()", database="")
+        standby = PrivateServer("postgres", directory, self.primary.options)
+        standby.port = port
+        standby.start()
+        self._wait_for("*")
         state = "SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'"
-        deadline = time.monotonic() + _PATIENCE
-        while on and not self.primary.query(state, database=""):
-            assert time.monotonic() < deadline, self.standby.log.read_text()
-            time.sleep(0.02)
+        wait_until(lambda: self.primary.query(state, database=""), timeout=_PATIENCE, what="a synchronous standby")
+        return standby
+
+    def _wait_for(self, standbys: str) -> None:
+        """Have commits wait for these standbys from now on."""
+        self.primary.query(f"ALTER SYSTEM SET synchronous_standby_names = '{standbys}'", database="")
+        self.primary.query("SELECT pg_reload_conf()", database="")
 
 
 @contextlib.contextmanager
-def standby_pair(*, synchronous: bool = True, **options: str) -> Iterator[Pair]:
+def standby_pair() -> Iterator[Pair]:
     """Run a primary and a standby with the tables in them, known to Django as ``ALIAS``. Skips without PostgreSQL."""
     with contextlib.ExitStack() as stack:
-        pair = Pair(stack.enter_context(_running("postgres", options)), synchronous=synchronous)
+        pair = Pair(stack.enter_context(_running("postgres", {})))
         stack.callback(lambda: (pair.standby.close(), pair.primary.close()))
         stack.enter_context(known(ALIAS, pair.settings))
         yield pair
+
+
+def settings_of_hosts(servers: list[PrivateServer]) -> dict[str, Any]:
+    """Return the entry of ``DATABASES`` for whichever of some PostgreSQL servers takes writes."""
+    return servers[0].settings | {
+        "HOST": ",".join("127.0.0.1" for _ in servers),
+        "PORT": ",".join(sorted(str(each.port) for each in servers)),
+        "OPTIONS": {"target_session_attrs": "read-write", "connect_timeout": 3},
+    }
+
+
+def environment_for(settings: dict[str, Any]) -> dict[str, str]:
+    """Return the environment for a child process that knows a database as ``ALIAS``."""
+    databases = json.loads(child_environment()["SQLSEM_TEST_DATABASES"])
+    return {"SQLSEM_TEST_DATABASES": json.dumps(databases | {ALIAS: settings})}
 
 
 def galera_node(address: str = "", provider: str = "", **options: str) -> dict[str, str]:
@@ -306,6 +306,15 @@ def galera_node(address: str = "", provider: str = "", **options: str) -> dict[s
     return fixed | options
 
 
+def need_galera() -> None:
+    """Skip without the programs of a Galera cluster."""
+    import pytest
+
+    galera_node()  # skips
+    if shutil.which("rsync") is None:
+        pytest.skip("no rsync, with which a node receives")
+
+
 @contextlib.contextmanager
 def galera_cluster(nodes: int = 3, **options: str) -> Iterator[list[PrivateServer]]:
     """Run the nodes of a Galera cluster with the tables in it. Skips without its programs.
@@ -313,17 +322,12 @@ def galera_cluster(nodes: int = 3, **options: str) -> Iterator[list[PrivateServe
     All begin with the same data at the same point of the cluster's history, so that no node has to send a copy to
     another. ``server.env()`` leads a child process to one node, as ``ALIAS``; in this process that is the first.
     """
-    galera_node()  # skips
-    if shutil.which("rsync") is None:
-        import pytest
-
-        pytest.skip("no rsync, with which a node receives")
+    need_galera()
     template = _galera_template()
     servers: list[PrivateServer] = []
     try:
         for _ in range(nodes):
-            directory = Path(tempfile.mkdtemp(prefix="sqlsem-galera-"))
-            _give(directory, "mariadb")
+            directory = new_directory("mariadb")
             subprocess.run(["cp", "-a", f"{template}/data", f"{directory}/data"], check=True)
             listens, receives = free_port(), free_port()
             provider = f"gmcast.listen_addr=tcp://127.0.0.1:{listens};ist.recv_addr=127.0.0.1:{receives}"
@@ -461,6 +465,13 @@ def children_of(pid: int) -> list[int]:
         found += new
         left += new
     return found
+
+
+def new_directory(kind: str) -> Path:
+    """Make a directory that is the servers' own."""
+    directory = Path(tempfile.mkdtemp(prefix=f"sqlsem-{kind}-"))
+    _give(directory, kind)
+    return directory
 
 
 def _give(directory: Path, kind: str) -> None:

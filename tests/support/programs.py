@@ -17,7 +17,6 @@ PLACES = {
     "pgbouncer": ("/usr/sbin",),
     "patroni": (),
     "etcd": (),
-    "rsync": (),
 }
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
 
