@@ -71,8 +71,8 @@ def handlers(found: type, view: object) -> dict[str, Any]:
 
 
 def _parts(each: Any) -> list[object]:
-    if isinstance(each, functools.partial):
-        return [each.func]
+    if isinstance(each, functools.partial):  # the view may be what the function calls, or what it is given
+        return [each.func, *filter(callable, [*each.args, *each.keywords.values()])]
     if isinstance(each, types.MethodType):
         return [each.__func__, each.__self__]
     if inspect.isclass(each):
@@ -94,7 +94,7 @@ def _parts(each: Any) -> list[object]:
     elif _operation(each):
         parts += [*attributes.get("operations", ()), attributes.get("view_func")]
     elif not isinstance(each, types.ModuleType):
-        parts += [value for value in attributes.values() if isinstance(value, (types.FunctionType, types.MethodType))]
+        parts += filter(callable, attributes.values())
     return parts
 
 

@@ -82,6 +82,10 @@ def keyword(view, unused, request):
     return view(request)
 
 
+def keyword_only(request, *, view):
+    return view(request)
+
+
 @place
 def plain(request):
     return work(request)
@@ -215,7 +219,10 @@ INSIDE = {
     "copies-nothing": copies_nothing(plain),
     "copies-no-dict": copies_no_dict(plain),
     "object": AnObject(plain),
+    "object-of-an-object": AnObject(AnObject(plain)),
     "partial": functools.partial(keyword, plain, None),
+    "partial-by-keyword": functools.partial(keyword_only, view=plain),
+    "object-of-a-partial": AnObject(functools.partial(keyword, plain, None)),
     "below-another": below_another,
     "overrides": Overrides.as_view(),
     "handler": Handler.as_view(),

@@ -1,7 +1,8 @@
 """``ATOMIC_REQUESTS``, and transactions of one's own: who gets the slot next sees what was written, in any style.
 
 The proof is a second holder in another thread, in line while the view works, that counts the rows on a connection of
-its own as soon as it has the slot.
+its own as soon as it has the slot. It might be slower than a commit that comes too late: so the first one's connection
+looks, just before its transaction ends, whether the permit is held still.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -45,11 +47,35 @@ def set_the_stage(alias: str) -> None:
     Stage.go.clear()
 
 
+def first_has_it(alias: str) -> bool:
+    """Whether the table says that the thread called ``first`` has ``place``, on another connection."""
+
+    def look() -> bool:
+        try:
+            return any((row.semaphore.name, row.thread) == ("place", "first") for row in databases.held_rows(alias))
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(1) as apart:
+        return apart.submit(look).result(60)
+
+
 def what_the_next_one_sees(alias: str, work: Callable[[], Any]) -> tuple[Any, int]:
     """Call ``work`` in a thread; return its result, and how many users the next holder of ``place`` sees."""
     results: dict[str, Any] = {}
+    held: list[bool] = []
+
+    def noted(end: Callable[[], Any]) -> Callable[[], Any]:
+        def wrapper() -> Any:
+            if Stage.inside.is_set():  # not those that end before the view begins
+                held.append(first_has_it(alias))
+            return end()
+
+        return wrapper
 
     def first() -> None:
+        for name in ("_commit", "_rollback"):
+            setattr(connections[alias], name, noted(getattr(connections[alias], name)))
         try:
             results["result"] = work()
         finally:
@@ -63,7 +89,7 @@ def what_the_next_one_sees(alias: str, work: Callable[[], Any]) -> tuple[Any, in
         finally:
             connections.close_all()
 
-    threads = [threading.Thread(target=first, daemon=True), threading.Thread(target=second, daemon=True)]
+    threads = [threading.Thread(target=each, name=each.__name__, daemon=True) for each in (first, second)]
     threads[0].start()
     assert Stage.inside.wait(60)
     threads[1].start()
@@ -73,6 +99,8 @@ def what_the_next_one_sees(alias: str, work: Callable[[], Any]) -> tuple[Any, in
     for thread in threads:
         thread.join(60)
     assert set(results) == {"result", "seen"}, results
+    assert held, "no transaction has ended"
+    assert all(held), "the permit went back before the end of the transaction"
     return results["result"], results["seen"]
 
 
