@@ -24,8 +24,9 @@ from tests.support.threads import wait_until
 from tests.testapp.models import Probe
 
 NAMES = [f"name {number}" for number in range(8)]
-#: Housekeeping, which goes through all names; and what has no table, or is never sent there.
-OF_ALL_NAMES = {"beacons.TAKEN", "taken", "fences.LOOK", "fences.EXTEND", "handoff.NOTIFY"}
+#: Housekeeping, and the look after a server's new life, go through all names; the others have no table, or are never
+#: sent there.
+OF_ALL_NAMES = {"beacons.TAKEN", "beacons.HELD_BY", "taken", "fences.LOOK", "fences.EXTEND", "handoff.NOTIFY"}
 GIVEN = {"now": 1795695312087864, "row_ids": [1], "permit_ids": ["1"]}
 
 

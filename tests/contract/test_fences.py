@@ -105,6 +105,7 @@ def waiter_looked(alias):
         wait_until(lambda seen=seen: beat() not in (None, seen), timeout=SOON, what="a heartbeat")
 
 
+@pytest.mark.one_server("fences")
 @pytest.mark.rows_only("lease")
 def test_who_was_stopped_past_its_lease_cannot_write(database, probe, tmp_path):
     name = "stopped-past-its-lease"
@@ -139,6 +140,7 @@ def test_who_was_stopped_past_its_lease_cannot_write(database, probe, tmp_path):
         new.end()
 
 
+@pytest.mark.one_server("fences")
 @pytest.mark.rows_only("lease")
 def test_nobody_takes_a_slot_while_a_fenced_transaction_is_open(database, probe, impatient):
     name = "fenced-and-stopped"
@@ -184,6 +186,7 @@ def test_nobody_takes_a_slot_while_a_fenced_transaction_is_open(database, probe,
         second.end()
 
 
+@pytest.mark.one_server("fences")
 def test_a_killed_process_leaves_no_fence(database, probe):
     name = "fenced-and-killed"
     probe(database, name)
@@ -199,6 +202,7 @@ def test_a_killed_process_leaves_no_fence(database, probe):
         second.end()
 
 
+@pytest.mark.one_server("fences")
 @pytest.mark.parametrize("ending", ["commit", "rollback"])
 def test_a_release_waits_for_the_end_of_the_transaction(database, ending):
     lock = mutex("released-inside", using=database)
@@ -237,6 +241,7 @@ def another_gets(lock):
     return got[0]
 
 
+@pytest.mark.one_server("fences")
 @pytest.mark.rows_only("lease")
 def test_renewals_go_on_while_a_fenced_transaction_is_open(server):
     with mutex("renewed", using=server) as permit:
@@ -251,6 +256,7 @@ def test_renewals_go_on_while_a_fenced_transaction_is_open(server):
         permit.check()
 
 
+@pytest.mark.one_server("fences")
 def test_a_lost_permit_fails_the_transaction_even_if_that_is_caught(database, probe):
     name = "lost"
     rows = probe(database, name)
@@ -283,6 +289,7 @@ def test_a_lost_permit_fails_the_transaction_even_if_that_is_caught(database, pr
         permit.fence()
 
 
+@pytest.mark.one_server("fences")
 def test_all_slots_of_a_permit_are_fenced(server, impatient):
     permit = semaphore("several", slots=3, take=2, using=server).acquire()
     with transaction.atomic(using=server):
@@ -342,6 +349,7 @@ def isolated(alias, level):
         connections[alias].close()
 
 
+@pytest.mark.one_server("fences")
 @pytest.mark.rows_only("lease")
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 def test_a_snapshot_older_than_the_renewals_is_told_the_truth(server, level, impatient):
@@ -365,6 +373,7 @@ def test_a_snapshot_older_than_the_renewals_is_told_the_truth(server, level, imp
     permit.release()
 
 
+@pytest.mark.one_server("fences")
 def test_a_rollback_to_a_savepoint_does_not_open_the_fence(server, impatient):
     name = "savepoint"
     with mutex(name, using=server).acquire() as permit, transaction.atomic(using=server):
@@ -433,6 +442,7 @@ def test_a_statement_that_waits_keeps_the_slot_on_postgresql(committed, probe):
         second.end()
 
 
+@pytest.mark.one_server("fences")
 def test_a_fenced_statement_in_a_transaction_puts_the_release_off(database, probe):
     rows = probe(database, "statement-inside")
     lock = semaphore("statement-inside", using=database)

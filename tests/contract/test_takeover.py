@@ -87,6 +87,7 @@ def known_before(holder, granted_at, reasons):
 # The holder's process.
 
 
+@pytest.mark.one_server("beacons")
 def test_a_killed_holders_slot_is_taken_long_before_its_lease_ends(database, start):
     holder, waiter = start("killed", lease=LONG)
     killed_at = time.monotonic()
@@ -99,6 +100,7 @@ def test_a_killed_holders_slot_is_taken_long_before_its_lease_ends(database, sta
     let_go(waiter)
 
 
+@pytest.mark.one_server("beacons")
 def test_a_killed_holders_slot_is_taken_by_one_who_comes_later(database):
     """Nobody was waiting when it died."""
     with Holder(database, "later", lease=LONG) as holder, Waiter(database, "later") as waiter:
@@ -155,6 +157,7 @@ def test_a_holder_stopped_for_more_than_its_lease_loses_its_slot(database, start
     holder.end()
 
 
+@pytest.mark.one_server("beacons")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_child_does_not_keep_its_killed_parents_slot(database, start):
     holder, waiter = start("forked", lease=LONG)
@@ -171,6 +174,7 @@ def test_a_forked_child_does_not_keep_its_killed_parents_slot(database, start):
 # Its sessions.
 
 
+@pytest.mark.one_server("beacons")
 def test_a_holder_whose_sessions_are_killed_keeps_its_slot(server):
     with contextlib.ExitStack() as stack:
         holder, waiter = in_line(stack, server, "sessions", lease=LONG, time_to_relight=MUCH_TIME)
@@ -239,6 +243,7 @@ def test_what_is_acquired_while_the_beacon_is_out_is_not_taken_for_a_dead_ones(c
 # The network between the two.
 
 
+@pytest.mark.one_server("beacons")
 @pytest.mark.parametrize("outage", ["refuse", "silence"])
 def test_a_short_cut_costs_nothing(server, outage):
     ends = outage == "refuse"  # the sessions; else they stand, and no beacon goes out
@@ -276,6 +281,7 @@ def test_a_cut_of_5_seconds_that_leaves_the_sessions_standing_costs_nothing(serv
         let_go(waiter)
 
 
+@pytest.mark.one_server("beacons")
 def test_a_cut_of_5_seconds_that_ends_the_sessions_costs_the_slot(server):
     with cut_off(server, "refused", lease=LONG) as (holder, waiter, proxy):
         cut_at = time.monotonic()

@@ -27,7 +27,9 @@ WHERE m.name_key = :'key' AND m.kind = :'kind'
 ON CONFLICT DO NOTHING;
 
 -- While this row is locked nobody can hand a slot over to us.
-SELECT count(*) FROM (SELECT 1 FROM sqlsem_waiter WHERE ticket = :'ticket' FOR UPDATE) w \g /dev/null
+SELECT count(*) FROM (
+    SELECT 1 FROM sqlsem_waiter WHERE semaphore_key = :'key' AND ticket = :'ticket' FOR UPDATE
+) w \g /dev/null
 
 -- Somebody did before? What was handed over lapses after two seconds, unless it is renewed.
 WITH u AS (
@@ -48,7 +50,7 @@ SELECT count(*) > 0 AS held, COALESCE(min(slot), 0) AS slot, COALESCE(min(token)
             pid = pg_backend_pid(), thread = '', label = 'psql', user_name = current_user, process_id = '',
             boot_id = '', channel = '', beacon = false, suspect_us = NULL,
             lock_mode = CASE :'kind' WHEN 'mutex' THEN 'mutex' ELSE '' END
-        WHERE id = (
+        WHERE semaphore_key = :'key' AND id = (
             SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key = s.semaphore_key
             WHERE s.semaphore_key = :'key' AND NOT m.paused AND NOT m.shrinking AND NOT s.closed
                 AND s.slot <= COALESCE(m.operator_slots, :slots)
@@ -56,7 +58,8 @@ SELECT count(*) > 0 AS held, COALESCE(min(slot), 0) AS slot, COALESCE(min(token)
                 -- First come, first served: live waiters go first, but for those who came after us, and with the slots
                 -- that they could use: up to the number that each goes by.
                 AND NOT EXISTS (
-                    SELECT 1 FROM sqlsem_waiter w LEFT JOIN sqlsem_waiter me ON me.ticket = :'ticket'
+                    SELECT 1 FROM sqlsem_waiter w
+                    LEFT JOIN sqlsem_waiter me ON me.semaphore_key = w.semaphore_key AND me.ticket = :'ticket'
                     WHERE w.semaphore_key = :'key' AND w.expires_us > :now AND NOT w.away AND w.ticket <> :'ticket'
                         AND (me.id IS NULL OR (w.queued_us, w.id) < (me.queued_us, me.id))
                         AND (w.take = 0 OR COALESCE(m.operator_slots, w.slots, m.declared_slots)
@@ -68,15 +71,16 @@ SELECT count(*) > 0 AS held, COALESCE(min(slot), 0) AS slot, COALESCE(min(token)
 \endif
 
 \if :held
-    DELETE FROM sqlsem_waiter WHERE ticket = :'ticket';
+    DELETE FROM sqlsem_waiter WHERE semaphore_key = :'key' AND ticket = :'ticket';
 \elif :wait
     -- Our place in line. It counts for 2.1 seconds: call this again every half second.
+    UPDATE sqlsem_waiter SET expires_us = :now + 2100000 WHERE semaphore_key = :'key' AND ticket = :'ticket';
     INSERT INTO sqlsem_waiter (ticket, semaphore_key, queued_us, expires_us, take, slots, lease_us, away, waiting,
         host, pid, thread, label, user_name, process_id, boot_id, channel, beacon, lock_mode)
     VALUES (:'ticket', :'key', :now, :now + 2100000, 1, :slots, :lease_us, false, 1,
         left(:'host', 255), pg_backend_pid(), '', 'psql', current_user, '', '', '', false,
         CASE :'kind' WHEN 'mutex' THEN 'mutex' ELSE '' END)
-    ON CONFLICT (ticket) DO UPDATE SET expires_us = excluded.expires_us;
+    ON CONFLICT DO NOTHING;
 \endif
 COMMIT;
 
