@@ -1,6 +1,7 @@
 """Views: what they are made of, their transactions by ``ATOMIC_REQUESTS``, and their streams.
 
-A decorated view's permit is taken before the BEGIN and given back after the COMMIT; a stream gives it back at its end.
+A decorated view's permit is taken before the BEGIN and given back after the COMMIT; streams, and templates that are
+rendered after the view, give it back at their end.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from typing import Any, Final, Self, cast
 from django.core.signals import request_finished
 from django.db import connections, transaction
 from django.http import FileResponse, HttpRequest
+from django.http.response import HttpResponseBase
+from django.template.response import SimpleTemplateResponse
 from django.views.generic import View
 
+from django_sqlsem.database.transactions import at_transaction_end
 from django_sqlsem.locks.permit import Permit
 
 #: How many steps suffice for any view, and end a walk through something strange.
@@ -77,25 +81,36 @@ def _parts(each: Any) -> list[object]:
         return [each.__func__, each.__self__]
     if inspect.isclass(each):
         return []
-    attributes = getattr(each, "__dict__", None) or {}
+    attributes = _attributes(each)
     parts: list[object] = [attributes["__wrapped__"]] if "__wrapped__" in attributes else []
     if (found := view_class(each)) is not None:
         parts += handlers(found, each).values()
     if isinstance(each, types.FunctionType):
+        given = [*(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()]
         for cell in each.__closure__ or ():
-            try:
-                value = cell.cell_contents
-            except ValueError:  # not filled in yet
-                continue
-            if _operation(value) or (callable(value) and not _made_beside(each, value)):
-                parts.append(value)
-            elif isinstance(value, (list, tuple)):  # what method_decorator() was given
-                parts += [part for part in value if isinstance(part, types.FunctionType)]
+            with contextlib.suppress(ValueError):  # not filled in yet
+                given.append(cell.cell_contents)
+        for value in given:
+            if not (callable(value) and _made_beside(each, value)):
+                parts += _callables(value) or [value] * hasattr(value, "__dict__")
     elif _operation(each):
         parts += [*attributes.get("operations", ()), attributes.get("view_func")]
     elif not isinstance(each, types.ModuleType):
-        parts += filter(callable, attributes.values())
+        for value in attributes.values():
+            parts += _callables(value)
     return parts
+
+
+def _attributes(each: object) -> dict[str, Any]:
+    slots = [getattr(base, "__slots__", ()) for base in type(each).__mro__]
+    names = {name for some in slots for name in ((some,) if isinstance(some, str) else some) if hasattr(each, name)}
+    return {name: getattr(each, name) for name in names} | (getattr(each, "__dict__", None) or {})
+
+
+def _callables(value: Any) -> list[object]:
+    """Return what can be called: a value itself, or some in a collection."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return [each for each in values if callable(each) or _operation(each)]
 
 
 def _made_beside(func: types.FunctionType, value: Any) -> bool:
@@ -202,20 +217,29 @@ _HANDLER: Final = "ASGIHandler.handle.<locals>.process_request"
 _returned: contextvars.ContextVar[tuple[weakref.ref[_End], ...]] = contextvars.ContextVar("sqlsem_streams", default=())
 
 
-def leave_to(response: Any, permit: Permit, request: HttpRequest | None = None) -> None:
-    """Have a streaming response give the permit back when it is closed, when it fails half-way, or when it is dropped.
+def is_made_later(response: Any) -> bool:
+    """Whether what a view returns is not made yet: a stream, or a template that Django renders after the view."""
+    if isinstance(response, SimpleTemplateResponse):
+        return not response.is_rendered
+    return isinstance(response, HttpResponseBase) and response.streaming
+
+
+def leave_to(response: Any, permit: Permit, request: HttpRequest) -> None:
+    """Have a response that is made later give the permit back when it is rendered or closed, fails, or is dropped.
 
     A middleware may drop it without closing it: Django's own does so for a 304. Whichever response is sent at last
     closes the request at its own end. Django's handler for ASGI closes neither a stream that has failed, nor one whose
     client has left before the first byte. Some of these are on cycles of references until the garbage is collected.
     """
-    if not isinstance(response, FileResponse):  # of which WSGI's servers may take the file itself
-        # Not through the property, whose iterators refer to the response: it would be on a cycle.
-        response._iterator = (_AsyncParts if response.is_async else _sync_parts)(response._iterator, permit)
     end = _End(permit)
-    response._resource_closers.append(end)
-    if request is not None:
-        _close_with(request, end)
+    if not response.streaming:
+        response.add_post_render_callback(end.rendered)
+    else:
+        if not isinstance(response, FileResponse):  # of which WSGI's servers may take the file itself
+            # Not through the property, whose iterators refer to the response: it would be on a cycle.
+            response._iterator = (_AsyncParts if response.is_async else _sync_parts)(response._iterator, permit)
+        response._resource_closers.append(end)
+    _close_with(request, end)
     with contextlib.suppress(RuntimeError):  # no event loop runs here
         task = asyncio.current_task()
         if task is not None and getattr(task.get_coro(), "__qualname__", "") == _HANDLER:
@@ -297,6 +321,9 @@ class _End:
 
     def __call__(self) -> None:
         self.permit._close()
+
+    def rendered(self, response: object) -> None:
+        at_transaction_end(None, self.permit._close)  # somebody may render inside the transaction
 
     def __del__(self) -> None:
         if not self.permit.released:

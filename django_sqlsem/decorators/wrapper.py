@@ -27,7 +27,7 @@ from django_sqlsem.locks.semaphore import Semaphore
 
 
 class CallPermit:
-    """The permit of one call, until the call ends or leaves it to a stream or a coroutine.
+    """The permit of one call, until the call ends or leaves it to a response or a coroutine.
 
     Used as a block: an exception that leaves the block leaves to the keeper what was not given back by ``finish()``.
     """
@@ -95,12 +95,10 @@ class CallPermit:
             await self.permit._aclose()
             self.permit = None
 
-    def leave_to_stream(self, response: Any) -> None:
-        """If a view's response is a stream, let the permit be given back when it, or what replaces it, is closed."""
+    def leave_to_response(self, response: Any) -> None:
+        """If a view's response is made after the call, as streams and templates are, leave the permit to it."""
         request = self.call.request
-        if self.permit is None or request is None:
-            return
-        if isinstance(response, HttpResponseBase) and response.streaming:
+        if self.permit is not None and request is not None and views.is_made_later(response):
             views.leave_to(response, self.permit, request)
             self._leave(self.permit)
 
@@ -278,7 +276,7 @@ class _Decorated:
                     if inspect.iscoroutine(result):
                         return taken.leave_to_coroutine(result)
                     if call.request is not None:
-                        taken.leave_to_stream(result)
+                        taken.leave_to_response(result)
                     return result
                 finally:
                     taken.finish()
@@ -300,7 +298,7 @@ class _Decorated:
                 result = self.func(*args, **kwargs)
                 if inspect.isawaitable(result):
                     result = await result
-                taken.leave_to_stream(result)
+                taken.leave_to_response(result)
                 return result
             finally:
                 await taken.afinish()

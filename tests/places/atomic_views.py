@@ -8,6 +8,8 @@ import threading
 from django.contrib.auth.models import User
 from django.db import connections, transaction
 from django.http import HttpResponse
+from django.template import engines
+from django.template.response import TemplateResponse
 from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View
@@ -76,6 +78,46 @@ class AnObjectThatCopies(AnObject):
     def __init__(self, view):
         super().__init__(view)
         functools.update_wrapper(self, view)
+
+
+class AnObjectOfSlots:
+    __slots__ = ("views",)
+
+    def __init__(self, **views):
+        self.views = views
+
+    def __call__(self, request):
+        return self.views[request.method](request)
+
+
+class Router:
+    """Which is no view, but has one."""
+
+    def __init__(self, *views):
+        self.views = views
+
+
+def per_method(**views):
+    return lambda request: views[request.method](request)
+
+
+def default(view):
+    def wrapper(request, view=view):
+        return view(request)
+
+    return wrapper
+
+
+def keyword_default(given):
+    def wrapper(request, *, view=given):
+        return view(request)
+
+    del given
+    return wrapper
+
+
+def routed(router):
+    return lambda request: router.views[0](request)
 
 
 def keyword(view, unused, request):
@@ -171,6 +213,22 @@ class RestSet(ViewSet):
         return Response(work(request).content.decode())
 
 
+@place
+def template(request):
+    return TemplateResponse(request, engines["django"].from_string(work(request).content.decode()))
+
+
+class RenderedInside(View):
+    """Which renders what its handler returns, inside the transaction."""
+
+    def dispatch(self, request, *args, **kwargs):
+        return super().dispatch(request, *args, **kwargs).render()
+
+    @method_decorator(place)
+    def get(self, request):
+        return TemplateResponse(request, engines["django"].from_string(work(request).content.decode()))
+
+
 class RestMixin:
     """Whose actions are below one more decorator."""
 
@@ -214,6 +272,7 @@ AHEAD = {
     "below-another-view": copies(Dispatched.as_view()),
     "around-as-view": place(Plain.as_view()),
     "rest-dispatch": RestDispatch.as_view(),
+    "template": template,
 }
 INSIDE = {
     "copies-nothing": copies_nothing(plain),
@@ -223,10 +282,16 @@ INSIDE = {
     "partial": functools.partial(keyword, plain, None),
     "partial-by-keyword": functools.partial(keyword_only, view=plain),
     "object-of-a-partial": AnObject(functools.partial(keyword, plain, None)),
+    "object-of-slots": AnObjectOfSlots(GET=plain),
+    "per-method": per_method(GET=plain),
+    "default": default(plain),
+    "keyword-default": keyword_default(plain),
+    "routed": routed(Router(plain)),
     "below-another": below_another,
     "overrides": Overrides.as_view(),
     "handler": Handler.as_view(),
     "atomic-above": atomic_above,
+    "rendered-inside": RenderedInside.as_view(),
     "rest-function": rest_function,
     "rest-class": RestClass.as_view(),
     "rest-list": RestSet.as_view({"get": "list"}),
