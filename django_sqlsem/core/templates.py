@@ -269,9 +269,12 @@ def _walk(value: object, path: tuple[str, ...]) -> object:
 
 def is_coroutine_function(func: Callable[..., Any]) -> bool:
     """Does a call of ``func`` return a coroutine: by its code, by its mark, or by its ``__call__``?"""
-    return iscoroutinefunction(func) or (
-        not inspect.isroutine(func) and iscoroutinefunction(getattr(type(func), "__call__", None))  # noqa: B004
-    )
+    return is_or_calls(iscoroutinefunction, func)
+
+
+def is_or_calls(is_one: Callable[[Any], bool], func: Callable[..., Any]) -> bool:
+    """Is ``func`` a function of a kind, or an object whose ``__call__`` is one?"""
+    return is_one(func) or (not inspect.isroutine(func) and is_one(getattr(type(func), "__call__", None)))  # noqa: B004
 
 
 def django_request(value: object) -> HttpRequest | None:

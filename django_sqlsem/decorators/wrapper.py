@@ -15,7 +15,7 @@ from django.http.response import HttpResponseBase
 
 from django_sqlsem.busy import Busy
 from django_sqlsem.core import identity
-from django_sqlsem.core.templates import ANYTHING, CallName, is_coroutine_function, signature_of
+from django_sqlsem.core.templates import ANYTHING, CallName, is_coroutine_function, is_or_calls, signature_of
 from django_sqlsem.database.transactions import at_transaction_end
 from django_sqlsem.decorators import tasks, views
 from django_sqlsem.decorators.answers import answer_view, log_busy, log_busy_response, refuse_answer
@@ -112,11 +112,26 @@ class CallPermit:
                 finally:
                     await later.afinish()
 
-        later = CallPermit(self.call)
+        return finish(self._later())
+
+    def leave_to_generator(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Let the generator that a plain function has returned give the permit back at its end."""
+
+        def finish(later: CallPermit) -> Generator[Any, Any, Any]:
+            with later:
+                try:
+                    return (yield from generator)
+                finally:
+                    later.finish()
+
+        return finish(self._later())
+
+    def _later(self) -> CallPermit:
+        later = CallPermit(self.call, late=self.late)
         later.permit = self.permit
         if self.permit is not None:
             self._leave(self.permit)
-        return finish(later)
+        return later
 
     def _leave(self, permit: Permit) -> None:
         permit.detach()
@@ -143,9 +158,9 @@ def decorate(semaphore: Semaphore, func: F) -> F:
     for listen in tasks.listeners:
         listen()
     decorated = _Decorated(semaphore, func)
-    if inspect.isasyncgenfunction(func):
+    if is_or_calls(inspect.isasyncgenfunction, func):
         wrapper = decorated.async_generator()
-    elif inspect.isgeneratorfunction(func):
+    elif is_or_calls(inspect.isgeneratorfunction, func):
         wrapper = decorated.generator()
     elif is_coroutine_function(func):
         wrapper = decorated.coroutine()
@@ -275,6 +290,8 @@ class _Decorated:
                         result = self.func(*args, **kwargs)
                     if inspect.iscoroutine(result):
                         return taken.leave_to_coroutine(result)
+                    if inspect.isgenerator(result):
+                        return taken.leave_to_generator(result)
                     if call.request is not None:
                         taken.leave_to_response(result)
                     return result

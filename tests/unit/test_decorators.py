@@ -171,6 +171,28 @@ class TestFunctions:
         assert (holds("g"), closed) == (0, [True, True])
         assert list(g(3)) == [0, 1, 2]
 
+    def test_what_returns_a_generator_holds_while_it_is_iterated(self):
+        class Counts:
+            def __call__(self):
+                yield holds("g")
+
+        def plain(function):
+            return lambda: function()
+
+        for function in (Counts(), plain(Counts())):
+            iterator = semaphore("g")(function)()
+            assert [next(iterator), holds("g"), *iterator, holds("g")] == [1, 1, 0]
+            iterator = semaphore("g")(function)()
+            next(iterator)
+            iterator.close()
+            assert holds("g") == 0
+
+    def test_a_generator_that_nobody_begins_holds_nothing_once_it_is_dropped(self):
+        iterator = semaphore("g")(lambda: (number for number in range(3)))()
+        assert holds("g") == 1
+        del iterator
+        wait_until(lambda: holds("g") == 0)
+
     def test_a_busy_generator(self):
         @semaphore("g", on_busy="skip")
         def g():
@@ -268,7 +290,7 @@ class TestCoroutines:
             except ZeroDivisionError:
                 yield "caught"
             finally:
-                closed.append(True)
+                closed.append(await held_now())
 
         async def held_now():
             return (await semaphore("g").astatus()).held
@@ -291,7 +313,16 @@ class TestCoroutines:
 
         assert inspect.isasyncgenfunction(g)
         asyncio.run(main())
-        assert closed == [True] * 3
+        assert closed == [1] * 3
+
+        class Counts:
+            async def __call__(self):
+                yield await held_now()
+
+        async def count():
+            return [item async for item in semaphore("g")(Counts())()], await held_now()
+
+        assert asyncio.run(count()) == ([1], 0)
 
     def test_a_busy_async_generator(self):
         @semaphore("g", on_busy="skip")
@@ -739,6 +770,16 @@ class TestTimeouts:
                 f()
 
         self.waits(0.2, call)
+
+    def test_a_retry_without_a_worker_waits_as_long_as_it_says_if_that_is_longer(self, settings):
+        settings.SQLSEM = {"TIMEOUT": 0.1}
+        f = semaphore("t", timeout=0.3, on_busy="retry")(lambda: None)
+
+        def call():
+            with pytest.raises(AcquireTimeoutError):
+                f()
+
+        self.waits(0.3, call)
 
     def waits(self, expected, function):
         """Assert that it waits for this timeout and no other: by what the refusal says, and by the clock."""

@@ -74,6 +74,21 @@ def test_in_a_coroutine_it_says_what_to_do(committed):
         locked_atomic("orders")(ask)
 
 
+def test_a_generator_function_is_refused():
+    """It would return before it begins, and so would the transaction."""
+
+    def rows():
+        yield 1
+
+    class Rows:
+        def __call__(self):
+            yield 1
+
+    for function in (rows, Rows()):
+        with pytest.raises(TypeError, match="decorates no generators"):
+            locked_atomic("orders")(function)
+
+
 def test_a_block_and_a_decorator_open_the_transaction(database):
     @locked_atomic("orders", using=database)
     def work(fails):

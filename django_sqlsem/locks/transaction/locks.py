@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from django.utils.asyncio import async_unsafe
 from django_sqlsem.backends import database_for
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.names import MAX_NAME_LENGTH, Resource, key_of, refuse_fields, resource_for, validate_name
-from django_sqlsem.core.templates import is_coroutine_function
+from django_sqlsem.core.templates import is_coroutine_function, is_or_calls
 from django_sqlsem.core.text import shown
 from django_sqlsem.database.errors import backend_error
 from django_sqlsem.database.transactions import open_transactions
@@ -132,9 +133,11 @@ class LockedAtomic(AbstractContextManager[TransactionPermit]):
         self._block: AbstractContextManager[TransactionPermit] | None = None
 
     def __call__(self, func: Callable[..., T]) -> Callable[..., T]:
-        """Decorate a function. Raises ``TypeError`` for a coroutine function."""
-        if is_coroutine_function(func):
+        """Decorate a function. Raises ``TypeError`` for a coroutine function or a generator function."""
+        if is_coroutine_function(func) or is_or_calls(inspect.isasyncgenfunction, func):
             raise TypeError(f"@locked_atomic decorates synchronous functions, not {shown(func)}.")
+        if is_or_calls(inspect.isgeneratorfunction, func):
+            raise TypeError(f"@locked_atomic decorates no generators: put a block of it into {shown(func)}.")
 
         @functools.wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> T:

@@ -1,21 +1,24 @@
-"""Templates that Django renders after the view has returned: its queries are made then, so the slot is held until then.
+"""Responses that are made after the view has returned: templates, whose queries are made then, and streams.
 
-The proof is the text of each page: how many slots the tables say are held as it is rendered.
+The proof is the text of each page: how many slots the tables say are held as it is rendered. Streams are tried under
+servers too, in ``test_streaming``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from django.db import connections
-from django.http import HttpResponse
+from django.http import HttpResponse, StreamingHttpResponse
 from django.template import engines
 from django.template.response import TemplateResponse
 from django.test import AsyncClient, Client, RequestFactory
 from django.urls import path
+from django.utils.datastructures import MultiValueDict
 from django.utils.decorators import method_decorator
 from django.views.decorators.cache import cache_page
 from django.views.generic import TemplateView
@@ -172,6 +175,29 @@ def test_a_page_that_nobody_renders_has_the_slot_until_it_is_dropped(stage: str)
     assert Stage.held() == 1
     del response
     assert_nothing_held(stage)
+
+
+def test_a_stream_that_fails_gives_the_slot_back_before_anybody_closes_it(stage: str) -> None:
+    def parts() -> Iterator[str]:
+        yield str(Stage.held())
+        raise ZeroDivisionError
+
+    response = place(lambda request: StreamingHttpResponse(parts()))(RequestFactory().get("/"))
+    with pytest.raises(ZeroDivisionError):
+        list(response)
+    assert Stage.held() == 0
+
+
+def test_the_end_of_the_request_gives_back_the_slots_of_all_its_streams(stage: str) -> None:
+    class Uploads(io.BytesIO):
+        """A file of the request's."""
+
+    request = RequestFactory().get("/")
+    request._files = MultiValueDict({"file": [file := Uploads()]})
+    streams = [semaphore(name)(lambda request: StreamingHttpResponse(iter("x")))(request) for name in ("a", "b")]
+    assert (Stage.held(), file.closed) == (2, False)
+    request.close()
+    assert (Stage.held(), file.closed, len(streams)) == (0, True, 2)
 
 
 def test_a_page_is_cached_as_without_the_semaphore(stage: str) -> None:
