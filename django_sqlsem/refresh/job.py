@@ -11,10 +11,12 @@ import logging
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, TypeVar
+from weakref import WeakKeyDictionary
 
 from asgiref.sync import sync_to_async
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import F
 from django.db.models.expressions import Combinable
 
@@ -28,7 +30,7 @@ from django_sqlsem.database.cursors import AnyCursor
 from django_sqlsem.database.dialects import DatabaseNow, dialect_for
 from django_sqlsem.database.errors import database_errors
 from django_sqlsem.database.sessions import CallerSession, OwnSession, Session, insert_missing, used_by_orm
-from django_sqlsem.database.transactions import in_transaction
+from django_sqlsem.database.transactions import at_transaction_end, in_transaction
 from django_sqlsem.exceptions import BackendError, SemaphoreError
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore
@@ -42,6 +44,8 @@ logger = logging.getLogger("django_sqlsem")
 T = TypeVar("T")
 #: Clocks of a statement and of the one before it may differ by so much, in seconds.
 _JITTER = 1.0
+#: The keys of the rows that a transaction has written in which a value was built, and which is still open.
+_written: Final[WeakKeyDictionary[BaseDatabaseWrapper, set[str]]] = WeakKeyDictionary()
 
 
 class BuildFailedError(SemaphoreError):
@@ -145,8 +149,13 @@ class Job:
 
     @cached_property
     def _own(self) -> Session:
-        """A session apart from the caller's transaction; where there is none, the alias's ordinary connection."""
-        return self.keeper.session_here() if self._has_own_session else CallerSession(connections[self.alias])
+        """A session apart from the caller's transaction; the alias's ordinary connection where there is none.
+
+        The latter also if that transaction has written the row: any other session would wait for its end.
+        """
+        caller = connections[self.alias]
+        apart = self._has_own_session and self.resource.key not in _written.get(caller, ())
+        return self.keeper.session_here() if apart else CallerSession(caller)
 
     def _read(self, session: Session) -> RefreshState:
         """Return what the row says. Raises ``BackendError``."""
@@ -200,6 +209,9 @@ class Job:
                 "process_id": builder.process,
                 "boot_id": dialect_for(session.connection).boot_id,
             }
+            if isinstance(session, CallerSession):
+                _written.setdefault(session.connection, set()).add(self.resource.key)
+                at_transaction_end(self.alias, lambda: _written.pop(session.connection, None))
             return self._write(session, built, later_than=token)
 
         if not self.values.put(self._own, self.resource, token, value, stamp):

@@ -7,11 +7,12 @@ import itertools
 import threading
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.core.cache import cache
 from django.db import connections, transaction
 from django.db.models import F
 
-from django_sqlsem import queries
+from django_sqlsem import AlreadyHeldError, queries
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.models import RefreshRow, SlotRow
 from django_sqlsem.refresh import refresh_every
@@ -259,3 +260,46 @@ def test_in_a_transaction_that_is_rolled_back(database, home):
         raise ZeroDivisionError
     assert best() == 2 if undone else 1
     assert Probe.objects.using(database).get(name="shop").peak == (best() if home == "field" else 0)
+
+
+def test_out_of_date_in_the_transaction_that_has_built_it(database, home):
+    """The row is locked by the caller's own transaction, so that any other session would wait for it in vain."""
+    values = itertools.count(1)
+    where = {"field": field_of(database)} if home == "field" else {}
+    best = refresh_every(NAME, HOUR, lambda: next(values), using=database, **where)
+    for known in (False, True):  # the transaction makes the row, and then only locks it
+        with transaction.atomic(using=database):
+            old = best()
+            best.invalidate()
+            # A field's lock is kept until the COMMIT, and its old value is what there is.
+            assert best() == old + (home == "cache")
+            if home == "field":
+                with pytest.raises(AlreadyHeldError, match=NAME):
+                    best.now()
+                async_to_sync(best.ainvalidate)()
+            else:
+                assert best.now() == old + 2
+                best.invalidate()
+        row = row_of(database)
+        assert row.invalidations > row.built_for, known
+        best()
+        best.invalidate()
+    assert row_of(database).invalidations == row_of(database).built_for + 1
+
+
+def test_out_of_date_in_a_transaction_that_is_rolled_back(database):
+    values = itertools.count(1)
+    Probe.objects.using(database).create(name="shop")
+    best = refresh_every(NAME, HOUR, lambda: next(values), using=database, field=field_of(database))
+    assert best() == 1
+    let_the_period_pass(database)
+    before = row_of(database)
+    with contextlib.suppress(ZeroDivisionError), transaction.atomic(using=database):
+        assert best() == 2
+        best.invalidate()
+        raise ZeroDivisionError
+    after = row_of(database)
+    assert (after.token, after.invalidations) == (before.token, before.invalidations)
+    best.invalidate()  # by a session of its own again
+    assert best() == 3
+    assert Probe.objects.using(database).get(name="shop").peak == 3
