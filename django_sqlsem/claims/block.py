@@ -312,6 +312,15 @@ class Claim(Generic[M]):
         if not isinstance(row, self._column.model):
             raise TypeError(f"A claimed row is an instance of {self._column.model.__name__}, not {shown(row)}.")
         key = self._column.pk_text(row)
-        if key not in self._open:
+        if key not in self._open and not self._is_open_again(key):
             raise ValueError(f"{shown(row)} is not claimed by this block, or was finished or given back already.")
         return key
+
+    def _is_open_again(self, key: str) -> bool:
+        """Whether a row was let go of in a transaction, or behind a savepoint, that was rolled back."""
+        if key not in self._inside:
+            return False
+        alias, claimed = self._candidates.db, self._claimed[key]
+        owned = {name: getattr(claimed, name) for name in ("key", "object_pk", "slot", "token")}
+        with database_errors(alias):
+            return ClaimRow._default_manager.using(alias).filter(**owned).exists()

@@ -193,6 +193,27 @@ def test_a_status_can_be_committed_together_with_the_result(database):
     assert owned(database) == 0
 
 
+@pytest.mark.parametrize("outer", [False, True], ids=["transaction", "savepoint"])
+def test_a_row_whose_transaction_is_rolled_back_can_be_finished_in_the_next(database, outer):
+    one, two, three = make(database, 3)
+    around = transaction.atomic(using=database) if outer else contextlib.nullcontext()
+    with claim(rows(database), n=3, using=database) as claimed:
+        with around:
+            for last in (False, True):
+                with contextlib.suppress(ZeroDivisionError), transaction.atomic(using=database):
+                    assert claimed.finish(claimed[0])
+                    assert claimed.give_back(two)
+                    with pytest.raises(ValueError, match="was finished or given back already"):
+                        claimed.finish(claimed[0])
+                    assert last or 1 / 0
+        with pytest.raises(ValueError, match="was finished or given back already"):
+            claimed.give_back(one)
+        assert statuses(database) == ["Calculated", "Not Started", "Calculating"]
+        assert list(ClaimRow.objects.using(database).values_list("object_pk", flat=True)) == [str(three.pk)]
+    assert statuses(database) == ["Calculated", "Not Started", "Calculated"]
+    assert owned(database) == 0
+
+
 def test_all_workers_busy(database):
     (first, _second) = make(database, 2)
     with claim(rows(database), workers=1, using=database):
