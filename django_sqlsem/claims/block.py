@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -44,6 +45,16 @@ def _is_passing(error: AcquireTimeoutError) -> bool:
     """Whether slots are free all the same: who comes while another process makes them may see none."""
     found = error._snapshot
     return found is not None and not found.paused and not found.waiting and found.held < found.slots
+
+
+async def _to_its_end(step: Callable[..., object], *args: object) -> None:
+    """Run a step in a thread, which no cancellation stops: it is raised when the step is over."""
+    running = asyncio.ensure_future(sync_to_async(step)(*args))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        raise
 
 
 class Claim(Generic[M]):
@@ -165,11 +176,15 @@ class Claim(Generic[M]):
 
     async def __aenter__(self) -> Claim[M]:
         if await sync_to_async(self._look)():
-            permit = await self._aacquire()
+            permit, entered = await self._aacquire(), False
             try:
-                await sync_to_async(self._take)(permit)
+                await _to_its_end(self._take, permit)
+                entered = self.permit is not None
+            except asyncio.CancelledError as error:
+                await _to_its_end(self._end, error)  # there is no block that would give back what was taken
+                raise
             finally:
-                if self.permit is None:
+                if not entered:
                     await permit._aclose()
         return self
 
@@ -191,7 +206,7 @@ class Claim(Generic[M]):
         if self.permit is None or self.permit._acquisition.foreign:  # in a forked child the rows are the parent's
             return
         try:
-            await sync_to_async(self._end)(exc)
+            await _to_its_end(self._end, exc)
         finally:
             await self.permit._aclose()
 

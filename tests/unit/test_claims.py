@@ -25,7 +25,7 @@ from django_sqlsem import (
     testing,
 )
 from django_sqlsem.backends import get_backend
-from django_sqlsem.claims import claim, recover
+from django_sqlsem.claims import Claim, claim, recover
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.models import ClaimRow
 from tests.support import databases
@@ -272,6 +272,43 @@ def test_async(request, inside):
     async_to_sync(main)()
     assert statuses() == ["Odd", "Calculated", "Not Started", "Not Started"]
     assert owned() == 0
+
+
+@pytest.mark.parametrize("step", ["_take", "_end"])
+def test_a_task_that_is_cancelled_while_a_thread_writes_leaves_no_row_behind(database, monkeypatch, step):
+    make(database, 2)
+    begun, go_on, over = threading.Event(), threading.Event(), threading.Event()
+    original = getattr(Claim, step)
+
+    def hindered(claimed, *args):
+        monkeypatch.undo()
+        begun.set()
+        assert go_on.wait(40)
+        try:
+            original(claimed, *args)
+        finally:
+            over.set()
+
+    async def work():
+        async with claim(rows(database), n=2, using=database):
+            pass
+
+    async def main():
+        monkeypatch.setattr(Claim, step, hindered)
+        task = asyncio.create_task(work())
+        assert await asyncio.to_thread(begun.wait, 40)
+        task.cancel()
+        for _turn in range(10):  # it is told before the thread goes on
+            await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(over.wait, 40)
+
+    async_to_sync(main)()
+    # What was done when the task was cancelled is done.
+    assert set(statuses(database)) == {"Not Started" if step == "_take" else "Calculated"}
+    assert owned(database) == 0
 
 
 def test_in_a_testcase_claims_are_as_private_as_the_data(db):
