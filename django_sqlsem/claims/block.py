@@ -143,9 +143,12 @@ class Claim(Generic[M]):
 
         Inside ``atomic()`` it is committed together with what else is written there. Returns ``False``, and writes
         nothing, if the status was changed by somebody else meanwhile. Raises ``PermitLostError``; ``ValueError`` if
-        the row is not claimed here (any more) or the field can't take the status; ``BackendError``.
+        the row is not claimed here (any more), or the status is the claim's ``status`` or none that the field can take;
+        ``BackendError``.
         """
         then = self.done if isinstance(status, Unset) else self._column.value(status, what="status")
+        if self._column.text(then) == self._column.text(self.status):
+            raise ValueError(f"finish() needs another status than {shown(then)}, that of rows which are worked on.")
         key = self._key(row)
         return self._finish({key: row}, then)[key] is Outcome.WRITTEN
 

@@ -67,6 +67,8 @@ def test_rows_are_finished_and_given_back_one_by_one(database):
         assert claimed[2].status == "Not Started"
         with pytest.raises(ValueError, match="was finished or given back already"):
             claimed.finish(claimed[0])
+        with pytest.raises(ValueError, match="needs another status than 'Calculating'"):
+            claimed.finish(claimed[3], status="Calculating")  # it would never come back
         with pytest.raises(ValueError, match="4 rows were claimed"):
             _ = claimed.one
         # A block inside the block takes what is there.
