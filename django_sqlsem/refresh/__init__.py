@@ -14,7 +14,7 @@ from django_sqlsem.conf import MIN_LEASE
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
 from django_sqlsem.core.names import validate_name
-from django_sqlsem.core.templates import CallName
+from django_sqlsem.core.templates import CallName, is_coroutine_function
 from django_sqlsem.core.text import shown
 from django_sqlsem.exceptions import AlreadyHeldError
 from django_sqlsem.locks.permit import Permit
@@ -43,7 +43,7 @@ class Refresh(Generic[T]):
         self.period = period
         self.build = build
         self.retry_after = retry_after
-        self.is_async = inspect.iscoroutinefunction(inspect.unwrap(build))
+        self.is_async = is_coroutine_function(inspect.unwrap(build))
         self._name = name
         self._values = values
         self._lock = lock

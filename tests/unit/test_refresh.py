@@ -115,6 +115,17 @@ def test_decorated_functions(database):
         semaphore("new:a", using=database).acquire()
 
 
+def test_an_object_whose_call_is_a_coroutine(database):
+    class Best:
+        async def __call__(self):
+            return "books"
+
+    best = refresh_every("best", WEEK, Best(), using=database)
+    assert [asyncio.run(best()), asyncio.run(best.aget())] == ["books"] * 2
+    with pytest.raises(TypeError, match="is asynchronous: await aget"):
+        best.get()
+
+
 @pytest.mark.parametrize("nth", [1, 2])
 def test_in_a_testcase(db, nth):
     """In its transaction, of which nothing stays: neither in the tables nor in the cache."""
