@@ -9,7 +9,7 @@ import re
 import threading
 
 import pytest
-from asgiref.sync import async_to_sync
+from asgiref.sync import async_to_sync, sync_to_async
 from django.contrib.auth.models import User
 from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
 from django.db import connections, transaction
@@ -19,7 +19,9 @@ from django.urls import reverse
 from django_sqlsem import (
     AcquireTimeoutError,
     PermitLostError,
+    Semaphore,
     SemaphoreError,
+    claims,
     control,
     queries,
     testing,
@@ -77,6 +79,90 @@ def test_rows_are_finished_and_given_back_one_by_one(database):
         raise ZeroDivisionError
     assert statuses(database) == ["Calculated", "Odd", "Calculated", "Not Started"]
     assert owned(database) == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit])
+def test_a_block_that_is_interrupted_has_not_done_its_rows(database, error):
+    make(database)
+    with pytest.raises(error), claim(rows(database), using=database):
+        raise error
+    assert (statuses(database), owned(database)) == (["Not Started"], 0)
+
+
+def test_rows_that_can_not_be_given_back_do_not_hide_the_error_of_the_block(database, caplog):
+    def fail_in_a_transaction_that_can_only_be_rolled_back(stack):
+        stack.enter_context(transaction.atomic(using=database))
+        transaction.set_rollback(True, using=database)
+        raise ValueError("the user's own")
+
+    (row,) = make(database)
+    with contextlib.ExitStack() as stack, pytest.raises(ValueError, match="own"), claim(rows(database), using=database):
+        fail_in_a_transaction_that_can_only_be_rolled_back(stack)
+    assert "are left to the next worker to be given back" in caplog.text
+    assert (statuses(database), owned(database)) == (["Calculating"], 1)
+    assert recover(Inventory.objects.using(database), using=database) == [row.pk]
+    assert statuses(database) == ["Not Started"]
+
+
+def test_a_row_of_another_model_is_refused(database):
+    (row,) = make(database)
+    with claim(rows(database), using=database) as claimed:
+        for act in (claimed.finish, claimed.give_back):
+            with pytest.raises(TypeError, match="is an instance of Inventory, not"):
+                act(Job(pk=row.pk))
+        assert statuses(database) == ["Calculating"]
+    assert statuses(database) == ["Calculated"]
+
+
+def test_a_claim_that_the_model_of_today_can_not_read_keeps_no_row_from_being_taken(database, monkeypatch, caplog):
+    (row,) = make(database)
+    with claim(rows(database), using=database):
+        ClaimRow.objects.using(database).update(object_pk="abc", token=F("token") - 1_000_000)
+        rows(database).update(status="Not Started")
+    monkeypatch.setattr(claims.rows, "_looked", {})  # it is time to look for rows whose worker is gone
+    caplog.clear()
+    with claim(rows(database), using=database) as claimed:
+        assert claimed.one == row
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "testapp.Inventory abc can't be given back, as its model has changed" in caplog.text
+    assert recover(Inventory.objects.using(database), using=database) == []
+    assert list(ClaimRow.objects.using(database).values_list("object_pk", flat=True)) == ["abc"]
+
+
+def test_a_worker_that_is_refused_a_slot_asks_again_if_some_are_free_all_the_same(database, monkeypatch):
+    """Here the slot becomes free between the refusal and the look at who has it."""
+    make(database, 3)
+
+    def hold(attribute, hook):
+        holder = claim(rows(database), workers=1, using=database).__enter__()
+        monkeypatch.setattr(Semaphore, attribute, hook(holder, getattr(Semaphore, attribute)))
+
+    def before_it_looks(holder, original):
+        def status(semaphore):
+            monkeypatch.undo()
+            holder.__exit__(None, None, None)
+            return original(semaphore)
+
+        return status
+
+    def before_the_task_looks(holder, original):
+        async def astatus(semaphore):
+            monkeypatch.undo()
+            await sync_to_async(holder.__exit__)(None, None, None)
+            return await original(semaphore)
+
+        return astatus
+
+    async def work():
+        async with claim(rows(database), workers=1, using=database) as claimed:
+            return len(claimed)
+
+    hold("status", before_it_looks)
+    with claim(rows(database), workers=1, done="Not Started", using=database) as claimed:
+        assert claimed
+    hold("astatus", before_the_task_looks)
+    assert async_to_sync(work)() == 1
+    assert statuses(database) == ["Calculated"] * 3
 
 
 def test_a_status_changed_by_hand_is_respected(database, caplog):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import threading
 
 import pytest
 from asgiref.sync import async_to_sync
@@ -13,11 +14,12 @@ from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperatio
 from django.test import Client
 from django.urls import reverse
 
-from django_sqlsem import queries, semaphore
+from django_sqlsem import AlreadyHeldError, control, queries, semaphore
 from django_sqlsem.models import RefreshRow
 from django_sqlsem.refresh import refresh_every
 from tests.support.operators import locks
 from tests.support.processes import Child
+from tests.support.threads import run_in_threads
 from tests.testapp.models import Probe
 
 WEEK = datetime.timedelta(weeks=1)
@@ -124,6 +126,45 @@ def test_an_object_whose_call_is_a_coroutine(database):
     assert [asyncio.run(best()), asyncio.run(best.aget())] == ["books"] * 2
     with pytest.raises(TypeError, match="is asynchronous: await aget"):
         best.get()
+
+
+def test_a_build_may_read_its_own_old_value(database):
+    olds = []
+
+    def build():
+        olds.append(best() if olds else None)
+        return len(olds)
+
+    async def abuild():
+        olds.append(await abest() if olds else None)
+        return len(olds)
+
+    best = refresh_every("best", WEEK, build, using=database)
+    abest = refresh_every("abest", WEEK, abuild, using=database)
+    for read in (best, lambda: asyncio.run(abest())):
+        olds.clear()
+        assert read() == 1
+        RefreshRow.objects.using(database).update(built_us=None)
+        assert (read(), olds) == (2, [None, 1])
+    endless = refresh_every("endless", WEEK, lambda: endless(), using=database)
+    with pytest.raises(AlreadyHeldError, match="endless"):
+        endless()
+
+
+@pytest.mark.rows_only("lease")
+def test_a_build_that_fails_late_says_nothing_of_the_newer_value(database):
+    def build():
+        if threading.current_thread() is not threading.main_thread():
+            return "new"
+        assert control.revoke("best", by="ann", using=database)
+        assert run_in_threads(1, lambda _: best()) == ["new"]
+        raise ZeroDivisionError
+
+    best = refresh_every("best", WEEK, build, using=database, retry_after=1000)
+    with pytest.raises(ZeroDivisionError):
+        best()
+    assert RefreshRow.objects.using(database).get().failed_us is None
+    assert best() == "new"
 
 
 @pytest.mark.parametrize("nth", [1, 2])
