@@ -252,6 +252,7 @@ def _snapshot(
     locks: Locks | None,
 ) -> SemaphoreSnapshot:
     last_grant, usual, overdue = row.pop("last_grant_us"), row.pop("usual_us"), row.pop("overdue")
+    line = row.pop("line", 0)
     semaphore = SemaphoreRow(**row)
     semaphore.last_grant_us = last_grant  # type: ignore[attr-defined]
     name, names = semaphore.name, lock_names(semaphore.name)
@@ -262,6 +263,8 @@ def _snapshot(
         holders = with_sessions(clock, name, holders, numbers, locks)
         known = [each["process_id"] for each in waiters]
         waiting += [_stranger(clock, name, lock) for lock in locks.waiters(names, sorted(numbers), known=known)]
+    elif line and not waiting:
+        waiting = [clock.waiter(name, WaiterRow(waiting=1, take=1, queued_us=clock.now))]
     holders = [each for holder in holders for each in _all_slots(holder, slots)]
     usual_hold = float(usual) / 1e6 if usual else None
     return clock.semaphore(semaphore, tuple(holders), tuple(waiting), usual_hold=usual_hold, overdue=int(overdue or 0))
