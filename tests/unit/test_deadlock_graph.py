@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from django_sqlsem.core.modes import (
+    EXCLUSIVE,
     MUTEX,
     SHARED,
     UPDATE,
@@ -34,6 +35,10 @@ class Simulation:
     def __init__(self, names: dict[str, Name], waits: list[Wait]) -> None:
         self.names = names
         self.waits = {wait.id: wait for wait in waits}
+        self.owners: dict[str, set[str]] = {}
+        for wait in waits:
+            for _key, permit in wait.permits:
+                self.owners.setdefault(permit, set()).add(wait.id)
         self.ends: set[frozenset[str]] = set()
         self._known: set[Any] = set()
         taken = {key: {slot.number: (slot.permit, slot.mode) for slot in name.slots} for key, name in names.items()}
@@ -45,7 +50,7 @@ class Simulation:
         if state in self._known:
             return
         self._known.add(state)
-        kept = {permit for each in waiting for _key, permit in self.waits[each].permits}
+        kept = {permit for permit, owners in self.owners.items() if owners <= waiting}
         running = {permit for slots in taken.values() for permit, _ in slots.values()} - kept
         if not running:
             self.ends.add(waiting)
@@ -66,12 +71,14 @@ class Simulation:
             # Nobody can serve who wants more than there is, and it is in nobody's way.
             left -= {each.id for each in line if each.take > self._bound(each)}
             line = [each for each in line if each.id in left]
+            behind = drained = False
             for wait in sorted(line, key=lambda each: (each.mode != UPGRADE, each.arrival)):
-                places = self._places(wait, name, taken[key], self._bound(wait))
+                kept_out = drained or (behind and wait.fair)
+                places = None if kept_out else self._places(wait, name, taken[key], self._bound(wait))
                 if places is None:
-                    if wait.mode == UPDATE:
-                        continue
-                    break
+                    behind |= wait.mode != UPDATE
+                    drained |= wait.mode in EXCLUSIVE
+                    continue
                 mode = WHOLE if wait.mode == UPGRADE else wait.mode
                 taken[key] |= dict.fromkeys(places, (wait.id, mode))
                 left.discard(wait.id)
@@ -131,15 +138,21 @@ def worlds(draw: Any) -> World:
         key = what[0]
         modes = [SHARED, SHARED, WHOLE] + ([UPDATE] if shared[key] else [])
         mode = UPGRADE if what.endswith("+") else draw(st.sampled_from(modes))
+        permits = {(other, permit) for other, (permit, _mode) in held[agent].items()}
+        # What a thread of the same task has taken is this one's too.
+        others = [(name, f"{task}{name}") for task in agents for name in held[task] if name != key]
+        if others and draw(st.integers(0, 2)) == 0:
+            permits.add(draw(st.sampled_from(others)))
         waits.append(
             Wait(
                 id=f"w{agent}",
                 key=key,
                 since=order[agent],
-                permits=frozenset((other, permit) for other, (permit, _mode) in held[agent].items()),
+                permits=frozenset(permits),
                 take=draw(st.integers(1, 3)) if mode == SHARED else 0 if mode in (WHOLE, UPGRADE) else 1,
                 mode=mode,
                 slots=draw(st.one_of(st.none(), st.integers(1, declared[key]))) if mode == SHARED else None,
+                fair=mode != SHARED or shared[key] or draw(st.booleans()),
             )
         )
     names = {
@@ -154,30 +167,46 @@ def worlds(draw: Any) -> World:
     return names, waits
 
 
-def crossed(*, free: int = 0) -> World:
+def crossed(*, free: int = 0, paused: bool = False) -> World:
     """Two mutexes, each held by who waits for the other; ``free``: so many slots more of one of them."""
-    names = {"a": Name((Slot(1, "pa"),), 1 + free), "b": Name((Slot(1, "pb"),))}
+    names = {"a": Name((Slot(1, "pa"),), 1 + free, paused=paused), "b": Name((Slot(1, "pb"),))}
     return names, [
         Wait("w1", "b", 1, frozenset({("a", "pa")})),
         Wait("w2", "a", 2, frozenset({("b", "pb")})),
     ]
 
 
-def queued() -> World:
+def queued(*, drains: bool = True, fair: bool = True) -> World:
     """A reader that waits for the mutex of another one, which waits behind a writer for the first to leave."""
     names = {"x": Name((Slot(1, "r1"),), 3), "m": Name((Slot(1, "m2"),))}
+    mode, take = (WHOLE, 0) if drains else (SHARED, 3)
     return names, [
         Wait("w1", "m", 1, frozenset({("x", "r1")})),
-        Wait("w2", "x", 2, frozenset(), take=0, mode=WHOLE),
-        Wait("w3", "x", 3, frozenset({("m", "m2")})),
+        Wait("w2", "x", 2, frozenset(), take=take, mode=mode),
+        Wait("w3", "x", 3, frozenset({("m", "m2")}), fair=fair),
     ]
+
+
+def lent() -> World:
+    """Two mutexes crossed, one of which another thread of its task has too: that one is served, and gives it back."""
+    names, waits = crossed()
+    return names | {"c": Name(())}, [*waits, Wait("w3", "c", 3, frozenset({("b", "pb")}))]
+
+
+def without(wait: Wait, waits: list[Wait]) -> list[Wait]:
+    """Who is left once one has given up, and given back what it had, of its own or of its task."""
+    return [dataclasses.replace(each, permits=each.permits - wait.permits) for each in waits if each != wait]
 
 
 @settings(max_examples=400, deadline=None)
 @given(worlds())
 @example(crossed())
 @example(crossed(free=1))
+@example(crossed(paused=True))
 @example(queued())
+@example(queued(fair=False))
+@example(queued(drains=False, fair=False))
+@example(lent())
 def test_stuck_is_who_is_never_served_whatever_the_others_do(world: World) -> None:
     names, waits = world
     assert Simulation(names, waits).ends == {frozenset(stuck(names, waits))}
@@ -196,7 +225,8 @@ def test_a_deadlock_ends_if_its_youngest_gives_up_and_nobody_else_keeps_it(world
         assert inside <= blocked.keys()
         assert knot.closed == all(blocked[each] <= inside for each in inside)
         assert all(knot.blockers[each] == blocked[each] & inside for each in inside)
-        left = [wait for wait in waits if wait != knot.youngest]
+        assert knot.youngest.permits
+        left = without(knot.youngest, waits)
         if knot.closed:
             assert not any(each.identity == knot.identity for each in knots(names, left))
             assert len(stuck(names, left)) < len(blocked)
@@ -206,7 +236,7 @@ def test_a_deadlock_ends_if_its_youngest_gives_up_and_nobody_else_keeps_it(world
         closed = next((knot for knot in knots(names, waits) if knot.closed), None)
         if closed is None:
             break
-        waits = [wait for wait in waits if wait != closed.youngest]
+        waits = without(closed.youngest, waits)
     assert not stuck(names, waits)
 
 
@@ -225,8 +255,9 @@ def test_names_alone_tell_who_cannot_be_part_of_one(world: World) -> None:
 @given(worlds(), st.sets(st.integers(0, 4)))
 def test_who_barges_is_never_taken_for_stuck_that_would_not_be_in_line(world: World, barging: set[int]) -> None:
     names, waits = world
+    line = [dataclasses.replace(wait, fair=True) for wait in waits]
     free = [dataclasses.replace(wait, fair=wait.id not in {f"w{each}" for each in barging}) for wait in waits]
-    assert stuck(names, free).keys() <= stuck(names, waits).keys()
+    assert stuck(names, free).keys() <= stuck(names, line).keys()
 
 
 def ids(knot: Knot) -> list[str]:
