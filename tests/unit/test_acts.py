@@ -13,12 +13,12 @@ from django.db import connections
 from django.test import Client, RequestFactory
 from django.urls import resolve, reverse
 
-from django_sqlsem import control, queries
+from django_sqlsem import control, queries, semaphore
 from django_sqlsem.admin import SemaphoreAdmin
 from django_sqlsem.admin.actions import ACTIONS, Buttons
 from django_sqlsem.models import SemaphoreRow
 from tests.support.operators import hold, locks, make_semaphore, slot_row
-from tests.unit.test_admin import SEMAPHORES, key, login, said, text
+from tests.unit.test_admin import SEMAPHORES, SLOTS, ask, key, login, said, text
 
 pytestmark = pytest.mark.leaves_held
 
@@ -175,11 +175,48 @@ def test_what_has_changed_since_it_was_shown_is_refused_with_what_it_is_now(oper
     assert "done already" in message
 
 
+def test_another_s_number_of_slots_is_a_change_too(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    page = press(operator, "pause")
+    control.set_slots("reports", 7, by="bob")
+    (message,) = said(confirm(operator, page))
+    assert "has changed since it was shown" in message
+    assert message.endswith("0 of 7 held, slots set by bob, not paused.")
+    assert not SemaphoreRow.objects.get().paused
+
+
+def test_of_several_locks_only_those_that_need_it_are_paused(operator: Client, alias: str) -> None:
+    for name in ("reports", "mails"):
+        make_semaphore(alias, name)
+    control.pause("mails", by="bob", duration=60, reason="INC-1")
+    page = ask(operator, SEMAPHORES, "pause", key(), key("mails"))
+    assert said(confirm(operator, page, reason="INC-2")) == ["Paused: reports."]
+    found = queries.by_name(["mails"])["mails"]
+    assert (found.paused_by, found.paused_reason, found.resumes_in is None) == ("bob", "INC-1", False)
+
+
+def test_any_row_of_who_has_all_slots_means_that_one(operator: Client, alias: str) -> None:
+    permit = semaphore("reports", slots=2).exclusive()
+    page = ask(operator, SLOTS, "revoke", slot_row(alias, slot=2).pk)
+    assert said(confirm(operator, page)) == ["Revoked 1 permit."]
+    assert queries.holders() == []
+    permit.release()
+
+
 def test_a_pause_is_for_a_time_that_is_offered(operator: Client, alias: str) -> None:
     make_semaphore(alias)
     again = confirm(operator, press(operator, "pause"), seconds="17")
     assert "Select a valid choice" in text(again)
     assert not SemaphoreRow.objects.get().paused
+
+
+def test_disorderly_text_is_spelt_out_in_djangos_log(operator: Client, alias: str) -> None:
+    make_semaphore(alias)
+    hold(alias, label="GET /\u202egpj.exe")
+    confirm(operator, press(operator, "revoke 1 7"), reason="a\x1b[2Jb\u200b")
+    message = LogEntry.objects.get().change_message
+    assert "GET /[U+202E]gpj.exe" in message
+    assert "Reason: a[U+001B][2Jb[U+200B]" in message
 
 
 def test_a_reason_never_passes_for_slots(operator: Client, alias: str) -> None:

@@ -78,6 +78,15 @@ def test_revoke_all_and_expired_ones_too(database: str) -> None:
     assert control.revoke("reports", by="ann", using=database) == []
 
 
+def test_any_slot_of_who_has_them_all_means_that_one(database: str) -> None:
+    permit = semaphore("reports", slots=2, using=database).exclusive()
+    (asked,) = control.request_stop("reports", 2, by="ann", using=database)
+    (revoked,) = control.revoke("reports", 2, by="ann", kill=applocks.are_at(database), using=database)
+    assert asked.token == revoked.token == permit.token
+    assert all(holder.expired for holder in queries.holders(using=database))
+    permit.release()
+
+
 def test_a_token_needs_its_slot() -> None:
     with pytest.raises(ValueError, match="give the slot too"):
         control.revoke("reports", token=7, by="ann")
@@ -230,6 +239,14 @@ def test_pause_and_resume(database: str, acted: list[Any]) -> None:
     assert not SemaphoreRow.objects.using(database).get().paused
     assert not control.pause("unknown", by="ann", using=database)
     assert [action[0] for action in acted] == ["pause", "resume"]
+
+
+def test_who_acts_is_written_as_databases_take_it(database: str) -> None:
+    make_semaphore(database)
+    control.pause("reports", by="a\x00nn\ud800" + "n" * 200, using=database)
+    control.set_slots("reports", 2, by="b\x00ob" + "b" * 200, using=database)
+    row = SemaphoreRow.objects.using(database).get()
+    assert (row.paused_by, row.slots_by) == ("ann?" + "n" * 146, "bob" + "b" * 147)
 
 
 def test_a_failing_receiver_does_not_hide_the_act(database: str, caplog: Any) -> None:
