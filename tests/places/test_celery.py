@@ -1,23 +1,29 @@
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
 import uuid
+from types import SimpleNamespace
 
 import pytest
-from celery import Celery, shared_task, signals
+from celery import Celery, Signature, shared_task, signals
+from celery._state import _task_stack
 from celery.contrib.testing.worker import start_worker
 from django.http import HttpResponse
 
 from django_sqlsem import (
     AcquireTimeoutError,
     AlreadyHeldError,
+    BackendError,
     mutex,
     queries,
     semaphore,
 )
+from django_sqlsem.contrib import celery as contrib
 from django_sqlsem.contrib.celery import MAX_COUNTDOWN
+from django_sqlsem.decorators.tasks import hand_on, is_below, step_aside
 from django_sqlsem.testing import busy, held
 from tests.programs import celery_app
 from tests.programs.celery_app import app, notes
@@ -253,6 +259,68 @@ def test_the_countdown_is_never_longer_than_brokers_allow(worker, path, retries)
 
     with held("tasks", total=1):
         assert retry_after(semaphore("tasks").status()) * 1.5 <= MAX_COUNTDOWN
+
+
+@contextlib.contextmanager
+def run(task, **request):
+    """As it is while a worker runs a task, or something runs it at once."""
+    _task_stack.push(task)
+    task.push_request(**{"id": "1", "called_directly": False, "is_eager": False} | request)
+    try:
+        yield
+    finally:
+        task.pop_request()
+        _task_stack.pop()
+
+
+def test_only_a_task_s_own_body_is_put_off_or_runs_under_its_callers_permit():
+    @semaphore("tasks")
+    def helper(): ...
+
+    body = celery_app.plain.run
+    with run(celery_app.plain):
+        assert contrib.running(body, ()).id == "1"
+        assert contrib.running(helper, ()) is None
+        assert not contrib.runs_at_once(body, ())
+    with run(celery_app.plain, is_eager=True):
+        assert contrib.running(body, ()) is None
+        assert contrib.runs_at_once(body, ())
+        assert not contrib.runs_at_once(helper, ())
+    with run(celery_app.plain, is_eager=True, called_directly=True):
+        assert not contrib.runs_at_once(body, ())
+
+
+def test_a_body_is_found_below_what_says_what_it_wraps():
+    @semaphore("tasks")
+    def body(): ...
+
+    @functools.wraps(body)
+    def wrapper(): ...
+
+    class Holder:
+        method = body
+
+    assert all(is_below(body, each) for each in (body, wrapper, functools.partial(wrapper, 1), Holder().method))
+    assert not is_below(body, functools.partial(print), None, len)
+
+
+def test_countdowns_are_spread_and_no_longer_than_brokers_allow(monkeypatch):
+    monkeypatch.setattr(Signature, "apply_async", lambda self: None)
+    with run(celery_app.plain):
+        whens = [contrib.retry(celery_app.plain, 10, ValueError()).when for _ in range(20)]
+        assert contrib.retry(celery_app.plain, 4 * 3600, ValueError()).when == MAX_COUNTDOWN
+    assert 5 <= min(whens) < max(whens) <= 15
+
+
+def test_a_rank_that_cannot_be_kept_or_handed_on_fails_no_task():
+    def fail(*args):
+        raise BackendError("away")
+
+    lock = SimpleNamespace(name="tasks", _step_aside=fail, _hand_rank_on=fail)
+    refusal = SimpleNamespace(_snapshot=SimpleNamespace(name="tasks", holders=()), retry_after=7)
+    task = SimpleNamespace(id="1", label="tests.plain[1]")
+    assert step_aside(lock, task, refusal) == 7
+    hand_on(lock, task, refusal, "2")
 
 
 # Workers in processes of their own.

@@ -7,8 +7,10 @@ import contextvars
 import dataclasses
 import json
 import signal
+from types import SimpleNamespace
 
 import pytest
+from django.utils import timezone
 
 from django_sqlsem import mutex, semaphore
 from django_sqlsem.contrib import tasks
@@ -313,3 +315,32 @@ def test_tasks_whose_end_is_told_elsewhere_or_never_are_not_kept() -> None:
         return len(tasks._started.get())
 
     assert contextvars.Context().run(told) <= tasks.DEEPEST + 1
+
+
+def test_what_is_enqueued_again_is_spread_and_never_for_longer_than_is_promised() -> None:
+    laters = []
+
+    def using(*, run_after, backend):
+        laters.append((run_after - timezone.now()).total_seconds())
+        return SimpleNamespace(enqueue=lambda *args: SimpleNamespace(id="2"))
+
+    task = tasks.DjangoTask(SimpleNamespace(task=SimpleNamespace(using=using), args=[], kwargs={}, backend="x"), None)
+    for _ in range(20):
+        assert task.retry(10, ValueError()).task_id == "2"
+    assert 4.9 <= min(laters) < max(laters) <= 15
+    assert max(laters) - min(laters) > 0.1
+    task.retry(4 * 3600, ValueError())
+    assert MAX_COUNTDOWN - 1 < laters[-1] <= MAX_COUNTDOWN
+
+
+@pytest.mark.parametrize(
+    ("status", "value", "following"),
+    [
+        ("SUCCESSFUL", {SENT_AGAIN_AS: "2"}, "2"),
+        ("SUCCESSFUL", {SENT_AGAIN_AS: "2", "more": 1}, ""),  # a task's own value
+        ("SUCCESSFUL", [SENT_AGAIN_AS], ""),
+        ("FAILED", None, ""),
+    ],
+)
+def test_only_what_a_refused_attempt_returns_names_the_next(status, value, following) -> None:
+    assert tasks.sent_again_as(SimpleNamespace(status=status, return_value=value)) == following
