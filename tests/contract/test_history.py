@@ -22,7 +22,10 @@ from django_sqlsem import (
     semaphore,
 )
 from django_sqlsem.backends import get_backend
+from django_sqlsem.backends.base import Grant, Request
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.core.identity import current
+from django_sqlsem.core.names import resource_for
 from django_sqlsem.database.sessions import OwnSession, briefly
 from django_sqlsem.history import (
     recorder,
@@ -394,6 +397,29 @@ def test_off_means_that_nothing_is_written(database: str, settings: Any) -> None
         assert not model.objects.using(database).exists()
 
 
+@pytest.mark.parametrize(
+    ("kept", "events", "minutes"),
+    [
+        ({"GRANTS": 0}, {"paused": 30 * 86400}, 7 * 86400),
+        ({"ACTS": 0, "MINUTES": 0}, {"granted": 3600, "released": 3600}, None),
+        ({"GRANTS": 60, "ACTS": 50, "MINUTES": 600}, {"granted": 60, "released": 60, "paused": 50}, 600),
+    ],
+)
+def test_each_kind_is_kept_for_as_long_as_settings_say(
+    database: str, settings: Any, kept: dict[str, int], events: dict[str, int], minutes: int | None
+) -> None:
+    settings.SQLSEM = settings.SQLSEM | {"HISTORY": kept}
+    with semaphore("reports", using=database):
+        pass
+    control.pause("reports", by="ann", using=database)
+    lifecycle.stop_all()
+    rows = EventRow.objects.using(database).all()
+    assert {row.what: round((row.until_us - row.at_us) / 1e6) for row in rows} == events
+    found = {round((row.until_us - row.minute_us) / 1e6) - 60 for row in MinuteRow.objects.using(database).all()}
+    assert found == {minutes} - {None}
+    assert [act.what for act in queries.acts(using=database)] == [what for what in events if what == "paused"]
+
+
 @pytest.mark.django_db(databases="__all__")
 def test_the_locks_of_a_test_case_are_not_recorded() -> None:
     with semaphore("reports"):
@@ -407,6 +433,7 @@ def test_the_locks_of_a_test_case_are_not_recorded() -> None:
 def test_all_slots_of_a_permit_are_told(database: str) -> None:
     with semaphore("gpu", slots=4, take=3, using=database) as permit:
         slots = permit.slots
+        time.sleep(0.05)
     lifecycle.stop_all()
     [span, *others] = queries.spans("gpu", using=database)
     assert (span.slot, *(each.slot for each in others)) == slots
@@ -567,10 +594,6 @@ def test_the_queue_is_bounded_and_counts_what_it_drops(
 
 
 def test_a_busy_name_does_not_drown_a_quiet_one() -> None:
-    from django_sqlsem.backends.base import Grant, Request
-    from django_sqlsem.core.identity import current
-    from django_sqlsem.core.names import resource_for
-
     noted = recorder.Recorder("default")
     now = float(int(boot_now()))
 
@@ -589,6 +612,26 @@ def test_a_busy_name_does_not_drown_a_quiet_one() -> None:
     assert listed.count("busy") == recorder.LISTED
     assert listed.count("quiet") == 1
     assert sorted(tally.granted for tally in counted.minutes.values()) == [1, 1000]
+
+
+def test_a_loss_is_listed_however_much_happens_and_a_deadlock_is_no_wait() -> None:
+    request = Request(resource_for("busy", "semaphore"), "0" * 32, 1, 1, 60.0, True, current())
+    noted, counted, now = recorder.Recorder("default"), recorder.Tallies(), float(int(boot_now()) // 60 * 60 + 60)
+    for _ in range(100):
+        noted.note("granted", request, at=now, waited=0.0)
+    noted.note("lost", request, at=now, held=1.0)
+    noted.note("deadlock", request, at=now, waited=9.0)
+    counted.gather(noted, 0)
+    assert [entry.what for _, entry in counted.listed][-2:] == ["lost", "deadlock"]
+    [tally] = counted.minutes.values()
+    assert (tally.longest_wait_us, sum(tally.waits.values())) == (0, 100)
+    # What is told late, of a minute that is written for good, counts in the one that goes on.
+    tally.changed = False
+    closed = int(now + 60) * 1_000_000
+    counted.close(closed)
+    noted.note("granted", request, at=now, waited=0.0)
+    counted.gather(noted, 0)
+    assert [at for _, at in counted.minutes] == [closed]
 
 
 @pytest.mark.usefixtures("sooner")

@@ -247,6 +247,7 @@ def test_who_acts_is_written_as_databases_take_it(database: str) -> None:
     control.set_slots("reports", 2, by="b\x00ob" + "b" * 200, using=database)
     row = SemaphoreRow.objects.using(database).get()
     assert (row.paused_by, row.slots_by) == ("ann?" + "n" * 146, "bob" + "b" * 147)
+    assert [act.by for act in queries.events("reports", using=database)] == [row.slots_by, row.paused_by]
 
 
 def test_a_failing_receiver_does_not_hide_the_act(database: str, caplog: Any) -> None:
