@@ -7,7 +7,6 @@ from how many are before it.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import sys
@@ -16,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from django_sqlsem.decorators.views import leads_to
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError
 from django_sqlsem.locks.semaphore import Semaphore
 from django_sqlsem.runtime import callers
@@ -84,17 +84,7 @@ listeners: list[Callable[[], None]] = []
 
 def is_below(wrapper: Callable[..., Any], *functions: Any) -> bool:
     """Is ``wrapper`` one of these functions, or what one of them runs below whatever else decorates it?"""
-    pending = list(functions)
-    while pending:
-        function = pending.pop()
-        function = getattr(function, "__func__", function)
-        if function is wrapper:
-            return True
-        if isinstance(function, functools.partial):
-            pending.append(function.func)
-        elif (inner := getattr(function, "__wrapped__", None)) is not None:
-            pending.append(inner)
-    return False
+    return any(leads_to(getattr(each, "__func__", each), wrapper) for each in functions)
 
 
 def rank_of(task_id: str) -> str:

@@ -290,7 +290,12 @@ def test_only_a_task_s_own_body_is_put_off_or_runs_under_its_callers_permit():
         assert not contrib.runs_at_once(body, ())
 
 
-def test_a_body_is_found_below_what_says_what_it_wraps():
+def silent(function):
+    """A decorator that does not say what it wraps."""
+    return lambda: function()
+
+
+def test_a_body_is_found_below_other_decorators():
     @semaphore("tasks")
     def body(): ...
 
@@ -300,7 +305,8 @@ def test_a_body_is_found_below_what_says_what_it_wraps():
     class Holder:
         method = body
 
-    assert all(is_below(body, each) for each in (body, wrapper, functools.partial(wrapper, 1), Holder().method))
+    around = (body, wrapper, silent(body), silent(wrapper), functools.partial(wrapper, 1), Holder().method)
+    assert [is_below(body, each) for each in around] == [True] * 6
     assert not is_below(body, functools.partial(print), None, len)
 
 
