@@ -180,8 +180,7 @@ class Permit:
 
     def _give_back(self) -> None:
         acquisition = self._acquisition
-        if acquisition.fences and acquisition.fenced:
-            acquisition.put_off()
+        if acquisition.fences and self._put_off():
             return
         with acquisition:  # what an interrupted release leaves goes back at once, not at the keeper's next look
             given_back = acquisition.keeper.release(acquisition)
@@ -190,13 +189,20 @@ class Permit:
 
     async def _agive_back(self) -> None:
         acquisition = self._acquisition
-        if acquisition.fences and acquisition.fenced:
-            acquisition.put_off()
+        if acquisition.fences and self._put_off():
             return
         with acquisition:
             given_back = await acquisition.keeper.arelease(acquisition)
         if given_back:
             await events.areleased(self)
+
+    def _put_off(self) -> bool:
+        """Leave the giving back to the end of the transaction that is fenced with it. Return whether one is open."""
+        acquisition = self._acquisition
+        if not acquisition.fenced:
+            return False
+        acquisition.put_off()
+        return acquisition.fenced  # else it has ended in another thread, perhaps before it could see that
 
     def _abandon(self) -> None:
         """Leave the giving back to the keeper: an exception has interrupted it."""

@@ -43,7 +43,7 @@ class Stay:
         """Return the permits that have not been given back, the outermost first."""
         return list(self._inside.values())
 
-    def outermost(self) -> Permit | None:
+    def __call__(self) -> RLockPermit | None:
         """Return the permit by which everyone else is inside, or ``None`` if all have left."""
         return next(iter(self.inside()), None)
 
@@ -58,10 +58,10 @@ class Stay:
         """Count one out. Return whether it was the last one."""
         with self.lock:
             self._inside.pop(permit._number, None)
-            outermost = self.outermost()
-        if outermost is not None:
+            last = not self.inside()
+        if not last:
             self.untie(permit._acquisition)
-        return outermost is None
+        return last
 
     def untie(self, acquisition: Acquisition) -> None:
         """Count the thread or task as outside once it has handed all its permits over."""
@@ -69,10 +69,10 @@ class Stay:
             callers.leave(acquisition)
 
     def enter(self, lock: RLock, acquisition: Acquisition, caller: object) -> RLockPermit | None:
-        """Enter once more; ``None`` if all have left meanwhile."""
+        """Enter once more; ``None`` if all have left, and no fenced transaction keeps the lock for them."""
         with self.lock:
             inside = self.inside()
-            if not inside:
+            if not inside and not acquisition.fenced:
                 return None
             if (loss := acquisition.current_loss()) is not None:
                 raise PermitLostError(
@@ -88,19 +88,23 @@ class Stay:
                 if lock.on_lost is not None and lock.on_lost not in acquisition.losing.callbacks:
                     permit.on_lost(lock.on_lost)
                 self.admit(permit)
+                if not inside:
+                    acquisition.taken()  # its release was put off
                 return permit
             except BaseException:
                 self._inside.pop(permit._number, None)
+                if not inside:
+                    acquisition.put_off()
                 raise
 
     def forget(self, acquisition: Acquisition) -> None:
         """A permit was garbage-collected: give the lock back if it was the last one."""
-        if self.outermost() is None:
-            acquisition.keeper.forget(acquisition, "it was garbage-collected")
-        else:
+        if self.inside():
             name = acquisition.request.resource.name
             extra = {"semaphore": name, "what": "forgotten"}
             logger.error("An inner permit of %r was forgotten; use a with block.", name, extra=extra)
+        elif not acquisition.fenced:  # else the keeper's first look after the transaction finds it
+            acquisition.keeper.forget(acquisition, "it was garbage-collected")
 
 
 class RLockPermit(Permit):
@@ -176,11 +180,11 @@ class RLockPermit(Permit):
     # What a block calls at its end does not ask who ends it: a generator may be closed by another thread.
 
     def _give_back(self) -> None:
-        if self._acquisition.fenced or self._leave():
+        if self._leave():
             super()._give_back()
 
     async def _agive_back(self) -> None:
-        if self._acquisition.fenced or self._leave():
+        if self._leave():
             await super()._agive_back()
 
     def _abandon(self) -> None:
@@ -253,8 +257,8 @@ class RLock(Semaphore):
 
     def depth(self) -> int:
         """Return how many times this thread or task is inside; 0 if it is not. No database access."""
-        permit = self._inside(callers.current_caller())
-        return 0 if permit is None else len(permit._stay.inside())
+        found = self._stay_of(callers.current_caller())
+        return 0 if found is None else len(found[0].inside())
 
     @property
     def _blocks(self) -> Hashable:
@@ -269,24 +273,26 @@ class RLock(Semaphore):
         return self._enter_again() or await super()._aacquire(*args, **kwargs)
 
     def _enter_again(self) -> RLockPermit | None:
+        if self.key is not None:
+            return None
         caller = callers.current_caller()
-        outermost = None if self.key is not None else self._inside(caller)
-        return None if outermost is None else outermost._stay.enter(self, outermost._acquisition, caller)
+        found = self._stay_of(caller)
+        return None if found is None else found[0].enter(self, found[1], caller)
 
-    def _inside(self, caller: object) -> RLockPermit | None:
-        """Return the permit by which ``caller`` is inside, the outermost one; a lost one too."""
+    def _stay_of(self, caller: object) -> tuple[Stay, Acquisition] | None:
+        """Return the stay of ``caller`` and its grant, a lost one too, also if all have left and its release waits."""
         key = key_of(self.name)
         for acquisition in callers.taken_by(caller, database_for(self.using), key):
-            permit = acquisition.permit()
-            if isinstance(permit, RLockPermit) and acquisition.has_slots and not acquisition.foreign:
-                return permit
+            stay = acquisition.permit
+            if isinstance(stay, Stay) and acquisition.has_slots and not acquisition.foreign:
+                return stay, acquisition
         return None
 
     def _permit(self, acquisition: Acquisition) -> Permit:
         stay = Stay()
         permit = RLockPermit(self, acquisition, stay)
         stay.admit(permit)
-        acquisition.permit = stay.outermost
+        acquisition.permit = stay
         if self.on_lost is not None:
             permit.on_lost(self.on_lost)
         return permit

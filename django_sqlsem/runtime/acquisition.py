@@ -93,7 +93,10 @@ HAS_NOTHING: Final = frozenset({*GIVEN_BACK, State.USED, State.OVER, State.ABAND
 TRANSITIONS: Final[dict[Transition, tuple[dict[State, State], frozenset[State]]]] = {
     Transition.QUEUE: ({State.NEW: State.QUEUED}, _ANY - {State.NEW}),
     Transition.GRANT: ({State.NEW: State.GRANTED, State.QUEUED: State.GRANTED}, _ANY - {State.NEW, State.QUEUED}),
-    Transition.TAKE: ({State.GRANTED: State.HELD}, frozenset({State.HELD, State.ABANDONED, *GIVEN_BACK})),
+    Transition.TAKE: (
+        dict.fromkeys((State.GRANTED, State.PUT_OFF), State.HELD),
+        frozenset({State.HELD, State.ABANDONED, *GIVEN_BACK}),
+    ),
     Transition.ASK_ANEW: ({State.GRANTED: State.NEW, State.HELD: State.NEW}, frozenset({State.ABANDONED, *GIVEN_BACK})),
     Transition.GIVE_UP: ({State.NEW: State.OVER, State.QUEUED: State.OVER}, _ANY - {State.NEW, State.QUEUED}),
     Transition.PUT_OFF: ({State.HELD: State.PUT_OFF}, frozenset({State.PUT_OFF, State.ABANDONED, *GIVEN_BACK})),
@@ -526,7 +529,7 @@ class Acquisition:
             return True
 
     def taken(self) -> bool:
-        """Its caller has the permit."""
+        """Its caller has the permit, or has it again: who enters an rlock whose release was put off."""
         return self._happens(Transition.TAKE)
 
     def ask_anew(self) -> bool:
@@ -612,7 +615,7 @@ class Acquisition:
     @property
     def is_dropped(self) -> bool:
         """Whether the program has lost its permit without releasing it."""
-        return self.has_permit and self.permit() is None
+        return self.has_permit and self.state is not State.PUT_OFF and self.permit() is None
 
     @property
     def foreign(self) -> bool:

@@ -24,7 +24,7 @@ from django_sqlsem import (
 )
 from django_sqlsem.locks import RLock, rlock
 from tests.support import applocks
-from tests.support.databases import OutsideCounter
+from tests.support.databases import OutsideCounter, held_rows
 from tests.support.interruptions import SoftLimit, Striking, StrikingAwait, without_tracer
 from tests.support.processes import Child
 from tests.support.threads import run_in_threads, wait_until
@@ -456,6 +456,85 @@ def test_an_inner_entry_that_stays_until_the_commit_or_is_forgotten(database, ca
     gc.collect()
     wait_until(lambda: lock.status().held == 0, timeout=PATIENT)
     assert "was forgotten (it was garbage-collected)" in caplog.text
+
+
+def refused_elsewhere(lock, database):
+    """Whether another thread is refused; on SQLite nobody else may write now, so that its row tells."""
+    if connections[database].vendor == "sqlite":
+        return len(held_rows(database)) == 1
+    return run_in_threads(1, lambda _number: lock.try_acquire(), timeout=PATIENT) == [None]
+
+
+@pytest.mark.one_server("fences")
+@pytest.mark.process_side("postgres")
+def test_a_fence_counts_no_exit_twice_and_none_too_few(database):
+    """Whoever is inside stays inside, whatever is fenced; and the end of the transaction gives it back once."""
+    lock = rlock("m", timeout=0, using=database)
+
+    @lock
+    def inner() -> None:
+        assert lock.depth() == 2
+
+    with lock as outer:
+        with transaction.atomic(using=database):
+            outer.fence()
+            inner()
+            with lock as kept:
+                kept.fence()
+            assert not outer.released
+            assert lock.depth() == 1
+            outer.check()
+        assert refused_elsewhere(lock, database)
+        outer.check()
+    assert (lock.depth(), kept.released) == (0, True)
+    assert held_rows(database) == []
+
+
+@pytest.mark.one_server("fences")
+@pytest.mark.process_side("postgres")
+@pytest.mark.parametrize("ending", ["inside", "after"])
+def test_after_the_last_exit_a_fenced_transaction_may_enter_again(database, ending):
+    lock = rlock("m", timeout=0, using=database)
+    with transaction.atomic(using=database):
+        with lock as first:
+            first.fence()
+        assert (lock.depth(), first.released) == (0, True)
+        assert refused_elsewhere(lock, database)
+        again = lock.acquire()
+        assert (lock.depth(), again.depth, again.token) == (1, 1, first.token)
+        with lock:
+            assert lock.depth() == 2
+        first.release()
+        again.check()
+        if ending == "inside":
+            again.release()
+            with lock:  # and once more
+                pass
+            assert lock.depth() == 0
+        assert refused_elsewhere(lock, database)
+    if ending == "after":  # the commit takes nothing away from whoever is inside
+        again.check()
+        assert refused_elsewhere(lock, database)
+        again.release()
+    assert held_rows(database) == []
+    assert run_in_threads(1, lambda _number: lock.acquire().release(), timeout=PATIENT) == [None]
+
+
+@pytest.mark.one_server("fences")
+@pytest.mark.process_side("postgres")
+def test_who_enters_again_and_forgets_its_permit_keeps_the_lock_until_the_commit(database):
+    lock = rlock("m", timeout=0, using=database)
+    with transaction.atomic(using=database):
+        with lock as first:
+            first.fence()
+        keeper = first._acquisition.keeper
+        lock.acquire()
+        gc.collect()
+        noted = threading.Event()
+        keeper.note(noted.set)  # after what the finaliser has noted
+        assert noted.wait(PATIENT)
+        assert refused_elsewhere(lock, database)
+    wait_until(lambda: held_rows(database) == [], timeout=PATIENT)
 
 
 @pytest.mark.django_db
