@@ -60,6 +60,20 @@ def after_savepoint_rollback(using: str, callback: Callable[[int], object]) -> N
     _watch(connections[using]).undone.append(callback)
 
 
+def must_fail(using: str) -> None:
+    """Have the open ``atomic()`` blocks of an alias fail, all of them: Django rolls back no more than the innermost.
+
+    Those around a ``TestCase``'s test go on. Without ``atomic()`` it is the program that ends its transaction.
+    """
+    connection = connections[using]
+
+    def mark(_savepoint: int = 0) -> None:
+        connection.needs_rollback = connection.in_atomic_block
+
+    mark()
+    after_savepoint_rollback(using, mark)  # which forgets the mark
+
+
 def savepoints_so_far(connection: BaseDatabaseWrapper) -> int:
     """Return the number of the last savepoint that was made."""
     return int(connection.savepoint_state)
@@ -111,6 +125,11 @@ class _Watch:
         if any(_from_testcase(block) for block in connection.atomic_blocks):
             connection.atomic_blocks = _Blocks(connection.atomic_blocks, self)
 
+    @property
+    def waits(self) -> bool:
+        """Whether anything is to be done until the end, or at it."""
+        return bool(self.callbacks or self.undone)
+
     def _wrap(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +141,7 @@ class _Watch:
                 succeeded = True
                 return result
             finally:
-                if self.callbacks and not self.ending and self._has_ended(method.__name__, succeeded):
+                if self.waits and not self.ending and self._has_ended(method.__name__, succeeded):
                     self.end()
 
         return wrapper
@@ -203,6 +222,6 @@ class _Blocks(list[Any]):
     def pop(self, *args: Any) -> Any:
         """Remove a block; if only the blocks of the ``TestCase`` remain, the test's own transaction is over."""
         block = super().pop(*args)
-        if self.watch.callbacks and not self.watch.ending and all(_from_testcase(left) for left in self):
+        if self.watch.waits and not self.watch.ending and all(_from_testcase(left) for left in self):
             self.watch.end()
         return block

@@ -79,8 +79,7 @@ def fence(permit: _Holder, using: str | None) -> None:
         if not live:
             raise _loss_error(permit)
     except PermitLostError:  # the transaction is rolled back, also if the caller goes on
-        if connection.in_atomic_block:
-            connection.needs_rollback = True
+        transactions.must_fail(connection.alias)
         raise
 
 
@@ -192,7 +191,7 @@ def _fence_again(permit: _Holder, found: Fence, savepoint: int) -> None:
         live = acquisition.keeper.backend.fence(connection, acquisition.keeper.session_here(), acquisition.acquired)
     found.savepoint = transactions.savepoints_so_far(connection)
     if not live:
-        connection.needs_rollback = connection.in_atomic_block
+        transactions.must_fail(connection.alias)
         if not connection.in_atomic_block:
             raise _loss_error(permit)
 

@@ -120,7 +120,7 @@ class Permit:
         Until that transaction ends, none of the slots can be taken over, revoked or purged, and a release of the
         permit waits for its end. ``using`` is the alias of the transaction's database, which must be the one that
         keeps the locks (else ``ValueError``). Outside a transaction it raises ``TransactionManagementError``, and
-        ``PermitLostError`` when the permit is not live: the transaction is then rolled back even if that is caught.
+        ``PermitLostError`` when the permit is not live: the outermost one is then rolled back even if that is caught.
         Raises ``BackendError`` if the database failed, and ``SemaphoreError`` where nothing is recorded.
         """
         fences.fence(self, using)

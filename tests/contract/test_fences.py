@@ -290,6 +290,34 @@ def test_a_lost_permit_fails_the_transaction_even_if_that_is_caught(database, pr
 
 
 @pytest.mark.one_server("fences")
+@pytest.mark.parametrize("caught", ["inside", "around", "two blocks up"])
+def test_a_lost_permit_fails_the_outermost_transaction_from_inside_a_savepoint(database, probe, caught):
+    rows = probe(database, "lost-inside")
+    permit = mutex("lost-inside", using=database).acquire()
+    revoke("lost-inside", by="an operator", using=database)
+
+    def catches(where):
+        return pytest.raises(PermitLostError) if caught == where else contextlib.nullcontext()
+
+    def block():
+        return transaction.atomic(using=database)
+
+    with block():
+        rows.update(inside=1)
+        with catches("two blocks up"), block(), catches("around"), block(), catches("inside"):
+            permit.fence()
+        with pytest.raises(transaction.TransactionManagementError, match="until the end of the 'atomic' block"):
+            rows.update(inside=2)
+    assert written(database, "lost-inside") == (0, 0)
+    with transaction.atomic(using=database):  # the next one is none of its business
+        with contextlib.suppress(ZeroDivisionError), transaction.atomic(using=database):
+            raise ZeroDivisionError
+        rows.update(inside=3)
+    assert written(database, "lost-inside") == (3, 0)
+    permit.release()
+
+
+@pytest.mark.one_server("fences")
 def test_all_slots_of_a_permit_are_fenced(server, impatient):
     permit = semaphore("several", slots=3, take=2, using=server).acquire()
     with transaction.atomic(using=server):
@@ -506,6 +534,18 @@ class FencesInTestCase(TestCase):
         assert rows.filter(fenced(permit)).update(inside=2) == 0
         with pytest.raises(PermitLostError, match="revoked by test"), transaction.atomic():
             permit.fence()
+        with transaction.atomic():
+            rows.update(inside=3)
+            with contextlib.suppress(PermitLostError), transaction.atomic():
+                permit.fence()
+            with pytest.raises(transaction.TransactionManagementError):
+                rows.get()
+        assert rows.get().inside == 1  # the test's own transaction goes on, and so do its next ones
+        with transaction.atomic():
+            with contextlib.suppress(ZeroDivisionError), transaction.atomic():
+                raise ZeroDivisionError
+            rows.update(inside=4)
+        assert rows.get().inside == 4
         permit.release()
 
 

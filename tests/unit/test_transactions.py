@@ -7,7 +7,7 @@ from django.contrib.auth.models import User
 from django.db import DatabaseError, connection, connections, transaction
 from django.test import TestCase
 
-from django_sqlsem.database.transactions import at_transaction_end, open_transactions
+from django_sqlsem.database.transactions import at_transaction_end, must_fail, open_transactions
 from tests.support import databases
 from tests.support.threads import run_in_threads
 
@@ -71,6 +71,20 @@ def test_after_a_rollback(database):
         work()
     assert seen == ["ended"]
     assert untouched(database)
+
+
+def test_what_must_fail_fails_as_a_whole_and_leaves_nothing_behind(database):
+    users = User.objects.using(database)
+    with transaction.atomic(using=database):
+        users.create(username="ann")
+        with transaction.atomic(using=database):
+            must_fail(database)
+    assert untouched(database)
+    with transaction.atomic(using=database):
+        with pytest.raises(ZeroDivisionError), transaction.atomic(using=database):
+            raise ZeroDivisionError
+        users.create(username="ben")
+    assert databases.query(database, "SELECT username FROM auth_user") == [("ben",)]
 
 
 def test_after_a_rollback_that_was_asked_for(database):
