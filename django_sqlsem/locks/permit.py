@@ -437,12 +437,16 @@ class UpgradablePermit(Permit):
                 self.check()
 
     def _give_back(self) -> None:
+        if self._put_off():  # a fenced transaction counts on the upgrade too
+            return
         try:
             self._step_down()
         finally:
             super()._give_back()
 
     async def _agive_back(self) -> None:
+        if self._put_off():
+            return
         try:
             await self._astep_down()
         finally:

@@ -10,6 +10,7 @@ import time
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
+from django.db import connections, transaction
 
 from django_sqlsem import (
     AcquireTimeoutError,
@@ -335,3 +336,19 @@ def test_a_name_of_another_kind_is_refused(database):
     for wanted in (rwlock(LOCK, using=database).write(timeout=0), rwlock(LOCK, using=database).read(timeout=5)):
         with pytest.raises(ImproperlyConfigured, match="rwlock"):
             wanted.acquire()
+
+
+@pytest.mark.one_server("fences")
+def test_a_fenced_writer_is_alone_until_the_commit(database):
+    """Of an upgraded permit, neither of its two parts is given back before."""
+    lock = rwlock(LOCK, readers=2, timeout=0, using=database)
+    with transaction.atomic(using=database):
+        with lock.upgradable() as permit:
+            permit.upgrade()
+            permit.fence()
+        assert permit.released
+        assert len(held_rows(database)) == 3
+        if connections[database].vendor != "sqlite":  # there nobody else can write now
+            assert run_in_threads(1, lambda _number: lock.read().try_acquire()) == [None]
+    wait_until(lambda: held_rows(database) == [], what="the release")
+    run_in_threads(1, lambda _number: lock.write().acquire().release())
