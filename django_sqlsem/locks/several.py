@@ -126,10 +126,10 @@ class Permits(Sequence[Any]):
 
 
 class PendingPermits:
-    """What ``aacquire_all()`` returns: to be awaited, or entered by ``async with``, once."""
+    """What ``aacquire_all()`` returns: to be awaited, or entered by ``async with``, once; then ``RuntimeError``."""
 
     def __init__(self, wanted: list[_Wanted], timeout: float | None) -> None:
-        self._wanted = wanted
+        self._wanted: list[_Wanted] | None = wanted
         self._timeout = timeout
         self._permits = Permits()
 
@@ -143,10 +143,13 @@ class PendingPermits:
         await self._permits.__aexit__(*exc_info)
 
     async def _acquire(self) -> Permits:
+        wanted, self._wanted = self._wanted, None
+        if wanted is None:
+            raise RuntimeError("What aacquire_all() returns can be awaited or entered once: call it again.")
         left = _time_left(self._timeout)
         async with contextlib.AsyncExitStack() as all_or_none:
             all_or_none.push_async_callback(self._permits._aundo)
-            for each in self._wanted:
+            for each in wanted:
                 self._permits._add(each, await each.lock.aacquire(timeout=left()))
             all_or_none.pop_all()
         return self._permits

@@ -9,9 +9,11 @@ import threading
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
+from django.db import connections, transaction
 
 from django_sqlsem import (
     AcquireTimeoutError,
+    BackendError,
     PermitLostError,
     SemaphoreError,
     control,
@@ -19,6 +21,7 @@ from django_sqlsem import (
     semaphore,
     testing,
 )
+from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.locks import aacquire_all, acquire_all, counter
 from tests.programs.queue_clients import Queuer
 from tests.programs.several_clients import SLOTS
@@ -130,6 +133,10 @@ async def _enter(pending):
         pass
 
 
+async def _wait_for(pending):
+    return await pending
+
+
 def test_bad_input(world):
     a = mutex("a", using=world)
     for function in (acquire_all, aacquire_all):
@@ -142,6 +149,113 @@ def test_bad_input(world):
             function([a, threading.Lock()])
         with pytest.raises(ValueError, match="timeout must be"):
             function([a], timeout=-1)
+
+
+class Noted:
+    """A lock that notes for how long it may wait, and lets some seconds go by before it asks."""
+
+    def __init__(self, lock, lasts=0.0):
+        self.name, self.using, self.lock, self.lasts = lock.name, lock.using, lock, lasts
+
+    def _note(self, timeout):
+        began, self.timeout = boot_now(), timeout
+        wait_until(lambda: boot_now() - began >= self.lasts)
+
+    def acquire(self, timeout):
+        self._note(timeout)
+        return self.lock.acquire(timeout)
+
+    async def aacquire(self, timeout):
+        self._note(timeout)
+        return await self.lock.aacquire(timeout)
+
+
+def test_one_timeout_for_all_of_them(world):
+    """The second one is waited for as long as the first has left over."""
+    first, second = Noted(mutex("a", using=world), lasts=0.3), Noted(mutex("b", using=world))
+    with testing.held(second.lock):
+        for take in (acquire_all, lambda *args, **options: asyncio.run(_enter(aacquire_all(*args, **options)))):
+            with pytest.raises(AcquireTimeoutError, match="'b'"):
+                take([second, first], timeout=0.8)
+            assert first.timeout <= 0.8
+            assert second.timeout <= 0.5
+    wait_until(lambda: held(first.lock, second.lock) == [0, 0], timeout=PATIENT)
+
+
+def test_what_is_released_on_commit_stays_until_then(database):
+    if connections[database].vendor == "sqlite":
+        pytest.skip("there the caller's transaction is the only writer")
+    a, b = semaphore("a", release="on_commit", using=database), mutex("b", using=database)
+    with transaction.atomic(using=database):
+        with acquire_all([a, b]):
+            assert held(a, b) == [1, 1]
+        assert held(a, b) == [1, 0]
+    assert held(a, b) == [0, 0]
+
+
+class Stubborn:
+    """A lock of somebody's own that is not given back."""
+
+    name = "aa"
+
+    def __init__(self):
+        self.ended = []
+
+    def acquire(self, timeout):
+        return self
+
+    async def aacquire(self, timeout):
+        return self
+
+    def release(self):
+        self.ended.append("released")
+        raise BackendError("no way back")
+
+    async def arelease(self):
+        self.release()
+
+    async def __aexit__(self, *exc_info):
+        self.ended.append("left")
+
+
+def test_what_cannot_be_given_back_hides_no_refusal(world, caplog):
+    stubborn, a, b = Stubborn(), mutex("a", using=world), mutex("b", using=world)
+    with testing.held(b):
+        with pytest.raises(AcquireTimeoutError, match="'b'"):
+            acquire_all([b, stubborn, a], timeout=0)
+        with pytest.raises(AcquireTimeoutError, match="'b'"):
+            asyncio.run(_enter(aacquire_all([b, stubborn, a], timeout=0)))
+        assert held(a) == [0]
+    assert [record.message for record in caplog.records if record.semaphore == "aa"] == [
+        "What acquire_all() had taken could not be given back yet: no way back"
+    ] * 2
+    asyncio.run(_enter(aacquire_all([stubborn, a])))
+    assert stubborn.ended == ["released", "released", "left"]  # the end of a block is that of each permit's own
+    assert held(a) == [0]
+
+
+def test_it_is_awaited_or_entered_once(world):
+    async def main():
+        for again in (_enter, _wait_for):
+            pending = aacquire_all([mutex("a", using=world), semaphore("b", 4, using=world)])
+            async with pending as permits:
+                with pytest.raises(RuntimeError, match="once"):
+                    await again(pending)
+                assert len(permits) == 2
+                permits.check()
+
+    asyncio.run(main())
+    assert held(mutex("a", using=world), semaphore("b", 4, using=world)) == [0, 0]
+
+
+def test_one_name_in_two_databases_is_two_locks(committed):
+    aliases = databases.covered()[:2]
+    if len(aliases) < 2:
+        pytest.skip("one database")
+    locks = [mutex("a", using=alias) for alias in aliases]
+    with acquire_all(locks, timeout=PATIENT):
+        assert held(*locks) == [1, 1]
+    assert held(*locks) == [0, 0]
 
 
 def test_crossing_lists_never_deadlock(database):
