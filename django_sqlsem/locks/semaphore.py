@@ -116,7 +116,7 @@ class Semaphore:
 
     async def atry_acquire(self) -> Permit | None:
         """Take a permit if one is free; else return ``None``."""
-        return await self._aacquire(self._keeper(), 0.0)
+        return await self._aacquire(self._keeper(to_acquire=True), 0.0)
 
     def exclusive(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
         """Keep newcomers out, wait for the holders to leave, and return the permit of the drained semaphore.
@@ -128,7 +128,7 @@ class Semaphore:
         return self._whole(None if self._has_whole_mode else self.status().slots).acquire(timeout)
 
     async def aexclusive(self, timeout: Seconds | Unset | None = UNSET) -> Permit:
-        """Do what ``drain()`` does, from a coroutine."""
+        """Do what ``exclusive()`` does, from a coroutine."""
         return await self._whole(None if self._has_whole_mode else (await self.astatus()).slots).aacquire(timeout)
 
     def status(self) -> SemaphoreSnapshot:

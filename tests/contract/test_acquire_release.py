@@ -8,6 +8,7 @@ import datetime
 import gc
 import threading
 import time
+import weakref
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
@@ -21,6 +22,7 @@ from django_sqlsem import (
 )
 from django_sqlsem.backends.base import Acquired, Place
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.locks import permit as blocks
 from django_sqlsem.locks import rlock
 from django_sqlsem.runtime.keepers import keeper_at
 from tests.support import applocks
@@ -266,6 +268,44 @@ def test_a_name_of_another_kind_is_an_error_however_busy_it_is(database):
 def test_a_key_is_for_decorators():
     with pytest.raises(TypeError, match="key= gets a decorated function's arguments"):
         semaphore("keyed", key=lambda user: user).try_acquire()
+
+    async def main():
+        with pytest.raises(TypeError, match="key= gets a decorated function's arguments"):
+            await semaphore("keyed", key=lambda user: user).atry_acquire()
+
+    asyncio.run(main())
+
+
+def test_a_block_that_has_ended_keeps_nothing(database):
+    """However often one object is entered, sync or async, alone or beside others of its blocks."""
+    lock = semaphore("blocks", 2, using=database)
+
+    async def main():
+        async with lock:
+            inside, go_on = asyncio.Event(), asyncio.Event()
+
+            async def other():
+                async with lock:
+                    inside.set()
+                    await go_on.wait()
+
+            task = asyncio.create_task(other())
+            await inside.wait()
+            go_on.set()
+            await task
+        async with lock as last:
+            pass
+        return weakref.ref(last)
+
+    def block():
+        with lock as last:
+            pass
+        return weakref.ref(last)
+
+    for gone in (asyncio.run(main()), block()):
+        gc.collect()
+        assert gone() is None
+    assert lock._blocks not in blocks._entered
 
 
 def test_a_permit_says_when_it_expires_where_it_does(database):

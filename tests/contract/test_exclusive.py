@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import pytest
 
@@ -12,12 +13,13 @@ from django_sqlsem import (
     control,
     queries,
     semaphore,
+    testing,
 )
 from django_sqlsem.models import WaiterRow
 from tests.contract.test_rwlock import refused, wait_for_waiters
 from tests.programs.rwlock_clients import Sharing
 from tests.support.databases import held_rows
-from tests.support.threads import run_in_threads, wait_until
+from tests.support.threads import run_beside, run_in_threads, wait_until
 
 NAME = "work"
 
@@ -69,6 +71,36 @@ def test_holders_finish_and_newcomers_are_kept_out_until_it_is_over(database):
             here.release(f"n{number}")
         there.release("barging")
     assert held_rows(database) == []
+
+
+def test_the_semaphores_own_options_do_not_count(database):
+    """It waits although nobody may, behind those who came before, and for as long as it is wanted."""
+    lost = []
+    shared = semaphore(NAME, 3, using=database, max_waiting=0, fair=False, max_hold=1, on_lost=lost.append)
+    with sharing(database) as (here, there):
+        here.has("a", "slot", take=3)
+        there.asks("b", "slot")
+        wait_for_waiters(database, "")
+
+        def let_go():
+            wait_for_waiters(database, "", "whole")
+            here.release("a")
+            there.held("b", timeout=40)
+            with pytest.raises(AcquireTimeoutError):
+                semaphore(NAME, 3, using=database, timeout=0, fair=False).acquire()
+            there.release("b")
+
+        helper = run_beside(let_go)
+        with shared.exclusive(timeout=120) as permit, testing.clock() as now:
+            helper.result(60)
+            now.advance(2, renewed=True)
+            permit.check()
+            assert len(held_rows(database)) >= 3
+            told = threading.Event()
+            permit.on_lost(lambda _: told.set())  # after all that the semaphore wants to be called
+            with testing.lost(permit):
+                assert told.wait(30)
+    assert lost == []
 
 
 def test_whoever_drains_and_dies_is_no_longer_in_the_way(database):
