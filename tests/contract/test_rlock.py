@@ -23,11 +23,11 @@ from django_sqlsem import (
     mutex,
 )
 from django_sqlsem.locks import RLock, rlock
-from tests.support import applocks
+from tests.support import applocks, databases
 from tests.support.databases import OutsideCounter, held_rows
 from tests.support.interruptions import SoftLimit, Striking, StrikingAwait, without_tracer
 from tests.support.processes import Child
-from tests.support.threads import run_in_threads, wait_until
+from tests.support.threads import run_beside, run_in_threads, wait_until
 
 pytestmark = pytest.mark.process_side
 
@@ -262,6 +262,72 @@ def test_whoever_is_not_inside_cannot_leave(database):
     assert lock.try_acquire() is None
     run_in_threads(1, lambda _number: handed.release(), timeout=PATIENT)
     assert lock.status().held == 0
+
+
+def test_what_its_dead_thread_has_left_and_what_was_handed_over_may_be_released(database):
+    lock = rlock("m", timeout=0, using=database)
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(lock.acquire()))
+    thread.start()
+    thread.join(PATIENT)
+    [left] = taken
+    left.release()
+    assert left.released
+    wait_until(lambda: lock.status().held == 0, timeout=PATIENT)
+    outer, handed = lock.acquire(), lock.acquire()
+    handed.detach()
+    run_in_threads(1, lambda _number: handed.release(), timeout=PATIENT)  # while the other entry stays
+    assert (handed.released, lock.depth()) == (True, 1)
+    outer.release()
+    assert lock.status().held == 0
+
+
+def test_only_the_outermost_entry_has_waited(database):
+    lock = rlock("m", timeout=PATIENT, using=database)
+    first = lock.acquire()
+    first.detach()
+
+    def let_go():
+        wait_until(lambda: lock.status().waiting == 1, timeout=PATIENT)
+        first.release()
+
+    helper = run_beside(let_go)
+    with lock as outer, lock as inner:
+        helper.result(PATIENT)
+        assert outer.waited > 0
+        assert inner.waited == 0
+
+
+def test_a_child_task_cannot_enter_with_its_parents_permit(database):
+    lock = rlock("m", timeout=0, using=database)
+
+    async def enter(permit):
+        async with permit:
+            pass
+
+    async def main():
+        permit = await lock.aacquire()
+        with pytest.raises(NotEnteredError, match="Only the thread or task that entered 'm'"):
+            await asyncio.create_task(enter(permit))
+        permit.check()
+        await enter(permit)
+        assert permit.released
+
+    asyncio.run(main())
+    assert lock.status().held == 0
+
+
+def test_one_name_in_two_databases_is_two_locks(committed):
+    aliases = databases.covered()[:2]
+    if len(aliases) < 2:
+        pytest.skip("one database")
+    first, second = (rlock("m", timeout=0, using=alias) for alias in aliases)
+    first.enter()
+    second.enter()
+    first.exit()
+    assert (first.status().held, second.status().held) == (0, 1)
+    second.exit()
+    assert second.status().held == 0
 
 
 @pytest.mark.process_side("postgres")
