@@ -394,6 +394,12 @@ class UpgradablePermit(Permit):
             return gone
         return loss
 
+    def fence(self, using: str | None = None) -> None:
+        """Fence the transaction: see ``Permit.fence``. Until its end no ``downgrade()`` frees what the upgrade has."""
+        if self._upgrade is not None and self.upgraded and self._acquisition.keeper.backend.supports_renewal:
+            fences.fence(self._upgrade, using)  # the slots of the upgrade have a lease of their own
+        super().fence(using)
+
     def upgrade(self, timeout: Seconds | Unset | None = UNSET) -> Self:
         """Become the writer: wait for the readers to leave, before all who wait, and let none in.
 
@@ -453,14 +459,19 @@ class UpgradablePermit(Permit):
             await super()._agive_back()
 
     def _step_down(self) -> None:
-        upgrade, self._upgrade = self._upgrade, None
-        if upgrade is not None:
+        if (upgrade := self._part_with()) is not None:
             upgrade.release()
 
     async def _astep_down(self) -> None:
-        upgrade, self._upgrade = self._upgrade, None
-        if upgrade is not None:
+        if (upgrade := self._part_with()) is not None:
             await upgrade.arelease()
+
+    def _part_with(self) -> Permit | None:
+        """Return the upgrade that ends; it stays this one's while a fenced transaction keeps it."""
+        upgrade = self._upgrade
+        if upgrade is not None and not upgrade._acquisition.fenced:
+            self._upgrade = None
+        return upgrade
 
     def detach(self) -> None:
         """Untie the permit from this thread or task; see ``Permit.detach()``."""
@@ -505,7 +516,7 @@ class UpgradablePermit(Permit):
         """Make it the permit of the upgrade, unless there is one; nothing has been asked for it yet."""
         mine = self._acquisition
         with _lock:
-            if self._upgrade is not None:
+            if self._upgrade is not None and not self._upgrade._acquisition.given_back:
                 raise AlreadyHeldError(f"The permit of {self.name!r} has been upgraded already, or is about to be.")
             self._upgrade = permit
             if _lose_parts not in mine.losing.callbacks:

@@ -14,6 +14,7 @@ from django.db import connections, transaction
 
 from django_sqlsem import (
     AcquireTimeoutError,
+    AlreadyHeldError,
     control,
     queries,
     semaphore,
@@ -339,6 +340,44 @@ def test_a_name_of_another_kind_is_refused(database):
 
 
 @pytest.mark.one_server("fences")
+@pytest.mark.rows_only("lease")
+def test_nobody_gets_a_slot_of_a_fenced_writer_whose_lease_has_run_out(database):
+    if connections[database].vendor == "sqlite":
+        pytest.skip("there nobody else can write now")
+    lock = rwlock(LOCK, readers=2, timeout=0, using=database)
+
+    def stranger(_number):
+        upgrade = SlotRow.objects.using(database).filter(slot__gt=0, permit_id__isnull=False)
+        assert upgrade.update(expires_us=1) == 2
+        return [lock.read().try_acquire() for _ in range(2)]
+
+    with lock.upgradable() as permit, transaction.atomic(using=database):
+        permit.upgrade()
+        permit.fence()
+        assert run_in_threads(1, stranger) == [[None, None]]
+
+
+@pytest.mark.one_server("fences")
+@pytest.mark.rows_only("lease")
+def test_a_downgrade_waits_for_the_end_of_a_fenced_transaction(database):
+    lock = rwlock(LOCK, readers=2, timeout=0, using=database)
+    with lock.upgradable() as permit:
+        with transaction.atomic(using=database):
+            permit.upgrade()
+            permit.fence()
+            permit.downgrade()
+            assert not permit.upgraded
+            with pytest.raises(AlreadyHeldError):
+                permit.upgrade()
+            assert len(held_rows(database)) == 3
+            if connections[database].vendor != "sqlite":
+                assert run_in_threads(1, lambda _number: lock.read().try_acquire()) == [None]
+        run_in_threads(2, lambda _number: lock.read().acquire(timeout=30).release())
+        permit.upgrade(timeout=30)
+        permit.check()
+
+
+@pytest.mark.one_server("fences")
 def test_a_fenced_writer_is_alone_until_the_commit(database):
     """Of an upgraded permit, neither of its two parts is given back before."""
     lock = rwlock(LOCK, readers=2, timeout=0, using=database)
@@ -347,8 +386,9 @@ def test_a_fenced_writer_is_alone_until_the_commit(database):
             permit.upgrade()
             permit.fence()
         assert permit.released
-        assert len(held_rows(database)) == 3
-        if connections[database].vendor != "sqlite":  # there nobody else can write now
+        if connections[database].vendor == "sqlite":  # there nobody else can write now
+            assert len(held_rows(database)) == 3
+        else:
             assert run_in_threads(1, lambda _number: lock.read().try_acquire()) == [None]
     wait_until(lambda: held_rows(database) == [], what="the release")
     run_in_threads(1, lambda _number: lock.write().acquire().release())
