@@ -224,6 +224,27 @@ def test_a_release_waits_for_the_end_of_the_transaction(database, ending):
     assert another_gets(lock)
 
 
+class EndsMeanwhile:
+    """A fence of another thread, whose transaction ends just after somebody has looked."""
+
+    exclusive = False
+
+    def __init__(self):
+        self.looks = [True]
+
+    @property
+    def stands(self):
+        return bool(self.looks and self.looks.pop())
+
+
+def test_a_release_that_meets_the_end_of_the_transaction_is_not_put_off_for_ever(database):
+    permit = mutex("at-the-end", using=database).acquire()
+    permit._acquisition.fences = (EndsMeanwhile(),)
+    permit.release()
+    assert held_rows(database) == []
+    assert another_gets(mutex("at-the-end", using=database))
+
+
 def another_gets(lock):
     """Return whether another thread gets the lock at once."""
     got = []

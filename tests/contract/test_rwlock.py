@@ -378,13 +378,14 @@ def test_a_downgrade_waits_for_the_end_of_a_fenced_transaction(database):
 
 
 @pytest.mark.one_server("fences")
-def test_a_fenced_writer_is_alone_until_the_commit(database):
+@pytest.mark.parametrize("first", ["upgrade", "fence"])
+def test_a_fenced_writer_is_alone_until_the_commit(database, first):
     """Of an upgraded permit, neither of its two parts is given back before."""
     lock = rwlock(LOCK, readers=2, timeout=0, using=database)
     with transaction.atomic(using=database):
         with lock.upgradable() as permit:
-            permit.upgrade()
-            permit.fence()
+            for verb in ("upgrade", "fence") if first == "upgrade" else ("fence", "upgrade"):
+                getattr(permit, verb)()
         assert permit.released
         if connections[database].vendor == "sqlite":  # there nobody else can write now
             assert len(held_rows(database)) == 3
