@@ -63,9 +63,9 @@ SELECT m.name_key AS [key], m.name, m.kind, m.template, m.declared_slots, m.decl
     (SELECT SUM(w.take) FROM dbo.sqlsem_waiter AS w
         WHERE w.semaphore_key = m.name_key AND w.away = 1 AND w.expires_us <= @now) AS overdue,
     -- The row of one who waits comes a moment later.
-    CASE APPLOCK_TEST(N'public', CONCAT(N'sqlsem:g:', LEFT(m.name_key, 20)), N'Exclusive', N'Session')
-        WHEN 0 THEN 1 ELSE 0 END AS line
-FROM dbo.sqlsem_semaphore AS m JOIN @wanted AS v ON v.name_key = m.name_key
+    CASE APPLOCK_TEST(N'public', v.gate, N'Exclusive', N'Session') WHEN 0 THEN 1 ELSE 0 END AS line
+FROM dbo.sqlsem_semaphore AS m
+JOIN (SELECT name_key, CONCAT(N'sqlsem:g:', LEFT(name_key, 20)) AS gate FROM @wanted) AS v ON v.name_key = m.name_key
 ORDER BY m.name;
 SELECT s.semaphore_key AS semaphore_id, s.slot, s.token, s.acquired_us, s.expires_us, s.lease_us, s.host, s.pid,
     s.thread, s.label, s.user_name AS [user], s.session_id, s.session_us, s.lock_mode AS mode, s.stop_token, s.stop_by,
