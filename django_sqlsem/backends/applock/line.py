@@ -154,7 +154,8 @@ class Line:
         now = boot_now()
         if now < self._look_at:
             return None
-        self._look_after = min(2 * self._look_after, LAST_LOOK)
+        if self._mark is not None:  # the first look only notes what was granted last
+            self._look_after = min(2 * self._look_after, LAST_LOOK)
         self._look_at = now + self._look_after
         answer = self.claims.try_claim(request, fair=PASSES_THE_STUCK, mark=self._mark)
         self._mark = answer.mark
