@@ -27,7 +27,7 @@ from typing import Any
 
 import dj_database_url
 from django.apps import apps
-from django.db import connections
+from django.db import DatabaseError, connections
 
 from django_sqlsem.backends.applock import install
 
@@ -94,6 +94,17 @@ def is_stand_in(alias: str) -> bool:
 def _is_stand_in(_host: str, alias: str) -> bool:
     with connections[alias].temporary_connection() as cursor:
         return "babelfish" in cursor.execute("SELECT @@VERSION").fetchone()[0].lower()
+
+
+@functools.cache
+def shows_locks(alias: str) -> bool:
+    """Whether the server shows who has its locks, which some stand-ins do not."""
+    with connections[alias].temporary_connection() as cursor:
+        try:
+            cursor.execute("SELECT COUNT(*) FROM sys.dm_tran_locks")
+        except DatabaseError:
+            return False
+        return True
 
 
 # --- The driver ---
