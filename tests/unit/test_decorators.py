@@ -761,25 +761,16 @@ class TestTimeouts:
         f = semaphore("t", on_busy="skip")(lambda: None)
         self.waits(0.2, f)
 
-    def test_a_retry_without_a_worker_waits(self, settings):
+    @pytest.mark.parametrize(("given", "expected"), [(0, 0.2), (0.3, 0.3)])
+    def test_a_retry_without_a_worker_waits_for_the_longer_of_the_two(self, settings, given, expected):
         settings.SQLSEM = {"TIMEOUT": 0.2}
-        f = semaphore("t", timeout=0, on_busy="retry")(lambda: None)
+        f = semaphore("t", timeout=given, on_busy="retry")(lambda: None)
 
         def call():
             with pytest.raises(AcquireTimeoutError):
                 f()
 
-        self.waits(0.2, call)
-
-    def test_a_retry_without_a_worker_waits_as_long_as_it_says_if_that_is_longer(self, settings):
-        settings.SQLSEM = {"TIMEOUT": 0.1}
-        f = semaphore("t", timeout=0.3, on_busy="retry")(lambda: None)
-
-        def call():
-            with pytest.raises(AcquireTimeoutError):
-                f()
-
-        self.waits(0.3, call)
+        self.waits(expected, call)
 
     def waits(self, expected, function):
         """Assert that it waits for this timeout and no other: by what the refusal says, and by the clock."""
