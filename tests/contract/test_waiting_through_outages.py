@@ -172,13 +172,14 @@ def test_what_was_given_back_is_free_though_the_new_primary_has_not_heard_of_it(
     child.does("acquire 5", "held")
     old = server.query(f"SELECT slot, permit_id, expires_us FROM sqlsem_slot WHERE {of_name} ORDER BY acquired_us")
     child.does("release", "released")
-    stop(server)
-    server.start()
+    # Before the server goes away: once it is back, the process looks for such rows the moment that it connects.
     slot, permit_id, expires = old[1]
     again = f"permit_id = '{permit_id}', expires_us = {expires}"
     server.query(f"UPDATE sqlsem_slot SET {again} WHERE slot = {slot} AND expires_us IS NULL AND {of_name}")
     held = f"SELECT permit_id FROM sqlsem_slot WHERE {of_name} AND expires_us IS NOT NULL ORDER BY acquired_us"
     assert server.query(held) == [(each[1],) for each in old]
+    stop(server)
+    server.start()
     child.does("acquire 30", "held")
     child.does("release", "released")
     assert server.query(held) == [(old[0][1],)]
