@@ -71,7 +71,7 @@ def must_fail(using: str) -> None:
         connection.needs_rollback = connection.in_atomic_block
 
     mark()
-    after_savepoint_rollback(using, mark)  # which forgets the mark
+    after_savepoint_rollback(using, mark)  # there Django forgets the mark
 
 
 def savepoints_so_far(connection: BaseDatabaseWrapper) -> int:

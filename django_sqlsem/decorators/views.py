@@ -76,7 +76,7 @@ def handlers(found: type, view: object) -> dict[str, Any]:
 
 def _parts(each: Any) -> list[object]:
     if isinstance(each, functools.partial):  # the view may be what the function calls, or what it is given
-        return [each.func, *filter(callable, [*each.args, *each.keywords.values()])]
+        return [each.func, *_callables([*each.args, *each.keywords.values()])]
     if isinstance(each, types.MethodType):
         return [each.__func__, each.__self__]
     if inspect.isclass(each):
@@ -232,13 +232,13 @@ def leave_to(response: Any, permit: Permit, request: HttpRequest) -> None:
     client has left before the first byte. Some of these are on cycles of references until the garbage is collected.
     """
     end = _End(permit)
-    if not response.streaming:
-        response.add_post_render_callback(end.rendered)
-    else:
+    if response.streaming:
         if not isinstance(response, FileResponse):  # of which WSGI's servers may take the file itself
             # Not through the property, whose iterators refer to the response: it would be on a cycle.
             response._iterator = (_AsyncParts if response.is_async else _sync_parts)(response._iterator, permit)
         response._resource_closers.append(end)
+    else:
+        response.add_post_render_callback(end.rendered)
     _close_with(request, end)
     with contextlib.suppress(RuntimeError):  # no event loop runs here
         task = asyncio.current_task()

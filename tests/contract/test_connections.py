@@ -154,7 +154,9 @@ def test_round_trips(database, statements, timeout):
         permit.release()
         rounds.append((acquire, len(statements) - acquire))
     print(f"\n{connections[database].vendor}: round trips of acquire and release: {rounds}")
-    assert min(rounds) == ROUND_TRIPS[connections[database].vendor], statements
+    # A server's statements are never sent twice.
+    found = {min(rounds)} if connections[database].vendor == "sqlite" else set(rounds)
+    assert found == {ROUND_TRIPS[connections[database].vendor]}, statements
 
 
 @pytest.mark.usefixtures("kept")

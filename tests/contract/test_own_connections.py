@@ -41,7 +41,7 @@ def test_an_opening_struck_at_every_statement_leaves_no_session(database):
         struck.add(striking.struck.function)
     gc.collect()  # a connection that is still open says so when it is finalised: an error in these tests
     assert {"open_connection", "_connection.<locals>.get_limited", "OwnSession._open"} <= struck
-    wait_until(lambda: set(session_ids(database)) <= set(before), timeout=20)
+    wait_until(lambda: session_ids(database) == before, timeout=20)
 
 
 def test_a_connection_that_its_driver_had_made_is_closed(database):

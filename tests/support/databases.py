@@ -124,6 +124,7 @@ def session_ids(alias: str, pid: int | None = None) -> list[int]:
     vendor = connections[alias].vendor
     if vendor == "postgresql":
         where = "datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
+        where += " AND left(application_name, 14) <> 'citus_internal'"  # those that Citus opens to itself
         sql = f"SELECT pid FROM pg_stat_activity WHERE {where} ORDER BY pid"
     elif vendor == "mysql":
         sql = (

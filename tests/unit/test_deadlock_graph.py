@@ -194,7 +194,7 @@ def lent() -> World:
 
 
 def without(wait: Wait, waits: list[Wait]) -> list[Wait]:
-    """Who is left once one has given up, and given back what it had, of its own or of its task."""
+    """Return the other waits, after this one has given up its place and every permit that it or its task had."""
     return [dataclasses.replace(each, permits=each.permits - wait.permits) for each in waits if each != wait]
 
 
