@@ -1,8 +1,10 @@
 """Mutants: small mistakes put into the modules that decide, one at a time. The tests should fail with each of them.
 
-``python -m tests.proof.mutation --count 100``, with ``pip install cosmic-ray``. Each job has a copy of the project, so
-that nothing is changed here. The tests run once without a mistake, which tells how long each takes; then the quick ones
-go first. A sample is drawn by ``--seed``; the mutants that survive are shown as differences.
+``python -m tests.proof.mutation --count 100``, with ``pip install cosmic-ray pytest-cov``. Each job has a copy of the
+project, so that nothing is changed here. The tests run once without a mistake, to see how long each takes and which
+lines it runs. With a mutant the tests that run its line go first, quick ones before slow ones. Then come all others,
+as a line may also run in a process that a test starts. ``SQLSEM_TEST_SERVERS=all`` takes the servers along. A sample is
+drawn by ``--seed``; the mutants that survive are shown as differences.
 """
 
 from __future__ import annotations
@@ -16,12 +18,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+#: What calls the procedures: only with a server in ``SQLSEM_TEST_MSSQL_URL``.
+CALLERS = (
+    "backends/applock/acquire.py",
+    "backends/applock/calls.py",
+    "backends/applock/line.py",
+    "backends/applock/possession.py",
+    "backends/applock/sessions.py",
+)
 MODULES = (
     "backends/rows/acquire.py",
     "backends/rows/exclusive.py",
@@ -39,7 +51,7 @@ LEFT_OUT = re.compile(
     r"core/ReplaceBinaryOperator_(?!Add_Sub$|Sub_Add$|Mul_Div$|Div_Mul$)"
     r"|core/ReplaceComparisonOperator_(?:Is_Eq|Eq_Is|IsNot_NotEq|NotEq_IsNot)$"
 )
-#: What runs on SQLite and in memory; a mutant that makes a test hang is killed by its time limit.
+#: A mutant that makes a test hang is killed by its time limit.
 TESTS = (
     "tests/contract",
     "tests/unit/test_acquisition.py",
@@ -47,12 +59,17 @@ TESTS = (
     "tests/unit/test_control.py",
     "tests/unit/test_many_permits.py",
     "tests/unit/test_outages.py",
+    "tests/unit/test_rwlock.py",
+    "tests/unit/test_transactions.py",
     "tests/proof/test_interleavings.py",
 )
-COMMAND = "{python} -m pytest -q -n {workers} --maxschedchunk 4 --timeout 90 -p no:cacheprovider"
-PATIENCE = 1200.0
-#: Seconds that all quick tests take together, by one process.
-QUICK = 25.0
+COMMAND = "{python} -m pytest -q -n {workers} --maxschedchunk 4 --timeout {timeout} -p no:cacheprovider"
+#: How long a test may take: so many seconds, and so many times as long as without a mutant.
+PATIENCE, TIMES = 30.0, 6
+#: How long all tests together may take, in seconds.
+LONGEST = 1800.0
+#: Seconds that the tests of the first stage take together, by one process.
+FIRST = 20.0
 DURATION = re.compile(r"^(\d+\.\d+)s (?:setup|call|teardown) +(\S.*)$", re.MULTILINE)
 
 
@@ -73,35 +90,77 @@ def enter_copy() -> None:
     directory = Path(tempfile.mkdtemp(prefix="mutants-"), "project")
     shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(".git", ".venv", "build", "*.pyc", ".*_cache"))
     os.chdir(directory)
-    os.environ.update(PYTHONPATH=str(directory), PYTHONDONTWRITEBYTECODE="1", SQLSEM_TEST_SERVERS="none")
+    os.environ.update(PYTHONPATH=str(directory), PYTHONDONTWRITEBYTECODE="1")
+    os.environ.setdefault("SQLSEM_TEST_SERVERS", "none")
 
 
-def order(command: str, tests: list[str]) -> list[list[str]]:
-    """Run the tests as they are. Return the quick ones, and the others.
+@dataclass(frozen=True)
+class Suite:
+    """What is known of the tests.
+
+    Attributes:
+        seconds: How long each test takes.
+        of_line: The tests that run a line of a module, in their own process.
+    """
+
+    seconds: dict[str, float]
+    of_line: dict[tuple[str, int], set[str]]
+
+    def stages(self, mutant: Any) -> list[list[str]]:
+        """Return which tests run with a mutant, one stage after the other."""
+        path, lines = str(mutant.module_path), range(mutant.start_pos[0], mutant.end_pos[0] + 1)
+        near: set[str] = set().union(*(self.of_line.get((path, line), ()) for line in lines))
+        first: list[str] = []
+        then: list[str] = []
+        spent = 0.0
+        for test in sorted(near, key=self.seconds.__getitem__):
+            spent += self.seconds[test] + 0.01
+            (first if spent <= FIRST else then).append(test)
+        return [first, then, sorted(self.seconds.keys() - near, key=self.seconds.__getitem__)]
+
+
+def look(command: str, tests: list[str], modules: list[str]) -> Suite:
+    """Run the tests as they are.
 
     Raises:
         SystemExit: A test fails without a mistake.
     """
+    from coverage import CoverageData
+
     enter_copy()
-    ran = subprocess.run([*command.split(), "-vv", "--durations=0", *tests], capture_output=True, text=True)
+    told = ["-vv", "--durations=0", "--cov=django_sqlsem", "--cov-context=test", "--cov-report="]
+    ran = subprocess.run([*command.format(timeout=300).split(), *told, *tests], capture_output=True, text=True)
     if ran.returncode:
         sys.exit(f"the tests fail without a mutant:\n{ran.stdout[-4000:]}")
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for duration, test in DURATION.findall(ran.stdout):
         seconds[test] += float(duration)
-    quick, rest, spent = [], [], 0.0
-    for test in sorted(seconds, key=lambda each: seconds[each]):
-        spent += seconds[test] + 0.01
-        (quick if spent <= QUICK else rest).append(test)
-    print(f"{len(quick)} tests go first, then {len(rest)}", flush=True)
-    return [quick, rest]
+    data = CoverageData(".coverage")
+    data.read()
+    of_line = {}
+    for path in (f"django_sqlsem/{each}" for each in modules):
+        for line, contexts in data.contexts_by_lineno(str(Path(path).resolve())).items():
+            of_line[path, line] = {each.rsplit("|", 1)[0] for each in contexts} & seconds.keys()
+    return Suite(dict(seconds), of_line)
 
 
-def judge(mutant: Any, command: str) -> Any:
+def judge(mutant: Any, command: str, suite: Suite) -> Any:
     """Run the tests with one mutant. Return what came of it."""
     from cosmic_ray.mutating import mutate_and_test
 
-    return mutate_and_test([mutant], command, PATIENCE)
+    directory = Path(tempfile.mkdtemp(prefix="mutant-"))
+    commands = []
+    for number, tests in enumerate(suite.stages(mutant)):
+        if tests:
+            # A list of a thousand tests is too long for a command line.
+            listed = directory / str(number)
+            listed.write_text("\n".join(tests))
+            timeout = PATIENCE + TIMES * max(map(suite.seconds.__getitem__, tests))
+            commands.append(f"{command.format(timeout=int(timeout))} -x @{listed}")
+    try:
+        return mutate_and_test([mutant], shlex.join(["sh", "-c", " && ".join(commands)]), LONGEST)
+    finally:
+        shutil.rmtree(directory)
 
 
 def main() -> int:
@@ -110,23 +169,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--workers", type=int, default=3, help="test processes of a job")
-    parser.add_argument("--modules", nargs="+", choices=MODULES, default=list(MODULES), metavar="PATH")
+    parser.add_argument("--modules", nargs="+", choices=MODULES + CALLERS, default=list(MODULES), metavar="PATH")
     parser.add_argument("--tests", nargs="+", default=list(TESTS))
     options = parser.parse_args()
     known = mutants(options.modules)
     chosen = random.Random(options.seed).sample(known, min(options.count, len(known)))
     print(f"{len(chosen)} of {len(known)} mutants, seed {options.seed}", flush=True)
-    command = COMMAND.format(python=sys.executable, workers=options.workers)
-    stages = []
-    for tests in order(command, options.tests):
-        # A list of a thousand tests is too long for a command line.
-        listed = Path(tempfile.mkdtemp(prefix="mutants-"), "tests")
-        listed.write_text("\n".join(tests))
-        stages.append(f"{command} -x @{listed}")
-    command = shlex.join(["sh", "-c", " && ".join(stages)])
+    command = COMMAND.format(python=sys.executable, workers=options.workers, timeout="{timeout}")
+    suite = look(command, options.tests, options.modules)
     outcomes: Counter[tuple[str, str]] = Counter()
     with ProcessPoolExecutor(options.jobs, initializer=enter_copy) as pool:
-        for mutant, result in zip(chosen, pool.map(judge, chosen, [command] * len(chosen)), strict=True):
+        for mutant, result in zip(chosen, pool.map(judge, chosen, repeat(command), repeat(suite)), strict=True):
             outcome = "survived" if not result.is_killed else "killed"
             outcomes[str(mutant.module_path), outcome] += 1
             failed = re.findall(r"^FAILED (\S+)", result.output or "", re.MULTILINE)
