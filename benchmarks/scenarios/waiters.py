@@ -14,8 +14,9 @@ from benchmarks.scenarios.base import Cell, Context, Figures, Metric, Scenario, 
 PROCESSES = 5
 #: Until all have begun to wait, in seconds; until a server that compiles for them has done so, at the most.
 SETTLE, MOST_SETTLE = 1.0, 30.0
-#: A server is done when one second's CPU differs from that of the one before by no more, in seconds.
-ALIKE = 0.02
+#: A server is done when its CPU of a second differs by no more from that of the one before, in seconds, so often in a
+#: row: one that compiles on all cores uses as much in each second too, but not for long.
+ALIKE, IN_A_ROW = 0.02, 3
 #: The length of the wait that the long one is compared with, in seconds.
 SHORT = 0.2
 
@@ -89,17 +90,16 @@ class Waiters(Scenario):
 
 
 def settle(cpu: Callable[[], float | None]) -> None:
-    """Wait until all wait, and the server uses as much CPU in a second as in the one before."""
+    """Wait until all wait, and the server uses as much CPU in each second as in the one before."""
     ends = time.monotonic() + MOST_SETTLE
-    used, before = cpu(), None
-    while time.monotonic() < ends:
+    used, before, alike = cpu(), None, 0
+    while time.monotonic() < ends and alike < IN_A_ROW:
         time.sleep(SETTLE)
         last, used = used, cpu()
         if last is None or used is None:
             return
         spent = used - last
-        if before is not None and abs(spent - before) <= ALIKE:
-            return
+        alike = alike + 1 if before is not None and abs(spent - before) <= ALIKE else 0
         before = spent
 
 
