@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import sys
 import time
@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.core.clocks import chance
-from django_sqlsem.decorators.tasks import SentAgain, is_below
+from django_sqlsem.decorators.tasks import SentAgain, entered, is_below, is_entered
 
 if TYPE_CHECKING:
-    from celery.exceptions import Retry
+    from celery.exceptions import Reject, Retry
 
 logger = logging.getLogger("django_sqlsem")
 
 #: Seconds. Brokers such as Redis deliver a message twice if it is put off for longer than their visibility timeout.
 MAX_COUNTDOWN: Final = 300.0
+#: Seconds. RabbitMQ's quorum queues have delays of whole seconds, and none of 0.
+MIN_COUNTDOWN: Final = 1.0
 #: For how long a worker pauses before it gives a message back that it could not send again, in seconds.
 PAUSE_BEFORE_REJECT: Final = 1.0
 
@@ -30,6 +32,7 @@ class CeleryTask:
     """A task that a Celery worker is running."""
 
     task: Any
+    body: Any = None
     #: What ``retry()`` sends goes to the broker.
     makes_queries = False
 
@@ -43,8 +46,8 @@ class CeleryTask:
         return str(self.task.request.id or "")
 
     def entered(self) -> AbstractContextManager[None]:
-        """Celery itself says whether a task was called directly."""
-        return contextlib.nullcontext()
+        """Celery itself says whether a task was called directly, but not that ``self.run()`` was."""
+        return entered(self.id, self.body)
 
     def retry(self, retry_after: int, error: Exception) -> SentAgain:
         try:
@@ -58,7 +61,8 @@ def running(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> CeleryTask | 
     task = _current()
     if not task or not is_body(task, wrapper) or task.request.called_directly or task.request.is_eager:
         return None
-    return CeleryTask(task._get_current_object())
+    found = CeleryTask(task._get_current_object(), wrapper)
+    return None if is_entered(found.id, wrapper) or _is_broadcast(task) else found
 
 
 def runs_at_once(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -77,6 +81,13 @@ def _current() -> Any:
     return getattr(sys.modules.get("celery"), "current_task", None)  # never imported for its own sake
 
 
+def _is_broadcast(task: Any) -> bool:
+    """Whether every worker gets the message: sent again it would come to all of them again, without end."""
+    exchange = (task.request.delivery_info or {}).get("exchange")
+    queues = task.app.amqp.queues.values() if exchange else ()
+    return any(each.exchange.name == exchange and each.exchange.type == "fanout" for each in queues)
+
+
 def is_body(task: Any, wrapper: Callable[..., Any]) -> bool:
     """Is ``wrapper`` what the task runs, below whatever else decorates its ``run``?"""
     return is_below(wrapper, getattr(task, "_orig_run", None), task.run)
@@ -86,20 +97,27 @@ def retry(task: Any, retry_after: int, error: Exception) -> Retry:
     """Send the running task again, and return the exception to raise.
 
     The countdown is ``retry_after`` seconds, give or take a half, so that tasks refused together don't come back
-    together. The attempt does not count: the message carries the number of retries that it came with, and
-    ``task.max_retries``, which all of the task's calls share, is neither asked nor touched.
+    together; at least one second. The attempt does not count: the message carries the number of retries that it came
+    with, and ``task.max_retries``, which all of the task's calls share, is neither asked nor touched.
 
     If the broker does not take the message, the task must not vanish. With ``acks_late`` the worker gives back the
     message that it has: raises ``celery.exceptions.Reject``. Else the task fails: raises ``error``.
     """
-    from celery.exceptions import Reject, Retry
+    from celery.app.task import Task
+    from celery.exceptions import Retry, SoftTimeLimitExceeded
 
     request = task.request
-    countdown = min(retry_after * chance.uniform(0.5, 1.5), MAX_COUNTDOWN)
+    countdown = chance.uniform(max(0.5 * retry_after, MIN_COUNTDOWN), max(1.5 * retry_after, MIN_COUNTDOWN))
+    countdown = min(countdown, MAX_COUNTDOWN)
+    # What the sender has hidden from logs and events stays hidden.
+    hidden = {name: text for name in ("argsrepr", "kwargsrepr") if (text := getattr(request, name, None)) is not None}
     # Not task.retry(), which counts, and fails a task whose own retries were given a limit of their own.
-    message = task.signature_from_request(request, countdown=countdown, retries=request.retries)
+    message = task.signature_from_request(request, countdown=countdown, retries=request.retries, **hidden)
     try:
-        message.apply_async()
+        # Not the task's own apply_async(), which the message has passed: one that sends nothing twice would lose it.
+        Task.apply_async(task, message.args, message.kwargs, **message.options)
+    except SoftTimeLimitExceeded:  # it may have been sent
+        raise
     except Exception as unsent:
         outcome = "is given back to the broker" if task.acks_late else "fails"
         logger.error(
@@ -116,8 +134,26 @@ def retry(task: Any, retry_after: int, error: Exception) -> Retry:
             finally:
                 del error  # its traceback keeps this frame
         time.sleep(PAUSE_BEFORE_REJECT)  # the broker will deliver it at once
-        raise Reject(unsent, requeue=True) from unsent
+        raise _given_back()(unsent, requeue=True) from unsent
     when: Any = countdown
     again = Retry(exc=error.with_traceback(None), when=when, sig=message)
     again.args = again.args[1:]  # the first is itself: it would be garbage, with all the frames in its traceback
     return again
+
+
+@functools.cache
+def _given_back() -> type[Reject]:
+    from celery.exceptions import Ignore, Reject
+
+    class GivenBack(Reject, Ignore):
+        """The worker gives the message back. ``autoretry_for`` leaves it alone only as it is an ``Ignore`` too."""
+
+    GivenBack.__qualname__ = "GivenBack"
+    return GivenBack
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class that needs Celery: a worker's parent process unpickles it by its name."""
+    if name == "GivenBack":
+        return _given_back()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,12 +6,12 @@ The result of the attempt that was refused is successful, and its value names th
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import datetime
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -19,7 +19,7 @@ from django.utils import timezone
 
 from django_sqlsem.contrib.celery import MAX_COUNTDOWN
 from django_sqlsem.core.clocks import chance
-from django_sqlsem.decorators.tasks import SentAgain, is_below
+from django_sqlsem.decorators.tasks import SentAgain, entered, is_below, is_entered
 
 #: The only key of the value of an attempt that was refused; under it is the id of the next attempt's result.
 SENT_AGAIN_AS: Final = "sqlsem_sent_again_as"
@@ -41,10 +41,6 @@ class _Started:
 
 #: What this flow of control is running, the innermost last: a backend may run a task at once, within another.
 _started: contextvars.ContextVar[tuple[_Started, ...]] = contextvars.ContextVar("sqlsem_started_tasks", default=())
-#: The bodies that have been entered: by the id of the task's result, and the function.
-_entered: contextvars.ContextVar[frozenset[tuple[str, Any]]] = contextvars.ContextVar(
-    "sqlsem_entered_tasks", default=frozenset()
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +62,8 @@ class DjangoTask:
         """The id of the task's result. The next attempt has another."""
         return str(self.result.id)
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Remember that the body runs: if it calls itself, that is no call of the worker's."""
-        reset = _entered.set(_entered.get() | {(self.id, self.body)})
-        try:
-            yield
-        finally:
-            _entered.reset(reset)
+    def entered(self) -> AbstractContextManager[None]:
+        return entered(self.id, self.body)
 
     def retry(self, retry_after: int, error: Exception) -> SentAgain:
         """Enqueue the task again with the same arguments and options, to run after about ``retry_after`` seconds.
@@ -111,7 +101,7 @@ def _result_of(wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Return the result of the running task whose body is ``wrapper``, unless that has called itself."""
     listen()  # who imports the library after all that is decorated is heard from the second task on
     result = (_given(args) or _current()) if _heard else None
-    if result is None or not is_below(wrapper, result.task.func) or (str(result.id), wrapper) in _entered.get():
+    if result is None or not is_below(wrapper, result.task.func) or is_entered(str(result.id), wrapper):
         return None
     return result
 

@@ -48,14 +48,20 @@ def refuse_answer(answer: object, on_busy: object, call: Call, wrapper: Callable
     """
     if isinstance(answer, HttpResponseBase):
         return
+    refuse_coroutine(answer, on_busy, wrapper, "the view ")
     name = getattr(wrapper, "__qualname__", repr(wrapper))
-    if inspect.isawaitable(answer):
-        if inspect.iscoroutine(answer):
-            answer.close()
-        raise TypeError(f"on_busy {on_busy!r} is asynchronous, but the view {name} is not.")
     view = getattr(call.request and call.request.resolver_match, "func", None)
     if answer is None or (view is not None and leads_to(view, wrapper) and not of_ninja(view)):
         raise TypeError(f"on_busy {on_busy!r} of the view {name} must return an HttpResponse, not {answer!r}.")
+
+
+def refuse_coroutine(answer: object, on_busy: object, wrapper: Callable[..., Any], what: str = "") -> None:
+    """Raise ``TypeError`` if the ``on_busy`` of a synchronous function is asynchronous."""
+    if inspect.isawaitable(answer):
+        if inspect.iscoroutine(answer):
+            answer.close()
+        name = getattr(wrapper, "__qualname__", repr(wrapper))
+        raise TypeError(f"on_busy {on_busy!r} is asynchronous, but {what}{name} is not.")
 
 
 #: How many busy calls of one name are logged in full within ``SECONDS``, in each process.

@@ -7,16 +7,19 @@ from how many are before it.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import hashlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from django_sqlsem.decorators.views import leads_to
 from django_sqlsem.exceptions import AcquireTimeoutError, BackendError
+from django_sqlsem.locks.acquire import refused_by_tests
 from django_sqlsem.locks.semaphore import Semaphore
 from django_sqlsem.runtime import callers
 from django_sqlsem.snapshots import retry_after
@@ -66,6 +69,27 @@ class System(Protocol):
         """Whether ``wrapper`` is the body of a task that runs inside its caller instead of a worker, as in tests."""
 
 
+#: The bodies that have been entered: by the task's id, and the function.
+_entered: Final[contextvars.ContextVar[frozenset[tuple[str, Any]]]] = contextvars.ContextVar(
+    "sqlsem_entered_tasks", default=frozenset()
+)
+
+
+@contextlib.contextmanager
+def entered(task_id: str, body: Any) -> Iterator[None]:
+    """Remember inside the block that a task's body runs: if it calls itself, that is no call of the worker's."""
+    reset = _entered.set(_entered.get() | {(task_id, body)})
+    try:
+        yield
+    finally:
+        _entered.reset(reset)
+
+
+def is_entered(task_id: str, body: Any) -> bool:
+    """Whether that body of the task runs already."""
+    return (task_id, body) in _entered.get()
+
+
 #: The systems that ``contrib`` has registered, by the module without which they run nothing.
 systems: dict[str, System] = {}
 
@@ -95,36 +119,48 @@ def rank_of(task_id: str) -> str:
 def step_aside(lock: Semaphore, task: RunningTask, refusal: AcquireTimeoutError) -> float:
     """Keep the rank of a task that will be sent again. Returns in how many seconds that should be."""
     snapshot = refusal._snapshot
-    if snapshot is None or not task.id or callers.running_loop() is not None:
+    if not _has_rank(lock, task):
         return refusal.retry_after
-    twin = next((holder for holder in snapshot.holders if holder.label.endswith(f"[{task.id}]")), None)
+    holders = () if snapshot is None else snapshot.holders
+    twin = next((holder for holder in holders if holder.label.endswith(f"[{task.id}]")), None)
     if twin is not None:
-        # The broker took the first copy for lost: visibility timeout, or a connection that broke.
+        # The broker took the first copy for lost (visibility timeout, or a connection that broke); or its body has
+        # sent it again, and goes on.
         logger.warning(
-            "%s was delivered twice: its other copy holds slot %d of %r, on %s pid %d.",
+            "%s was delivered twice: its other copy holds slot %d of %r, on %s pid %d; or that has sent itself again "
+            "before its end.",
             twin.label,
             twin.slot,
-            snapshot.name,
+            lock.name,
             twin.host,
             twin.pid,
-            extra={"semaphore": snapshot.name, "what": "delivered_twice", "task_id": task.id},
+            extra={"semaphore": lock.name, "what": "delivered_twice", "task_id": task.id},
         )
         return refusal.retry_after
+
+    def estimate(before: int) -> float:
+        return refusal.retry_after if snapshot is None else retry_after(snapshot, before)
+
     try:
-        return lock._step_aside(rank_of(task.id), lambda before: retry_after(snapshot, before))
+        return lock._step_aside(rank_of(task.id), estimate)
     except BackendError as error:  # the rank is a courtesy; the task comes back without it
         _not_kept(lock, task, task.id, error)
         return refusal.retry_after
 
 
-def hand_on(lock: Semaphore, task: RunningTask, refusal: AcquireTimeoutError, task_id: str) -> None:
+def hand_on(lock: Semaphore, task: RunningTask, task_id: str) -> None:
     """Let a task that comes back under another id have the rank that was kept for this one."""
-    if refusal._snapshot is None or not task_id or not task.id or callers.running_loop() is not None:
+    if not task_id or not _has_rank(lock, task):
         return
     try:
         lock._hand_rank_on(rank_of(task.id), rank_of(task_id))
     except BackendError as error:
         _not_kept(lock, task, task_id, error)
+
+
+def _has_rank(lock: Semaphore, task: RunningTask) -> bool:
+    """Whether a rank may be kept: not on an event loop, which must not be blocked, nor where a test only plays busy."""
+    return bool(task.id) and callers.running_loop() is None and lock.name not in refused_by_tests
 
 
 def _not_kept(lock: Semaphore, task: RunningTask, task_id: str, error: BackendError) -> None:

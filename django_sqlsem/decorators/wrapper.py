@@ -18,7 +18,13 @@ from django_sqlsem.core import identity
 from django_sqlsem.core.templates import ANYTHING, CallName, is_coroutine_function, is_or_calls, signature_of
 from django_sqlsem.database.transactions import at_transaction_end
 from django_sqlsem.decorators import tasks, views
-from django_sqlsem.decorators.answers import answer_view, log_busy, log_busy_response, refuse_answer
+from django_sqlsem.decorators.answers import (
+    answer_view,
+    log_busy,
+    log_busy_response,
+    refuse_answer,
+    refuse_coroutine,
+)
 from django_sqlsem.decorators.calls import PLAIN, Call, classify, is_async_dispatch, refuse, refuse_skipped_view
 from django_sqlsem.decorators.clients import ClientGoneError, client_of, gone_response
 from django_sqlsem.exceptions import AcquireTimeoutError, AlreadyHeldError
@@ -397,7 +403,7 @@ class _Decorated:
             refusal.retry_after = tasks.step_aside(lock, task, refusal)
             about = Busy.from_error(refusal)
             sent = task.retry(about.retry_after, refusal)
-            tasks.hand_on(lock, task, refusal, sent.task_id)
+            tasks.hand_on(lock, task, sent.task_id)
             log_busy(about, task.label, "is sent again for later", level=logging.INFO)
             if sent.exception is not None:
                 raise sent.exception
@@ -425,6 +431,7 @@ class _Decorated:
         else:
             work = taken.call.label or self._work()
             if callable(on_busy):
+                refuse_coroutine(answer, on_busy, self.func)
                 log_busy(about, work, "was left to on_busy")
             else:
                 log_busy(about, work, "was skipped", level=logging.INFO)

@@ -8,11 +8,12 @@ import types
 
 import pytest
 
-from django_sqlsem import AcquireTimeoutError, queries, semaphore
+from django_sqlsem import AcquireTimeoutError, control, queries, semaphore
 from django_sqlsem.backends import get_backend
 from django_sqlsem.backends.rows.backend import RowsBackend
 from django_sqlsem.core import identity
 from django_sqlsem.decorators import tasks
+from django_sqlsem.locks.acquire import Bound
 from django_sqlsem.models import SlotRow, WaiterRow
 from django_sqlsem.runtime import callers
 from django_sqlsem.runtime.keepers import keeper_for
@@ -197,6 +198,25 @@ def test_the_countdown_follows_the_place(database):
         assert seconds == sorted(seconds)
         assert [round(later - sooner) for sooner, later in itertools.pairwise(seconds)] == [10, 10, 10]
         assert refuse(lock, "0") == pytest.approx(seconds[0], abs=2.0)
+
+
+def test_a_task_that_was_turned_away_keeps_its_place(database):
+    """As nobody else may wait, or while the name is paused."""
+    lock = semaphore("full", 1, using=database, max_waiting=0)
+    with lock:
+        for number, bound in enumerate((Bound(max_waiting=0), Bound(refused_if_paused=True))):
+            if bound.refused_if_paused:
+                control.pause("full", by="a test", using=database)
+            with callers.as_stranger(), pytest.raises(AcquireTimeoutError) as caught:
+                lock._take(10, tasks.rank_of(str(number)), None, bound)
+            assert caught.value._snapshot is None
+            assert tasks.step_aside(lock, a_task(str(number)), caught.value) == caught.value.retry_after
+            assert away(database) == number + 1
+        tasks.hand_on(lock, a_task("1"), "heir")
+    control.resume("full", by="a test", using=database)
+    for each in ("heir", "0"):
+        come_back(lock, each).release()
+    assert away(database) == 0
 
 
 def test_a_copy_that_was_delivered_twice_is_recognised(database, caplog):

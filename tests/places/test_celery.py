@@ -3,15 +3,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import pickle
 import time
 import uuid
 from types import SimpleNamespace
 
 import pytest
-from celery import Celery, Signature, shared_task, signals
+from celery import Celery, Task, shared_task, signals
 from celery._state import _task_stack
 from celery.contrib.testing.worker import start_worker
+from celery.exceptions import Reject, SoftTimeLimitExceeded
 from django.http import HttpResponse
+from kombu import Queue
+from kombu.common import Broadcast
 
 from django_sqlsem import (
     AcquireTimeoutError,
@@ -22,7 +26,7 @@ from django_sqlsem import (
     semaphore,
 )
 from django_sqlsem.contrib import celery as contrib
-from django_sqlsem.contrib.celery import MAX_COUNTDOWN
+from django_sqlsem.contrib.celery import MAX_COUNTDOWN, MIN_COUNTDOWN
 from django_sqlsem.decorators.tasks import hand_on, is_below, step_aside
 from django_sqlsem.testing import busy, held
 from tests.programs import celery_app
@@ -76,7 +80,7 @@ def test_a_busy_task_comes_back_and_spends_no_retries(worker, database, path, re
     assert celery_app.plain.max_retries == 0
     for reason, counted in retries:
         assert counted == 0
-        assert 0.5 <= reason.when <= MAX_COUNTDOWN
+        assert MIN_COUNTDOWN <= reason.when <= MAX_COUNTDOWN
         assert isinstance(reason.exc, AcquireTimeoutError)
     assert len({reason.when for reason, _ in retries}) > 1
     told = [r for r in caplog.records if r.name == "django_sqlsem" and getattr(r, "what", "") == "busy"]
@@ -114,6 +118,37 @@ def test_shared_tasks_and_tasks_that_are_classes(worker, path, retries):
     for result in results:
         result.get(timeout=20)
     assert sorted(line["word"] for line in notes(path)) == ["class", "shared"]
+
+
+def test_a_body_that_runs_itself_makes_a_plain_call(worker, path, retries):
+    """If that is busy, the task is not sent again from its middle."""
+    with held("tasks:b", total=1), held("tasks:c", total=1):
+        result = celery_app.parts.delay(path, "a", ["b"])
+        with pytest.raises(AcquireTimeoutError):
+            result.get(timeout=20)
+        assert retries == []
+        again = celery_app.parts.delay(path, "c")
+        wait_until(lambda: retries, what="a retry")
+    again.get(timeout=20)
+    assert [line["word"] for line in notes(path)] == ["a", "c"]
+
+
+def test_a_task_that_is_sent_only_once_comes_back(worker, path, retries):
+    with held("tasks", total=1):
+        result = celery_app.once.delay(path)
+        wait_until(lambda: len(retries) >= 2, what="two retries")
+    assert result.get(timeout=20) == "once"
+
+
+@pytest.mark.django_db
+def test_an_asynchronous_on_busy_is_told(path):
+    async def later(about): ...
+
+    @semaphore("tasks", on_busy=later)
+    def work(): ...
+
+    with busy("tasks"), pytest.raises(TypeError, match=r"on_busy .*later.* is asynchronous, but .*work is not"):
+        work()
 
 
 def test_raise_fails_the_task(worker, path, retries):
@@ -310,12 +345,65 @@ def test_a_body_is_found_below_other_decorators():
     assert not is_below(body, functools.partial(print), None, len)
 
 
-def test_countdowns_are_spread_and_no_longer_than_brokers_allow(monkeypatch):
-    monkeypatch.setattr(Signature, "apply_async", lambda self: None)
+def test_countdowns_are_spread_and_no_longer_or_shorter_than_brokers_allow(monkeypatch):
+    monkeypatch.setattr(Task, "apply_async", lambda *args, **options: None)
     with run(celery_app.plain):
         whens = [contrib.retry(celery_app.plain, 10, ValueError()).when for _ in range(20)]
+        short = [contrib.retry(celery_app.plain, 1, ValueError()).when for _ in range(20)]
         assert contrib.retry(celery_app.plain, 4 * 3600, ValueError()).when == MAX_COUNTDOWN
     assert 5 <= min(whens) < max(whens) <= 15
+    assert 1 <= min(short) < max(short) <= 1.5  # a quorum queue has no delay of 0 whole seconds
+
+
+def test_what_the_sender_has_hidden_from_logs_stays_hidden(monkeypatch):
+    sent = []
+    monkeypatch.setattr(Task, "apply_async", lambda *args, **options: sent.append(options))
+    with run(celery_app.plain, argsrepr="<hidden>", kwargsrepr="{'password': '***'}"):
+        contrib.retry(celery_app.plain, 1, ValueError())
+    with run(celery_app.plain):
+        contrib.retry(celery_app.plain, 1, ValueError())
+    assert [sent[0][name] for name in ("argsrepr", "kwargsrepr")] == ["<hidden>", "{'password': '***'}"]
+    assert not {"argsrepr", "kwargsrepr"} & sent[1].keys()
+
+
+def test_a_soft_time_limit_while_it_is_sent_again_is_one(monkeypatch):
+    def strike(*args, **options):
+        raise SoftTimeLimitExceeded
+
+    monkeypatch.setattr(Task, "apply_async", strike)
+    for task in (celery_app.plain, celery_app.late):
+        with run(task), pytest.raises(SoftTimeLimitExceeded):
+            contrib.retry(task, 1, ValueError())
+
+
+@pytest.mark.django_db
+def test_a_message_that_is_given_back_is_no_failure_to_autoretry(monkeypatch, path):
+    """Its worker's parent process gets the exception as bytes."""
+
+    def refuse(*args, **options):
+        raise OSError("refused")
+
+    monkeypatch.setattr(Task, "apply_async", refuse)
+    monkeypatch.setattr(contrib, "PAUSE_BEFORE_REJECT", 0.0)
+    with busy("tasks"), run(celery_app.late, args=(path,), kwargs={}), pytest.raises(Reject) as caught:
+        celery_app.late.run(path)
+    assert caught.value.requeue
+    copy = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - its own
+    assert (type(copy), copy.requeue) == (contrib.GivenBack, True)
+    assert not hasattr(contrib, "Other")
+
+
+def test_a_message_that_every_worker_gets_is_not_sent_again():
+    local = Celery("local", set_as_current=False)
+    local.conf.task_queues = (Broadcast("everybody"), Queue("one"))
+
+    @local.task(name="told")
+    @semaphore("tasks")
+    def told(): ...
+
+    for exchange, put_off in (("everybody", False), ("one", True), ("", True), (None, True)):
+        with run(told, delivery_info={"exchange": exchange}):
+            assert (contrib.running(told.run, ()) is not None) == put_off, exchange
 
 
 def test_a_rank_that_cannot_be_kept_or_handed_on_fails_no_task():
@@ -326,7 +414,7 @@ def test_a_rank_that_cannot_be_kept_or_handed_on_fails_no_task():
     refusal = SimpleNamespace(_snapshot=SimpleNamespace(name="tasks", holders=()), retry_after=7)
     task = SimpleNamespace(id="1", label="tests.plain[1]")
     assert step_aside(lock, task, refusal) == 7
-    hand_on(lock, task, refusal, "2")
+    hand_on(lock, task, "2")
 
 
 # Workers in processes of their own.

@@ -120,6 +120,35 @@ def patient(path: str) -> str:
     return "patient"
 
 
+@app.task(name="tests.parts", bind=True)
+@semaphore("tasks:{word}", timeout=0)
+def parts(self: Any, path: str, word: str, more: tuple[str, ...] = ()) -> None:
+    note(path, word=word)
+    for each in more:
+        self.run(path, each)
+
+
+class Once(Task):
+    """As of packages that send nothing while the same is on its way."""
+
+    def apply_async(self, *args: Any, task_id: str | None = None, **options: Any) -> Any:
+        return None if task_id else super().apply_async(*args, **options)
+
+
+@app.task(name="tests.once", base=Once)
+@semaphore("tasks")
+def once(path: str) -> str:
+    note(path)
+    return "once"
+
+
+@app.task(name="tests.late", acks_late=True, autoretry_for=(Exception,), max_retries=0)
+@semaphore("tasks")
+def late(path: str) -> str:
+    note(path)
+    return "late"
+
+
 @app.task(name="tests.slow")
 @semaphore("tasks")
 def slow(path: str, seconds: float) -> None:
