@@ -106,6 +106,27 @@ def test_one_waiter_at_rest(database, holder, ahead):
             each.end()
 
 
+def test_who_is_woken_has_its_grant_without_a_statement(database, holder):
+    """What wakes it says what was granted. A heartbeat may fall between, but not each time."""
+    if database != "postgres":
+        pytest.skip("only PostgreSQL wakes sessions")
+    asked = []
+    with Queuer(database, "costly", counted=False) as waiter:
+        waiter.ready()
+        for _ in range(8):
+            waiter.ask()
+            wait_for_waiters(database, 1)
+            waiter.do("asleep")
+            before = len(waiter.do("statements"))
+            holder.release()
+            waiter.held()
+            asked.append(waiter.do("statements")[before:])
+            waiter.release()
+            holder.takes()
+        waiter.end()
+    assert [] in asked, asked
+
+
 # Where a pooler lends the server's sessions for one transaction at a time.
 
 SERVED = pytest.mark.skipif("postgres" not in settings.FOUND, reason="PostgreSQL is not covered")

@@ -54,6 +54,7 @@ LEFT_OUT = re.compile(
 )
 #: A mutant that makes a test hang is killed by its time limit.
 TESTS = (
+    "tests/backends/test_golden.py",
     "tests/contract",
     "tests/unit/test_acquisition.py",
     "tests/unit/test_claims.py",
