@@ -369,7 +369,7 @@ def started_us():
 
 
 def test_a_server_that_is_killed_and_started_takes_no_slot_from_a_living_holder(private, pair):
-    holder, waiter = pair("lives", lease=6)
+    holder, waiter = pair("lives", lease=6, time_to_relight=MUCH_TIME)
     for _ in range(2):
         private.kill()
         private.start()

@@ -74,8 +74,7 @@ class PrivateServer:
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        # MariaDB tells its start in whole seconds: of two in one second the later would be taken for the one before.
-        wait_until(lambda: self.kind == "postgres" or int(time.time()) > int(self.answered))
+        self._outlive_the_second()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command(),
@@ -88,6 +87,13 @@ class PrivateServer:
                 **user_of(self.kind),
             )
         self.wait()
+
+    def _outlive_the_second(self) -> None:
+        """Wait for the end of the second in which it was started.
+
+        MariaDB tells its start in whole seconds: of two in one second the later would be taken for the one before.
+        """
+        wait_until(lambda: self.kind == "postgres" or int(time.time()) > int(self.answered))
 
     def wait(self) -> None:
         """Wait until it answers."""
@@ -118,6 +124,7 @@ class PrivateServer:
         """End all of its processes by SIGKILL, as when the host loses its power but for what is in its caches."""
         if self.process is None:
             return
+        self._outlive_the_second()  # not once it is away: whoever holds something has a second to come back
         # Stopped first: it would start new processes, and those it has would tidy up once they noticed its end.
         self.process.send_signal(signal.SIGSTOP)
         children = children_of(self.process.pid)
