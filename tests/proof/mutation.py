@@ -126,7 +126,7 @@ class Suite:
 
 
 def look(command: str, tests: list[str], modules: list[str]) -> Suite:
-    """Run the tests as they are; which fail without a mistake is told, and they are left out."""
+    """Run the tests as they are. A test that fails without a mistake is printed and left out."""
     from coverage import CoverageData
 
     enter_copy()

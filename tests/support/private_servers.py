@@ -124,7 +124,7 @@ class PrivateServer:
         """End all of its processes by SIGKILL, as when the host loses its power but for what is in its caches."""
         if self.process is None:
             return
-        self._outlive_the_second()  # not once it is away: whoever holds something has a second to come back
+        self._outlive_the_second()  # before the kill, as a holder has only a second to come back
         # Stopped first: it would start new processes, and those it has would tidy up once they noticed its end.
         self.process.send_signal(signal.SIGSTOP)
         children = children_of(self.process.pid)
