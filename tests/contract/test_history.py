@@ -679,14 +679,14 @@ def test_a_thread_that_ends_leaves_its_history_for_who_comes_then(
 ) -> None:
     chore, there, asked = chore_of(database, "history"), [], []
     monkeypatch.setattr(chore, "run", lambda now: None)
-    lock = semaphore("reports", lease=1.0, using=database)
+    lock = semaphore("reports", lease=2.0, using=database)
 
     def attempt(seconds: float, in_line: float) -> bool:
         asked.append(seconds)  # a server so busy that it takes all the time there is
         if not there:
             there.append(lock.acquire())
             there[0].detach()
-        time.sleep(0.7)
+        time.sleep(1.2)  # twice would be longer than the lease
         return False
 
     monkeypatch.setattr(chore.writer, "_attempt", attempt)
