@@ -29,6 +29,7 @@ from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, PermitLo
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore
 from django_sqlsem.models import ClaimRow
+from django_sqlsem.runtime import callers
 
 logger = logging.getLogger("django_sqlsem")
 
@@ -45,16 +46,6 @@ def _is_passing(error: AcquireTimeoutError) -> bool:
     """Whether slots are free all the same: who comes while another process makes them may see none."""
     found = error._snapshot
     return found is not None and not found.paused and not found.waiting and found.held < found.slots
-
-
-async def _to_its_end(step: Callable[..., object], *args: object) -> None:
-    """Run a step in a thread, which no cancellation stops: it is raised when the step is over."""
-    running = asyncio.ensure_future(sync_to_async(step)(*args))
-    try:
-        await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait({running})
-        raise
 
 
 class Claim(Generic[M]):
@@ -181,10 +172,10 @@ class Claim(Generic[M]):
         if await sync_to_async(self._look)():
             permit, entered = await self._aacquire(), False
             try:
-                await _to_its_end(self._take, permit)
+                await callers.to_its_end(self._take, permit)
                 entered = self.permit is not None
             except asyncio.CancelledError as error:
-                await _to_its_end(self._end, error)  # there is no block that would give back what was taken
+                await callers.to_its_end(self._end, error)  # there is no block that would give back what was taken
                 raise
             finally:
                 if not entered:
@@ -209,7 +200,7 @@ class Claim(Generic[M]):
         if self.permit is None or self.permit._acquisition.foreign:  # in a forked child the rows are the parent's
             return
         try:
-            await _to_its_end(self._end, exc)
+            await callers.to_its_end(self._end, exc)
         finally:
             await self.permit._aclose()
 

@@ -98,7 +98,7 @@ class CallPermit:
         """The call of a coroutine has ended."""
         self.refusal = None
         if self.permit is not None:
-            await self.permit._aclose()
+            await self.permit._afinish()
             self.permit = None
 
     def leave_to_response(self, response: Any) -> None:

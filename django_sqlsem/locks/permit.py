@@ -216,6 +216,13 @@ class Permit:
         else:
             self._close()
 
+    async def _afinish(self) -> None:
+        """End an async block like ``_finish()``: a transaction may be open in the thread that waits for it."""
+        if self.semaphore.release_policy == "on_commit" and callers.works_for_thread():
+            await callers.to_its_end(self._finish)
+        else:
+            await self._aclose()
+
     def _close(self) -> None:
         """Release at the end of a block: its work is done, so a database error is logged instead of raised."""
         try:
@@ -224,7 +231,7 @@ class Permit:
             self._log_failed_release(error)
 
     async def _aclose(self) -> None:
-        """Release at the end of an async block. Django's transactions are synchronous, so that none is open here."""
+        """Release at the end of an async block, like ``_close()``."""
         try:
             await self._agive_back()
         except BackendError as error:
@@ -246,7 +253,7 @@ class Permit:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._aclose()
+        await self._afinish()
 
     def __repr__(self) -> str:
         acquisition = self._acquisition

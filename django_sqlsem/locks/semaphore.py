@@ -172,7 +172,7 @@ class Semaphore:
     async def __aexit__(self, *exc_info: object) -> None:
         permit = blocks.innermost(self)
         try:
-            await permit._aclose()
+            await permit._afinish()
         finally:
             blocks.remove(self._blocks, permit)
 

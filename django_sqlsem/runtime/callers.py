@@ -7,10 +7,10 @@ import contextlib
 import contextvars
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from asgiref.sync import AsyncToSync
+from asgiref.sync import AsyncToSync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 
 from django_sqlsem.core import forks
@@ -227,6 +227,21 @@ def refuse_other_loops() -> None:
             "server, async_to_sync(), or anyio with its asyncio backend. Under trio, call the synchronous ones in "
             "a thread, by `await trio.to_thread.run_sync(semaphore.acquire)`."
         )
+
+
+def works_for_thread() -> bool:
+    """Whether a thread waits for this coroutine, by ``async_to_sync``: its transaction may be open."""
+    return getattr(AsyncToSync.executors, "current", None) is not None
+
+
+async def to_its_end(step: Callable[..., object], *args: object) -> None:
+    """Run a step by ``sync_to_async``. No cancellation stops it: what cancels is raised when the step is over."""
+    running = asyncio.ensure_future(sync_to_async(step)(*args))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        raise
 
 
 def _running() -> tuple[asyncio.Task[Any] | None, threading.Thread]:

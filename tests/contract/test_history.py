@@ -38,6 +38,7 @@ from django_sqlsem.models import EventRow, MinuteRow
 from django_sqlsem.snapshots import Loss, LossReason
 from tests.support import applocks, databases, tds
 from tests.support.keepers import chore_of
+from tests.support.operators import hold, make_semaphore
 from tests.support.processes import Child
 from tests.unit.test_history import clock_us, event, minute
 
@@ -204,6 +205,19 @@ def test_acts_are_there_at_once_and_say_who(database: str) -> None:
     month = 30 * 86400 * 1_000_000
     kept = EventRow.objects.using(database).filter(what="paused").get()
     assert kept.until_us - kept.at_us == month
+
+
+@pytest.mark.leaves_held
+def test_an_act_that_ends_a_hold_tells_how_long_it_was(database: str) -> None:
+    make_semaphore(database)
+    hold(database, age=30.0)
+    control.request_stop("reports", by="ann", using=database)
+    control.revoke("reports", by="bob", reason="it hung", using=database)
+    asked, ended = only(database, "stop_asked"), only(database, "revoked")
+    assert asked.held is None, "it went on"
+    assert ended.held is not None
+    assert 29.0 < ended.held < 30.0 + PATIENT
+    assert (ended.by, ended.detail) == ("bob", "it hung")
 
 
 def test_an_act_stands_without_its_entry(database: str, caplog: pytest.LogCaptureFixture) -> None:

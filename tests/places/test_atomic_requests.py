@@ -7,6 +7,7 @@ looks, just before its transaction ends, whether the permit is held still.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.contrib.auth.models import User
 from django.db import connections, transaction
 from django.test import Client, TestCase, override_settings
@@ -48,11 +50,11 @@ def set_the_stage(alias: str) -> None:
 
 
 def first_has_it(alias: str) -> bool:
-    """Whether the table says that the thread called ``first`` has ``place``, on another connection."""
+    """Whether the table says that ``first``, or a coroutine of its, has ``place``, on another connection."""
 
     def look() -> bool:
         try:
-            return any((row.semaphore.name, row.thread) == ("place", "first") for row in databases.held_rows(alias))
+            return any(row.semaphore.name == "place" and row.thread != "second" for row in databases.held_rows(alias))
         finally:
             connections.close_all()
 
@@ -276,6 +278,29 @@ def below_a_decorated_function(alias: str) -> None:
     decorated()
 
 
+def around_a_coroutine(alias: str) -> None:
+    async def block() -> None:
+        async with semaphore("place", using=alias, release="on_commit"):
+            await User.objects.using(alias).acreate(username="ann")
+
+    with transaction.atomic(using=alias):
+        async_to_sync(block)()
+        stay(alias, write=False)
+
+
+def around_a_decorated_coroutine_and_its_tasks(alias: str) -> None:
+    @semaphore("place", using=alias, release="on_commit")
+    async def decorated() -> None:
+        await User.objects.using(alias).acreate(username="ann")
+
+    async def both() -> None:
+        await asyncio.gather(decorated(), asyncio.sleep(0))
+
+    with transaction.atomic(using=alias):
+        async_to_sync(both)()
+        stay(alias, write=False)
+
+
 def rolled_back(alias: str) -> None:
     with transaction.atomic(using=alias):
         work(alias)
@@ -303,6 +328,8 @@ WAYS = [
     with_a_hook_that_raises,
     with_a_robust_hook_that_raises,
     below_a_decorated_function,
+    around_a_coroutine,
+    around_a_decorated_coroutine_and_its_tasks,
     rolled_back,
 ]
 
