@@ -351,6 +351,25 @@ def test_all_slots_of_a_permit_are_fenced(server, impatient):
     permit.release()
 
 
+@pytest.mark.one_server("fences")
+@pytest.mark.rows_only("lease")
+def test_nobody_is_let_in_while_the_transaction_of_whoever_drained_it_is_open(server):
+    """Not even into a slot that was made meanwhile, though the lease has run out."""
+    lock = semaphore("drained", slots=2, using=server)
+    permit = lock.exclusive()
+    with transaction.atomic(using=server), other_thread() as run:
+        permit.fence()
+        run(lambda: control.set_slots("drained", 3, by="test", using=server))
+        run(lambda: query(server, "UPDATE sqlsem_slot SET expires_us = expires_us - 3600000000"))
+        assert run(lambda: lock.try_acquire()) is None
+        assert {row.permit_id for row in SlotRow.objects.using(server).filter(slot__lte=2)} == {
+            permit._acquisition.permit_id
+        }
+    with other_thread() as run:
+        assert run(lambda: lock.acquire(timeout=SOON).release()) is None
+    permit.release()
+
+
 @contextlib.contextmanager
 def other_thread():
     """A function that calls another one on a thread, and so on other connections; returns or raises what that does."""

@@ -58,10 +58,17 @@ _WAITED_FOR: Final = {
     for mode, yields in ((WHOLE, ""), (UPDATE, " AND w.lock_mode <> ''"))
     for ranked in (False, True)
 }
-#: Takes all slots from whoever had them, if that is over: else it might prove them again, one by one.
+# The slots of whoever has all of them, those of them that have run out, and what is left of that one.
+_WHOLE: Final = (
+    "SELECT COUNT(*) FROM sqlsem_slot WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL"
+)
+_WHOLE_FREE: Final = (
+    "SELECT s.id FROM sqlsem_slot s{lock_hint} WHERE s.semaphore_key = %(key)s AND s.lock_mode = 'whole'"
+    " AND s.expires_us IS NOT NULL AND {s.free}"
+)
 _LAPSE: Final = (
     "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL WHERE semaphore_key = %(key)s"
-    " AND lock_mode = 'whole' AND expires_us IS NOT NULL AND {free}"
+    " AND lock_mode = 'whole' AND expires_us IS NOT NULL"
 )
 #: Slots that were made while somebody had all of them, or an operator wanted more of them.
 _OPEN: Final = (
@@ -158,8 +165,8 @@ def settle(statements: Statements, found: Row) -> tuple[bool, bool]:
     all slots, or more than the one of a mutex.
     """
     operator_slots, _declared, _paused, shrinking, _now, kind = found
-    statements.change(_LAPSE)
-    _live, above, whole = statements.row(COUNT_LIVE, bound=operator_slots)
+    whole = not _lapsed(statements)
+    _live, above = statements.row(COUNT_LIVE, bound=operator_slots)
     if kind == MUTEX:
         above, whole = 0, whole or not _cleared(statements)
     if not above and not whole:
@@ -170,9 +177,18 @@ def settle(statements: Statements, found: Row) -> tuple[bool, bool]:
     return bool(above), bool(whole)
 
 
+def _lapsed(statements: Statements) -> bool:
+    """Whether nobody has all slots, for good: else one that has run out might prove them again, one by one."""
+    if had := statements.row(_WHOLE)[0]:
+        # As in ``take``: what is fenced or just being changed is not free.
+        if len(statements.rows(_WHOLE_FREE + statements.skip_locked)) < had:
+            return False
+        statements.change(_LAPSE)
+    return True
+
+
 def _cleared(statements: Statements) -> bool:
-    """Whether nobody has any slot but the first, for good: else one that has run out might be proved again."""
-    # As in ``take``: what is fenced or just being changed is not free.
+    """Whether nobody has any slot but the first, for good; see ``_lapsed``."""
     if len(statements.rows(_MORE_FREE + statements.skip_locked)) < statements.row(_MORE)[0]:
         return False
     statements.change(_CLEAR)

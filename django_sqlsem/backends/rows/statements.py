@@ -211,10 +211,9 @@ LOCK: Final = (
     " FROM sqlsem_semaphore{lock_hint}"
     " WHERE name_key = %(key)s{lock}"
 )
-#: How many slots are live, how many of those are above the bound, and how many belong to who has all of them.
+#: How many slots are live, and how many of those are above the bound.
 COUNT_LIVE: Final = (
-    "SELECT COUNT(CASE WHEN slot > 0 AND {live} THEN 1 END), COUNT(CASE WHEN slot > %(bound)s AND {live} THEN 1 END),"
-    " COUNT(CASE WHEN lock_mode = 'whole' AND NOT {free} THEN 1 END)"
+    "SELECT COUNT(CASE WHEN slot > 0 AND {live} THEN 1 END), COUNT(CASE WHEN slot > %(bound)s AND {live} THEN 1 END)"
     " FROM sqlsem_slot WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL"
 )
 #: Since when a task has its place that was kept while it was away; NULL for anybody else.

@@ -182,8 +182,7 @@ ORDER BY s.slot;
 -- exclusive.LAPSE
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL
-WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL AND (expires_us IS NULL OR
-      (expires_us <= {now} AND lease_us <= ABS({now} - %(since)s) AND (fenced IS NULL OR fenced <> token)));
+WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL;
 
 -- exclusive.MARK
 UPDATE sqlsem_semaphore
@@ -300,6 +299,18 @@ WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND
       a.queued_us
   FROM sqlsem_waiter a
   WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now});
+
+-- exclusive.WHOLE
+SELECT COUNT(*)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL;
+
+-- exclusive.WHOLE_FREE
+SELECT s.id
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.lock_mode = 'whole' AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR
+      (s.expires_us <= {now} AND s.lease_us <= ABS({now} - %(since)s) AND (s.fenced IS NULL OR s.fenced <>
+      s.token)));
 
 -- fate
 SELECT id, permit_id, CASE WHEN stop_token = token THEN stop_by END, revoked_token, revoked_by
@@ -706,8 +717,7 @@ FOR UPDATE SKIP LOCKED;
 
 -- statements.COUNT_LIVE
 SELECT COUNT(CASE WHEN slot > 0 AND expires_us > {now} THEN 1 END), COUNT(CASE WHEN slot > %(bound)s AND expires_us
-      > {now} THEN 1 END), COUNT(CASE WHEN lock_mode = 'whole' AND NOT (expires_us IS NULL OR (expires_us <= {now}
-      AND lease_us <= ABS({now} - %(since)s) AND (fenced IS NULL OR fenced <> token))) THEN 1 END)
+      > {now} THEN 1 END)
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
 

@@ -194,8 +194,7 @@ ORDER BY s.slot;
 -- exclusive.LAPSE
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL
-WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL AND (expires_us IS NULL OR
-      expires_us <= {now} OR boot_id <> %(boot_id)s);
+WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL;
 
 -- exclusive.MORE
 SELECT COUNT(*)
@@ -303,6 +302,17 @@ WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot
       w.queued_us < COALESCE((SELECT a.queued_us
   FROM sqlsem_waiter a
   WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now});
+
+-- exclusive.WHOLE
+SELECT COUNT(*)
+FROM sqlsem_slot
+WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL;
+
+-- exclusive.WHOLE_FREE
+SELECT s.id
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.lock_mode = 'whole' AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR
+      s.expires_us <= {now} OR s.boot_id <> %(boot_id)s);
 
 -- fate
 SELECT id, permit_id, CASE WHEN stop_token = token THEN stop_by END, revoked_token, revoked_by
@@ -613,8 +623,7 @@ RETURNING id, permit_id, CASE WHEN stop_token = token THEN stop_by END;
 
 -- statements.COUNT_LIVE
 SELECT COUNT(CASE WHEN slot > 0 AND (expires_us > {now} AND boot_id = %(boot_id)s) THEN 1 END), COUNT(CASE WHEN slot
-      > %(bound)s AND (expires_us > {now} AND boot_id = %(boot_id)s) THEN 1 END), COUNT(CASE WHEN lock_mode =
-      'whole' AND NOT (expires_us IS NULL OR expires_us <= {now} OR boot_id <> %(boot_id)s) THEN 1 END)
+      > %(bound)s AND (expires_us > {now} AND boot_id = %(boot_id)s) THEN 1 END)
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
 
