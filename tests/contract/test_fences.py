@@ -12,6 +12,7 @@ from django.db import connections, transaction
 from django.test import TestCase
 
 from django_sqlsem import (
+    AcquireTimeoutError,
     PermitLostError,
     control,
     mutex,
@@ -362,6 +363,8 @@ def test_nobody_is_let_in_while_the_transaction_of_whoever_drained_it_is_open(se
         run(lambda: control.set_slots("drained", 3, by="test", using=server))
         run(lambda: query(server, "UPDATE sqlsem_slot SET expires_us = expires_us - 3600000000"))
         assert run(lambda: lock.try_acquire()) is None
+        with pytest.raises(AcquireTimeoutError):  # who waits also looks for the dead
+            run(lambda: lock.acquire(timeout=2.5))
         assert {row.permit_id for row in SlotRow.objects.using(server).filter(slot__lte=2)} == {
             permit._acquisition.permit_id
         }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends.base import Ended, Grant
 from django_sqlsem.backends.rows.fences import reap
-from django_sqlsem.backends.rows.statements import Row, Statements, change, row_of
+from django_sqlsem.backends.rows.statements import RUN_OUT, Row, Statements, row_of
 from django_sqlsem.core.identity import HolderIdentity, process_id
 from django_sqlsem.core.names import Resource, resource_for
 from django_sqlsem.database import beacons
@@ -39,10 +39,10 @@ _GONE: Final = (
 )
 #: The slots that are held, dead holders' too.
 _STANDING: Final = "SELECT slot, token FROM sqlsem_slot WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL"
-#: Frees for good what has run out: else a holder that slept could renew it.
-_FREE_DEAD: Final = (
+_ONE_RUN_OUT: Final = f"{RUN_OUT} AND s.id = %(id)s AND s.token = %(token)s"
+_BURY: Final = (
     "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL, suspect_us = NULL"
-    " WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL AND {free}"
+    " WHERE semaphore_key = %(key)s AND id = %(id)s"
 )
 
 
@@ -117,7 +117,20 @@ def free_dead(session: Session, resource: Resource, *, witness: bool) -> bool:
     parameters = {"key": resource.key, "process_id": process_id()}
     if witness:
         take_from_the_dead(session, dialect_for(session.connection), parameters)
-    return session.run(lambda cursor: Statements(cursor, parameters).change(_FREE_DEAD) > 0)
+    return _bury(session, RUN_OUT, parameters)
+
+
+def _bury(session: Session, text: str, parameters: dict[str, Any]) -> bool:
+    """Free for good what has run out: else a holder that slept could renew it. Return whether anything was freed."""
+
+    def work(cursor: AnyCursor) -> bool | None:
+        statements = Statements(cursor, parameters)
+        rows = statements.rows(text + statements.skip_locked)
+        for (row_id,) in rows:
+            statements.change(_BURY, id=row_id)
+        return bool(rows) or None
+
+    return bool(session.transaction(work))
 
 
 def standing(session: Session, resource: Resource) -> set[tuple[int, int]]:
@@ -200,10 +213,6 @@ _GONE_OF: Final = (
     " process_id, lock_mode, boot_id, suspect_us, CASE WHEN {free} THEN 1 ELSE 0 END"
     " FROM sqlsem_slot WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL ORDER BY slot"
 )
-_BURY: Final = (
-    "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL, suspect_us = NULL"
-    " WHERE semaphore_key = %(key)s AND id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND {free}"
-)
 
 
 @functools.cache
@@ -265,7 +274,7 @@ def _end_of(
     freed: dict[str, list[Row]] = {}
     left = False
     for row in session.run(lambda cursor: Statements(cursor, {"key": key}).rows(_GONE_OF)):
-        if row[17] and change(session, _BURY, {"key": key, "id": row[0], "token": row[2]}) > 0:
+        if row[17] and _bury(session, _ONE_RUN_OUT, {"key": key, "id": row[0], "token": row[2]}):
             freed.setdefault(row[3] or str(row[0]), []).append(row)
         else:
             left = left or row[16] is not None  # a suspect: it is for sure in a moment

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from django_sqlsem.backends.base import Grant, Request
-from django_sqlsem.backends.rows.statements import COUNT_LIVE, KEPT, LOCK, OPERATOR, OVER, Statements, granting
+from django_sqlsem.backends.rows.statements import COUNT_LIVE, KEPT, LOCK, OPERATOR, OVER, RUN_OUT, Statements, granting
 from django_sqlsem.core.modes import EXCLUSIVE, MUTEX, UPDATE, UPGRADE, WHOLE
 
 if TYPE_CHECKING:
@@ -62,10 +62,7 @@ _WAITED_FOR: Final = {
 _WHOLE: Final = (
     "SELECT COUNT(*) FROM sqlsem_slot WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL"
 )
-_WHOLE_FREE: Final = (
-    "SELECT s.id FROM sqlsem_slot s{lock_hint} WHERE s.semaphore_key = %(key)s AND s.lock_mode = 'whole'"
-    " AND s.expires_us IS NOT NULL AND {s.free}"
-)
+_WHOLE_RUN_OUT: Final = f"{RUN_OUT} AND s.lock_mode = 'whole'"
 _LAPSE: Final = (
     "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL WHERE semaphore_key = %(key)s"
     " AND lock_mode = 'whole' AND expires_us IS NOT NULL"
@@ -181,7 +178,7 @@ def _lapsed(statements: Statements) -> bool:
     """Whether nobody has all slots, for good: else one that has run out might prove them again, one by one."""
     if had := statements.row(_WHOLE)[0]:
         # As in ``take``: what is fenced or just being changed is not free.
-        if len(statements.rows(_WHOLE_FREE + statements.skip_locked)) < had:
+        if len(statements.rows(_WHOLE_RUN_OUT + statements.skip_locked)) < had:
             return False
         statements.change(_LAPSE)
     return True

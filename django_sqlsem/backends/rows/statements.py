@@ -211,6 +211,11 @@ LOCK: Final = (
     " FROM sqlsem_semaphore{lock_hint}"
     " WHERE name_key = %(key)s{lock}"
 )
+#: Slots that have run out and were not freed. ``skip_locked`` follows, so that none is fenced or just being changed.
+RUN_OUT: Final = (
+    "SELECT s.id FROM sqlsem_slot s{lock_hint}"
+    " WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND {s.free}"
+)
 #: How many slots are live, and how many of those are above the bound.
 COUNT_LIVE: Final = (
     "SELECT COUNT(CASE WHEN slot > 0 AND {live} THEN 1 END), COUNT(CASE WHEN slot > %(bound)s AND {live} THEN 1 END)"

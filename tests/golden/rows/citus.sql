@@ -30,14 +30,7 @@ WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
 -- beacons.BURY
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
-WHERE semaphore_key = %(key)s AND id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND (expires_us IS
-      NULL OR (expires_us <= {now} AND lease_us <= ABS({now} - %(since)s)));
-
--- beacons.FREE_DEAD
-UPDATE sqlsem_slot
-SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
-WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL AND (expires_us IS NULL OR (expires_us <= {now} AND
-      lease_us <= ABS({now} - %(since)s)));
+WHERE semaphore_key = %(key)s AND id = %(id)s;
 
 -- beacons.GONE
 UPDATE sqlsem_slot
@@ -67,6 +60,12 @@ WHERE semaphore_key = %(key)s AND beacon = %(yes)s AND process_id <> %(process_i
 SELECT name, kind, template
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
+
+-- beacons.ONE_RUN_OUT
+SELECT s.id
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND
+      s.lease_us <= ABS({now} - %(since)s))) AND s.id = %(id)s AND s.token = %(token)s;
 
 -- beacons.STANDING
 SELECT slot, token
@@ -300,11 +299,11 @@ SELECT COUNT(*)
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL;
 
--- exclusive.WHOLE_FREE
+-- exclusive.WHOLE_RUN_OUT
 SELECT s.id
 FROM sqlsem_slot s
-WHERE s.semaphore_key = %(key)s AND s.lock_mode = 'whole' AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR
-      (s.expires_us <= {now} AND s.lease_us <= ABS({now} - %(since)s)));
+WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND
+      s.lease_us <= ABS({now} - %(since)s))) AND s.lock_mode = 'whole';
 
 -- extend arrays
 UPDATE sqlsem_slot
@@ -617,6 +616,12 @@ SELECT CASE WHEN kind = 'mutex' THEN 1 ELSE CASE WHEN slots_until_us <= {now} TH
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s
 FOR UPDATE;
+
+-- statements.RUN_OUT
+SELECT s.id
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND
+      s.lease_us <= ABS({now} - %(since)s)));
 
 -- stay and look around 0
 UPDATE sqlsem_waiter

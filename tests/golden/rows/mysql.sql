@@ -30,14 +30,7 @@ WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
 -- beacons.BURY
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
-WHERE semaphore_key = %(key)s AND id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND (expires_us IS
-      NULL OR (expires_us <= {now} AND lease_us <= ABS({now} - %(since)s) AND (fenced IS NULL OR fenced <> token)));
-
--- beacons.FREE_DEAD
-UPDATE sqlsem_slot
-SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
-WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL AND (expires_us IS NULL OR (expires_us <= {now} AND
-      lease_us <= ABS({now} - %(since)s) AND (fenced IS NULL OR fenced <> token)));
+WHERE semaphore_key = %(key)s AND id = %(id)s;
 
 -- beacons.GONE_OF
 SELECT id, slot, token, permit_id, acquired_us, expires_us, lease_us, {now}, host, pid, thread, label, user_name,
@@ -57,6 +50,13 @@ WHERE s.process_id = %(process_id)s AND s.permit_id IS NOT NULL AND s.lease_us >
 SELECT name, kind, template
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
+
+-- beacons.ONE_RUN_OUT
+SELECT s.id
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND
+      s.lease_us <= ABS({now} - %(since)s) AND (s.fenced IS NULL OR s.fenced <> s.token))) AND s.id = %(id)s AND
+      s.token = %(token)s;
 
 -- beacons.STANDING
 SELECT slot, token
@@ -305,12 +305,11 @@ SELECT COUNT(*)
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL;
 
--- exclusive.WHOLE_FREE
+-- exclusive.WHOLE_RUN_OUT
 SELECT s.id
 FROM sqlsem_slot s
-WHERE s.semaphore_key = %(key)s AND s.lock_mode = 'whole' AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR
-      (s.expires_us <= {now} AND s.lease_us <= ABS({now} - %(since)s) AND (s.fenced IS NULL OR s.fenced <>
-      s.token)));
+WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND
+      s.lease_us <= ABS({now} - %(since)s) AND (s.fenced IS NULL OR s.fenced <> s.token))) AND s.lock_mode = 'whole';
 
 -- fate
 SELECT id, permit_id, CASE WHEN stop_token = token THEN stop_by END, revoked_token, revoked_by
@@ -735,6 +734,12 @@ SELECT CASE WHEN kind = 'mutex' THEN 1 ELSE CASE WHEN slots_until_us <= {now} TH
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s
 FOR UPDATE;
+
+-- statements.RUN_OUT
+SELECT s.id
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND
+      s.lease_us <= ABS({now} - %(since)s) AND (s.fenced IS NULL OR s.fenced <> s.token)));
 
 -- stay and look around 0
 UPDATE sqlsem_waiter

@@ -30,14 +30,7 @@ WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
 -- beacons.BURY
 UPDATE sqlsem_slot
 SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
-WHERE semaphore_key = %(key)s AND id = %(id)s AND token = %(token)s AND expires_us IS NOT NULL AND (expires_us IS
-      NULL OR expires_us <= {now} OR boot_id <> %(boot_id)s);
-
--- beacons.FREE_DEAD
-UPDATE sqlsem_slot
-SET expires_us = NULL, permit_id = NULL, suspect_us = NULL
-WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL AND (expires_us IS NULL OR expires_us <= {now} OR boot_id
-      <> %(boot_id)s);
+WHERE semaphore_key = %(key)s AND id = %(id)s;
 
 -- beacons.GONE
 UPDATE sqlsem_slot
@@ -68,6 +61,12 @@ WHERE semaphore_key = %(key)s AND beacon = %(yes)s AND process_id <> %(process_i
 SELECT name, kind, template
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
+
+-- beacons.ONE_RUN_OUT
+SELECT s.id
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR s.expires_us <= {now} OR
+      s.boot_id <> %(boot_id)s) AND s.id = %(id)s AND s.token = %(token)s;
 
 -- beacons.STANDING
 SELECT slot, token
@@ -308,11 +307,11 @@ SELECT COUNT(*)
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL;
 
--- exclusive.WHOLE_FREE
+-- exclusive.WHOLE_RUN_OUT
 SELECT s.id
 FROM sqlsem_slot s
-WHERE s.semaphore_key = %(key)s AND s.lock_mode = 'whole' AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR
-      s.expires_us <= {now} OR s.boot_id <> %(boot_id)s);
+WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR s.expires_us <= {now} OR
+      s.boot_id <> %(boot_id)s) AND s.lock_mode = 'whole';
 
 -- fate
 SELECT id, permit_id, CASE WHEN stop_token = token THEN stop_by END, revoked_token, revoked_by
@@ -640,6 +639,12 @@ SELECT CASE WHEN kind = 'mutex' THEN 1 ELSE CASE WHEN slots_until_us <= %(wall)s
       0 WHEN slots_until_us <= %(wall)s THEN 2 ELSE 1 END, {now}, kind
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
+
+-- statements.RUN_OUT
+SELECT s.id
+FROM sqlsem_slot s
+WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR s.expires_us <= {now} OR
+      s.boot_id <> %(boot_id)s);
 
 -- stay and look around 0
 UPDATE sqlsem_waiter
