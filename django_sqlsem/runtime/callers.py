@@ -231,7 +231,8 @@ def refuse_other_loops() -> None:
 
 def works_for_thread() -> bool:
     """Whether a thread waits for this coroutine, by ``async_to_sync``: its transaction may be open."""
-    return getattr(AsyncToSync.executors, "current", None) is not None
+    lent = getattr(AsyncToSync.executors, "current", None)
+    return lent is not None and not getattr(lent, "_broken", False)  # nor has this task outlived the call
 
 
 async def to_its_end(step: Callable[..., object], *args: object) -> None:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from asgiref.sync import async_to_sync
+from asgiref.sync import async_to_sync, sync_to_async
 from django.contrib.auth.models import User
 from django.db import connections, transaction
 from django.test import Client, TestCase, override_settings
@@ -342,6 +342,30 @@ def test_on_commit_outlasts_the_outermost_transaction(stage: str) -> None:
         expected = 0 if way is rolled_back else 1
         assert (way, seen, User.objects.using(stage).count()) == (way, expected, expected)
         User.objects.using(stage).all().delete()
+
+
+def test_a_task_that_outlives_the_call_that_started_it_gives_its_permit_back(stage: str) -> None:
+    """No thread waits for it any more, in which a transaction could be open."""
+    lock = semaphore("place", using=stage, timeout=0, release="on_commit")
+    started: list[asyncio.Task[None]] = []
+
+    async def outlives(gone: asyncio.Event) -> None:
+        async with lock:
+            await gone.wait()
+
+    async def main() -> None:
+        gone = asyncio.Event()
+
+        async def start() -> None:
+            started.append(asyncio.ensure_future(outlives(gone)))
+            await asyncio.sleep(0)
+
+        await sync_to_async(async_to_sync(start))()
+        gone.set()
+        await started[0]
+
+    asyncio.run(main())
+    lock.acquire().release()
 
 
 def test_on_commit_waits_for_the_transactions_of_all_databases(stage: str) -> None:
