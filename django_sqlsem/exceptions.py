@@ -139,4 +139,4 @@ def fenced(name: str, slot: int) -> FencedError:
 
 def never_met(name: str, slots: int, take: int) -> SemaphoreError:
     """Return the error for a claim of more slots than there are."""
-    return SemaphoreError(f"{name!r} has {slots} slots: take={take} can never be met.")
+    return SemaphoreError(f"{name!r} has {slots} slot{'' if slots == 1 else 's'}: take={take} can never be met.")

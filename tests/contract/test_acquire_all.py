@@ -357,7 +357,7 @@ def test_more_than_there_are_is_refused_at_once(world):
     with semaphore("gpu", 2, using=world).acquire() as one:
         one.detach()  # as somebody else's
         for want in (semaphore("gpu", take=3, using=world), semaphore("new", take=2, using=world)):
-            with pytest.raises(SemaphoreError, match=r"has [12] slots: take=[23] can never be met"):
+            with pytest.raises(SemaphoreError, match=r"has (1 slot|2 slots): take=[23] can never be met"):
                 want.acquire(timeout=None)  # which would never end
             with pytest.raises(SemaphoreError, match="can never be met"):
                 acquire_all([want, mutex("a", using=world)], timeout=None)
