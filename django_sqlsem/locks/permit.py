@@ -212,6 +212,7 @@ class Permit:
     def _finish(self) -> None:
         """End a block: release now, or at the end of the caller's transaction if the semaphore says so."""
         if self.semaphore.release_policy == "on_commit":
+            callers.stay_with_thread(self._acquisition)
             transactions.at_transaction_end(None, self._close)
         else:
             self._close()

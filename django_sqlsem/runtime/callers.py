@@ -191,6 +191,12 @@ def _leave_place(place: tuple[int, str], acquisition: Acquisition) -> None:
         _asked.pop(place, None)
 
 
+def stay_with_thread(acquisition: Acquisition) -> None:
+    """The task that took the permit may end before this thread, whose transaction keeps it."""
+    if acquisition.caller is not None:
+        acquisition.caller.worker = weakref.ref(threading.current_thread())
+
+
 def caller_is_gone(acquisition: Acquisition) -> bool:
     """Whether the thread or task that holds the permit has ended."""
     caller = acquisition.caller

@@ -253,7 +253,8 @@ def test_in_a_transaction_that_is_rolled_back(database, home, asynchronous):
         pytest.skip("a coroutine has a session of its own, and SQLite one writer, which is the transaction")
     built = []
     where = {"field": field_of(database)} if home == "field" else {}
-    best = refresh_every(NAME, HOUR, lambda: built.append(0) or len(built), using=database, timeout=0.1, **where)
+    timeout = 30 if asynchronous else 0.1  # a coroutine waits for the connection, too
+    best = refresh_every(NAME, HOUR, lambda: built.append(0) or len(built), using=database, timeout=timeout, **where)
     # On SQLite the caller's transaction is the only writer; a field is written in it on purpose.
     undone = home == "field" or connections[database].vendor == "sqlite"
     with contextlib.suppress(ZeroDivisionError), transaction.atomic(using=database):

@@ -24,6 +24,7 @@ from django_sqlsem import semaphore
 from tests.places import atomic_views
 from tests.places.atomic_views import AHEAD, INSIDE, Stage
 from tests.support import databases
+from tests.support.keepers import keeper_of
 from tests.support.threads import wait_until
 
 NINJA = ["ninja/operation", "ninja/wrapped-operation"]
@@ -298,6 +299,10 @@ def around_a_decorated_coroutine_and_its_tasks(alias: str) -> None:
 
     with transaction.atomic(using=alias):
         async_to_sync(both)()
+        keeper = keeper_of(alias)
+        looked = threading.Event()  # for what the ended have forgotten, as it does at intervals
+        keeper.post(lambda: (keeper.look_at_all(), looked.set()))
+        assert looked.wait(60)
         stay(alias, write=False)
 
 
