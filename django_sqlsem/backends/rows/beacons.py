@@ -39,7 +39,6 @@ _GONE: Final = (
 )
 #: The slots that are held, dead holders' too.
 _STANDING: Final = "SELECT slot, token FROM sqlsem_slot WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL"
-_ONE_RUN_OUT: Final = f"{RUN_OUT} AND s.id = %(id)s AND s.token = %(token)s"
 _BURY: Final = (
     "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL, suspect_us = NULL"
     " WHERE semaphore_key = %(key)s AND id = %(id)s"
@@ -117,20 +116,20 @@ def free_dead(session: Session, resource: Resource, *, witness: bool) -> bool:
     parameters = {"key": resource.key, "process_id": process_id()}
     if witness:
         take_from_the_dead(session, dialect_for(session.connection), parameters)
-    return _bury(session, RUN_OUT, parameters)
+    return bool(_bury(session, resource.key))
 
 
-def _bury(session: Session, text: str, parameters: dict[str, Any]) -> bool:
-    """Free for good what has run out: else a holder that slept could renew it. Return whether anything was freed."""
+def _bury(session: Session, key: str) -> set[tuple[int, int]]:
+    """Free for good what has run out: else a holder that slept could renew it. Return the ids and tokens."""
 
-    def work(cursor: AnyCursor) -> bool | None:
-        statements = Statements(cursor, parameters)
-        rows = statements.rows(text + statements.skip_locked)
-        for (row_id,) in rows:
+    def work(cursor: AnyCursor) -> set[tuple[int, int]] | None:
+        statements = Statements(cursor, {"key": key})
+        rows = statements.rows(RUN_OUT + statements.skip_locked)
+        for row_id, _token in rows:
             statements.change(_BURY, id=row_id)
-        return bool(rows) or None
+        return {(row_id, token) for row_id, token in rows} or None
 
-    return bool(session.transaction(work))
+    return session.transaction(work) or set()
 
 
 def standing(session: Session, resource: Resource) -> set[tuple[int, int]]:
@@ -210,7 +209,7 @@ _TAKEN: Final = (
 _NAME: Final = "SELECT name, kind, template FROM sqlsem_semaphore WHERE name_key = %(key)s"
 _GONE_OF: Final = (
     "SELECT id, slot, token, permit_id, acquired_us, expires_us, lease_us, {now}, host, pid, thread, label, user_name,"
-    " process_id, lock_mode, boot_id, suspect_us, CASE WHEN {free} THEN 1 ELSE 0 END"
+    " process_id, lock_mode, boot_id, suspect_us"
     " FROM sqlsem_slot WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL ORDER BY slot"
 )
 
@@ -273,8 +272,10 @@ def _end_of(
         reap(session, key)
     freed: dict[str, list[Row]] = {}
     left = False
-    for row in session.run(lambda cursor: Statements(cursor, {"key": key}).rows(_GONE_OF)):
-        if row[17] and _bury(session, _ONE_RUN_OUT, {"key": key, "id": row[0], "token": row[2]}):
+    there = session.run(lambda cursor: Statements(cursor, {"key": key}).rows(_GONE_OF))
+    buried = _bury(session, key)
+    for row in there:
+        if (row[0], row[2]) in buried:
             freed.setdefault(row[3] or str(row[0]), []).append(row)
         else:
             left = left or row[16] is not None  # a suspect: it is for sure in a moment

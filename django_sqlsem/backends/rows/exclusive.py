@@ -58,10 +58,7 @@ _WAITED_FOR: Final = {
     for mode, yields in ((WHOLE, ""), (UPDATE, " AND w.lock_mode <> ''"))
     for ranked in (False, True)
 }
-# The slots of whoever has all of them, those of them that have run out, and what is left of that one.
-_WHOLE: Final = (
-    "SELECT COUNT(*) FROM sqlsem_slot WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL"
-)
+# Of whoever took all slots: those that have run out, and what is left of that one.
 _WHOLE_RUN_OUT: Final = f"{RUN_OUT} AND s.lock_mode = 'whole'"
 _LAPSE: Final = (
     "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL WHERE semaphore_key = %(key)s"
@@ -162,8 +159,8 @@ def settle(statements: Statements, found: Row) -> tuple[bool, bool]:
     all slots, or more than the one of a mutex.
     """
     operator_slots, _declared, _paused, shrinking, _now, kind = found
-    whole = not _lapsed(statements)
-    _live, above = statements.row(COUNT_LIVE, bound=operator_slots)
+    _live, above, had = statements.row(COUNT_LIVE, bound=operator_slots)
+    whole = had and not _lapsed(statements, had)
     if kind == MUTEX:
         above, whole = 0, whole or not _cleared(statements)
     if not above and not whole:
@@ -174,13 +171,12 @@ def settle(statements: Statements, found: Row) -> tuple[bool, bool]:
     return bool(above), bool(whole)
 
 
-def _lapsed(statements: Statements) -> bool:
-    """Whether nobody has all slots, for good: else one that has run out might prove them again, one by one."""
-    if had := statements.row(_WHOLE)[0]:
-        # As in ``take``: what is fenced or just being changed is not free.
-        if len(statements.rows(_WHOLE_RUN_OUT + statements.skip_locked)) < had:
-            return False
-        statements.change(_LAPSE)
+def _lapsed(statements: Statements, had: int) -> bool:
+    """Whether all of somebody's slots have run out, for good: else it might prove them again, one by one."""
+    # As in ``take``: what is fenced or just being changed is not free.
+    if len(statements.rows(_WHOLE_RUN_OUT + statements.skip_locked)) < had:
+        return False
+    statements.change(_LAPSE)
     return True
 
 

@@ -213,12 +213,13 @@ LOCK: Final = (
 )
 #: Slots that have run out and were not freed. ``skip_locked`` follows, so that none is fenced or just being changed.
 RUN_OUT: Final = (
-    "SELECT s.id FROM sqlsem_slot s{lock_hint}"
+    "SELECT s.id, s.token FROM sqlsem_slot s{lock_hint}"
     " WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND {s.free}"
 )
-#: How many slots are live, and how many of those are above the bound.
+#: How many slots are live, how many of those are above the bound, and how many whoever took all of them has not lost.
 COUNT_LIVE: Final = (
-    "SELECT COUNT(CASE WHEN slot > 0 AND {live} THEN 1 END), COUNT(CASE WHEN slot > %(bound)s AND {live} THEN 1 END)"
+    "SELECT COUNT(CASE WHEN slot > 0 AND {live} THEN 1 END), COUNT(CASE WHEN slot > %(bound)s AND {live} THEN 1 END),"
+    " COUNT(CASE WHEN lock_mode = 'whole' THEN 1 END)"
     " FROM sqlsem_slot WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL"
 )
 #: Since when a task has its place that was kept while it was away; NULL for anybody else.

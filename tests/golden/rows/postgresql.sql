@@ -34,8 +34,7 @@ WHERE semaphore_key = %(key)s AND id = %(id)s;
 
 -- beacons.GONE_OF
 SELECT id, slot, token, permit_id, acquired_us, expires_us, lease_us, {now}, host, pid, thread, label, user_name,
-      process_id, lock_mode, boot_id, suspect_us, CASE WHEN (expires_us IS NULL OR (expires_us <= {now} AND lease_us
-      <= ABS({now} - %(since)s))) THEN 1 ELSE 0 END
+      process_id, lock_mode, boot_id, suspect_us
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
@@ -50,12 +49,6 @@ WHERE s.process_id = %(process_id)s AND s.permit_id IS NOT NULL AND s.lease_us >
 SELECT name, kind, template
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
-
--- beacons.ONE_RUN_OUT
-SELECT s.id
-FROM sqlsem_slot s
-WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND
-      s.lease_us <= ABS({now} - %(since)s))) AND s.id = %(id)s AND s.token = %(token)s;
 
 -- beacons.STANDING
 SELECT slot, token
@@ -284,13 +277,8 @@ WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND w.away = %(no)s AND
   FROM sqlsem_waiter a
   WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now});
 
--- exclusive.WHOLE
-SELECT COUNT(*)
-FROM sqlsem_slot
-WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL;
-
 -- exclusive.WHOLE_RUN_OUT
-SELECT s.id
+SELECT s.id, s.token
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND
       s.lease_us <= ABS({now} - %(since)s))) AND s.lock_mode = 'whole';
@@ -666,7 +654,7 @@ ORDER BY queued_us, id;
 
 -- statements.COUNT_LIVE
 SELECT COUNT(CASE WHEN slot > 0 AND expires_us > {now} THEN 1 END), COUNT(CASE WHEN slot > %(bound)s AND expires_us
-      > {now} THEN 1 END)
+      > {now} THEN 1 END), COUNT(CASE WHEN lock_mode = 'whole' THEN 1 END)
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
 
@@ -686,7 +674,7 @@ WHERE name_key = %(key)s
 FOR UPDATE;
 
 -- statements.RUN_OUT
-SELECT s.id
+SELECT s.id, s.token
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR (s.expires_us <= {now} AND
       s.lease_us <= ABS({now} - %(since)s)));

@@ -39,8 +39,7 @@ WHERE semaphore_key = %(key)s AND process_id = %(dead)s AND (expires_us > {now} 
 
 -- beacons.GONE_OF
 SELECT id, slot, token, permit_id, acquired_us, expires_us, lease_us, {now}, host, pid, thread, label, user_name,
-      process_id, lock_mode, boot_id, suspect_us, CASE WHEN (expires_us IS NULL OR expires_us <= {now} OR boot_id <>
-      %(boot_id)s) THEN 1 ELSE 0 END
+      process_id, lock_mode, boot_id, suspect_us
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL
 ORDER BY slot;
@@ -61,12 +60,6 @@ WHERE semaphore_key = %(key)s AND beacon = %(yes)s AND process_id <> %(process_i
 SELECT name, kind, template
 FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
-
--- beacons.ONE_RUN_OUT
-SELECT s.id
-FROM sqlsem_slot s
-WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR s.expires_us <= {now} OR
-      s.boot_id <> %(boot_id)s) AND s.id = %(id)s AND s.token = %(token)s;
 
 -- beacons.STANDING
 SELECT slot, token
@@ -302,13 +295,8 @@ WHERE w.semaphore_key = %(key)s AND (w.expires_us > {now} AND w.boot_id = %(boot
   FROM sqlsem_waiter a
   WHERE a.semaphore_key = %(key)s AND a.ticket = %(rank)s), {now});
 
--- exclusive.WHOLE
-SELECT COUNT(*)
-FROM sqlsem_slot
-WHERE semaphore_key = %(key)s AND lock_mode = 'whole' AND expires_us IS NOT NULL;
-
 -- exclusive.WHOLE_RUN_OUT
-SELECT s.id
+SELECT s.id, s.token
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR s.expires_us <= {now} OR
       s.boot_id <> %(boot_id)s) AND s.lock_mode = 'whole';
@@ -622,7 +610,8 @@ RETURNING id, permit_id, CASE WHEN stop_token = token THEN stop_by END;
 
 -- statements.COUNT_LIVE
 SELECT COUNT(CASE WHEN slot > 0 AND (expires_us > {now} AND boot_id = %(boot_id)s) THEN 1 END), COUNT(CASE WHEN slot
-      > %(bound)s AND (expires_us > {now} AND boot_id = %(boot_id)s) THEN 1 END)
+      > %(bound)s AND (expires_us > {now} AND boot_id = %(boot_id)s) THEN 1 END), COUNT(CASE WHEN lock_mode =
+      'whole' THEN 1 END)
 FROM sqlsem_slot
 WHERE semaphore_key = %(key)s AND expires_us IS NOT NULL;
 
@@ -641,7 +630,7 @@ FROM sqlsem_semaphore
 WHERE name_key = %(key)s;
 
 -- statements.RUN_OUT
-SELECT s.id
+SELECT s.id, s.token
 FROM sqlsem_slot s
 WHERE s.semaphore_key = %(key)s AND s.expires_us IS NOT NULL AND (s.expires_us IS NULL OR s.expires_us <= {now} OR
       s.boot_id <> %(boot_id)s);
