@@ -255,7 +255,7 @@ class Run:
         path.write_text("+0")
         path.chmod(0o644)
         self.clocks.append(path)
-        found = {"LD_PRELOAD": servers._find_faketime().where, "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+        found = servers.faketime(servers._find_faketime().where)
         return found | {"FAKETIME_TIMESTAMP_FILE": str(path), "FAKETIME_NO_CACHE": "1"}
 
     def worker(self, number: int) -> Child:
