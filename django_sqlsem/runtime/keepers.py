@@ -47,6 +47,7 @@ def keeper_at(using: str | None, *, counter: bool = False) -> Keeper:
 
     Raises what Django does if the running test may not use that database.
     """
+    forks.notice()
     testing = testmode.active()
     if not testing and (found := _lasting.get((using, counter))) is not None:
         return found

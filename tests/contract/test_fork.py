@@ -381,3 +381,54 @@ def test_a_lock_that_another_thread_had_at_the_fork(database):
     with Child(code_of(body), database) as parent:
         parent.expect("done", timeout=60)
     assert held_rows(database) == []
+
+
+FORKED_IN_C = """
+import ctypes, traceback
+from tests.programs.contenders import SharedCounter
+
+def run(counter, deadline):
+    while time.monotonic() < deadline:
+        with lock as permit:
+            with counter.inside():
+                time.sleep(0.01)
+            permit.check()
+
+def work():
+    failed = []
+    threading.excepthook = lambda hook: failed.append(hook) or traceback.print_exception(hook.exc_value)
+    with SharedCounter(args[0]) as counter:
+        threads = [threading.Thread(target=run, args=(counter, time.monotonic() + 2)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return len(failed)
+
+lock = semaphore("forked", slots=2, timeout=None, using=args[0])
+if args[1] == "used":
+    with lock:
+        pass
+children = []
+for _ in range(3):
+    child = ctypes.PyDLL(None).fork()  # as uWSGI does, by default: no hook of Python's runs
+    if child == 0:
+        code = 99
+        try:
+            signal.alarm(60)
+            code = work()
+        finally:
+            os._exit(code)
+    children.append(child)
+say(str([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+"""
+
+
+@pytest.mark.parametrize("before", ["new", "used"])
+def test_a_server_that_forks_its_workers_in_c(database, counter, before):
+    """The workers are processes of their own, also if their master has used the library."""
+    with Child(code_of(FORKED_IN_C), database, before) as master:
+        assert master.expect(timeout=90) == "[0, 0, 0]", master.stderr
+    assert counter.peak == 2
+    assert counter.entered > 20
+    assert held_rows(database) == []
