@@ -666,7 +666,7 @@ class Keeper:
         callers.leave(acquisition)
         if session is self.own:
             acquisition.releasing_since = boot_now()  # it has waited for its turn
-        mine = not isinstance(session, CallerSession)
+        mine, sent = not isinstance(session, CallerSession), boot_now()
         try:
             # One that had to wait is likely to leave others waiting.
             wanted = acquisition.waited > 0
@@ -681,17 +681,20 @@ class Keeper:
         if not mine:
             # If that transaction is rolled back, so is this release.
             transactions.at_transaction_end(self.alias, lambda: self.post(lambda: self._discard_again(acquisition)))
-        self._released(acquisition, released)
+        self._released(acquisition, released, sent)
 
     def _discard_again(self, acquisition: Acquisition) -> None:
         resource = acquisition.request.resource
         if not self.backend.discard(self.own, resource, acquisition.permit_id):
             self.backend.hand_out(self.own, resource)
 
-    def _released(self, acquisition: Acquisition, released: Released) -> None:
-        """Note that the database has the slots back, or had given them to another holder already."""
+    def _released(self, acquisition: Acquisition, released: Released, sent: float) -> None:
+        """Note that the database has the slots back, or had given them to another holder already.
+
+        ``sent``: the boot clock before the statement was sent. The acquisition's own time may be that of another try.
+        """
         for granted in released.granted:
-            self.deliver(granted, acquisition.releasing_since, acquisition.request.resource)
+            self.deliver(granted, sent, acquisition.request.resource)
         acquisition.released()
         if self.outage.error is not None:
             self.answered()
@@ -719,6 +722,7 @@ class Keeper:
             self.acquisitions.pop(id(acquisition), None)
         elif acquisition.retry():
             acquisition.freed_elsewhere = True  # by the try that failed, or that still waits for its session
+            sent = boot_now()
             try:
                 released = self.backend.release(self.own, acquisition.acquired)
             except BackendError as error:
@@ -726,7 +730,7 @@ class Keeper:
                     extra = {"semaphore": acquisition.name, "what": "release_failed"}
                     logger.warning("%s could not be given back yet: %s", acquisition.name, error, extra=extra)
                 return
-            self._released(acquisition, released)
+            self._released(acquisition, released, sent)
 
     def abandon(self, acquisition: Acquisition) -> None:
         """The caller has gone in the middle of an acquire: nothing that was or will be granted may stay."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import pytest
 from django.db import connections
 
+from django_sqlsem import mutex
 from django_sqlsem.models import SlotRow, WaiterRow
 from tests.programs.queue_clients import Queuer
 from tests.support import applocks
 from tests.support.databases import held_rows, kill_sessions, session_ids
 from tests.support.operators import now_us
+from tests.support.processes import Child
 from tests.support.threads import wait_until
 
 HEARTBEAT = 20.0
@@ -163,6 +166,66 @@ def test_a_waiter_that_was_stopped_for_long_is_passed_over(database, counter, tr
     holder.held("late")
     holder.release("late")
     assert counter.peak == 1
+
+
+HANDS_OVER_TO_ITSELF = """
+import os, signal, threading
+from django_sqlsem import mutex
+from django_sqlsem.backends.rows.backend import RowsBackend
+
+shared = mutex("slept", lease=2, timeout=60, using=args[0])
+release, again, armed = RowsBackend.release, threading.Event(), []
+
+def stopped_before_it_is_told(self, session, held, **options):
+    if not armed:
+        again.set()  # the keeper tries too, as this has taken long
+        return release(self, session, held, **options)
+    armed.clear()
+    released = release(self, session, held, **options)
+    assert released.granted
+    say("stopping")
+    os.kill(os.getpid(), signal.SIGSTOP)
+    assert again.wait(30)
+    return released
+
+def second():
+    with shared as permit:
+        say(f"inside {permit.token}")
+        listen()
+        permit.check()
+
+first = shared.acquire()
+thread = threading.Thread(target=second)
+thread.start()
+say("holds")
+listen()
+RowsBackend.release = stopped_before_it_is_told
+armed.append(True)
+first.release()
+say("released")
+thread.join()
+say("done")
+"""
+
+
+@pytest.mark.rows_only("lease")
+def test_a_hand_over_within_a_process_that_was_slept_through(database):
+    """Its slot lapsed and was taken before the process could tell its own waiter, which asks anew."""
+    with Child(HANDS_OVER_TO_ITSELF, database) as child:
+        child.expect("holds")
+        wait_until(lambda: pids(database) == [child.pid])
+        child.send()
+        child.expect("stopping")
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        with mutex("slept", lease=20, timeout=60, using=database) as permit:
+            child.cont()
+            child.expect("released")
+            wait_until(lambda: pids(database) == [child.pid], what="its waiter asks anew")
+            permit.check()
+        assert int(child.expect("inside")) > permit.token
+        child.send()
+        child.expect("done")
+    assert held_rows(database) == []
 
 
 @pytest.fixture
