@@ -321,11 +321,11 @@ class LocalBackend(BaseSemaphoreBackend):
             if request.resource.kind == COUNTER:
                 return self._made(request.resource, request.slots or 0, request.slots or 0).grant(request)
             known = self._made(request.resource, request.slots or 1, template=request.template)
-            if request.slots is not None:
-                known.declared = request.slots
             if not known.adopt(request.resource.kind):
                 tell_of_two_kinds(self.alias, request.resource)
                 return None
+            if request.slots is not None:
+                known.declared = request.slots
             if request.take > known.bound(request):
                 raise never_met(known.name, known.bound(request), request.take)
             return known.grant(request)

@@ -8,10 +8,11 @@ import select
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
-from django_sqlsem import control, queries, semaphore
+from django_sqlsem import AcquireTimeoutError, control, mutex, queries, semaphore
 from django_sqlsem.backends.base import Place
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
@@ -164,6 +165,25 @@ def test_an_omitted_number_is_the_declared_one(database):
     mine = [barge(database, "omitted") for _ in range(4)]
     assert [permit.slot for permit in mine if permit] == [2, 3, 4]
     for permit in (first, *mine[:3]):
+        permit.release()
+
+
+@pytest.mark.parametrize("other", [mutex, partial(semaphore, slots=1)], ids=["mutex", "semaphore"])
+def test_what_others_go_by_does_not_make_a_request_impossible(world, other):
+    """Two of the three slots are in use, and somebody who goes by one slot was refused."""
+    three = semaphore("fewer", slots=3, timeout=0, using=world)
+    held = []
+    for _ in range(2):
+        held.append(three.acquire())
+        held[-1].detach()
+    assert other("fewer", using=world).try_acquire() is None
+    with pytest.raises(AcquireTimeoutError, match=r"No 2 slots of 'fewer' is free \(2 of 3 held\)"):
+        semaphore("fewer", slots=3, take=2, timeout=0, using=world).acquire()
+    with three:
+        pass
+    if other is mutex:  # it never was one
+        assert three.status().slots == 3
+    for permit in held:
         permit.release()
 
 

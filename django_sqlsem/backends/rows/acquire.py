@@ -233,7 +233,8 @@ class SlotRequest:
             raise never_met(name, limit, self.request.take)
         if rows < limit:
             self._create(limit)
-        self._declare(declared_slots)
+        if kind == wanted:  # else it says so when it is granted
+            self._declare(declared_slots)
         if crowd and self._is_crowded(crowd, limit):
             return None
         more = rows < limit or take_from_suspects(self.session, self.dialect, self.request, suspected)
