@@ -205,7 +205,7 @@ class SlotRequest:
     def _grant(self, row: Sequence[Any]) -> Grant:
         row_id, slot, token, declared_slots = row[:4]
         if self.request.slots not in (None, declared_slots):
-            self._declare(declared_slots)
+            self._declare(self.request.resource.kind, declared_slots)
         return Grant((slot,), (token,), (row_id,))
 
     def granted(self, grant: Grant, *, at_once: bool = True) -> Waited:
@@ -233,8 +233,7 @@ class SlotRequest:
             raise never_met(name, limit, self.request.take)
         if rows < limit:
             self._create(limit)
-        if kind == wanted:  # else it says so when it is granted
-            self._declare(declared_slots)
+        self._declare(kind, declared_slots)
         if crowd and self._is_crowded(crowd, limit):
             return None
         more = rows < limit or take_from_suspects(self.session, self.dialect, self.request, suspected)
@@ -343,9 +342,12 @@ class SlotRequest:
         grant = self.session.transaction(create, again=False)
         return grant if grant is not None and grant.slots else None
 
-    def _declare(self, declared_slots: int) -> None:
-        """Say if this process's number of slots differs; two processes that disagree say so once a minute."""
-        if self.request.slots in (None, declared_slots):
+    def _declare(self, kind: str, declared_slots: int) -> None:
+        """Say if this process's number of slots differs; two processes that disagree say so once a minute.
+
+        Whoever would make another kind of the name says so when it is granted.
+        """
+        if kind != self.request.resource.kind or self.request.slots in (None, declared_slots):
             return
         place = (self.session.connection.alias, self.request.resource.key)
         if time.monotonic() < _declared.get(place, 0.0):
