@@ -98,8 +98,9 @@ def _most_waiting(waits_in_thread: bool) -> int | None:
     """Return how many views may wait for a name, if nobody says: so few that a site goes on answering."""
     if not waits_in_thread:
         return None
-    # A process that serves one request at a time serves it in its main thread.
-    return 0 if threading.current_thread() is threading.main_thread() else 1
+    # A process that serves one request at a time serves it in its main thread; uWSGI has one of several there too.
+    several = getattr(sys.modules.get("uwsgi"), "cores", 1) > 1
+    return 1 if several or threading.current_thread() is not threading.main_thread() else 0
 
 
 #: A call that is neither a view's nor a task's.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
+import types
 
 import pytest
 from django.http import HttpResponse
@@ -269,6 +271,14 @@ def test_how_many_views_wait_unless_they_say(settings, rf, setting, options, mai
     assert call.bound(lock, call.timeout(lock)).max_waiting == main
     assert run_in_threads(1, lambda _: call.bound(lock, call.timeout(lock)).max_waiting) == [thread]
     assert call.bound(lock, call.timeout(lock), waits_in_thread=False).max_waiting == coroutine
+
+
+@pytest.mark.parametrize(("cores", "most"), [(1, 0), (6, 1)])
+def test_uwsgi_serves_one_of_its_threads_in_the_main_one(rf, monkeypatch, cores, most):
+    monkeypatch.setitem(sys.modules, "uwsgi", types.SimpleNamespace(cores=cores))
+    call, lock = Call(request=rf.get("/")), semaphore("a")
+    assert call.bound(lock, call.timeout(lock)).max_waiting == most
+    assert run_in_threads(1, lambda _: call.bound(lock, call.timeout(lock)).max_waiting) == [1]
 
 
 def test_a_bound_in_a_test_case(world, rf):
