@@ -96,7 +96,10 @@ class Counter:
         """Add ``n`` units from a coroutine; see ``release()``."""
         count = _units(n, what="n")
         keeper = self._keeper()
-        await keeper.call(lambda: self._add(keeper, keeper.own, count))
+        if keeper.may_be_locked_out:
+            await callers.to_its_end(self.release, count)
+        else:
+            await keeper.call(lambda: self._add(keeper, keeper.own, count))
 
     def acquire(self, n: int | None = None, *, timeout: Seconds | Unset | None = UNSET) -> Taken:
         """Take ``n`` units for good, all or none, waiting up to ``timeout`` seconds (``None``: for ever).
@@ -188,7 +191,7 @@ class Counter:
 
     async def _taken_there(self, keeper: Keeper, acquisition: Acquisition, timeout: float | None) -> Taken | None:
         while await keeper.aacquire(acquisition, timeout):
-            if await keeper.call(lambda: _take(acquisition, keeper.own)):
+            if await _take_there(acquisition):
                 return self._taken(acquisition)
             acquisition.ask_anew()
         keeper.drop(acquisition)
@@ -288,6 +291,14 @@ def _take_here(acquisition: Acquisition) -> bool:
             acquisition.put_back()  # if that is undone, then by the end of the transaction
         return taken
     return keeper.submit(lambda: _take(acquisition, keeper.own)).result()
+
+
+async def _take_there(acquisition: Acquisition) -> bool:
+    """Do what ``_take()`` does, from a coroutine."""
+    keeper = acquisition.keeper
+    if keeper.may_be_locked_out:
+        return await callers.to_its_end(_take_here, acquisition)
+    return await keeper.call(lambda: _take(acquisition, keeper.own))
 
 
 def _take(acquisition: Acquisition, session: Session) -> bool:

@@ -8,7 +8,7 @@ import contextvars
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from asgiref.sync import AsyncToSync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
@@ -18,6 +18,8 @@ from django_sqlsem.core.text import numbers
 from django_sqlsem.database.server import is_one_database
 from django_sqlsem.exceptions import AlreadyHeldError
 from django_sqlsem.runtime.acquisition import Acquisition, Caller, Trail
+
+T = TypeVar("T")
 
 #: Returns the event loop that this thread runs, and so must not block. Its public twin raises an exception if there is
 #: none, which costs more than all the rest.
@@ -241,11 +243,11 @@ def works_for_thread() -> bool:
     return lent is not None and not getattr(lent, "_broken", False)  # nor has this task outlived the call
 
 
-async def to_its_end(step: Callable[..., object], *args: object) -> None:
+async def to_its_end(step: Callable[..., T], *args: object) -> T:
     """Run a step by ``sync_to_async``. No cancellation stops it: what cancels is raised when the step is over."""
     running = asyncio.ensure_future(sync_to_async(step)(*args))
     try:
-        await asyncio.shield(running)
+        return await asyncio.shield(running)
     except asyncio.CancelledError:
         await asyncio.wait({running})
         raise

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 
+from asgiref.sync import sync_to_async
 from django.db import connections
 
 from django_sqlsem.backends.base import BaseSemaphoreBackend, Crowd, Grant, Granted, Place, Released, Request, Waited
@@ -113,6 +114,11 @@ class Keeper:
         if self._shares_writer and (connection := connections[self.alias]).in_atomic_block:
             return CallerSession(connection)
         return self.work
+
+    @property
+    def may_be_locked_out(self) -> bool:
+        """Whether a thread waits for this coroutine that may have SQLite's one writer: its open transaction."""
+        return self._shares_writer and callers.works_for_thread()
 
     # While the database is away.
 
@@ -251,6 +257,8 @@ class Keeper:
 
     async def aacquire(self, acquisition: Acquisition, timeout: float | None) -> bool:
         """Have it granted within ``timeout`` seconds, holding no thread meanwhile. Return whether it was."""
+        if self.may_be_locked_out and await sync_to_async(lambda: connections[self.alias].in_atomic_block)():
+            return await callers.to_its_end(self.acquire, acquisition, timeout)  # which does not wait there
         acquisition.patient_until = None if timeout is None else acquisition.arrived + timeout
         self.acquisitions[id(acquisition)] = acquisition
         self.loop.ensure()
@@ -651,6 +659,8 @@ class Keeper:
 
     async def arelease(self, acquisition: Acquisition) -> bool:
         """Give a permit back from a coroutine, on the keeper's side; see ``release()``."""
+        if self.may_be_locked_out:
+            return await callers.to_its_end(self.release, acquisition)
         if not acquisition.release():
             return False
         await self.call(lambda: self._give_back(acquisition, self.own))

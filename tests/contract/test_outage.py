@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from asgiref.sync import async_to_sync, sync_to_async
 from django.db import InterfaceError, OperationalError, connections, transaction
 
 from django_sqlsem import (
@@ -19,6 +20,7 @@ from django_sqlsem import (
     semaphore,
 )
 from django_sqlsem.database.sessions import OwnSession
+from django_sqlsem.locks import counter
 from tests.programs.outage_clients import Sufferer
 from tests.support import applocks, databases
 from tests.support.databases import held_rows, kill_sessions, session_ids
@@ -638,3 +640,48 @@ def test_sqlite_atomic_with_a_savepoint_that_is_rolled_back(sqlite):
         with lock:
             pass
     assert held_rows(sqlite) == []
+
+
+def test_sqlite_atomic_of_the_thread_that_waits_for_a_coroutine(sqlite):
+    """Its statements are the thread's: the library's own connections could write nothing until the end."""
+    lock, jobs = semaphore("lent", using=sqlite), counter("lent jobs", using=sqlite)
+
+    async def works():
+        async with lock as permit:
+            permit.check()
+            assert (await lock.astatus()).held == 1
+            assert [row.token for row in await sync_to_async(held_rows)(sqlite)] == [permit.token]
+        assert (await lock.astatus()).held == 0
+        await jobs.arelease(3)
+        assert (await jobs.aacquire(2, timeout=0)).count == 2
+        assert await jobs.atry_acquire(9) is None
+        return await lock.aacquire(timeout=0)
+
+    with transaction.atomic(using=sqlite):
+        permit = async_to_sync(works)()
+        assert jobs.value() == 1
+    assert [row.token for row in held_rows(sqlite)] == [permit.token]
+    permit.release()
+    with contextlib.suppress(ZeroDivisionError), transaction.atomic(using=sqlite):
+        permit = async_to_sync(works)()
+        raise ZeroDivisionError
+    assert held_rows(sqlite) == []
+    assert jobs.value() == 1
+    wait_until(lambda: permit.lost, timeout=20, what="its holder knows")
+    async_to_sync(works)().release()  # no transaction is open
+
+
+def test_sqlite_atomic_of_the_thread_refuses_a_coroutine_that_would_wait(sqlite):
+    lock = semaphore("refused", using=sqlite)
+
+    async def waits(timeout):
+        await lock.aacquire(timeout=timeout)
+
+    with Sufferer(sqlite, "refused") as holder:
+        holder.does("acquire 5", "held")
+        with transaction.atomic(using=sqlite):
+            with pytest.raises(AcquireTimeoutError, match=r"waiting inside atomic\(\) on SQLite could never end"):
+                async_to_sync(waits)(None)
+            with pytest.raises(AcquireTimeoutError, match="No slot of 'refused' is free"):
+                async_to_sync(waits)(0)
+        holder.does("release", "released")
