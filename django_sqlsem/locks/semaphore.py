@@ -344,8 +344,8 @@ class Semaphore:
             raise wrong_kind(self.name, snapshot.kind, self.kind, self._keeper().alias, snapshot)
         backend = self._keeper().backend
         by_name = not (backend.supports_renewal or backend.process_local)
-        if self.slots is not None and snapshot.operator_slots is None:  # others may have declared another number
-            snapshot = dataclasses.replace(snapshot, slots=self.slots)
+        if snapshot.operator_slots is None and snapshot.kind == self.kind:  # others may have declared another number
+            snapshot = dataclasses.replace(snapshot, slots=self.slots or snapshot.slots)
         return refusal(snapshot, timeout, self.kind, self.take, self.mode, by_name=by_name)
 
     def _snapshot(self, found: SemaphoreSnapshot | None) -> SemaphoreSnapshot:

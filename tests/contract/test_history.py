@@ -212,7 +212,7 @@ def test_an_act_that_ends_a_hold_tells_how_long_it_was(database: str) -> None:
     make_semaphore(database)
     hold(database, age=30.0)
     control.request_stop("reports", by="ann", using=database)
-    control.revoke("reports", by="bob", reason="it hung", using=database)
+    control.revoke("reports", by="bob", reason="it hung", kill=applocks.are_at(database), using=database)
     asked, ended = only(database, "stop_asked"), only(database, "revoked")
     assert asked.held is None, "it went on"
     assert ended.held is not None
