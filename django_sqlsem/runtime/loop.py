@@ -26,6 +26,8 @@ logger = logging.getLogger("django_sqlsem")
 STEPS_TURN: Final = 0.1
 #: The thread wakes at least so often while there is anything to look after: then a new waiter need not wake it.
 NAP: Final = 0.55
+#: An error that is met again and again is logged once in so many seconds.
+SAME_ERROR: Final = 60.0
 
 
 class Duties(Protocol):
@@ -143,6 +145,8 @@ class ThreadLoop:
         self._stopping = False
         self._alarm: Alarm | None = None
         self._wakes_at = 0.0
+        #: The error that was logged last, and when.
+        self._told, self._told_at = "", 0.0
 
     # What other threads call.
 
@@ -207,8 +211,8 @@ class ThreadLoop:
                 step = self.inbox.get_nowait()
                 try:
                     step()
-                except Exception:
-                    logger.exception("The keeper of %r met an error and goes on.", self.alias)
+                except Exception as error:  # noqa: BLE001 - whatever one step meets, the others are taken
+                    self._met(error)
 
     def _run(self) -> None:
         me = threading.current_thread()
@@ -219,14 +223,20 @@ class ThreadLoop:
                 self._sleep(alarm)
                 self._take_steps()
                 self._duties.take_turn()
-            except Exception:
-                logger.exception("The keeper of %r met an error and goes on.", self.alias)
-                time.sleep(0.05)  # what is still due must not be retried as fast as it fails
+            except Exception as error:  # noqa: BLE001 - what is still due is tried again
+                self._met(error)
+                time.sleep(0.05)  # not as fast as it fails
             if self._has_ended():
                 return
         with self._life:
             if self._thread is me:
                 self._thread = None
+
+    def _met(self, error: Exception) -> None:
+        told, now = repr(error), boot_now()
+        if told != self._told or now > self._told_at + SAME_ERROR:
+            self._told, self._told_at = told, now
+            logger.error("The keeper of %r met an error and goes on.", self.alias, exc_info=error)
 
     def _sleep(self, alarm: Alarm) -> None:
         alarm.asleep = True

@@ -23,6 +23,7 @@ from django_sqlsem import (
 )
 from django_sqlsem.exceptions import AcquireTimeoutError
 from django_sqlsem.locks import counter
+from django_sqlsem.runtime.loop import ThreadLoop
 from django_sqlsem.snapshots import LossReason
 from tests.support.databases import ROOT
 from tests.support.threads import wait_until
@@ -268,3 +269,43 @@ def test_a_failing_receiver_does_not_disturb(database: str) -> None:
         assert signals.permit_acquired.inline.disconnect(fail)
         assert signals.permit_released.disconnect(fail)
     assert not signals.permit_acquired.heard
+
+
+class Failing:
+    """Duties of a keeper whose turns fail with one error after the other."""
+
+    def __init__(self, errors: list[str]) -> None:
+        self.errors = iter(errors)
+        self.turns = 0
+        self.done = False
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: None
+
+    def descriptors(self) -> list[int]:
+        return []
+
+    def pause(self) -> float:
+        return 0.0
+
+    def has_work(self) -> bool:
+        return not self.done
+
+    def take_turn(self) -> None:
+        self.turns += 1
+        error = next(self.errors, "")
+        if not error:
+            self.done = True
+        else:
+            raise ValueError(error)
+
+
+def test_an_error_that_a_keeper_meets_again_and_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    duties = Failing(["a"] * 6 + ["b"] * 3)
+    loop = ThreadLoop("default", duties)
+    loop.ensure()
+    wait_until(lambda: not loop.runs())
+    assert duties.turns == 10
+    told = [record for record in caplog.records if "met an error and goes on" in record.getMessage()]
+    assert [str(record.exc_info[1]) for record in told if record.exc_info] == ["a", "b"]
+    loop.after_fork()  # lets go of its sockets
