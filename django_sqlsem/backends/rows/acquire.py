@@ -345,7 +345,7 @@ class SlotRequest:
     def _declare(self, kind: str, declared_slots: int) -> None:
         """Say if this process's number of slots differs; two processes that disagree say so once a minute.
 
-        Whoever would make another kind of the name says so when it is granted.
+        A request of another kind than the name's says so when it is granted.
         """
         if kind != self.request.resource.kind or self.request.slots in (None, declared_slots):
             return
