@@ -228,6 +228,8 @@ class Outage:
         self.known = False
         #: What was met last; ``None`` while the database is not away.
         self.error: BaseException | None = None
+        #: Whether another session of the process has written something since; the keeper's own is still to try.
+        self.passing = False
         #: When to ask again, by the boot clock: later and later, and no two processes in step.
         self.again_at = 0.0
         self._since = 0.0
@@ -257,7 +259,7 @@ class Outage:
     def over(self) -> None:
         """The database did what it was asked."""
         with self._lock:
-            error, self.error, self.again_at = self.error, None, 0.0
+            error, self.error, self.again_at, self.passing = self.error, None, 0.0, False
         if error is not None:
             took = boot_now() - self._since
             logger.warning("The database %r is back, %.1f s after it failed: %s.", self.alias, took, _told(error))

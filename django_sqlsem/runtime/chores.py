@@ -311,8 +311,16 @@ class BeaconChore(Chore):
     def next_at(self) -> float:
         if self.reach.reopened:
             return 0.0
-        opens = self._keeper.acquisitions and not self._keeper.own.is_open
-        return min(self._free_at, self._opens_at() if opens else math.inf)
+        return min(self._free_at, self._opens_at() if self._is_missed else math.inf)
+
+    @property
+    def busy(self) -> bool:
+        return self._keeper.outage.passing
+
+    @property
+    def _is_missed(self) -> bool:
+        """Whether the keeper's session is closed though it is needed: the log hears by it that an outage is over."""
+        return bool(self._keeper.acquisitions or self._keeper.outage.passing) and not self._keeper.own.is_open
 
     def _opens_at(self) -> float:
         """Return when to open the session: while anything is held, soon, whatever has come of the last try."""
@@ -329,10 +337,12 @@ class BeaconChore(Chore):
                 for each in list(acquisitions.values()):
                     if each.has_slots:
                         each.lease.darken(now + DARK)
-            if acquisitions and now >= self._opens_at():
+            if self._is_missed and now >= self._opens_at():
                 self.open()
         if self.reach.reopened and own.is_open:
             self.reach.reopened = False
+            if self._keeper.outage.passing:
+                self._keeper.answered()
             if self.reach.presence.beacon or self.dark_since is not None:
                 # The rows must say whether the beacon is lit, and are proved anew.
                 for each in list(acquisitions.values()):

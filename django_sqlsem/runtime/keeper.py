@@ -129,9 +129,14 @@ class Keeper:
 
     def answered(self) -> None:
         """The database has written something: it is back, unless the keeper's own session has had no answer yet."""
-        self.outage.known = True
-        if self.outage.error is not None and self.own.asked_at is None:
-            self.outage.over()
+        outage = self.outage
+        outage.known = True
+        if outage.error is None:
+            return
+        if self.own.asked_at is None:
+            outage.over()
+        else:
+            outage.passing = True  # nothing else may use that session, once nothing is held
 
     # Steps on the keeper's side.
 
