@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from asgiref.sync import sync_to_async
-
 from django_sqlsem.backends.base import Crowd
 from django_sqlsem.conf import config
 from django_sqlsem.core.durations import UNSET, Seconds, Unset, to_seconds
@@ -38,9 +36,7 @@ def read_status(keeper: Keeper, resource: Resource) -> SemaphoreSnapshot | None:
 
 async def aread_status(keeper: Keeper, resource: Resource) -> SemaphoreSnapshot | None:
     """Return what ``read_status()`` does, without blocking the event loop."""
-    if keeper.may_be_locked_out:
-        return await sync_to_async(read_status)(keeper, resource)
-    return await keeper.call(lambda: keeper.backend.snapshot(keeper.own, resource))
+    return await keeper.call(lambda session: keeper.backend.snapshot(session, resource))
 
 
 def _nothing() -> None:

@@ -83,23 +83,14 @@ class Counter:
         count = _units(n, what="n")
         _refuse_event_loop("arelease")
         keeper = self._keeper()
-        session = keeper.session_here()
-        self._add(keeper, session, count, hand_on=not isinstance(session, CallerSession))
-        if isinstance(session, CallerSession):  # not handed on before the commit: a rollback would take them back
-            resource = self._resource()
-            transactions.at_transaction_end(
-                keeper.alias, lambda: keeper.post(lambda: keeper.backend.hand_out(keeper.own, resource))
-            )
+        self._add(keeper, keeper.session_here(), count)
         keeper.post(lambda: None)  # its thread closes the connection that was opened for this, once it is idle
 
     async def arelease(self, n: int = 1) -> None:
         """Add ``n`` units from a coroutine; see ``release()``."""
         count = _units(n, what="n")
         keeper = self._keeper()
-        if keeper.may_be_locked_out:
-            await callers.to_its_end(self.release, count)
-        else:
-            await keeper.call(lambda: self._add(keeper, keeper.own, count))
+        await keeper.call(lambda session: self._add(keeper, session, count))
 
     def acquire(self, n: int | None = None, *, timeout: Seconds | Unset | None = UNSET) -> Taken:
         """Take ``n`` units for good, all or none, waiting up to ``timeout`` seconds (``None``: for ever).
@@ -232,12 +223,17 @@ class Counter:
             extra = {"semaphore": self.name, "what": "units_lost", "count": count}
             logger.exception(message, count, self.name, extra=extra)
 
-    def _add(self, keeper: AcquisitionKeeper, session: Session, count: int, *, hand_on: bool = True) -> None:
+    def _add(self, keeper: AcquisitionKeeper, session: Session, count: int) -> None:
         """Add units, and give them to those of this process who wait for them. Raises ``BackendError``."""
         backend, resource, sent = keeper.backend, self._resource(), boot_now()
+        hand_on = not isinstance(session, CallerSession)
         options: dict[str, Any] = {"initial": self.initial, "presence": keeper.reach.presence, "hand_on": hand_on}
         for granted in backend.add(session, resource, count, **options):
             keeper.deliver(granted, sent, resource)
+        if not hand_on:  # after the commit: a rollback would take them back
+            transactions.at_transaction_end(
+                keeper.alias, lambda: keeper.post(lambda: keeper.backend.hand_out(keeper.own, resource))
+            )
         if keeper.backend.process_local:
             keeper.look_at_all()
 
@@ -286,19 +282,13 @@ def _take_here(acquisition: Acquisition) -> bool:
     keeper = acquisition.keeper
     session = keeper.session_here()
     if isinstance(session, CallerSession):  # whose transaction keeps all others from writing
-        taken = _take(acquisition, session)
-        if taken:
-            acquisition.put_back()  # if that is undone, then by the end of the transaction
-        return taken
+        return _take(acquisition, session)
     return keeper.submit(lambda: _take(acquisition, keeper.own)).result()
 
 
 async def _take_there(acquisition: Acquisition) -> bool:
     """Do what ``_take()`` does, from a coroutine."""
-    keeper = acquisition.keeper
-    if keeper.may_be_locked_out:
-        return await callers.to_its_end(_take_here, acquisition)
-    return await keeper.call(lambda: _take(acquisition, keeper.own))
+    return await acquisition.keeper.call(lambda session: _take(acquisition, session))
 
 
 def _take(acquisition: Acquisition, session: Session) -> bool:
@@ -308,6 +298,8 @@ def _take(acquisition: Acquisition, session: Session) -> bool:
     taken = acquisition.keeper.backend.take(session, acquisition.request.resource, acquisition.permit_id)
     if taken:
         acquisition.keeper.used(acquisition)
+        if isinstance(session, CallerSession):
+            acquisition.put_back()  # if that is undone, then by the end of the transaction
     return taken
 
 

@@ -129,7 +129,7 @@ class Job:
         keeper = self.keeper
         if self.values.release_policy == "on_commit" or not self._has_own_session:
             return await sync_to_async(self.look)()
-        state = await keeper.call(lambda: self._read(keeper.own))
+        state = await keeper.call(self._read)
         value = await self.values.aget(self.resource, state.token) if state.token else MISSING
         if value is MISSING and state.token:
             return await sync_to_async(self.look)(again=True)

@@ -116,7 +116,7 @@ class Keeper:
         return self.work
 
     @property
-    def may_be_locked_out(self) -> bool:
+    def _may_be_locked_out(self) -> bool:
         """Whether a thread waits for this coroutine that may have SQLite's one writer: its open transaction."""
         return self._shares_writer and callers.works_for_thread()
 
@@ -148,10 +148,20 @@ class Keeper:
         """Leave a step for the keeper; safe in finalisers and signal handlers."""
         self.loop.note(step)
 
-    async def call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the keeper's side, and return what it returns. It runs even if this task is cancelled."""
+    async def call(self, work: Callable[[Session], T]) -> T:
+        """Run ``work`` with a session, and return what it returns. It runs even if this task is cancelled.
+
+        That is on the keeper's side, or in the thread that waits for this coroutine and may have SQLite's one writer.
+        """
+        if self._may_be_locked_out:
+            return await callers.to_its_end(self._call_here, work)
         callers.refuse_other_loops()
-        return await asyncio.shield(asyncio.wrap_future(self.submit(work)))
+        return await asyncio.shield(asyncio.wrap_future(self.submit(lambda: work(self.own))))
+
+    def _call_here(self, work: Callable[[Session], T]) -> T:
+        result = work(self.session_here())
+        self.post(lambda: None)  # its thread closes the connection that was opened for this, once it is idle
+        return result
 
     def submit(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Run ``work`` on the keeper's side; returns the future of its result."""
@@ -262,7 +272,7 @@ class Keeper:
 
     async def aacquire(self, acquisition: Acquisition, timeout: float | None) -> bool:
         """Have it granted within ``timeout`` seconds, holding no thread meanwhile. Return whether it was."""
-        if self.may_be_locked_out and await sync_to_async(lambda: connections[self.alias].in_atomic_block)():
+        if self._may_be_locked_out and await sync_to_async(lambda: connections[self.alias].in_atomic_block)():
             return await callers.to_its_end(self.acquire, acquisition, timeout)  # which does not wait there
         acquisition.patient_until = None if timeout is None else acquisition.arrived + timeout
         self.acquisitions[id(acquisition)] = acquisition
@@ -663,12 +673,10 @@ class Keeper:
         return True
 
     async def arelease(self, acquisition: Acquisition) -> bool:
-        """Give a permit back from a coroutine, on the keeper's side; see ``release()``."""
-        if self.may_be_locked_out:
-            return await callers.to_its_end(self.release, acquisition)
+        """Give a permit back from a coroutine; see ``release()`` and ``call()``."""
         if not acquisition.release():
             return False
-        await self.call(lambda: self._give_back(acquisition, self.own))
+        await self.call(lambda session: self._give_back(acquisition, session))
         return True
 
     def give_back(self, acquisition: Acquisition, session: Session) -> None:
