@@ -107,6 +107,11 @@ class Cursor:
         """How many rows the statement changed."""
         return int(self._raw.rowcount)
 
+    @property
+    def lastrowid(self) -> int:
+        """The argument of MySQL's ``LAST_INSERT_ID()`` in the statement; 0 if it had none."""
+        return int(self._raw.lastrowid or 0)
+
     def close(self) -> None:
         """Let go of the statement."""
         self._raw.close()

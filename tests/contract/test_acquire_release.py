@@ -24,6 +24,7 @@ from django_sqlsem.backends.base import Acquired, Place
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.locks import permit as blocks
 from django_sqlsem.locks import rlock
+from django_sqlsem.models import SlotRow
 from django_sqlsem.runtime.keepers import keeper_at
 from tests.support import applocks
 from tests.support.databases import held_rows
@@ -50,6 +51,32 @@ def test_grants_distinct_slots_up_to_the_number(database):
     for permit in (permits[0], permits[2], again):
         permit.release()
     assert held_rows(database) == []
+
+
+@pytest.mark.rows_only("they have no rows of slots")
+def test_a_grant_is_what_the_rows_say(database):
+    """Somebody made the slots' rows anew, and their tokens are years ahead: what was known of them no longer holds."""
+    lock = semaphore("anew", slots=3, using=database)
+    rows = SlotRow.objects.using(database).filter(semaphore__name="anew")
+    for _ in range(3):
+        with lock:
+            pass
+    key, token = rows[0].semaphore_id, rows[0].token + 5 * 366 * 86_400 * 1_000_000
+    rows.delete()
+    for slot in (2, 3, 1):  # their ids are in another order than their numbers
+        SlotRow.objects.using(database).create(semaphore_id=key, slot=slot, token=token)
+    for round_ in range(1, 4):
+        permits = []
+        for slot in (1, 2, 3):
+            permits.append(lock.acquire())
+            permits[-1].detach()
+            row, grant = rows.get(slot=slot), permits[-1]._acquisition.grant
+            assert (grant.row_ids, grant.slots, grant.tokens) == ((row.id,), (slot,), (row.token,))
+            assert (row.permit_id, row.token) == (permits[-1]._acquisition.permit_id, token + round_)
+        for permit in permits:
+            permit.release()
+            assert permit.lost is None
+        assert held_rows(database) == []
 
 
 def test_release_is_idempotent_and_spares_the_next_holder(database):

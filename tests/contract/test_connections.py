@@ -109,7 +109,7 @@ def test_two_connections_wait_for_hundreds_of_threads_and_tasks(database):
 
 
 #: Statements of an acquire that finds a free slot, and of a release.
-ROUND_TRIPS = {"sqlite": (1, 1), "postgresql": (1, 1), "mysql": (2, 1), "microsoft": (1, 1)}
+ROUND_TRIPS = {"sqlite": (1, 1), "postgresql": (1, 1), "mysql": (1, 1), "microsoft": (1, 1)}
 
 
 @pytest.fixture
@@ -173,7 +173,8 @@ def test_round_trips_as_the_server_counts_them(database):
 
         return keeper.work.run(read)
 
-    lock.acquire().release()
+    for _ in range(2):  # made, and looked at
+        lock.acquire().release()
     before = questions()
     lock.acquire().release()
     assert questions() - before - 1 == sum(ROUND_TRIPS["mysql"])

@@ -86,7 +86,7 @@ def install_mysql_driver() -> str:
                 raise
         else:
             if found.__name__ == "MySQLdb":  # not PyMySQL under its name, from an earlier call
-                return f"mysqlclient {found.__version__}"
+                return f"mysqlclient {importlib.metadata.version('mysqlclient')}"
     import pymysql
 
     pymysql.version_info = max(pymysql.version_info, (2, 2, 7, "final", 0))  # Django 6 asks for mysqlclient 2.2.1

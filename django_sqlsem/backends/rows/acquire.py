@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django_sqlsem.backends.base import Crowd, Grant, Granted, Queue, Request, Waited, tell_of_two_kinds
 from django_sqlsem.backends.rows import exclusive, handoff, queue, reading
@@ -35,10 +35,17 @@ if TYPE_CHECKING:
     from django_sqlsem.database.sessions import Session
 
 
+K = TypeVar("K")
+V = TypeVar("V")
+
+#: Two years in microseconds, and a little.
+_YEARS_US: Final = 1 << 46
 #: How often a process says that its number of slots differs from the declared one, in seconds.
 _DECLARE_EVERY: Final = 60.0
-#: How many names are remembered for that.
-_MOST_DECLARED: Final = 10_000
+#: For so long, in seconds, it is not asked for it while slots are taken.
+_KNOWN_FOR: Final = 60.0
+#: How many names are remembered for each.
+_MOST_KNOWN: Final = 10_000
 
 #: To whom a claim yields: a newcomer to every live waiter; a task that comes back, to those that wait longer; who
 #: barges, to those that want everybody to leave. Who waits for the writer's place beside readers is in nobody's way.
@@ -78,6 +85,14 @@ _TAKE_ONE: Final = (
     f"{_TAKE} WHERE {{by_id}}semaphore_key = %(key)s AND closed = %(no)s AND {{free}}{{mutex}} AND slot > {{wanted}}"
     f" AND slot <= (SELECT {_LIMIT} FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND {_GIVES}"
     " AND {m.settled}){lowest}"
+)
+#: The answer to an UPDATE on MySQL has no rows, but one number: the argument of LAST_INSERT_ID(). Here that is how far
+#: the slot's new token is ahead of a time some years ago, and the slot. 0: the row has another id than this process
+#: knows of the slot, or the token is years away. It stands before ``granting``: MySQL reckons with what was set before.
+_AHEAD: Final = "(GREATEST(token + 1, {token_now}) - %(years_ago)s)"
+_TELLING: Final = (
+    f"suspect_us = CASE WHEN LAST_INSERT_ID(CASE WHEN id = slot + %(gap)s AND {_AHEAD} BETWEEN 0 AND {2 * _YEARS_US}"
+    f" THEN {_AHEAD} * {MAX_SLOTS + 1} + slot ELSE 0 END) IS NULL THEN 0 END"
 )
 #: Of a place: not if ``_TAKE_ONE`` would take a slot at this moment, which costs less than to stand and be served.
 _UNLESS_FREE: Final = (
@@ -134,6 +149,8 @@ def take_sql(dialect: Dialect, turn: str, *, durable: bool, mutex: bool = False)
     text = _TAKE_AND_TELL if dialect.returning else _TAKE_ONE
     if durable:
         words["{unflushed}"] = ""
+    if dialect.update_limit:
+        words |= {"suspect_us = NULL, ": "", "SET token": f"SET {_TELLING}, token"}
     return functools.reduce(lambda sql, word: sql.replace(word, words[word]), words, text)
 
 
@@ -311,10 +328,26 @@ class SlotRequest:
             return cursor.fetchone()
         statements = Statements(cursor, self.parameters)
         if self.dialect.update_limit:
-            taken = statements.change(text) > 0
+            gap, years_ago = self._gap(), time.time_ns() // 1000 - _YEARS_US
+            taken = statements.change(text, gap=gap, years_ago=years_ago) > 0
+            if taken and gap is not None and cursor.lastrowid:
+                ahead, slot = divmod(cursor.lastrowid, MAX_SLOTS + 1)
+                return slot + gap, slot, years_ago + ahead, self.request.slots
         else:
             taken = any(statements.change(text, id=row_id) for (row_id,) in statements.rows(_CANDIDATES))
-        return statements.row(_GRANTED) if taken else None  # it may have been revoked at once
+        row = statements.row(_GRANTED) if taken else None  # it may have been revoked at once
+        if row is not None and self.dialect.update_limit and row[0] >= row[1]:
+            _remember(_gaps, self._place, (row[0] - row[1], time.monotonic() + _KNOWN_FOR))
+        return row
+
+    @property
+    def _place(self) -> tuple[str, str, int | None]:
+        return self.session.connection.alias, self.request.resource.key, self.request.slots
+
+    def _gap(self) -> int | None:
+        """Return how far the rows' ids are above the slots' numbers; ``None``: the name is to be looked at again."""
+        gap, until = _gaps.get(self._place, (None, 0.0))
+        return gap if time.monotonic() < until else None
 
     def _create(self, slots: int) -> Grant | None:
         """Create what is missing. A new name is born with what is claimed taken: others never see it all free."""
@@ -352,14 +385,20 @@ class SlotRequest:
         place = (self.session.connection.alias, self.request.resource.key)
         if time.monotonic() < _declared.get(place, 0.0):
             return
-        if len(_declared) > _MOST_DECLARED:
-            _declared.clear()
-        _declared[place] = time.monotonic() + _DECLARE_EVERY
+        _remember(_declared, place, time.monotonic() + _DECLARE_EVERY)
         change(self.session, _DECLARE, self.parameters)
 
 
 #: Until when this process has said its number of slots, by alias and name.
 _declared: dict[tuple[str, str], float] = {}
+#: By how much the ids of a name's rows are above the slots' numbers, and until when that counts; see ``_TELLING``.
+_gaps: dict[tuple[str, str, int | None], tuple[int, float]] = {}
+
+
+def _remember(known: dict[K, V], place: K, what: V) -> None:
+    if len(known) > _MOST_KNOWN:
+        known.clear()
+    known[place] = what
 
 
 def enrol(session: Session, request: Request, place: Place, *, first: bool) -> Waited:
