@@ -10,11 +10,13 @@ import dataclasses
 import datetime
 import logging
 import secrets
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
-from typing import Any, Self, TypeVar
+from types import CodeType
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 from django_sqlsem.backends import database_for
 from django_sqlsem.backends.base import Grant
@@ -298,8 +300,30 @@ def current_permit(name: Name | None = None, *, using: str | None = None) -> Per
 P = TypeVar("P", bound=Permit)
 
 _lock = threading.Lock()
-#: The open blocks, by what may leave them: who entered, and the permit.
-_entered: dict[Hashable, list[tuple[weakref.ref[Any], Permit]]] = {}
+#: A frame, by its ``id()`` and its code, and the instruction that it is at.
+Statement: TypeAlias = tuple[int, CodeType, int]
+
+
+class Block(NamedTuple):
+    """An open block: who entered, with which permit, and by which statement."""
+
+    owner: weakref.ref[Any]
+    permit: Permit
+    statement: Statement | None
+
+    def is_left_by(self, statement: Statement | None) -> bool:
+        """Whether it is the ``with`` of the frame that leaves a block now.
+
+        A frame is known by number, so that the block keeps nothing alive. The number of one that has ended may be
+        another's by now, of the same function: but that is at the instruction at which the first one entered.
+        """
+        if self.statement is None or statement is None:
+            return False
+        return self.statement[:2] == statement[:2] and self.statement[2] != statement[2]
+
+
+#: The open blocks, by what may leave them.
+_entered: dict[Hashable, list[Block]] = {}
 
 
 def _unlock() -> None:
@@ -310,33 +334,43 @@ def _unlock() -> None:
 forks.register("open blocks", "a block would wait for ever for a lock of a thread of the parent", in_child=_unlock)
 
 
-def push(key: Hashable, permit: P) -> P:
+def statement() -> Statement | None:
+    """Return where the caller's caller is: at its ``with``, if it has one."""
+    frame = sys._getframe(1).f_back
+    return None if frame is None else (id(frame), frame.f_code, frame.f_lasti)
+
+
+def push(key: Hashable, permit: P, by: Statement | None) -> P:
     """Note that the one who has just acquired this permit has entered a block with it. Return it."""
     caller = permit._acquisition.caller
     owner = caller.ref if caller is not None and caller.ref is not None else weakref.ref(callers.current_caller())
     with _lock:
-        _entered.setdefault(key, []).append((owner, permit))
+        _entered.setdefault(key, []).append(Block(owner, permit, by))
     return permit
 
 
-def innermost(semaphore: Any, *, own: bool = False) -> Permit:
-    """Return the permit of the innermost open block of the current task or thread.
+def innermost(semaphore: Any, by: Statement | None = None, *, own: bool = False) -> Permit:
+    """Return the permit of the block that is left by a statement, else the innermost of the current task or thread.
 
-    A block may be left by another task than entered it (async fixtures do so): then it is the newest block whose
-    task or thread has ended, else the newest of all. Not so if only one's ``own`` counts. Raises ``NotEnteredError``.
+    The garbage collector, and an event loop, end a generator's block in any thread or task. Other blocks may be left by
+    another task than entered them too (async fixtures do so): then it is the newest one whose task or thread has
+    ended, else the newest of all. Not so if only one's ``own`` counts. Raises ``NotEnteredError``.
     """
     with _lock:
         blocks = _entered.get(semaphore._blocks, [])
         if not blocks:
             raise NotEnteredError(f"No open block of {semaphore.name!r} to leave.")
+        found: Permit | None = next((each.permit for each in reversed(blocks) if each.is_left_by(by)), None)
+        if found is not None:
+            return found
         if len(blocks) == 1 and not own and not semaphore._left_by_its_own:
-            return blocks[0][1]
+            return blocks[0].permit
         found = _mine(blocks)
         if found is None and not own:
-            found = next((permit for owner, permit in reversed(blocks) if _ended(owner())), None)
+            found = next((each.permit for each in reversed(blocks) if _ended(each.owner())), None)
         if found is None and (own or semaphore._left_by_its_own):
             raise NotEnteredError(f"Only the thread or task that entered {semaphore.name!r} may leave it.")
-        return blocks[-1][1] if found is None else found
+        return blocks[-1].permit if found is None else found
 
 
 def remove(key: Hashable, permit: Permit) -> None:
@@ -344,30 +378,30 @@ def remove(key: Hashable, permit: Permit) -> None:
     with _lock:
         blocks = _entered.get(key, [])
         if len(blocks) > 1:
-            _entered[key] = [*(block for block in blocks if block[1] is not permit)]
-        elif blocks and blocks[0][1] is permit:
+            _entered[key] = [block for block in blocks if block.permit is not permit]
+        elif blocks and blocks[0].permit is permit:
             del _entered[key]
 
 
-def give_up(semaphore: Any, permit: Permit | None) -> None:
+def give_up(semaphore: Any, permit: Permit | None, by: Statement | None = None) -> None:
     """An exception interrupted the entering or leaving of a block: let its permit go, by default the innermost's."""
     if permit is None:
         with contextlib.suppress(RuntimeError):  # there is no open block, which is what went wrong
-            permit = innermost(semaphore)
+            permit = innermost(semaphore, by)
     if permit is not None:
         permit._abandon()
         remove(semaphore._blocks, permit)
 
 
-def _mine(blocks: list[tuple[weakref.ref[Any], Permit]]) -> Permit | None:
+def _mine(blocks: list[Block]) -> Permit | None:
     """Return the permit of the innermost of these blocks that is the current task's or thread's."""
     # Threads that work for one task share its name; what they took themselves they know best.
-    entered = {id(permit._acquisition): permit for _, permit in blocks}
+    entered = {id(each.permit._acquisition): each.permit for each in blocks}
     for acquisition in callers.taken_here():
         if (permit := entered.get(id(acquisition))) is not None:
             return permit
     current = callers.current_caller()
-    return next((permit for owner, permit in reversed(blocks) if owner() is current), None)
+    return next((each.permit for each in reversed(blocks) if each.owner() is current), None)
 
 
 def _ended(owner: Any) -> bool:

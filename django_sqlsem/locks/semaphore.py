@@ -152,25 +152,26 @@ class Semaphore:
     def __enter__(self) -> Permit:
         permit = self.acquire()
         try:
-            return blocks.push(self._blocks, permit)
+            return blocks.push(self._blocks, permit, blocks.statement())
         except BaseException:
             blocks.give_up(self, permit)
             raise
 
     def __exit__(self, *exc_info: object) -> None:
         try:  # before all else: whatever interrupts this, the permit goes back
-            permit = blocks.innermost(self)
+            by = blocks.statement()
+            permit = blocks.innermost(self, by)
             permit._finish()
             blocks.remove(self._blocks, permit)
         except BaseException:
-            blocks.give_up(self, locals().get("permit"))
+            blocks.give_up(self, locals().get("permit"), locals().get("by"))
             raise
 
     async def __aenter__(self) -> Permit:
-        return blocks.push(self._blocks, await self.aacquire())
+        return blocks.push(self._blocks, await self.aacquire(), blocks.statement())
 
     async def __aexit__(self, *exc_info: object) -> None:
-        permit = blocks.innermost(self)
+        permit = blocks.innermost(self, blocks.statement())
         try:
             await permit._afinish()
         finally:

@@ -309,13 +309,18 @@ class BeaconChore(Chore):
             self._keeper.outage.met(error)
 
     def next_at(self) -> float:
-        if self.reach.reopened:
+        if self.reach.reopened or self._knows_better:
             return 0.0
         return min(self._free_at, self._opens_at() if self._is_missed else math.inf)
 
     @property
     def busy(self) -> bool:
         return self._keeper.outage.passing
+
+    @property
+    def _knows_better(self) -> bool:
+        """Whether the keeper's session has had its answer too, since another one's."""
+        return self._keeper.outage.passing and self._keeper.own.asked_at is None
 
     @property
     def _is_missed(self) -> bool:
@@ -330,6 +335,8 @@ class BeaconChore(Chore):
     def run(self, now: float) -> None:
         """See that the keeper's session stands while anything is held or waited for."""
         own, acquisitions = self._keeper.own, self._keeper.acquisitions
+        if self._knows_better:
+            self._keeper.answered()
         if not own.is_open:
             if self.reach.presence.beacon and self.dark_since is None and self.reach.tied:
                 self.dark_since, self._open_at = now, now
@@ -341,8 +348,6 @@ class BeaconChore(Chore):
                 self.open()
         if self.reach.reopened and own.is_open:
             self.reach.reopened = False
-            if self._keeper.outage.passing:
-                self._keeper.answered()
             if self.reach.presence.beacon or self.dark_since is not None:
                 # The rows must say whether the beacon is lit, and are proved anew.
                 for each in list(acquisitions.values()):

@@ -29,7 +29,7 @@ from django_sqlsem.runtime.keepers import keeper_at
 from tests.support import applocks
 from tests.support.databases import held_rows
 from tests.support.statements import CountedSession
-from tests.support.threads import run_in_threads, wait_until
+from tests.support.threads import run_beside, run_in_threads, wait_until
 
 
 def test_grants_distinct_slots_up_to_the_number(database):
@@ -332,6 +332,101 @@ def test_a_block_that_has_ended_keeps_nothing(database):
     for gone in (asyncio.run(main()), block()):
         gc.collect()
         assert gone() is None
+    assert lock._blocks not in blocks._entered
+
+
+class Report:
+    """It has a generator that has it, so only the garbage collector ends the generator's block."""
+
+    def __init__(self, lock):
+        self.lines = self.make(lock)
+
+    def make(self, lock):
+        with lock:
+            yield self
+            yield
+
+    async def amake(self, lock):
+        async with lock:
+            yield self
+            yield
+
+
+@pytest.fixture
+def dropped():
+    """A function that has a thread leave a ``Report`` in the middle, and has it wait: nothing has collected it yet."""
+    end, threads = threading.Event(), []
+
+    def drop(lock):
+        left = threading.Event()
+
+        def leave():
+            next(Report(lock).lines)
+            left.set()
+            assert end.wait(60)
+
+        threads.append(run_beside(leave))
+        assert left.wait(60)
+
+    gc.disable()
+    yield drop
+    gc.enable()
+    end.set()
+    for thread in threads:
+        thread.result(60)
+
+
+def test_a_generator_that_another_thread_ends_gives_back_its_own_permit(database, dropped):
+    """The collector ends its block in any thread: one that has a block of that very object keeps its permit."""
+    lock = semaphore("generators", 2, timeout=0, using=database)
+    dropped(lock)
+    with lock as mine:
+        assert len(held_rows(database)) == 2
+        gc.collect()
+        mine.check()
+        assert len(held_rows(database)) == 1
+    assert held_rows(database) == []
+    assert lock._blocks not in blocks._entered
+
+
+def test_a_re_entrant_block_that_another_thread_ends(database, dropped):
+    lock = rlock("generator", timeout=0, using=database)
+    dropped(lock)
+    gc.collect()
+    with lock as mine:
+        mine.check()
+    assert held_rows(database) == []
+    assert lock._blocks not in blocks._entered
+
+
+@pytest.mark.parametrize(("make", "others"), [(semaphore, 0), (semaphore, 1), (rlock, 0)])
+def test_a_generator_that_the_loop_ends_gives_back_its_own_permit(database, make, others):
+    """``break`` leaves an ``async for``, and not the generator's block: the event loop ends that in another task."""
+    lock = make("looped", using=database, **({"slots": 2} if make is semaphore else {}))
+    leave = asyncio.Event()
+
+    async def block(entered):
+        async with lock as permit:
+            entered.set()
+            await leave.wait()
+            permit.check()
+
+    async def main():
+        tasks = []
+        for _ in range(others):
+            entered = asyncio.Event()
+            tasks.append(asyncio.create_task(block(entered)))
+            await entered.wait()
+        async for _ in Report(lock).amake(lock):
+            break
+        gc.collect()
+        given_back = run_beside(lambda: wait_until(lambda: len(held_rows(database)) == others))
+        await asyncio.wrap_future(given_back)
+        leave.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+    assert held_rows(database) == []
     assert lock._blocks not in blocks._entered
 
 

@@ -97,7 +97,7 @@ def test_waiters_outlive_an_outage_and_are_served_in_order(server, sufferer, ver
         assert holder_of(server, name) == each.pid
         each.does("release", "released")
     for each in (holder, *waiters):
-        wait_until(lambda each=each: told(each, "back"), timeout=5, what="the log has heard of the end")
+        wait_until(lambda each=each: told(each, "back"), timeout=SOON, what="the log has heard of the end")
         assert len(told(each, "away")) == len(told(each, "back")) == 1, each.stderr
         assert "Traceback" not in each.stderr
 
@@ -110,7 +110,7 @@ def test_the_log_hears_of_the_end_though_nothing_is_held_any_more(server, suffer
     time.sleep(AWAY)  # by now its keeper asks every 0.75 to 1.5 seconds
     server.start()
     holder.does("release", "released")
-    wait_until(lambda: told(holder, "back"), timeout=5, what="the log has heard of the end")
+    wait_until(lambda: told(holder, "back"), timeout=SOON, what="the log has heard of the end")
     assert len(told(holder, "away")) == len(told(holder, "back")) == 1, holder.stderr
 
 
