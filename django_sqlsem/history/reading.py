@@ -126,14 +126,15 @@ def minutes(
     step_us = max(1, round(step / 60)) * MINUTE_US
     last = _microseconds(now or clock(alias)) // step_us * step_us
     first = last - (max(1, math.ceil(window * 1e6 / step_us)) - 1) * step_us
-    rows = MinuteRow._default_manager.using(alias).filter(key=key_of(validate_name(name)), minute_us__gte=first)
+    rows = MinuteRow._default_manager.using(alias).filter(
+        key=key_of(validate_name(name)), minute_us__gte=first, minute_us__lt=last + step_us
+    )
     totals = dict.fromkeys(range(first, last + 1, step_us), Totals())
     waits: dict[int, list[str]] = defaultdict(list)
     holds: dict[int, list[str]] = defaultdict(list)
 
     def step_of(minute_us: int) -> int:
-        # One that was written a moment after the clock was asked is of the last step.
-        return min(last, minute_us // step_us * step_us)
+        return minute_us // step_us * step_us
 
     with database_errors(alias):
         in_all = 0

@@ -66,6 +66,12 @@ def test_events_are_read_newest_first_with_all_they_say(database: str) -> None:
     assert queries.events("nobody", using=database) == []
 
 
+def test_words_that_only_look_like_slots(database: str) -> None:
+    event(database, "revoked", slot=3, detail="slots 9-1")
+    (found,) = queries.events("reports", using=database)
+    assert found.slots == (3,)
+
+
 def test_spans_are_the_holds_of_each_slot(database: str) -> None:
     event(database, "granted", ago=200, slot=1, token=3)
     event(database, "released", ago=100, slot=1, token=3, held_us=100_000_000)
@@ -114,6 +120,8 @@ def test_minutes_add_up_what_each_process_counted(database: str) -> None:
     hours = queries.minutes("reports", window=7200, step=3600, using=database)
     assert len(hours) == 2
     assert sum(each.granted for each in queries.minutes("reports", window=4 * 3600, step=3600, using=database)) == 1020
+    before = queries.history_clock(database) - datetime.timedelta(minutes=60)  # what came later does not count
+    assert sum(each.granted for each in queries.minutes("reports", now=before, using=database)) == 1000
 
 
 @pytest.mark.process_side("postgres", "mariadb")
