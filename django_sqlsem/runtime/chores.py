@@ -309,21 +309,21 @@ class BeaconChore(Chore):
             self._keeper.outage.met(error)
 
     def next_at(self) -> float:
-        if self.reach.reopened or self._knows_better:
+        if self.reach.reopened or self._answered_too:
             return 0.0
-        return min(self._free_at, self._opens_at() if self._is_missed else math.inf)
+        return min(self._free_at, self._opens_at() if self._is_needed else math.inf)
 
     @property
     def busy(self) -> bool:
         return self._keeper.outage.passing
 
     @property
-    def _knows_better(self) -> bool:
+    def _answered_too(self) -> bool:
         """Whether the keeper's session has had its answer too, since another one's."""
         return self._keeper.outage.passing and self._keeper.own.asked_at is None
 
     @property
-    def _is_missed(self) -> bool:
+    def _is_needed(self) -> bool:
         """Whether the keeper's session is closed though it is needed: the log hears by it that an outage is over."""
         return bool(self._keeper.acquisitions or self._keeper.outage.passing) and not self._keeper.own.is_open
 
@@ -335,7 +335,7 @@ class BeaconChore(Chore):
     def run(self, now: float) -> None:
         """See that the keeper's session stands while anything is held or waited for."""
         own, acquisitions = self._keeper.own, self._keeper.acquisitions
-        if self._knows_better:
+        if self._answered_too:
             self._keeper.answered()
         if not own.is_open:
             if self.reach.presence.beacon and self.dark_since is None and self.reach.tied:
@@ -344,7 +344,7 @@ class BeaconChore(Chore):
                 for each in list(acquisitions.values()):
                     if each.has_slots:
                         each.lease.darken(now + DARK)
-            if self._is_missed and now >= self._opens_at():
+            if self._is_needed and now >= self._opens_at():
                 self.open()
         if self.reach.reopened and own.is_open:
             self.reach.reopened = False

@@ -42,7 +42,7 @@ V = TypeVar("V")
 _YEARS_US: Final = 1 << 46
 #: How often a process says that its number of slots differs from the declared one, in seconds.
 _DECLARE_EVERY: Final = 60.0
-#: For so long, in seconds, it is not asked for it while slots are taken.
+#: While it takes slots on MySQL, a process asks for the declared number once in so many seconds.
 _KNOWN_FOR: Final = 60.0
 #: How many names are remembered for each.
 _MOST_KNOWN: Final = 10_000
