@@ -89,10 +89,11 @@ _TAKE_ONE: Final = (
 #: The answer to an UPDATE on MySQL has no rows, but one number: the argument of LAST_INSERT_ID(). Here that is how far
 #: the slot's new token is ahead of a time some years ago, and the slot. 0: the row has another id than this process
 #: knows of the slot, or the token is years away. It stands before ``granting``: MySQL reckons with what was set before.
+#: The value is compared so that it is computed. ``suspect_us`` is NULL either way.
 _AHEAD: Final = "(GREATEST(token + 1, {token_now}) - %(years_ago)s)"
 _TELLING: Final = (
     f"suspect_us = CASE WHEN LAST_INSERT_ID(CASE WHEN id = slot + %(gap)s AND {_AHEAD} BETWEEN 0 AND {2 * _YEARS_US}"
-    f" THEN {_AHEAD} * {MAX_SLOTS + 1} + slot ELSE 0 END) IS NULL THEN 0 END"
+    f" THEN {_AHEAD} * {MAX_SLOTS + 1} + slot ELSE 0 END) = 0 THEN NULL END"
 )
 #: Of a place: not if ``_TAKE_ONE`` would take a slot at this moment, which costs less than to stand and be served.
 _UNLESS_FREE: Final = (

@@ -772,7 +772,7 @@ WHERE semaphore_key = %(key)s AND away = %(no)s AND (expires_us > {now} + %(pati
 UPDATE sqlsem_slot
 SET suspect_us = CASE WHEN LAST_INSERT_ID(CASE WHEN id = slot + %(gap)s AND (GREATEST(token + 1, {now}) -
       %(years_ago)s) BETWEEN 0 AND 140737488355328 THEN (GREATEST(token + 1, {now}) - %(years_ago)s) * 10001 + slot
-      ELSE 0 END) IS NULL THEN 0 END, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id =
+      ELSE 0 END) = 0 THEN NULL END, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id =
       %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, lock_mode =
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
@@ -794,7 +794,7 @@ ORDER BY slot LIMIT 1;
 UPDATE sqlsem_slot
 SET suspect_us = CASE WHEN LAST_INSERT_ID(CASE WHEN id = slot + %(gap)s AND (GREATEST(token + 1, {now}) -
       %(years_ago)s) BETWEEN 0 AND 140737488355328 THEN (GREATEST(token + 1, {now}) - %(years_ago)s) * 10001 + slot
-      ELSE 0 END) IS NULL THEN 0 END, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id =
+      ELSE 0 END) = 0 THEN NULL END, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id =
       %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, lock_mode =
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
@@ -817,7 +817,7 @@ ORDER BY slot LIMIT 1;
 UPDATE sqlsem_slot
 SET suspect_us = CASE WHEN LAST_INSERT_ID(CASE WHEN id = slot + %(gap)s AND (GREATEST(token + 1, {now}) -
       %(years_ago)s) BETWEEN 0 AND 140737488355328 THEN (GREATEST(token + 1, {now}) - %(years_ago)s) * 10001 + slot
-      ELSE 0 END) IS NULL THEN 0 END, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id =
+      ELSE 0 END) = 0 THEN NULL END, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id =
       %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, lock_mode =
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
@@ -840,7 +840,7 @@ ORDER BY slot LIMIT 1;
 UPDATE sqlsem_slot
 SET suspect_us = CASE WHEN LAST_INSERT_ID(CASE WHEN id = slot + %(gap)s AND (GREATEST(token + 1, {now}) -
       %(years_ago)s) BETWEEN 0 AND 140737488355328 THEN (GREATEST(token + 1, {now}) - %(years_ago)s) * 10001 + slot
-      ELSE 0 END) IS NULL THEN 0 END, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id =
+      ELSE 0 END) = 0 THEN NULL END, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id =
       %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, lock_mode =
       %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
       %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
