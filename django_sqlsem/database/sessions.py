@@ -386,6 +386,8 @@ class OwnSession:
         #: Called with each connection that was opened, before its first use.
         self.opened: Callable[[BaseDatabaseWrapper], object] | None = None
         self._lock = threading.Lock()
+        #: The thread that has the lock, by its identifier.
+        self._thread = 0
         self._connection: BaseDatabaseWrapper | None = None
         #: Of the connection that is open.
         self._dialect: Dialect | None = None
@@ -454,8 +456,17 @@ class OwnSession:
         asked = time.monotonic()
         with _gate:  # a thread that is about to fork goes first
             pass
+        me = threading.get_ident()
+        if self._thread == me:
+            raise RuntimeError(
+                "Locks can't be used here: a signal handler or a finaliser has interrupted a statement of theirs."
+            )
         with self._lock:
-            return self._run(work, asked, again)
+            self._thread = me
+            try:
+                return self._run(work, asked, again)
+            finally:
+                self._thread = 0
 
     def _run(self, work: Callable[[AnyCursor], T], asked: float, again: bool) -> T:
         if self._unreachable is not None and self._unreachable[0] >= asked:
@@ -528,7 +539,7 @@ class OwnSession:
 
     def after_fork(self) -> None:
         """In a forked child: cut the inherited connection off without a word to the server."""
-        self._lock = threading.Lock()
+        self._lock, self._thread = threading.Lock(), 0
         connection, self._connection, self._dialect = self._connection, None, None
         _inherited.extend(self._made)  # never finalised: that would speak on the parent's session
         self._made = []

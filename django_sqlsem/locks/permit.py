@@ -15,8 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
-from types import CodeType
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, Self, TypeAlias, TypeVar
 
 from django_sqlsem.backends import database_for
 from django_sqlsem.backends.base import Grant
@@ -157,10 +156,11 @@ class Permit:
 
         Raises ``BackendError`` if the database failed. The permit counts as released all the same: the keeper goes
         on trying, and the lease ends it at the latest. In a coroutine it leaves all of that to the keeper, and
-        returns at once: ``arelease()`` waits for it. While a transaction that is fenced with it is open, it is only
-        given back when that ends.
+        returns at once: ``arelease()`` waits for it. So it does in a signal handler or a finaliser that interrupts the
+        library's own work. While a transaction that is fenced with it is open, it is only given back when that ends.
         """
-        self._give_back()
+        if not self._leave_to_keeper():
+            self._give_back()
 
     async def arelease(self) -> None:
         """Give the slots back from a coroutine. Raises ``BackendError`` like ``release()``."""
@@ -211,13 +211,23 @@ class Permit:
         if not self._acquisition.foreign:
             self._acquisition.keeper.abandon(self._acquisition)
 
-    def _finish(self) -> None:
-        """End a block: release now, or at the end of the caller's transaction if the semaphore says so."""
+    def _leave_to_keeper(self) -> bool:
+        """Have the keeper give the slots back, if this code has interrupted the library's own work: return whether."""
+        interrupts = callers.interrupts()
+        if interrupts:
+            self._acquisition.keeper.note(self._close)
+        return interrupts
+
+    def _finish(self, *, waits: bool = False) -> None:
+        """End a block: release now, or at the end of the caller's transaction if the semaphore says so.
+
+        ``waits``: it is known that this may wait for the library's locks.
+        """
         if self.semaphore.release_policy == "on_commit":
             callers.stay_with_thread(self._acquisition)
             transactions.at_transaction_end(None, self._close)
         else:
-            self._close()
+            self._close(waits=waits)
 
     async def _afinish(self) -> None:
         """End an async block like ``_finish()``: a transaction may be open in the thread that waits for it."""
@@ -226,8 +236,10 @@ class Permit:
         else:
             await self._aclose()
 
-    def _close(self) -> None:
+    def _close(self, *, waits: bool = False) -> None:
         """Release at the end of a block: its work is done, so a database error is logged instead of raised."""
+        if not waits and self._leave_to_keeper():
+            return
         try:
             self._give_back()
         except BackendError as error:
@@ -235,6 +247,8 @@ class Permit:
 
     async def _aclose(self) -> None:
         """Release at the end of an async block, like ``_close()``."""
+        if self._leave_to_keeper():
+            return
         try:
             await self._agive_back()
         except BackendError as error:
@@ -257,6 +271,9 @@ class Permit:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._afinish()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"A permit can't be copied or pickled: it is one hold of {self.name!r}. Hand over its token.")
 
     def __repr__(self) -> str:
         acquisition = self._acquisition
@@ -300,8 +317,13 @@ def current_permit(name: Name | None = None, *, using: str | None = None) -> Per
 P = TypeVar("P", bound=Permit)
 
 _lock = threading.Lock()
-#: A frame, by its ``id()`` and its code, and the instruction that it is at.
-Statement: TypeAlias = tuple[int, CodeType, int]
+#: What enters or leaves a block: a frame by its ``id()``, its code, and the instruction that it is at; or an object
+#: that does so for others, as an ``ExitStack``, by its ``id()``, its type, and its method's code.
+Statement: TypeAlias = tuple[int, object, object]
+#: The methods by which an object enters, or leaves, blocks for others.
+_HELPERS: Final = frozenset(
+    {"enter_context", "enter_async_context", "__enter__", "__exit__", "__aenter__", "__aexit__"}
+)
 
 
 class Block(NamedTuple):
@@ -312,7 +334,7 @@ class Block(NamedTuple):
     statement: Statement | None
 
     def is_left_by(self, statement: Statement | None) -> bool:
-        """Whether it is the ``with`` of the frame that leaves a block now.
+        """Whether what has entered it leaves a block now.
 
         A frame is known by number, so that the block keeps nothing alive. The number of one that has ended may be
         another's by now, of the same function: but that is at the instruction at which the first one entered.
@@ -335,9 +357,15 @@ forks.register("open blocks", "a block would wait for ever for a lock of a threa
 
 
 def statement() -> Statement | None:
-    """Return where the caller's caller is: at its ``with``, if it has one."""
+    """Return what has called the caller, to enter or leave a block."""
     frame = sys._getframe(1).f_back
-    return None if frame is None else (id(frame), frame.f_code, frame.f_lasti)
+    if frame is None:
+        return None
+    code = frame.f_code
+    if code.co_name in _HELPERS and code.co_argcount:
+        helper = frame.f_locals[code.co_varnames[0]]
+        return id(helper), type(helper), code
+    return id(frame), code, frame.f_lasti
 
 
 def push(key: Hashable, permit: P, by: Statement | None) -> P:
@@ -355,22 +383,25 @@ def innermost(semaphore: Any, by: Statement | None = None, *, own: bool = False)
     The garbage collector, and an event loop, end a generator's block in any thread or task. Other blocks may be left by
     another task than entered them too (async fixtures do so): then it is the newest one whose task or thread has
     ended, else the newest of all. Not so if only one's ``own`` counts. Raises ``NotEnteredError``.
+
+    It takes no lock: see ``callers.interrupts()``.
     """
-    with _lock:
-        blocks = _entered.get(semaphore._blocks, [])
-        if not blocks:
-            raise NotEnteredError(f"No open block of {semaphore.name!r} to leave.")
-        found: Permit | None = next((each.permit for each in reversed(blocks) if each.is_left_by(by)), None)
-        if found is not None:
-            return found
-        if len(blocks) == 1 and not own and not semaphore._left_by_its_own:
-            return blocks[0].permit
-        found = _mine(blocks)
-        if found is None and not own:
-            found = next((each.permit for each in reversed(blocks) if _ended(each.owner())), None)
-        if found is None and (own or semaphore._left_by_its_own):
-            raise NotEnteredError(f"Only the thread or task that entered {semaphore.name!r} may leave it.")
-        return blocks[-1].permit if found is None else found
+    blocks: list[Block] = list(_entered.get(semaphore._blocks, []))
+    if not blocks:
+        raise NotEnteredError(f"No open block of {semaphore.name!r} to leave.")
+    if left := [each for each in blocks if each.is_left_by(by)]:
+        return left[-1].permit
+    if len(blocks) == 1 and not own and not semaphore._left_by_its_own:
+        return blocks[0].permit
+    blocks = _left_elsewhere(blocks) or blocks
+    current = callers.current_caller()
+    mine = [each for each in blocks if each.owner() is current]
+    found = _taken_here(mine) or (mine[-1].permit if mine else None)
+    if found is None and not own:
+        found = next((each.permit for each in reversed(blocks) if _ended(each.owner())), None) or _taken_here(blocks)
+    if found is None and (own or semaphore._left_by_its_own):
+        raise NotEnteredError(f"Only the thread or task that entered {semaphore.name!r} may leave it.")
+    return blocks[-1].permit if found is None else found
 
 
 def remove(key: Hashable, permit: Permit) -> None:
@@ -378,7 +409,7 @@ def remove(key: Hashable, permit: Permit) -> None:
     with _lock:
         blocks = _entered.get(key, [])
         if len(blocks) > 1:
-            _entered[key] = [block for block in blocks if block.permit is not permit]
+            _entered[key] = [*(block for block in blocks if block.permit is not permit)]
         elif blocks and blocks[0].permit is permit:
             del _entered[key]
 
@@ -393,15 +424,23 @@ def give_up(semaphore: Any, permit: Permit | None, by: Statement | None = None) 
         remove(semaphore._blocks, permit)
 
 
-def _mine(blocks: list[Block]) -> Permit | None:
-    """Return the permit of the innermost of these blocks that is the current task's or thread's."""
+def _left_elsewhere(blocks: list[Block]) -> list[Block]:
+    """Return the blocks but for those whose ``with`` runs in this very thread: that leaves them."""
+    running, frame = set(), sys._getframe(1).f_back
+    while frame is not None:
+        running.add((id(frame), frame.f_code))
+        frame = frame.f_back
+    return [each for each in blocks if each.statement is None or each.statement[:2] not in running]
+
+
+def _taken_here(blocks: list[Block]) -> Permit | None:
+    """Return the permit of the innermost of these blocks, as far as this flow of control knows."""
     # Threads that work for one task share its name; what they took themselves they know best.
     entered = {id(each.permit._acquisition): each.permit for each in blocks}
     for acquisition in callers.taken_here():
         if (permit := entered.get(id(acquisition))) is not None:
             return permit
-    current = callers.current_caller()
-    return next((each.permit for each in reversed(blocks) if each.owner() is current), None)
+    return None
 
 
 def _ended(owner: Any) -> bool:

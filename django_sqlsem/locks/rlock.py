@@ -144,7 +144,8 @@ class RLockPermit(Permit):
         """
         try:
             self._refuse_strangers()
-            self._give_back()
+            if not self._leave_to_keeper():
+                self._give_back()
         except (BackendError, NotEnteredError):
             raise
         except BaseException:

@@ -161,11 +161,18 @@ class Semaphore:
         try:  # before all else: whatever interrupts this, the permit goes back
             by = blocks.statement()
             permit = blocks.innermost(self, by)
-            permit._finish()
-            blocks.remove(self._blocks, permit)
+            if callers.interrupts():
+                permit._acquisition.keeper.note(lambda: self._leave(permit))
+            else:
+                permit._finish(waits=True)
+                blocks.remove(self._blocks, permit)
         except BaseException:
             blocks.give_up(self, locals().get("permit"), locals().get("by"))
             raise
+
+    def _leave(self, permit: Permit) -> None:
+        permit._close()
+        blocks.remove(self._blocks, permit)
 
     async def __aenter__(self) -> Permit:
         return blocks.push(self._blocks, await self.aacquire(), blocks.statement())

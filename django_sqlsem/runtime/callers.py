@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Final, TypeVar
 
 from asgiref.sync import AsyncToSync, sync_to_async
@@ -17,6 +20,7 @@ from django_sqlsem.core import forks
 from django_sqlsem.core.text import numbers
 from django_sqlsem.database.server import is_one_database
 from django_sqlsem.exceptions import AlreadyHeldError
+from django_sqlsem.runtime import events
 from django_sqlsem.runtime.acquisition import Acquisition, Caller, Trail
 
 T = TypeVar("T")
@@ -30,6 +34,9 @@ _task: contextvars.ContextVar[weakref.ref[asyncio.Task[Any]] | None] = contextva
 )
 #: What this flow of control took: a task, and what it calls in threads. Of a parent task's, a child knows but the past.
 _trail: contextvars.ContextVar[Trail | None] = contextvars.ContextVar("sqlsem_trail", default=None)
+#: Where the code is that has locks of its own.
+_PACKAGE: Final = os.path.dirname(os.path.dirname(__file__))
+_OWN: Final = tuple(os.path.join(_PACKAGE, room, "") for room in ("backends", "database", "locks", "runtime"))
 #: A trail is not swept while it is as short as this.
 _SHORT: Final = 8
 #: What each task and thread has asked for and not left, by its ``id`` and the name's key: one that holds thousands of
@@ -191,6 +198,24 @@ def _leave_place(place: tuple[int, str], acquisition: Acquisition) -> None:
         _asked[place] = left
     else:
         _asked.pop(place, None)
+
+
+def interrupts() -> bool:
+    """Whether the caller runs in the middle of the library's own work, perhaps under one of its locks.
+
+    A signal handler does so, a finaliser, or a generator that the garbage collector ends: at any line. Such code must
+    not wait for what it has interrupted.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    within = True
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_OWN):
+            within = within and file == contextlib.__file__
+        elif not within and file != events.__file__:  # those call what users gave
+            return True
+        frame = frame.f_back
+    return False
 
 
 def stay_with_thread(acquisition: Acquisition) -> None:

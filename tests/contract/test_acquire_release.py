@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import datetime
 import gc
+import pickle
+import signal
 import threading
 import time
 import weakref
@@ -53,7 +56,7 @@ def test_grants_distinct_slots_up_to_the_number(database):
     assert held_rows(database) == []
 
 
-@pytest.mark.rows_only("they have no rows of slots")
+@pytest.mark.rows_only("row statements")
 def test_a_grant_is_what_the_rows_say(database):
     """Somebody made the slots' rows anew, and their tokens are years ahead: what was known of them no longer holds."""
     lock = semaphore("anew", slots=3, using=database)
@@ -61,7 +64,7 @@ def test_a_grant_is_what_the_rows_say(database):
     for _ in range(3):
         with lock:
             pass
-    key, token = rows[0].semaphore_id, rows[0].token + 5 * 366 * 86_400 * 1_000_000
+    key, token = rows[0].semaphore_id, max(row.token for row in rows) + 5 * 366 * 86_400 * 1_000_000
     rows.delete()
     for slot in (2, 3, 1):  # their ids are in another order than their numbers
         SlotRow.objects.using(database).create(semaphore_id=key, slot=slot, token=token)
@@ -338,11 +341,11 @@ def test_a_block_that_has_ended_keeps_nothing(database):
 class Report:
     """It has a generator that has it, so only the garbage collector ends the generator's block."""
 
-    def __init__(self, lock):
-        self.lines = self.make(lock)
+    def __init__(self, lock, wrapped=None):
+        self.lines = self.make(wrapped(lock) if wrapped else lock)
 
-    def make(self, lock):
-        with lock:
+    def make(self, block):
+        with block:
             yield self
             yield
 
@@ -357,11 +360,11 @@ def dropped():
     """A function that has a thread leave a ``Report`` in the middle, and has it wait: nothing has collected it yet."""
     end, threads = threading.Event(), []
 
-    def drop(lock):
+    def drop(lock, wrapped=None):
         left = threading.Event()
 
         def leave():
-            next(Report(lock).lines)
+            next(Report(lock, wrapped).lines)
             left.set()
             assert end.wait(60)
 
@@ -387,6 +390,127 @@ def test_a_generator_that_another_thread_ends_gives_back_its_own_permit(database
         assert len(held_rows(database)) == 1
     assert held_rows(database) == []
     assert lock._blocks not in blocks._entered
+
+
+class Wrapped:
+    """It enters and leaves a lock for others, in methods of its own."""
+
+    def __init__(self, lock):
+        self.lock = lock
+
+    def __enter__(self):
+        return self.lock.__enter__()
+
+    def __exit__(self, *exc_info):
+        return self.lock.__exit__(*exc_info)
+
+
+@contextlib.contextmanager
+def stacked(lock):
+    with contextlib.ExitStack() as stack:
+        yield stack.enter_context(lock)
+
+
+@pytest.mark.parametrize("wrapped", [stacked, Wrapped])
+def test_what_enters_for_a_dropped_generator_leaves_its_block(database, dropped, wrapped):
+    lock = semaphore("wrapped", 2, timeout=0, using=database)
+    dropped(lock, wrapped)
+    with lock as mine:
+        gc.collect()
+        mine.check()
+        assert len(held_rows(database)) == 1
+    assert held_rows(database) == []
+    assert lock._blocks not in blocks._entered
+
+
+def test_the_collector_ends_a_block_in_the_middle_of_a_statement(database, dropped):
+    """Its end waits neither for the session, which this very thread uses, nor for anything else of ours."""
+    lock = semaphore("in a statement", 2, timeout=0, using=database)
+    with lock:
+        dropped(lock)
+        keeper_at(database).work.run(lambda cursor: gc.collect())
+        wait_until(lambda: len(held_rows(database)) == 1)
+        dropped(lock, stacked)
+        keeper_at(database).work.run(lambda cursor: gc.collect())
+        wait_until(lambda: len(held_rows(database)) == 1)
+    assert held_rows(database) == []
+    wait_until(lambda: lock._blocks not in blocks._entered)
+
+
+@pytest.mark.process_side
+def test_the_collector_ends_a_block_while_another_is_entered(database, dropped):
+    class Key:
+        def __hash__(self):
+            gc.collect()
+            return 1
+
+    lock, key = semaphore("entered", 2, timeout=0, using=database), Key()
+    dropped(lock)
+    with lock as permit:
+        blocks.push(key, permit, None)  # notes the block in a table, by a key
+        blocks.remove(key, permit)
+        wait_until(lambda: len(held_rows(database)) == 1)
+    wait_until(lambda: lock._blocks not in blocks._entered)
+
+
+@pytest.mark.process_side
+def test_a_signal_handler_in_the_middle_of_a_statement(database):
+    """What it gives back is left to the keeper; what it asks for, it does not get."""
+    mine, other = semaphore("mine", using=database), semaphore("other", using=database)
+    permit, found = mine.acquire(), []
+
+    def handle(*_):
+        permit.release()
+        with pytest.raises(RuntimeError, match="a signal handler or a finaliser has interrupted a statement"):
+            other.try_acquire()
+        found.append(permit.released)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with semaphore("kept", using=database):
+            keeper_at(database).work.run(lambda cursor: signal.raise_signal(signal.SIGUSR1))
+            wait_until(lambda: permit.released)
+            wait_until(lambda: len(held_rows(database)) == 1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(found) == 1
+    with other:
+        pass
+    wait_until(lambda: held_rows(database) == [])
+
+
+def test_two_stacks_that_others_have_filled(database):
+    """Each ends what was entered by it, though a task that has ended did that."""
+    lock = semaphore("stacks", 2, using=database)
+
+    async def work(entered, leave):
+        async with contextlib.AsyncExitStack() as stack:
+            (permit,) = await asyncio.gather(stack.enter_async_context(lock))
+            entered.set()
+            await leave.wait()
+            permit.check()
+        assert permit.released
+
+    async def main():
+        events = [(asyncio.Event(), asyncio.Event()) for _ in range(2)]
+        tasks = []
+        for entered, leave in events:
+            tasks.append(asyncio.create_task(work(entered, leave)))
+            await entered.wait()
+        for (_, leave), task in zip(events, tasks, strict=True):
+            leave.set()
+            await task
+
+    asyncio.run(main())
+    assert held_rows(database) == []
+    assert lock._blocks not in blocks._entered
+
+
+def test_a_permit_has_no_copy(database):
+    with semaphore("copied", using=database) as permit:
+        for copying in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="A permit can't be copied or pickled"):
+                copying(permit)
 
 
 def test_a_re_entrant_block_that_another_thread_ends(database, dropped):

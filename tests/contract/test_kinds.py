@@ -251,7 +251,8 @@ def test_a_claim_that_has_seen_the_name_as_it_was_takes_nothing(database, kind):
     )
 
     def claim():
-        session.run(lambda cursor: Statements(cursor, request_parameters(request)).change(text))
+        parameters = request_parameters(request) | {"gap": None, "years_ago": 0}
+        session.run(lambda cursor: Statements(cursor, parameters).change(text))
         session.close()
 
     claimed = run_beside(claim)
