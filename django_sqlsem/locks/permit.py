@@ -362,10 +362,8 @@ def statement() -> Statement | None:
     if frame is None:
         return None
     code = frame.f_code
-    if code.co_name in _HELPERS and code.co_argcount:
-        helper = frame.f_locals[code.co_varnames[0]]
-        return id(helper), type(helper), code
-    return id(frame), code, frame.f_lasti
+    helper = frame.f_locals.get(code.co_varnames[0]) if code.co_name in _HELPERS and code.co_argcount else None
+    return (id(frame), code, frame.f_lasti) if helper is None else (id(helper), type(helper), code)
 
 
 def push(key: Hashable, permit: P, by: Statement | None) -> P:
