@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Any, Final, NamedTuple, NoReturn, Self, TypeAlias, TypeVar
 
 from django_sqlsem.backends import database_for
@@ -366,6 +367,7 @@ def statement() -> Statement | None:
     return (id(frame), code, frame.f_lasti) if helper is None else (id(helper), type(helper), code)
 
 
+@callers.under_lock
 def push(key: Hashable, permit: P, by: Statement | None) -> P:
     """Note that the one who has just acquired this permit has entered a block with it. Return it."""
     caller = permit._acquisition.caller
@@ -387,11 +389,12 @@ def innermost(semaphore: Any, by: Statement | None = None, *, own: bool = False)
     blocks: list[Block] = list(_entered.get(semaphore._blocks, []))
     if not blocks:
         raise NotEnteredError(f"No open block of {semaphore.name!r} to leave.")
-    if left := [each for each in blocks if each.is_left_by(by)]:
-        return left[-1].permit
+    left = [each for each in blocks if each.is_left_by(by)]
+    if len(left) == 1:
+        return left[0].permit
     if len(blocks) == 1 and not own and not semaphore._left_by_its_own:
         return blocks[0].permit
-    blocks = _left_elsewhere(blocks) or blocks
+    blocks = left or _left_elsewhere(blocks) or blocks  # one helper may serve several threads
     current = callers.current_caller()
     mine = [each for each in blocks if each.owner() is current]
     found = _taken_here(mine) or (mine[-1].permit if mine else None)
@@ -402,6 +405,7 @@ def innermost(semaphore: Any, by: Statement | None = None, *, own: bool = False)
     return blocks[-1].permit if found is None else found
 
 
+@callers.under_lock
 def remove(key: Hashable, permit: Permit) -> None:
     """Note that the block of this permit has ended."""
     with _lock:
@@ -423,11 +427,13 @@ def give_up(semaphore: Any, permit: Permit | None, by: Statement | None = None) 
 
 
 def _left_elsewhere(blocks: list[Block]) -> list[Block]:
-    """Return the blocks but for those whose ``with`` runs in this very thread: that leaves them."""
-    running, frame = set(), sys._getframe(1).f_back
-    while frame is not None:
-        running.add((id(frame), frame.f_code))
-        frame = frame.f_back
+    """Return the blocks but for those whose ``with`` runs in a thread now: that leaves them."""
+    running = set()
+    for innermost_frame in sys._current_frames().values():
+        frame: FrameType | None = innermost_frame
+        while frame is not None:
+            running.add((id(frame), frame.f_code))
+            frame = frame.f_back
     return [each for each in blocks if each.statement is None or each.statement[:2] not in running]
 
 
@@ -591,6 +597,7 @@ class UpgradablePermit(Permit):
         acquisition.losing.callbacks.append(lost_without_it)
         return Permit(self.semaphore, acquisition)
 
+    @callers.under_lock
     def _begin(self, permit: Permit) -> None:
         """Make it the permit of the upgrade, unless there is one; nothing has been asked for it yet."""
         mine = self._acquisition

@@ -54,6 +54,7 @@ class Stay:
         before = [ref for ref in _flow.get() if (other := ref()) is not None and not other.released]
         _flow.set((*before, weakref.ref(permit)))
 
+    @callers.under_lock
     def leave(self, permit: RLockPermit) -> bool:
         """Count one out. Return whether it was the last one."""
         with self.lock:
@@ -68,6 +69,7 @@ class Stay:
         if all(permit._detached for permit in self.inside()):
             callers.leave(acquisition)
 
+    @callers.under_lock
     def enter(self, lock: RLock, acquisition: Acquisition, caller: object) -> RLockPermit | None:
         """Enter once more; ``None`` if all have left, and no fenced transaction keeps the lock for them."""
         with self.lock:

@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
 
 from asgiref.sync import AsyncToSync, sync_to_async
@@ -18,11 +18,13 @@ from django.core.exceptions import SynchronousOnlyOperation
 
 from django_sqlsem.core import forks
 from django_sqlsem.core.text import numbers
+from django_sqlsem.database import transactions
 from django_sqlsem.database.server import is_one_database
 from django_sqlsem.exceptions import AlreadyHeldError
 from django_sqlsem.runtime import events
 from django_sqlsem.runtime.acquisition import Acquisition, Caller, Trail
 
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 #: Returns the event loop that this thread runs, and so must not block. Its public twin raises an exception if there is
@@ -34,9 +36,12 @@ _task: contextvars.ContextVar[weakref.ref[asyncio.Task[Any]] | None] = contextva
 )
 #: What this flow of control took: a task, and what it calls in threads. Of a parent task's, a child knows but the past.
 _trail: contextvars.ContextVar[Trail | None] = contextvars.ContextVar("sqlsem_trail", default=None)
-#: Where the code is that has locks of its own.
-_PACKAGE: Final = os.path.dirname(os.path.dirname(__file__))
-_OWN: Final = tuple(os.path.join(_PACKAGE, room, "") for room in ("backends", "database", "locks", "runtime"))
+_PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+#: Where the code is that works under locks of ours; but for what calls what users gave.
+_UNDER_LOCKS: Final = tuple(os.path.join(_PACKAGE, room, "") for room in ("backends", "database", "runtime"))
+_CALLS_USERS: Final = (events.__file__, transactions.__file__)
+#: And which functions elsewhere do.
+_under_locks: set[CodeType] = set()
 #: A trail is not swept while it is as short as this.
 _SHORT: Final = 8
 #: What each task and thread has asked for and not left, by its ``id`` and the name's key: one that holds thousands of
@@ -200,6 +205,12 @@ def _leave_place(place: tuple[int, str], acquisition: Acquisition) -> None:
         _asked.pop(place, None)
 
 
+def under_lock(function: F) -> F:
+    """Mark a function, of none of the rooms in ``_UNDER_LOCKS``, that takes a lock: see ``interrupts()``."""
+    _under_locks.add(function.__code__)
+    return function
+
+
 def interrupts() -> bool:
     """Whether the caller runs in the middle of the library's own work, perhaps under one of its locks.
 
@@ -207,12 +218,13 @@ def interrupts() -> bool:
     not wait for what it has interrupted.
     """
     frame: FrameType | None = sys._getframe(1)
-    within = True
+    called = True  # by the program, through no code but ours
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_OWN):
-            within = within and file == contextlib.__file__
-        elif not within and file != events.__file__:  # those call what users gave
+        code = frame.f_code
+        file = code.co_filename
+        if not file.startswith(_PACKAGE):
+            called = called and file == contextlib.__file__
+        elif not called and (code in _under_locks or (file.startswith(_UNDER_LOCKS) and file not in _CALLS_USERS)):
             return True
         frame = frame.f_back
     return False

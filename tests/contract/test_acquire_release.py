@@ -15,6 +15,7 @@ import weakref
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
+from django.db import transaction
 
 from django_sqlsem import (
     AcquireTimeoutError,
@@ -25,10 +26,11 @@ from django_sqlsem import (
 )
 from django_sqlsem.backends.base import Acquired, Place
 from django_sqlsem.core.clocks import boot_now
+from django_sqlsem.locks import acquire_all, locked_atomic, rlock
 from django_sqlsem.locks import permit as blocks
-from django_sqlsem.locks import rlock
 from django_sqlsem.models import SlotRow
 from django_sqlsem.runtime.keepers import keeper_at
+from django_sqlsem.signals import permit_released
 from tests.support import applocks
 from tests.support.databases import held_rows
 from tests.support.statements import CountedSession
@@ -504,6 +506,58 @@ def test_two_stacks_that_others_have_filled(database):
     asyncio.run(main())
     assert held_rows(database) == []
     assert lock._blocks not in blocks._entered
+
+
+def test_one_helper_of_two_threads(database):
+    """Each leaves its own block, though the same object enters for both."""
+    lock = semaphore("helper", 2, timeout=0, using=database)
+    guard, inside, leave = Wrapped(lock), threading.Event(), threading.Event()
+
+    def work():
+        with guard as permit:
+            inside.set()
+            assert leave.wait(60)
+            permit.check()
+        assert permit.released
+
+    with guard as mine:
+        other = run_beside(work)
+        assert inside.wait(60)
+    assert mine.released
+    leave.set()
+    other.result(60)
+    assert held_rows(database) == []
+
+
+@pytest.mark.parametrize("place", ["locked_atomic", "signal", "acquire_all", "on_commit"])
+def test_what_users_run_within_ours_is_given_back_at_once(database, place):
+    lock, outer = semaphore("within", timeout=0, using=database), semaphore("outer", timeout=0, using=database)
+    held = []
+
+    def use(**_):
+        permit_released.disconnect(use)  # once
+        for _ in range(2):
+            with lock:
+                pass
+            held.append(lock.status().held)
+
+    def wanted():
+        use()
+        yield outer
+
+    if place == "locked_atomic":
+        locked_atomic("table", using=database)(use)()
+    elif place == "signal":
+        permit_released.connect(use)
+        with outer:
+            pass
+    elif place == "acquire_all":
+        with acquire_all(wanted()):
+            pass
+    else:
+        with locked_atomic("table", using=database):
+            transaction.on_commit(use, using=database)
+    assert held == [0, 0]
 
 
 def test_a_permit_has_no_copy(database):
