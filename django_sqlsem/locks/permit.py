@@ -216,7 +216,7 @@ class Permit:
         """Have the keeper give the slots back, if this code has interrupted the library's own work: return whether."""
         interrupts = callers.interrupts()
         if interrupts:
-            self._acquisition.keeper.note(self._close)
+            self._acquisition.keeper.note(partial(self._close, waits=True))
         return interrupts
 
     def _finish(self, *, waits: bool = False) -> None:

@@ -171,7 +171,7 @@ class Semaphore:
             raise
 
     def _leave(self, permit: Permit) -> None:
-        permit._close()
+        permit._close(waits=True)
         blocks.remove(self._blocks, permit)
 
     async def __aenter__(self) -> Permit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,3 +127,22 @@ def test_asking_anew_forgets_the_grant_and_its_id() -> None:
     assert found.permit_id != first
     found.granted(GRANT, 0.0, 60.0, at_once=True)
     assert found.waited >= waited  # once it has waited, it has waited
+
+
+@pytest.mark.django_db
+def test_a_generator_that_ends_in_the_middle_of_a_step_is_given_back_once() -> None:
+    """Without a keeper's thread, whoever comes next does what was left to it."""
+    lock = semaphore("a step")
+    keeper = lock._keeper()
+    assert keeper.backend.process_local
+
+    def hold() -> Iterator[None]:
+        with lock:
+            yield
+
+    held: Any = hold()
+    next(held)
+    keeper.post(lambda: [held.close(), lock.status()])
+    assert lock.status().held == 0
+    with lock:
+        pass
