@@ -425,6 +425,7 @@ def test_what_enters_for_a_dropped_generator_leaves_its_block(database, dropped,
     assert lock._blocks not in blocks._entered
 
 
+@pytest.mark.rows_only("row statements")
 def test_the_collector_ends_a_block_in_the_middle_of_a_statement(database, dropped):
     """Its end waits neither for the session, which this very thread uses, nor for anything else of ours."""
     lock = semaphore("in a statement", 2, timeout=0, using=database)
@@ -456,6 +457,7 @@ def test_the_collector_ends_a_block_while_another_is_entered(database, dropped):
 
 
 @pytest.mark.process_side
+@pytest.mark.rows_only("row statements")
 def test_a_signal_handler_in_the_middle_of_a_statement(database):
     """What it gives back is left to the keeper; what it asks for, it does not get."""
     mine, other = semaphore("mine", using=database), semaphore("other", using=database)
