@@ -385,9 +385,7 @@ class OwnSession:
         self.asked_at: float | None = None
         #: Called with each connection that was opened, before its first use.
         self.opened: Callable[[BaseDatabaseWrapper], object] | None = None
-        self._lock = threading.Lock()
-        #: The thread that has the lock, by its identifier.
-        self._thread = 0
+        self._lock: Any = threading.RLock()  # never taken twice: it knows its thread
         self._connection: BaseDatabaseWrapper | None = None
         #: Of the connection that is open.
         self._dialect: Dialect | None = None
@@ -456,17 +454,12 @@ class OwnSession:
         asked = time.monotonic()
         with _gate:  # a thread that is about to fork goes first
             pass
-        me = threading.get_ident()
-        if self._thread == me:
+        if self._lock._is_owned():
             raise RuntimeError(
                 "Locks can't be used here: a signal handler or a finaliser has interrupted a statement of theirs."
             )
         with self._lock:
-            self._thread = me
-            try:
-                return self._run(work, asked, again)
-            finally:
-                self._thread = 0
+            return self._run(work, asked, again)
 
     def _run(self, work: Callable[[AnyCursor], T], asked: float, again: bool) -> T:
         if self._unreachable is not None and self._unreachable[0] >= asked:
@@ -539,7 +532,7 @@ class OwnSession:
 
     def after_fork(self) -> None:
         """In a forked child: cut the inherited connection off without a word to the server."""
-        self._lock, self._thread = threading.Lock(), 0
+        self._lock = threading.RLock()
         connection, self._connection, self._dialect = self._connection, None, None
         _inherited.extend(self._made)  # never finalised: that would speak on the parent's session
         self._made = []
@@ -554,7 +547,7 @@ class OwnSession:
 
 _sessions: weakref.WeakSet[OwnSession] = weakref.WeakSet()
 _inherited: list[Any] = []
-_frozen: list[threading.Lock] = []
+_frozen: list[Any] = []
 #: Taken while a thread wants to fork: else it would have to race all the others for each session.
 _gate = threading.Lock()
 

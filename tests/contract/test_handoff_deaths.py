@@ -174,17 +174,24 @@ from django_sqlsem import mutex
 from django_sqlsem.backends.rows.backend import RowsBackend
 
 shared = mutex("slept", lease=2, timeout=60, using=args[0])
-release, again, armed = RowsBackend.release, threading.Event(), []
+release, wait, again, armed = RowsBackend.release, RowsBackend.wait, threading.Event(), []
+handing = threading.Lock()
+
+def not_meanwhile(self, *args):
+    with handing:  # else the keeper may see the grant before the process is stopped
+        pass
+    return wait(self, *args)
 
 def stopped_before_it_is_told(self, session, held, **options):
     if not armed:
         again.set()  # the keeper tries too, as this has taken long
         return release(self, session, held, **options)
     armed.clear()
-    released = release(self, session, held, **options)
-    assert released.granted
-    say("stopping")
-    os.kill(os.getpid(), signal.SIGSTOP)
+    with handing:
+        released = release(self, session, held, **options)
+        assert released.granted
+        say("stopping")
+        os.kill(os.getpid(), signal.SIGSTOP)
     assert again.wait(30)
     return released
 
@@ -199,7 +206,7 @@ thread = threading.Thread(target=second)
 thread.start()
 say("holds")
 listen()
-RowsBackend.release = stopped_before_it_is_told
+RowsBackend.release, RowsBackend.wait = stopped_before_it_is_told, not_meanwhile
 armed.append(True)
 first.release()
 say("released")

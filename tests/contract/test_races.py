@@ -25,7 +25,7 @@ from django_sqlsem.runtime.keepers import keeper_for
 from tests.support.applocks import is_connected
 from tests.support.databases import held_rows, raw_connection
 from tests.support.processes import Child
-from tests.support.threads import run_in_threads, wait_until
+from tests.support.threads import run_beside, run_in_threads, wait_until
 
 
 @contextlib.contextmanager
@@ -285,7 +285,7 @@ def test_served_while_the_keepers_own_look_fails(database, monkeypatch):
         if failed:
             return wait(self, session, claim, place)
         failed.append(claim.permit_id)
-        holder.release()
+        run_beside(holder.release).result(60)
         assert granted.wait(60)
         raise BackendError("The statement failed.")
 
