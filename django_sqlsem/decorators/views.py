@@ -318,6 +318,7 @@ class _End:
 
     def __init__(self, permit: Permit) -> None:
         self.permit = permit
+        permit._goes_with_response = True  # the collector may come to it first
 
     def __call__(self) -> None:
         self.permit._close()

@@ -44,6 +44,9 @@ class Permit:
     given back, and logged as an ERROR.
     """
 
+    #: Whether it is no mistake of the program if it is garbage-collected: a response has it, which may be thrown away.
+    _goes_with_response = False
+
     def __init__(self, semaphore: Any, acquisition: Acquisition) -> None:
         #: The ``Semaphore`` that it was acquired by.
         self.semaphore: Any = semaphore
@@ -288,7 +291,7 @@ class Permit:
             return
         # Only a note for the keeper: a finaliser may run at any point, in the keeper's own critical sections too.
         keeper = acquisition.keeper
-        if acquisition.state in (State.HELD, State.PUT_OFF):
+        if acquisition.state in (State.HELD, State.PUT_OFF) and not self._goes_with_response:
             keeper.note(lambda: keeper.forget(acquisition, "it was garbage-collected"))
         else:
             keeper.note(lambda: keeper.abandon(acquisition))

@@ -205,7 +205,7 @@ class RLockPermit(Permit):
             return
         # Only a note for the keeper, as a finaliser may run at any point.
         keeper, stay = acquisition.keeper, self._stay
-        if acquisition.state in (State.HELD, State.PUT_OFF):
+        if acquisition.state in (State.HELD, State.PUT_OFF) and not self._goes_with_response:
             keeper.note(lambda: stay.forget(acquisition))
         elif acquisition.state in (State.NEW, State.QUEUED, State.GRANTED):
             keeper.note(lambda: keeper.abandon(acquisition))

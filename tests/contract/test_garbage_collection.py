@@ -14,12 +14,13 @@ from celery import Celery
 from celery._state import _task_stack
 from celery.exceptions import Reject, Retry
 from django.db import DatabaseError, connections
+from django.http import StreamingHttpResponse
 from django.test import AsyncRequestFactory, RequestFactory
 
 from django_sqlsem import AcquireTimeoutError, semaphore
 from django_sqlsem.database.sessions import OwnSession, RefusedError, briefly
 from django_sqlsem.testing import held
-from tests.support.databases import raw_connection
+from tests.support.databases import held_rows, raw_connection
 from tests.support.keepers import keeper_of
 from tests.support.threads import run_beside, wait_until
 
@@ -261,3 +262,20 @@ def test_what_is_refused_as_the_file_is_locked_is_no_garbage(database):
 
         assert garbage(attempt) == {}
         raw.execute("ROLLBACK")
+
+
+def test_a_response_that_is_thrown_away_is_no_mistake(database, caplog):
+    """Also if the collector comes to its permit first."""
+
+    @semaphore("thrown", using=database)
+    def stream(request):
+        return StreamingHttpResponse(iter([b"never read"]))
+
+    for _ in range(TIMES):
+        response = stream(RequestFactory().get("/"))
+        response.itself = response
+        assert len(held_rows(database)) == 1
+        del response
+        gc.collect()
+        wait_until(lambda: held_rows(database) == [])
+    assert "forgotten" not in caplog.text
