@@ -26,7 +26,7 @@ logger = logging.getLogger("django_sqlsem")
 STEPS_TURN: Final = 0.1
 #: The thread wakes at least so often while there is anything to look after: then a new waiter need not wake it.
 NAP: Final = 0.55
-#: An error that repeats is logged once in so many seconds.
+#: Seconds until the same error is logged again.
 SAME_ERROR: Final = 60.0
 
 

@@ -170,7 +170,7 @@ def test_an_omitted_number_is_the_declared_one(database):
 
 @pytest.mark.parametrize("other", [mutex, partial(semaphore, slots=1)], ids=["mutex", "semaphore"])
 def test_what_others_go_by_does_not_make_a_request_impossible(world, other):
-    """Two of the three slots are in use, and a caller that goes by one slot was refused."""
+    """Two of three slots are in use, and a caller with ``slots=1`` was refused."""
     three = semaphore("fewer", slots=3, timeout=0, using=world)
     held = []
     for _ in range(2):

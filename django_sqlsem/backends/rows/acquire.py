@@ -40,10 +40,8 @@ V = TypeVar("V")
 
 #: Two years in microseconds, and a little.
 _YEARS_US: Final = 1 << 46
-#: How often a process says that its number of slots differs from the declared one, in seconds.
+#: How often a process says that its number of slots differs from the declared one, in seconds; and, on MySQL, looks.
 _DECLARE_EVERY: Final = 60.0
-#: While it takes slots on MySQL, a process asks for the declared number once in so many seconds.
-_KNOWN_FOR: Final = 60.0
 #: How many names are remembered for each.
 _MOST_KNOWN: Final = 10_000
 
@@ -338,7 +336,7 @@ class SlotRequest:
             taken = any(statements.change(text, id=row_id) for (row_id,) in statements.rows(_CANDIDATES))
         row = statements.row(_GRANTED) if taken else None  # it may have been revoked at once
         if row is not None and self.dialect.update_limit and row[0] >= row[1]:
-            _remember(_gaps, self._place, (row[0] - row[1], time.monotonic() + _KNOWN_FOR))
+            _remember(_gaps, self._place, (row[0] - row[1], time.monotonic() + _DECLARE_EVERY))
         return row
 
     @property
