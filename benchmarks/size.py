@@ -390,7 +390,7 @@ def history_steps(client: Any) -> list[Step]:
     from django.db import connection
 
     from django_sqlsem import queries
-    from django_sqlsem.database.sessions import OwnSession
+    from django_sqlsem.database.sessions import OwnSession, briefly
     from django_sqlsem.history import writer
     from django_sqlsem.models import MinuteRow
 
@@ -410,7 +410,7 @@ def history_steps(client: Any) -> list[Step]:
         own, now = OwnSession("default"), token_now() + 100 * DAY  # the oldest have run out then
         own.run(lambda cursor: None)
         try:
-            return timed(lambda: own.transaction(lambda cursor: writer.delete_old(cursor, MinuteRow, now)))
+            return timed(lambda: briefly(own, lambda cursor: writer.delete_old(cursor, MinuteRow, now), 5))
         finally:
             own.close()
 
