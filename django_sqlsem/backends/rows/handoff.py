@@ -25,6 +25,7 @@ from django_sqlsem.backends.rows.statements import (
     DISCARD,
     FREED,
     HELD,
+    HELD_FOR,
     LOCK,
     NEXT_TOKEN,
     ROWS_AT_ONCE,
@@ -210,7 +211,7 @@ WITH m AS (
   SELECT w.id FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND {{w.waits}}{{w.alive}}
   ORDER BY w.queued_us, w.id LIMIT 1
 ), s AS MATERIALIZED (
-  SELECT id, slot, closed FROM sqlsem_slot
+  SELECT id, slot, closed, {HELD_FOR} AS held_us FROM sqlsem_slot
   WHERE semaphore_key = %(key)s AND id = %(row0)s AND permit_id = %(permit_id)s FOR UPDATE
 ), h AS MATERIALIZED (
   SELECT w.id, w.take, w.slots, w.lock_mode FROM sqlsem_waiter w
@@ -223,11 +224,11 @@ WITH m AS (
   RETURNING w.*, w.ticket AS permit_id, w.process_id = %(process_id)s AS here,
   CASE WHEN w.process_id = %(process_id)s THEN w.lease_us ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us
 ), u AS (
-  UPDATE sqlsem_slot p SET {HELD}, {granting(NEXT_TOKEN, lasts="w.lasts_us", source="w.{}")}
+  UPDATE sqlsem_slot p SET held_us = s.held_us, {granting(NEXT_TOKEN, lasts="w.lasts_us", source="w.{}")}
   FROM s, w WHERE p.semaphore_key = %(key)s AND p.id = s.id
   RETURNING p.id, p.slot, p.token, w.ticket, w.channel, w.here, w.lasts_us
 ), f AS (
-  {FREED.replace("sqlsem_slot", "sqlsem_slot p")} FROM s
+  UPDATE sqlsem_slot p SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us = s.held_us FROM s
   WHERE p.semaphore_key = %(key)s AND p.id = s.id AND NOT EXISTS (SELECT 1 FROM o)
   RETURNING p.id
 )

@@ -133,11 +133,13 @@ def granting(token: str, *, lasts: str = "%(lasts_us)s", mode: str = "", source:
     return ", ".join(f"{column} = {value}" for column, value in columns.items())
 
 
-#: How long slots are held, on average. It stands before ``granting``: MySQL reckons with what was set before.
-HELD: Final = (
-    "held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us"
+#: How long a slot is held, on average, if its hold ends now.
+HELD_FOR: Final = (
+    "CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us"
     " ELSE held_us + ({now} - acquired_us - held_us) / 8 END"
 )
+#: It stands before ``granting``: MySQL reckons with what was set before.
+HELD: Final = f"held_us = {HELD_FOR}"
 #: How many rows one statement names at the most; every database takes lists of this length.
 ROWS_AT_ONCE: Final = 500
 

@@ -364,25 +364,24 @@ WITH m AS ( SELECT CASE WHEN slots_until_us <= {now} THEN NULL ELSE operator_slo
       (operator_slots IS NULL OR slots_until_us IS NULL OR slots_until_us > {now})) AS settled, CASE kind WHEN
       'mutex' THEN 'mutex' ELSE '' END AS held_as FROM sqlsem_semaphore WHERE name_key = %(key)s ), o AS
       MATERIALIZED ( SELECT w.id FROM sqlsem_waiter w WHERE w.semaphore_key = %(key)s AND w.expires_us > {now} AND
-      w.away = %(no)s ORDER BY w.queued_us, w.id LIMIT 1 ), s AS MATERIALIZED ( SELECT id, slot, closed FROM
-      sqlsem_slot WHERE semaphore_key = %(key)s AND id = %(row0)s AND permit_id = %(permit_id)s FOR UPDATE ), h AS
-      MATERIALIZED ( SELECT w.id, w.take, w.slots, w.lock_mode FROM sqlsem_waiter w WHERE EXISTS (SELECT 1
+      w.away = %(no)s ORDER BY w.queued_us, w.id LIMIT 1 ), s AS MATERIALIZED ( SELECT id, slot, closed, CASE WHEN
+      {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us + ({now} -
+      acquired_us - held_us) / 8 END AS held_us FROM sqlsem_slot WHERE semaphore_key = %(key)s AND id = %(row0)s AND
+      permit_id = %(permit_id)s FOR UPDATE ), h AS MATERIALIZED ( SELECT w.id, w.take, w.slots, w.lock_mode FROM
+      sqlsem_waiter w WHERE EXISTS (SELECT 1
   FROM s) AND w.semaphore_key = %(key)s AND w.id = (SELECT id
   FROM o) FOR UPDATE SKIP LOCKED ), w AS ( DELETE FROM sqlsem_waiter w USING h, m, s WHERE w.semaphore_key = %(key)s
       AND w.id = h.id AND h.take = 1 AND m.unpaused AND h.lock_mode = m.held_as AND h.lock_mode = %(held_as)s AND
       m.settled AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, h.slots, m.declared_slots) RETURNING
       w.*, w.ticket AS permit_id, w.process_id = %(process_id)s AS here, CASE WHEN w.process_id = %(process_id)s
       THEN w.lease_us ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us ), u AS ( UPDATE sqlsem_slot p SET
-      held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us +
-      ({now} - acquired_us - held_us) / 8 END, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END,
-      permit_id = w.permit_id, acquired_us = {now}, expires_us = {now} + w.lasts_us, lease_us = w.lease_us,
-      suspect_us = NULL, lock_mode = w.lock_mode, host = w.host, pid = w.pid, thread = w.thread, label = w.label,
-      user_name = w.user_name, process_id = w.process_id, boot_id = w.boot_id, channel = w.channel, beacon =
-      w.beacon FROM s, w WHERE p.semaphore_key = %(key)s AND p.id = s.id RETURNING p.id, p.slot, p.token, w.ticket,
-      w.channel, w.here, w.lasts_us ), f AS ( UPDATE sqlsem_slot p SET expires_us = NULL, permit_id = NULL,
-      suspect_us = NULL, held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} -
-      acquired_us ELSE held_us + ({now} - acquired_us - held_us) / 8 END FROM s WHERE p.semaphore_key = %(key)s AND
-      p.id = s.id AND NOT EXISTS (SELECT 1
+      held_us = s.held_us, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id =
+      w.permit_id, acquired_us = {now}, expires_us = {now} + w.lasts_us, lease_us = w.lease_us, suspect_us = NULL,
+      lock_mode = w.lock_mode, host = w.host, pid = w.pid, thread = w.thread, label = w.label, user_name =
+      w.user_name, process_id = w.process_id, boot_id = w.boot_id, channel = w.channel, beacon = w.beacon FROM s, w
+      WHERE p.semaphore_key = %(key)s AND p.id = s.id RETURNING p.id, p.slot, p.token, w.ticket, w.channel, w.here,
+      w.lasts_us ), f AS ( UPDATE sqlsem_slot p SET expires_us = NULL, permit_id = NULL, suspect_us = NULL, held_us
+      = s.held_us FROM s WHERE p.semaphore_key = %(key)s AND p.id = s.id AND NOT EXISTS (SELECT 1
   FROM o) RETURNING p.id )
 SELECT CASE WHEN u.id IS NOT NULL OR f.id IS NOT NULL THEN 'done' WHEN s.id IS NULL THEN 'gone' WHEN o.id IS NOT
       NULL AND h.id IS NULL THEN 'raced' ELSE 'open' END, u.ticket, u.id, u.slot, u.token, u.lasts_us, u.here, CASE
