@@ -474,8 +474,9 @@ class PostgreSQL(OnPostgreSQL, Dialect):
     fence = "key share"
     inserting_ctes = True
     unflushed = ", set_config('synchronous_commit', 'off', true)"
-    #: Everything here is looked up by a key: planned once, by index, also while the tables are still empty.
-    planning = ("plan_cache_mode = force_generic_plan", "enable_seqscan = off")
+    #: Everything here is looked up by a key: planned once, by index, also while the tables are still empty. A scan by
+    #: bitmap would read dead rows again at each look until they are vacuumed; an index scan marks them in the index.
+    planning = ("plan_cache_mode = force_generic_plan", "enable_seqscan = off", "enable_bitmapscan = off")
     # A session's own lock never stands in its way, so it is told apart by a setting of the session.
     dead = (
         "(CASE WHEN length({process_id}) <> 32 OR translate({process_id}, '0123456789abcdef', '') <> '' THEN FALSE"

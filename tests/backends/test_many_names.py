@@ -1,8 +1,9 @@
-"""With very many idle names nothing that is done often reads more of the tables, or sends more statements."""
+"""With very many idle names, or dead rows, nothing that is done often reads more of the tables, or sends more."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,7 +16,7 @@ from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.names import key_of
 from django_sqlsem.database.sessions import OwnSession
 from django_sqlsem.history import writer
-from django_sqlsem.models import MinuteRow, SemaphoreRow, SlotRow
+from django_sqlsem.models import MinuteRow, SemaphoreRow, SlotRow, WaiterRow
 from tests.support import databases
 from tests.support.keepers import chore_of, keeper_of
 from tests.support.operators import hold, make_semaphore, now_us, wait
@@ -119,6 +120,32 @@ def test_many_idle_names_cost_no_step_a_statement_or_a_scan(database: str) -> No
     many = costs(database)
     assert {title: wide for title, (_, wide) in many.items() if wide} == {}
     assert {title: count for title, (count, _) in many.items() if count > few[title][0] + FORGETS.get(title, 0)} == {}
+
+
+@POSTGRES
+@pytest.mark.usefixtures("superuser")
+def test_waiters_that_came_and_went_are_passed_over_in_the_index(database: str) -> None:
+    """Only this kind of scan marks dead rows in the index; any other reads them all again each time, until a vacuum."""
+    name, key = "crowded", key_of("crowded")
+    make_semaphore(database, name, slots=1)
+    wait(database, name)
+    columns = [field.column for field in WaiterRow._meta.concrete_fields if not field.primary_key]
+    values = ", ".join({"ticket": "md5(n::text)", "queued_us": "queued_us + n"}.get(each, each) for each in columns)
+    with connections[database].cursor() as cursor:
+        cursor.execute(
+            f"INSERT INTO sqlsem_waiter ({', '.join(columns)}) SELECT {values}"
+            " FROM sqlsem_waiter, generate_series(1, 20000) n WHERE semaphore_key = %s",
+            [key],
+        )
+        cursor.execute("DELETE FROM sqlsem_waiter")
+    with plans_noted(database) as plans:
+        permit = semaphore(name, 1, timeout=0, using=database).acquire()
+        wait(database, name)
+        permit.release()
+    scans = [scan for plan in list(plans) for scan, _ in scans_of(plan["Plan"])]
+    waiters = Counter(scan["Node Type"] for scan in scans if scan["Relation Name"] == "sqlsem_waiter")
+    assert set(waiters) == {"Index Scan"}
+    assert waiters["Index Scan"] >= 2  # a claim looks for them, and a release
 
 
 @POSTGRES
