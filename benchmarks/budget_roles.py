@@ -128,10 +128,10 @@ class BudgetRoles:
         from django_sqlsem.database.cursors import Cursor
 
         self._driver, self._traces = [], []
-        made, connect = Cursor.__init__, sqlite3.connect
+        run_on, connect = Cursor._run_on, sqlite3.connect
 
-        def make(cursor: Any, connection: Any, raw: Any = None) -> None:
-            made(cursor, connection, TimedCursor(raw or connection.connection.cursor(), self._driver))
+        def run_timed(cursor: Any, raw: Any) -> None:
+            run_on(cursor, TimedCursor(raw, self._driver))
 
         def connect_traced(*arguments: Any, **options: Any) -> sqlite3.Connection:
             connection = connect(*arguments, **options)
@@ -139,7 +139,7 @@ class BudgetRoles:
             connection.set_trace_callback(self._traces[-1])
             return connection
 
-        Cursor.__init__ = make  # type: ignore[method-assign]
+        Cursor._run_on = run_timed  # type: ignore[method-assign]
         sqlite3.connect = sqlite3.dbapi2.connect = connect_traced
 
     def driver(self) -> dict[str, float]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: For how many texts a session keeps a cursor: as many statements psycopg keeps prepared.
+_TEXTS: Final = 100
 #: What ``Cursor.setinputsizes()`` takes of each parameter: type, length or digits, and 0; a length of 0 is ``max``.
 Size: TypeAlias = tuple[int, int, int]
 
@@ -78,9 +80,12 @@ class Cursor:
         self.db = connection
         #: The database's clock when its server was started or promoted, in microseconds: see ``server``.
         self.since_us: int = getattr(connection, "sqlsem_since_us", 0)
-        self._raw = raw or connection.connection.cursor()
+        self._run_on(raw or connection.connection.cursor())
+
+    def _run_on(self, raw: Any) -> None:
+        self._raw = raw
         #: Returns the next row, or ``None``.
-        self.fetchone: Callable[[], Any] = self._raw.fetchone
+        self.fetchone: Callable[[], Any] = raw.fetchone
 
     def __enter__(self) -> Self:
         return self
@@ -125,21 +130,33 @@ class PostgreSQLCursor(Cursor):
         if self._psycopg2:
             super().__init__(connection)
             return
-        import psycopg
-
         # A prepared statement belongs to a session, and behind a pooler the next one may be another's.
         self._prepare = getattr(connection, "sqlsem_pooled", False) is False
-        super().__init__(connection, psycopg.Cursor(connection.connection))
+        self._cursor_for = _cursors_by_text(connection)
+        super().__init__(connection, self._cursor_for(""))
 
     def execute(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] | None = None) -> None:
         """Run one statement, prepared."""
         if self._psycopg2:
             self._raw.execute(sql, parameters)
         else:
+            self._run_on(self._cursor_for(sql))
             self._raw.execute(sql, parameters, prepare=self._prepare and parameters is not None)
 
     def close(self) -> None:
         """Do nothing: it has fetched everything, and closing it would only mark it."""
+
+
+def _cursors_by_text(connection: BaseDatabaseWrapper) -> Callable[[str], Any]:
+    """Return what finds the cursor of psycopg that ran a text before: it knows how to read and write its values."""
+    known: Callable[[str], Any] | None = getattr(connection, "sqlsem_cursors", None)
+    if known is None:
+        import psycopg
+
+        raw = connection.connection
+        known = functools.lru_cache(maxsize=_TEXTS)(lambda _text: psycopg.Cursor(raw))
+        connection.sqlsem_cursors = known  # type: ignore[attr-defined]
+    return known
 
 
 class SQLiteCursor(Cursor):
