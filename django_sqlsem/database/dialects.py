@@ -615,7 +615,7 @@ def _shown(cursor: CursorWrapper, kind: str, name: str) -> Any:
 
 
 class MySQL(Dialect):
-    """MySQL and MariaDB: ``UPDATE ... ORDER BY ... LIMIT 1``, and a second statement to read what it took."""
+    """MySQL and MariaDB: ``UPDATE ... ORDER BY ... LIMIT 1``, which tells in one number what it took."""
 
     # UNIX_TIMESTAMP() would go through the session's time zone, where an autumn hour happens twice.
     now_sql = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"

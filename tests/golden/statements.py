@@ -90,7 +90,10 @@ def is_used(name: str, dialect: Dialect) -> bool:
     used = {
         "CANDIDATES": not dialect.returning and not dialect.update_limit,
         # Pieces of statements.
-        **dict.fromkeys(("FREED", "STAYING", "WAITER", "DECLARED", "acquire.TAKE", "EXTENDED", "WAITING"), False),
+        **dict.fromkeys(
+            ("FREED", "STAYING", "WAITER", "DECLARED", "acquire.TAKE", "acquire.TAKE_TELLING", "EXTENDED", "WAITING"),
+            False,
+        ),
         **dict.fromkeys(("acquire.WANTED", "handoff.TAKE"), False),
         "PASS_IN_ONE": dialect.writing_ctes,
         "SOMEBODY": dialect.inserting_ctes,

@@ -80,19 +80,20 @@ _TAKE_AND_TELL: Final = f"""{_TAKE} WHERE semaphore_key = %(key)s AND id = (
 ) RETURNING id, slot, token, ({_DECLARED}){{unflushed}}"""
 #: Takes it where another statement has to tell; ``{by_id}`` or ``{lowest}`` says which.
 _TAKE_ONE: Final = (
-    f"{_TAKE} WHERE {{by_id}}semaphore_key = %(key)s AND closed = %(no)s AND {{free}}{{mutex}} AND slot > {{wanted}}"
+    f"{{take}} WHERE {{by_id}}semaphore_key = %(key)s AND closed = %(no)s AND {{free}}{{mutex}} AND slot > {{wanted}}"
     f" AND slot <= (SELECT {_LIMIT} FROM sqlsem_semaphore m WHERE m.name_key = %(key)s AND {_GIVES}"
     " AND {m.settled}){lowest}"
 )
 #: The answer to an UPDATE on MySQL has no rows, but one number: the argument of LAST_INSERT_ID(). Here that is how far
 #: the slot's new token is ahead of a time some years ago, and the slot. 0: the row has another id than this process
-#: knows of the slot, or the token is years away. It stands before ``granting``: MySQL reckons with what was set before.
+#: knows of the slot, or the token is years away. It stands first, as MySQL reckons with what was set before.
 #: The value is compared so that it is computed. ``suspect_us`` is NULL either way.
 _AHEAD: Final = "(GREATEST(token + 1, {token_now}) - %(years_ago)s)"
 _TELLING: Final = (
-    f"suspect_us = CASE WHEN LAST_INSERT_ID(CASE WHEN id = slot + %(gap)s AND {_AHEAD} BETWEEN 0 AND {2 * _YEARS_US}"
+    f"CASE WHEN LAST_INSERT_ID(CASE WHEN id = slot + %(gap)s AND {_AHEAD} BETWEEN 0 AND {2 * _YEARS_US}"
     f" THEN {_AHEAD} * {MAX_SLOTS + 1} + slot ELSE 0 END) = 0 THEN NULL END"
 )
+_TAKE_TELLING: Final = f"UPDATE sqlsem_slot SET {granting(NEXT_TOKEN, lasts='%(lease_us)s', suspect=_TELLING)}"
 #: Of a place: not if ``_TAKE_ONE`` would take a slot at this moment, which costs less than to stand and be served.
 _UNLESS_FREE: Final = (
     " AND NOT (m.paused = %(no)s AND {m.settled} AND EXISTS (SELECT 1 FROM sqlsem_slot f"
@@ -140,6 +141,7 @@ _SLOTS: Final = "SELECT slot FROM sqlsem_slot WHERE semaphore_key = %(key)s"
 def take_sql(dialect: Dialect, turn: str, *, durable: bool, mutex: bool = False) -> str:
     """Take one free slot."""
     words = {
+        "{take}": _TAKE_TELLING if dialect.update_limit else _TAKE,
         "{mutex}": _MUTEX.replace("{t}", "s." if dialect.returning else "") if mutex else "",
         "{wanted}": _WANTED[turn],
         "{by_id}": "" if dialect.update_limit else "id = %(id)s AND ",
@@ -148,8 +150,6 @@ def take_sql(dialect: Dialect, turn: str, *, durable: bool, mutex: bool = False)
     text = _TAKE_AND_TELL if dialect.returning else _TAKE_ONE
     if durable:
         words["{unflushed}"] = ""
-    if dialect.update_limit:
-        words |= {"suspect_us = NULL, ": "", "SET token": f"SET {_TELLING}, token"}
     return functools.reduce(lambda sql, word: sql.replace(word, words[word]), words, text)
 
 

@@ -119,15 +119,17 @@ def request_parameters(request: Request, place: Place | None = None) -> dict[str
 NEXT_TOKEN: Final = "CASE WHEN token + 1 > {token_now} THEN token + 1 ELSE {token_now} END"  # noqa: S105
 
 
-def granting(token: str, *, lasts: str = "%(lasts_us)s", mode: str = "", source: str = "%({})s") -> str:
+def granting(
+    token: str, *, lasts: str = "%(lasts_us)s", mode: str = "", source: str = "%({})s", suspect: str = "NULL"
+) -> str:
     """Return the columns of a slot that is granted. ``source``: where who gets it is read from, by columns."""
     columns = {
+        "suspect_us": suspect,
         "token": token,
         "permit_id": source.format("permit_id"),
         "acquired_us": "{now}",
         "expires_us": f"{{now}} + {lasts}",
         "lease_us": source.format("lease_us"),
-        "suspect_us": "NULL",
         "lock_mode": mode or source.format("lock_mode"),
     } | {column: source.format(column) for column in HOLDER_COLUMNS}
     return ", ".join(f"{column} = {value}" for column, value in columns.items())

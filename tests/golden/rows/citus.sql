@@ -21,10 +21,10 @@ WHERE semaphore_key = %(key)s;
 
 -- acquire.TAKE_NEW
 UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
-      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
-      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s,
+      acquired_us = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, lock_mode = %(lock_mode)s,
+      host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id
+      = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
 
 -- beacons.BURY
@@ -239,26 +239,26 @@ WHERE semaphore_key = %(key)s;
 
 -- exclusive.TAKE update
 UPDATE sqlsem_slot
-SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
-      %(lease_us)s, suspect_us = NULL, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s,
-      label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
-      %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} +
+      %(lasts_us)s, lease_us = %(lease_us)s, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread =
+      %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s,
+      channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND slot = 0;
 
 -- exclusive.TAKE upgrade
 UPDATE sqlsem_slot
-SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
-      %(lease_us)s, suspect_us = NULL, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s,
-      label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
-      %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} +
+      %(lasts_us)s, lease_us = %(lease_us)s, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread =
+      %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s,
+      channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND slot > 0;
 
 -- exclusive.TAKE whole
 UPDATE sqlsem_slot
-SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
-      %(lease_us)s, suspect_us = NULL, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s,
-      label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
-      %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} +
+      %(lasts_us)s, lease_us = %(lease_us)s, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread =
+      %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s,
+      channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND slot >= 0;
 
 -- exclusive.WAITED_FOR ('update', False)
@@ -375,8 +375,8 @@ WITH m AS ( SELECT CASE WHEN slots_until_us <= {now} THEN NULL ELSE operator_slo
       m.settled AND s.closed = %(no)s AND s.slot <= COALESCE(m.operator_slots, h.slots, m.declared_slots) RETURNING
       w.*, w.ticket AS permit_id, w.process_id = %(process_id)s AS here, CASE WHEN w.process_id = %(process_id)s
       THEN w.lease_us ELSE LEAST(%(lapse_us)s, w.lease_us) END AS lasts_us ), u AS ( UPDATE sqlsem_slot p SET
-      held_us = s.held_us, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id =
-      w.permit_id, acquired_us = {now}, expires_us = {now} + w.lasts_us, lease_us = w.lease_us, suspect_us = NULL,
+      held_us = s.held_us, suspect_us = NULL, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END,
+      permit_id = w.permit_id, acquired_us = {now}, expires_us = {now} + w.lasts_us, lease_us = w.lease_us,
       lock_mode = w.lock_mode, host = w.host, pid = w.pid, thread = w.thread, label = w.label, user_name =
       w.user_name, process_id = w.process_id, boot_id = w.boot_id, channel = w.channel, beacon = w.beacon FROM s, w
       WHERE p.semaphore_key = %(key)s AND p.id = s.id RETURNING p.id, p.slot, p.token, w.ticket, w.channel, w.here,
@@ -640,10 +640,10 @@ WHERE semaphore_key = %(key)s AND away = %(no)s AND (expires_us > {now} + %(pati
 
 -- take barge
 UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
-      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
-      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s,
+      acquired_us = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, lock_mode = %(lock_mode)s,
+      host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id
+      = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key =
       s.semaphore_key WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR
       m.paused_until_us <= {now}) AND (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS
@@ -663,10 +663,10 @@ RETURNING id, slot, token, (SELECT declared_slots
 
 -- take newcomer
 UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
-      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
-      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s,
+      acquired_us = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, lock_mode = %(lock_mode)s,
+      host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id
+      = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key =
       s.semaphore_key WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR
       m.paused_until_us <= {now}) AND (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS
@@ -686,10 +686,10 @@ RETURNING id, slot, token, (SELECT declared_slots
 
 -- take newcomer mutex
 UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
-      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
-      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s,
+      acquired_us = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, lock_mode = %(lock_mode)s,
+      host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id
+      = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key =
       s.semaphore_key WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR
       m.paused_until_us <= {now}) AND (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS
@@ -709,10 +709,10 @@ RETURNING id, slot, token, (SELECT declared_slots
 
 -- take ranked
 UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
-      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
-      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s,
+      acquired_us = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, lock_mode = %(lock_mode)s,
+      host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id
+      = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND id = ( SELECT s.id FROM sqlsem_slot s JOIN sqlsem_semaphore m ON m.name_key =
       s.semaphore_key WHERE s.semaphore_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR
       m.paused_until_us <= {now}) AND (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS
@@ -735,8 +735,8 @@ RETURNING id, slot, token, (SELECT declared_slots
 
 -- take two
 UPDATE sqlsem_slot
-SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
-      %(lease_us)s, suspect_us = NULL, lock_mode = %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread =
+SET suspect_us = NULL, token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} +
+      %(lasts_us)s, lease_us = %(lease_us)s, lock_mode = %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread =
       %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s,
       channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND id IN (%(row0)s, %(row1)s);

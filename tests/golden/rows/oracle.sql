@@ -28,10 +28,10 @@ WHERE semaphore_key = %(key)s;
 
 -- acquire.TAKE_NEW
 UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
-      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
-      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s,
+      acquired_us = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, lock_mode = %(lock_mode)s,
+      host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id
+      = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND slot BETWEEN 1 AND %(take)s;
 
 -- beacons.BURY
@@ -250,26 +250,26 @@ WHERE semaphore_key = %(key)s;
 
 -- exclusive.TAKE update
 UPDATE sqlsem_slot
-SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
-      %(lease_us)s, suspect_us = NULL, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s,
-      label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
-      %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} +
+      %(lasts_us)s, lease_us = %(lease_us)s, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread =
+      %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s,
+      channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND slot = 0;
 
 -- exclusive.TAKE upgrade
 UPDATE sqlsem_slot
-SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
-      %(lease_us)s, suspect_us = NULL, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s,
-      label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
-      %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} +
+      %(lasts_us)s, lease_us = %(lease_us)s, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread =
+      %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s,
+      channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND slot > 0;
 
 -- exclusive.TAKE whole
 UPDATE sqlsem_slot
-SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
-      %(lease_us)s, suspect_us = NULL, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s,
-      label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel =
-      %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} +
+      %(lasts_us)s, lease_us = %(lease_us)s, lock_mode = %(got)s, host = %(host)s, pid = %(pid)s, thread =
+      %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s,
+      channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND slot >= 0;
 
 -- exclusive.WAITED_FOR ('update', False)
@@ -372,10 +372,10 @@ ORDER BY w.queued_us, w.id;
 -- handoff.PASS
 UPDATE sqlsem_slot
 SET held_us = CASE WHEN {now} <= acquired_us THEN held_us WHEN held_us = 0 THEN {now} - acquired_us ELSE held_us +
-      ({now} - acquired_us - held_us) / 8 END, token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now},
-      expires_us = {now} + %(lasts_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode = %(lock_mode)s, host
-      = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id =
-      %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+      ({now} - acquired_us - held_us) / 8 END, suspect_us = NULL, token = %(token)s, permit_id = %(permit_id)s,
+      acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us = %(lease_us)s, lock_mode = %(lock_mode)s,
+      host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id
+      = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND id = %(row0)s AND permit_id = %(released)s AND closed = %(no)s;
 
 -- look
@@ -672,10 +672,10 @@ WHERE semaphore_key = %(key)s AND away = %(no)s AND (expires_us > {now} + %(pati
 
 -- take barge
 UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
-      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
-      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s,
+      acquired_us = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, lock_mode = %(lock_mode)s,
+      host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id
+      = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
       AND lease_us <= ABS({now} - %(since)s))) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
       'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
@@ -691,10 +691,10 @@ WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_u
 
 -- take newcomer
 UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
-      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
-      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s,
+      acquired_us = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, lock_mode = %(lock_mode)s,
+      host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id
+      = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
       AND lease_us <= ABS({now} - %(since)s))) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
       'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
@@ -711,10 +711,10 @@ WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_u
 
 -- take newcomer mutex
 UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
-      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
-      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s,
+      acquired_us = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, lock_mode = %(lock_mode)s,
+      host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id
+      = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
       AND lease_us <= ABS({now} - %(since)s))) AND lock_mode = 'mutex' AND slot > (SELECT COALESCE(MAX(CASE WHEN
       w.take = 0 OR w.lock_mode = 'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now}
@@ -731,10 +731,10 @@ WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_u
 
 -- take ranked
 UPDATE sqlsem_slot
-SET token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s, acquired_us =
-      {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, suspect_us = NULL, lock_mode =
-      %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name =
-      %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
+SET suspect_us = NULL, token = CASE WHEN token + 1 > {now} THEN token + 1 ELSE {now} END, permit_id = %(permit_id)s,
+      acquired_us = {now}, expires_us = {now} + %(lease_us)s, lease_us = %(lease_us)s, lock_mode = %(lock_mode)s,
+      host = %(host)s, pid = %(pid)s, thread = %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id
+      = %(process_id)s, boot_id = %(boot_id)s, channel = %(channel)s, beacon = %(beacon)s
 WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (expires_us <= {now}
       AND lease_us <= ABS({now} - %(since)s))) AND slot > (SELECT COALESCE(MAX(CASE WHEN w.take = 0 OR w.lock_mode =
       'mutex' THEN 10000 WHEN w.take <= COALESCE(CASE WHEN n.slots_until_us <= {now} THEN NULL ELSE n.operator_slots
@@ -753,8 +753,8 @@ WHERE id = %(id)s AND semaphore_key = %(key)s AND closed = %(no)s AND (expires_u
 
 -- take two
 UPDATE sqlsem_slot
-SET token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} + %(lasts_us)s, lease_us =
-      %(lease_us)s, suspect_us = NULL, lock_mode = %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread =
+SET suspect_us = NULL, token = %(token)s, permit_id = %(permit_id)s, acquired_us = {now}, expires_us = {now} +
+      %(lasts_us)s, lease_us = %(lease_us)s, lock_mode = %(lock_mode)s, host = %(host)s, pid = %(pid)s, thread =
       %(thread)s, label = %(label)s, user_name = %(user_name)s, process_id = %(process_id)s, boot_id = %(boot_id)s,
       channel = %(channel)s, beacon = %(beacon)s
 WHERE semaphore_key = %(key)s AND id IN (%(row0)s, %(row1)s);
