@@ -10,7 +10,6 @@ import contextlib
 import copy
 import math
 import os
-import sqlite3
 import threading
 import time
 import traceback
@@ -214,7 +213,7 @@ _leaving = threading.Lock()
 
 def remember(connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
     """Know of a connection that was opened by any code of the process: a receiver of ``connection_created``."""
-    if isinstance(connection.connection, sqlite3.Connection):
+    if connection.vendor == "sqlite":
         _known.add(connection)
 
 
