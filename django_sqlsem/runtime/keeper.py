@@ -897,6 +897,8 @@ class Keeper:
                 for acquisition in list(self.acquisitions.values()):
                     if acquisition.permit_id == each:
                         self._renew_soon(acquisition)
+        if heard:  # the waiters go on at once: this thread would keep the interpreter until it sleeps
+            time.sleep(0)
 
     def has_work(self) -> bool:
         if self.is_in_use() or any(chore.busy for chore in self.chores):
