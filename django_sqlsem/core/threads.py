@@ -6,6 +6,7 @@ the ``try`` that gives it back. Whoever left without releasing it is known by it
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -124,6 +125,21 @@ _LOOKS: Final = 100
 _LOOK: Final = 0.05
 
 
+def runs(thread: threading.Thread) -> bool:
+    """Return whether a thread runs.
+
+    Before Python 3.13, an exception that a signal handler or another thread raises inside ``is_alive()`` has the thread
+    pass for one that has ended, for good. Under gevent any exception that ends a greenlet may do that.
+    """
+    known = _is_running(thread)
+    return thread.is_alive() if known is None else known
+
+
+def _is_running(thread: threading.Thread) -> bool | None:
+    lock = getattr(thread, "_tstate_lock", None)  # of Python 3.12 and before: taken while the thread runs
+    return None if lock is None else bool(lock.locked())
+
+
 class DaemonThread(threading.Thread):
     """A daemon thread whose ``start()`` does not wait for ever.
 
@@ -134,6 +150,22 @@ class DaemonThread(threading.Thread):
     def __init__(self, name: str, run: Callable[..., object], *args: object) -> None:
         super().__init__(target=run, args=args, name=name, daemon=True)
         self._started = _Begun()
+        self._process = os.getpid()
+        self._over = False
+
+    def run(self) -> None:
+        """Do what it was made for."""
+        try:
+            super().run()
+        finally:
+            self._over = True
+
+    def is_alive(self) -> bool:
+        """Return whether it runs: see ``runs()``."""
+        if self._over or self._process != os.getpid():
+            return False
+        known = _is_running(self)
+        return super().is_alive() if known is None else known
 
     def start(self) -> None:
         """Start the thread. Raises ``RuntimeError`` if it can't start, or does not begin within 5 seconds."""

@@ -161,7 +161,7 @@ class Counter:
             return None
         keeper = self._keeper()
         acquisition = self._acquisition(keeper, take)
-        with acquisition:
+        with acquisition as _asking:
             return self._taken_here(acquisition, timeout)
 
     def _taken_here(self, acquisition: Acquisition, timeout: float | None) -> Taken | None:
@@ -177,7 +177,7 @@ class Counter:
             return None
         keeper = self._keeper()
         acquisition = self._acquisition(keeper, take)
-        with acquisition:
+        with acquisition as _asking:
             return await self._taken_there(keeper, acquisition, timeout)
 
     async def _taken_there(self, keeper: Keeper, acquisition: Acquisition, timeout: float | None) -> Taken | None:

@@ -16,6 +16,7 @@ from django.db.transaction import TransactionManagementError
 from django_sqlsem.backends.base import Acquired
 from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.text import shown
+from django_sqlsem.core.threads import runs
 from django_sqlsem.database import transactions
 from django_sqlsem.database.server import leads_to_locks
 from django_sqlsem.exceptions import BackendError, PermitLostError
@@ -56,7 +57,7 @@ class Fence:
     @property
     def stands(self) -> bool:
         """Whether the transaction may be open: it ends with its thread at the latest."""
-        return not self.over and self.thread.is_alive()
+        return not self.over and runs(self.thread)
 
 
 def fence(permit: _Holder, using: str | None) -> None:

@@ -26,6 +26,7 @@ from django_sqlsem.core.durations import UNSET, Seconds, Unset
 from django_sqlsem.core.modes import UPGRADE
 from django_sqlsem.core.names import Name, key_of, validate_name
 from django_sqlsem.core.text import numbers, shown
+from django_sqlsem.core.threads import runs
 from django_sqlsem.database import transactions
 from django_sqlsem.exceptions import AlreadyHeldError, BackendError, NotEnteredError, PermitLostError
 from django_sqlsem.locks import fences
@@ -454,7 +455,7 @@ def _ended(owner: Any) -> bool:
     if owner is None:
         return True
     done = getattr(owner, "done", None)
-    return bool(done()) if done is not None else not owner.is_alive()
+    return bool(done()) if done is not None else not runs(owner)
 
 
 class UpgradablePermit(Permit):

@@ -259,7 +259,7 @@ class Semaphore:
             return None
         acquisition = self._asks(keeper, rank, bound)
         acquisition.client = client
-        with acquisition:
+        with acquisition as _asking:
             if keeper.acquire(acquisition, timeout):
                 return events.granted(self._permit(acquisition))
             keeper.drop(acquisition)
@@ -274,7 +274,7 @@ class Semaphore:
         if self.name in refused_by_tests:
             return None
         acquisition = self._asks(keeper, rank, bound)
-        with acquisition:
+        with acquisition as _asking:
             if await keeper.aacquire(acquisition, timeout):
                 return await events.agranted(self._permit(acquisition))
             keeper.drop(acquisition)

@@ -404,6 +404,12 @@ class AcquisitionKeeper(Protocol):
     def time_left(self, now: float) -> float: ...
 
 
+class _Asking:
+    """Lives for as long as the frame of a caller that asks."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Acquisition:
     """One acquisition, from its request to its end. The program has its ``Permit``."""
 
@@ -450,14 +456,18 @@ class Acquisition:
         self._stopping: Announcement | None = None
         #: Where it stands. Only this class changes it.
         self.state = State.NEW
+        self._asking: weakref.ref[_Asking] | None = None
         self._lock = threading.RLock()  # a finaliser may run in any line
         self._generation = _generation
 
     def __repr__(self) -> str:
         return f"<Acquisition of {self.request.resource.name!r}: {self.state.value}>"
 
-    def __enter__(self) -> None:
-        """Begin the block in which its caller asks and gets its permit."""
+    def __enter__(self) -> object:
+        """Begin the block in which its caller asks and gets its permit. Its frame keeps what this returns."""
+        asking = _Asking()
+        self._asking = weakref.ref(asking)
+        return asking
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         """End it. After an exception, whatever it was, the keeper gives back what was or will be granted."""
@@ -616,6 +626,12 @@ class Acquisition:
     def is_dropped(self) -> bool:
         """Whether the program has lost its permit without releasing it."""
         return self.has_permit and self.state is not State.PUT_OFF and self.permit() is None
+
+    @property
+    def is_left(self) -> bool:
+        """Whether its caller has gone without a word: it was interrupted, and once more before it could say so."""
+        asks = self.state in (State.NEW, State.QUEUED, State.GRANTED, State.HELD) and not self.has_permit
+        return asks and self._asking is not None and self._asking() is None
 
     @property
     def foreign(self) -> bool:

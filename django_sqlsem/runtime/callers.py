@@ -18,6 +18,7 @@ from django.core.exceptions import SynchronousOnlyOperation
 
 from django_sqlsem.core import forks
 from django_sqlsem.core.text import numbers
+from django_sqlsem.core.threads import runs
 from django_sqlsem.database import transactions
 from django_sqlsem.database.server import is_one_database
 from django_sqlsem.exceptions import AlreadyHeldError
@@ -242,14 +243,14 @@ def caller_is_gone(acquisition: Acquisition) -> bool:
     if caller is None or caller.ref is None:
         return False
     worker = caller.worker() if caller.worker is not None else None
-    if worker is not None and worker.is_alive():
+    if worker is not None and runs(worker):
         return False  # the task may have ended without the thread that it called
     itself = caller.ref()
     if itself is None:
         return True
     if isinstance(itself, asyncio.Task):
         return itself.done() and _returned_acquisition(itself) is not acquisition
-    return isinstance(itself, threading.Thread) and not itself.is_alive()
+    return isinstance(itself, threading.Thread) and not runs(itself)
 
 
 def refuse_event_loop(

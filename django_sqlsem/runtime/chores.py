@@ -144,6 +144,8 @@ class Renewals(Chore):
         for each in list(self._keeper.acquisitions.values()):
             if each.has_slots and each.waits_unanswered:
                 self._keeper.answer_again(each)  # the thread that brought its grant was interrupted
+            if each.is_left:
+                each.abandon()
             if each.given_back or each.abandoned:
                 late = each.abandoned or now - each.releasing_since > LOOK_AROUND
                 if late and not self._keeper.own.unreachable(started):

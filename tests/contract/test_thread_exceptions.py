@@ -10,6 +10,10 @@ import time
 import pytest
 
 from django_sqlsem import semaphore
+from django_sqlsem.locks import rlock
+from django_sqlsem.runtime.keeper import Keeper
+from tests.support.databases import assert_nothing_held
+from tests.support.keepers import keeper_of
 from tests.support.threads import wait_until
 
 pytestmark = pytest.mark.process_side
@@ -52,3 +56,63 @@ def test_a_waiting_thread_hears_it_and_leaves_the_queue(database, timeout):
         wait_until(lambda: lock.status().waiting == 0, what="its place to be given up")
     with lock.acquire(timeout=60):
         pass
+
+
+class Struck:
+    """The lock by which Python sees whether a thread runs: the thread that takes it is struck, as by a signal."""
+
+    def __init__(self, lock):
+        self.locked = lock.locked
+
+    def acquire(self, *_):
+        raise Limit
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="there an exception inside is_alive() changes nothing")
+def test_an_exception_cannot_mark_a_living_thread_as_ended(database, monkeypatch):
+    """Before Python 3.13 one inside ``is_alive()`` does. All the thread's permits would pass for forgotten."""
+    lock = rlock("entered", using=database)
+    with lock as permit:
+        keeper = keeper_of(database).loop._thread
+        with monkeypatch.context() as patch:
+            for thread in (threading.current_thread(), keeper):
+                patch.setattr(thread, "_tstate_lock", Struck(thread._tstate_lock))
+            with lock, semaphore("another", using=database):
+                pass
+        assert keeper_of(database).loop._thread is keeper
+        permit.check()
+
+
+def test_an_acquire_that_is_struck_twice_leaves_nothing(database, monkeypatch):
+    """The second exception comes as it is about to say that it was struck."""
+    lock = semaphore("limits", lease=2, timeout=60, using=database)
+    with lock:
+        pass
+    with monkeypatch.context() as patch:
+
+        def first(*_):
+            patch.undo()
+            patch.setattr(Keeper, "abandon", second)
+            raise Limit
+
+        def second(*_):
+            patch.undo()
+            raise Limit
+
+        patch.setattr(Keeper, "acquire", granted_and(first))
+        with pytest.raises(Limit):
+            lock.acquire()
+    assert_nothing_held(database)
+    with lock:
+        pass
+
+
+def granted_and(struck):
+    """Return an acquire that is struck when the permit is granted."""
+    acquire = Keeper.acquire
+
+    def acquires(*args):
+        assert acquire(*args)
+        struck()
+
+    return acquires
