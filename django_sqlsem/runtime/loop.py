@@ -200,6 +200,7 @@ class ThreadLoop:
 
     def after_fork(self) -> None:
         """In a forked child: let go of the parent's sockets."""
+        self._thread, self._stopping = None, True  # under gevent its greenlet goes on in the child
         if self._alarm is not None:
             self._alarm.close()
 
@@ -224,6 +225,8 @@ class ThreadLoop:
                 self._take_steps()
                 self._duties.take_turn()
             except Exception as error:  # noqa: BLE001 - what is still due is tried again
+                if self._thread is not me:
+                    return
                 self._met(error)
                 time.sleep(0.05)  # not as fast as it fails
             if self._has_ended():

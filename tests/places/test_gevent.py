@@ -197,6 +197,72 @@ say(" ".join(sorted(each.id for each in checks.run_checks() if each.id in ("sqls
 """
 
 
+def told_by(program: str) -> list[str]:
+    """Run a program of its own, and return what it says."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"def say(line): print(line, flush=True)\n{program}"],
+        cwd=ROOT,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+_STRUCK = """
+import gevent.monkey
+gevent.monkey.patch_all()
+import gevent, threading, django
+django.setup()
+from django_sqlsem import semaphore
+
+def keepers():
+    return [thread for thread in threading.enumerate() if "keeper" in thread.name]
+
+with semaphore("kept", using={alias!r}):
+    while not keepers():
+        gevent.sleep(0.01)
+    before = keepers()
+    for nth in range(20):
+        acquiring = gevent.spawn(semaphore(f"struck {{nth}}", using={alias!r}).acquire)
+        gevent.get_hub().loop.run_callback(lambda: acquiring.throw(gevent.Timeout(0)))
+        acquiring.join()
+    semaphore("another", using={alias!r}).acquire().release()
+    say(keepers() == before)
+"""
+
+_FORKED = """
+import gevent.monkey
+gevent.monkey.patch_all()
+import gevent, logging, os, sys, django
+django.setup()
+from django_sqlsem import semaphore
+logging.getLogger("django_sqlsem").addHandler(logging.StreamHandler(sys.stdout))
+with semaphore("held", using={alias!r}):
+    waits = gevent.spawn(semaphore("held", using={alias!r}).try_acquire, timeout=1)
+    gevent.sleep(0.3)
+    child = os.fork()
+    if not child:
+        gevent.sleep(2)
+        with semaphore("the child's", using={alias!r}):
+            say("held by the child")
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_timeout_at_the_first_switch_starts_no_second_keeper(alias):
+    """It comes as a greenlet asks whether the keeper's runs."""
+    assert told_by(_STRUCK.format(alias=alias)) == ["True"]
+
+
+def test_a_keepers_greenlet_ends_in_a_forked_child(alias):
+    """Threads do not survive a fork, and greenlets do: it would fail over and over on what is the parent's."""
+    assert told_by(_FORKED.format(alias=alias)) == ["held by the child"]
+
+
 @pytest.mark.parametrize(
     ("library", "patch", "said", "checks"),
     [
@@ -212,16 +278,7 @@ say(" ".join(sorted(each.id for each in checks.run_checks() if each.id in ("sqls
     ],
 )
 def test_patched_interpreters(alias, library, patch, said, checks):
-    program = _PATCHED.format(library=library, patch=patch, alias=alias)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"def say(line): print(line, flush=True)\n{program}"],
-        cwd=ROOT,
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    told = done.stdout.splitlines()
-    assert len(told) == 2, done.stderr
+    told = told_by(_PATCHED.format(library=library, patch=patch, alias=alias))
+    assert len(told) == 2
     assert told[0].startswith(said)
     assert told[1] == checks
