@@ -610,7 +610,7 @@ class UpgradablePermit(Permit):
                 raise AlreadyHeldError(f"The permit of {self.name!r} has been upgraded already, or is about to be.")
             self._upgrade = permit
             if _lose_parts not in mine.losing.callbacks:
-                mine.losing.callbacks.append(_lose_parts)
+                mine.losing.callbacks.appendleft(_lose_parts)  # before the program's, which may take their time
             going = tuple(part for part in self._parts if id(part) in part.keeper.acquisitions)
             self._parts = (*going, permit._acquisition)
 

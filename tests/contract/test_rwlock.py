@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import sys
+import threading
 import time
 
 import pytest
@@ -106,7 +108,7 @@ def test_readers_writers_and_upgrades_at_random(database):
 
 def test_a_killed_writer_is_no_longer_in_the_way(database):
     """Nor is one that has been upgraded."""
-    with sharing(database, 3) as (here, there, third):
+    with sharing(database, 3, lease=20) as (here, there, third):
         here.has("w", "write")
         for number, (child, who, verb) in enumerate(
             ((third, "u", "upgradable"), (there, "u", "upgradable"), (there, "w", "write")), start=1
@@ -235,6 +237,26 @@ def test_an_upgrade_that_gives_up_leaves_an_upgradable_reader(database):
         there.has("r", "read")
         there.release("r")
         here.release("u")
+
+
+def test_what_the_program_does_when_it_hears_of_a_loss_keeps_no_slots(database):
+    """Nor from the others whom it has to tell."""
+    told, told_last = [], threading.Event()
+
+    def end(permit):
+        told.append(permit.name)
+        sys.exit(3)
+
+    lock = rwlock(LOCK, readers=5, lease=4, max_hold=1, on_lost=end, using=database)
+    permit = lock.upgradable().acquire()
+    permit.on_lost(lambda _: told_last.set())
+    permit.upgrade()
+    reader = rwlock(LOCK, readers=5, timeout=60, using=database).read()
+    run_beside(lambda: reader.acquire().release()).result(60)
+    assert permit.lost
+    assert told_last.wait(30)
+    assert told == [LOCK]
+    permit.release()
 
 
 def test_two_plain_readers_that_want_to_write_are_told_at_once(database):
