@@ -236,6 +236,7 @@ def leave_to(response: Any, permit: Permit, request: HttpRequest) -> None:
         if not isinstance(response, FileResponse):  # of which WSGI's servers may take the file itself
             # Not through the property, whose iterators refer to the response: it would be on a cycle.
             response._iterator = (_AsyncParts if response.is_async else _sync_parts)(response._iterator, permit)
+            end.parts = response._iterator
         response._resource_closers.append(end)
     else:
         response.add_post_render_callback(end.rendered)
@@ -318,10 +319,16 @@ class _End:
 
     def __init__(self, permit: Permit) -> None:
         self.permit = permit
+        self.parts: Any = None
         permit._goes_with_response = True  # the collector may come to it first
 
     def __call__(self) -> None:
-        self.permit._close()
+        try:
+            close = getattr(self.parts, "close", None)
+            if close is not None:  # what the generator cleans up comes before the next holder
+                close()
+        finally:
+            self.permit._close()
 
     def rendered(self, response: object) -> None:
         at_transaction_end(None, self.permit._close)  # somebody may render inside the transaction

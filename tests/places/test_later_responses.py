@@ -188,6 +188,29 @@ def test_a_stream_that_fails_gives_the_slot_back_before_anybody_closes_it(stage:
     assert Stage.held() == 0
 
 
+def test_a_stream_in_a_middlewares_own_response_cleans_up_before_the_next_holder(
+    stage: str,
+) -> None:
+    held = []
+
+    def parts() -> Iterator[str]:
+        try:
+            yield "a"
+            yield "b"
+        finally:
+            held.append(Stage.held())
+
+    request = RequestFactory().get("/")
+    response = place(lambda request: StreamingHttpResponse(parts()))(request)
+    other = StreamingHttpResponse(response.streaming_content)
+    other._resource_closers.append(request.close)  # as Django's handler does
+    del response
+    assert next(iter(other)) == b"a"
+    other.close()
+    assert held == [1]
+    assert Stage.held() == 0
+
+
 def test_the_end_of_the_request_gives_back_the_slots_of_all_its_streams(stage: str) -> None:
     class Uploads(io.BytesIO):
         """A file of the request's."""
