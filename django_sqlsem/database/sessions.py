@@ -51,6 +51,8 @@ class Session(Protocol):
 
     #: How often something was sent, by any thread.
     attempts: int
+    #: How often it was sent once more, as the answer was lost: it may have been done before.
+    repeats: int
 
     @property
     def dialect(self) -> Dialect:
@@ -117,6 +119,7 @@ def _open(alias: str, made: list[Any], host: str) -> BaseDatabaseWrapper:
         connection.ensure_connection()  # unlike connect(), it raises Django's errors, not the driver's
         # A test runner that forbids the database from here on means the tests, not what is left to be given back.
         connection.ensure_connection = _stay_open  # type: ignore[method-assign]
+        connection.close_if_unusable_or_obsolete = _stay_open  # type: ignore[method-assign]
         dialect.prepare(connection)
         return connection
     except BaseException as error:
@@ -379,7 +382,7 @@ class OwnSession:
     def __init__(self, alias: str) -> None:
         self.alias = alias
         self.last_used = time.monotonic()
-        self.attempts = 0
+        self.attempts = self.repeats = 0
         #: Since when the database owes an answer, by the boot clock; ``None`` if the last statement was answered.
         self.asked_at: float | None = None
         #: Called with each connection that was opened, before its first use.
@@ -496,6 +499,7 @@ class OwnSession:
                     if not (stale and again):
                         raise backend_error(self.alias, error, stale=stale) from error
                     again = False
+                    self.repeats += 1
                     errors.without_frames(error)
                     continue
             except BaseException:
@@ -597,7 +601,7 @@ class CallerSession:
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection = connection
         self.dialect = dialect_for(connection)
-        self.attempts = 0
+        self.attempts = self.repeats = 0
 
     def run(self, work: Callable[[AnyCursor], T], *, again: bool = True) -> T:
         """Call ``work`` with a cursor, in the transaction that is open. Raises ``BackendError``."""

@@ -689,7 +689,7 @@ class Keeper:
         callers.leave(acquisition)
         if session is self.own:
             acquisition.releasing_since = boot_now()  # it has waited for its turn
-        mine, sent = not isinstance(session, CallerSession), boot_now()
+        mine, sent, repeats = not isinstance(session, CallerSession), boot_now(), session.repeats
         try:
             # One that had to wait is likely to leave others waiting.
             wanted = acquisition.waited > 0
@@ -704,6 +704,8 @@ class Keeper:
         if not mine:
             # If that transaction is rolled back, so is this release.
             transactions.at_transaction_end(self.alias, lambda: self.post(lambda: self._discard_again(acquisition)))
+        if session.repeats != repeats:
+            acquisition.freed_elsewhere = True  # by the statement whose answer was lost
         self._released(acquisition, released, sent)
 
     def _discard_again(self, acquisition: Acquisition) -> None:

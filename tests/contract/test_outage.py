@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sqlite3
 import threading
 import time
@@ -19,11 +20,13 @@ from django_sqlsem import (
     PermitLostError,
     semaphore,
 )
+from django_sqlsem.database import sockets
 from django_sqlsem.database.sessions import OwnSession
 from django_sqlsem.locks import counter
 from tests.programs.outage_clients import Sufferer
 from tests.support import applocks, databases
 from tests.support.databases import held_rows, kill_sessions, session_ids
+from tests.support.keepers import keeper_of
 from tests.support.processes import Child
 from tests.support.proxy import proxy_for, through
 from tests.support.threads import wait_until
@@ -309,6 +312,33 @@ def test_killed_idle_connections_are_replaced_unnoticed(server):
         assert [row.token for row in held_rows(server)] == [keeper.token]
     keeper.check()
     keeper.release()
+
+
+@pytest.mark.rows_only("row statements")
+def test_a_release_whose_answer_is_lost_is_no_loss(server, monkeypatch, caplog):
+    """It is sent once more, and then there is nothing left to free."""
+    lost = []
+    lock = semaphore("dock", slots=2, lease=30, on_lost=lost.append, using=server)
+    lock.acquire().release()
+    permit = lock.acquire()
+    dialect = type(keeper_of(server).work.dialect)
+    execute = dialect.execute
+
+    def executed_and_cut_off(itself, cursor, text, parameters):
+        execute(itself, cursor, text, parameters)
+        if text.startswith("UPDATE sqlsem_slot SET expires_us = NULL"):
+            monkeypatch.undo()
+            [descriptor] = sockets.descriptors(cursor.db.connection)
+            with contextlib.closing(socket.socket(fileno=os.dup(descriptor))) as line:
+                line.shutdown(socket.SHUT_RDWR)
+            cursor.execute("SELECT 1")  # as if this had been the answer that was lost
+
+    monkeypatch.setattr(dialect, "execute", executed_and_cut_off)
+    permit.release()
+    assert dialect.execute is execute
+    assert held_rows(server) == []
+    assert not permit.lost
+    assert [record.levelname for record in caplog.records if record.levelname == "ERROR"] == lost == []
 
 
 def test_killed_while_waiting_goes_on_waiting(server):

@@ -8,11 +8,12 @@ import threading
 import time
 
 import pytest
-from django.db import connections
+from django.db import close_old_connections, connections
 
 from django_sqlsem import BackendError, semaphore
 from django_sqlsem.database import dialects, errors, sessions
-from django_sqlsem.database.sessions import OwnSession, RefusedError, briefly, open_connection, passes
+from django_sqlsem.database.sessions import OwnSession, RefusedError, briefly, open_connection, passes, used_by_orm
+from django_sqlsem.models import SemaphoreRow
 from tests.support.databases import query, raw_connection, session_ids
 from tests.support.interruptions import SoftLimit, Striking
 from tests.support.processes import Child
@@ -83,6 +84,19 @@ def test_a_statement_that_was_interrupted_costs_the_connection(database):
         with pytest.raises(KeyboardInterrupt):
             session.run(interrupted)
         assert not session.is_open
+
+
+def test_the_end_of_a_request_closes_no_connection_of_ours(database):
+    """A finaliser may send the signal in the middle of what the keeper writes."""
+
+    def work(cursor):
+        with used_by_orm(cursor.db):
+            cursor.db.close_at = 0.0
+            close_old_connections()  # a receiver of request_finished
+            return SemaphoreRow.objects.using(database).count()
+
+    with contextlib.closing(OwnSession(database)) as session:
+        assert session.run(work) == 0
 
 
 @pytest.mark.rows_only("row statements")

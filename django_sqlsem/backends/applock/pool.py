@@ -42,7 +42,7 @@ class LockPool:
     def __init__(self, alias: str) -> None:
         self.alias = alias
         self.dialect = dialect_for(connections[alias])
-        self.attempts = 0
+        self.attempts = self.repeats = 0
         self.last_used = time.monotonic()
         #: Since when a batch is under way, by the boot clock: only the keeper's own sessions say so.
         self.asked_at: float | None = None
