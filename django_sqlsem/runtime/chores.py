@@ -35,6 +35,8 @@ DOUBTS: Final = (0.0, 0.1, 0.5, 2.0, 6.0)
 DARK: Final = 1.0
 #: How often a broken session is opened again meanwhile, in seconds.
 RELIGHT: Final = 0.2
+#: A renewal that has failed is tried again after this many seconds at the least.
+MOST_OFTEN: Final = 0.1
 #: How often it is looked for what is over, in seconds.
 TIDY_EVERY: Final = 10.0
 #: Again so soon, if somebody seems to be dead; and at most this part of its time.
@@ -212,8 +214,10 @@ class Renewals(Chore):
 
 
 def _not_renewed(acquisition: Acquisition, why: str) -> None:
-    acquisition.lease.error = why
-    acquisition.lease.renew_at = boot_now() + min(1.0, acquisition.request.lease / 16)
+    acquisition.lease.error, now = why, boot_now()
+    # What was handed over and never confirmed ends long before a lease.
+    left = acquisition.lease.deadline - now
+    acquisition.lease.renew_at = now + max(MOST_OFTEN, min(1.0, acquisition.request.lease / 16, left / 4))
 
 
 def _forgotten(acquisition: Acquisition) -> str:
@@ -350,11 +354,11 @@ class BeaconChore(Chore):
                 self.open()
         if self.reach.reopened and own.is_open:
             self.reach.reopened = False
-            if self.reach.presence.beacon or self.dark_since is not None:
-                # The rows must say whether the beacon is lit, and are proved anew.
-                for each in list(acquisitions.values()):
-                    if each.has_slots:
-                        each.lease.renew_at = 0.0
+            # The rows must say whether the beacon is lit, and are proved anew. So are those that could not be renewed.
+            lit = self.reach.presence.beacon or self.dark_since is not None
+            for each in list(acquisitions.values()):
+                if each.has_slots and (lit or each.lease.error):
+                    each.lease.renew_at = 0.0
             self.dark_since = None
             self._keeper.look_at_all()
         if now >= self._free_at:
