@@ -79,6 +79,7 @@ def run(*words: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.one_server("fences")
 def test_nothing_about_locks_is_read_from_a_replica(split: str) -> None:
     """Everything that has to do with them goes to where the router writes them; the replica is not even there."""
     lock = semaphore("routed", slots=2)

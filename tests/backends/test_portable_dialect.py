@@ -27,8 +27,10 @@ from tests.support.databases import held_rows, query
 from tests.support.statements import CountedSession
 from tests.support.threads import run_in_threads, wait_until
 
-pytestmark = pytest.mark.rows_only("row statements")
+pytestmark = [pytest.mark.rows_only("row statements"), pytest.mark.one_server("portable")]
 
+#: How each statement begins that takes a slot.
+TAKES = "UPDATE sqlsem_slot SET suspect_us = NULL, token"
 PLAIN = (
     "returning",
     "skip_locked",
@@ -323,7 +325,7 @@ def test_a_slot_freed_while_two_are_taken_is_not_taken_too(database):
 
         def execute(self, cursor, sql, parameters):
             super().execute(cursor, sql, parameters)
-            if sql.startswith("UPDATE sqlsem_slot SET suspect_us = NULL, token") and parameters.get("take") == 2 and lowest:
+            if sql.startswith(TAKES) and parameters.get("take") == 2 and lowest:
                 row_id = lowest.pop()
                 query(database, f"UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL WHERE id = {row_id}")
                 between.append(row_id)
@@ -351,7 +353,7 @@ def test_a_slot_revoked_before_it_is_read_back_is_no_grant(plain):
 
         def execute(self, cursor, sql, parameters):
             super().execute(cursor, sql, parameters)
-            if sql.startswith("UPDATE sqlsem_slot SET suspect_us = NULL, token") and cursor.rowcount and revoke:
+            if sql.startswith(TAKES) and cursor.rowcount and revoke:
                 revoke.clear()
                 query(plain, "UPDATE sqlsem_slot SET expires_us = NULL, permit_id = NULL")
 

@@ -198,7 +198,8 @@ class Stubborn:
 
     name = "aa"
 
-    def __init__(self):
+    def __init__(self, using):
+        self.using = using
         self.ended = []
 
     def acquire(self, timeout):
@@ -219,7 +220,7 @@ class Stubborn:
 
 
 def test_what_cannot_be_given_back_hides_no_refusal(world, caplog):
-    stubborn, a, b = Stubborn(), mutex("a", using=world), mutex("b", using=world)
+    stubborn, a, b = Stubborn(world), mutex("a", using=world), mutex("b", using=world)
     with testing.held(b):
         with pytest.raises(AcquireTimeoutError, match="'b'"):
             acquire_all([b, stubborn, a], timeout=0)

@@ -24,6 +24,7 @@ ONE_SERVER = {
     "beacons": "a server of the cluster does not see the sessions of the others",
     "fences": "the servers of the cluster commit one after the other",
     "own statements": "Citus refuses the test's own statements: triggers, and locks of rows of several names",
+    "portable": "Citus has statements of its own, and the portable ones need not fit it",
 }
 #: The page whose script distributes the tables.
 PAGE = ROOT / "docs/citus.md"
@@ -43,9 +44,17 @@ def know() -> None:
 
     def config(alias: str | None = None) -> conf.Config:
         found = conf.config(alias)
-        return dataclasses.replace(found, citus=True) if alias == ALIAS else found
+        return dataclasses.replace(found, citus=True) if _is_there(alias) else found
 
     dialects.config = config
+
+
+def _is_there(alias: str | None) -> bool:
+    """Whether an alias is the cluster's database, by whatever name."""
+    if ALIAS not in connections.databases or alias not in connections.databases:
+        return False
+    ours, its = connections.databases[ALIAS], connections.databases[alias]
+    return all(ours.get(each) == its.get(each) for each in ("HOST", "PORT", "NAME"))
 
 
 @contextlib.contextmanager
