@@ -180,6 +180,6 @@ def _call_all(notice: Announcement, permit: Any) -> None:
             return
         try:
             callback(permit)
-        except BaseException:  # sys.exit() too: it would end no more than this thread
+        except (Exception, SystemExit):  # sys.exit() would end no more than this thread
             extra = {"semaphore": permit.name, "what": "callback_failed"}
             logger.exception(f"An {kind} callback failed.", extra=extra)
