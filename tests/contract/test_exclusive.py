@@ -139,6 +139,7 @@ def test_a_drain_that_gives_up_leaves_nothing(database):
 
         run_in_threads(1, drain)
         wait_until(lambda: not WaiterRow.objects.using(database).exists(), timeout=30)
+        wait_until(lambda: shared.status().waiting == 0, timeout=30, what="the server has ended its wait")
         run_in_threads(1, lambda _: shared.acquire().release())
         permit.check()
     with shared.exclusive() as permit:

@@ -70,6 +70,8 @@ BLIND: Final = 60.0
 FENCED_PATIENCE: Final = 5.0
 #: How long the end of a session is waited for, in seconds: it frees its locks once it has rolled back.
 ENDING: Final = 3.0
+#: Whoever waits looks for a pause this often, in seconds, and until then may still be let in.
+_LOOKS_EVERY: Final = 0.06
 
 
 class Operator:
@@ -316,7 +318,10 @@ class Operator:
 
     def set_paused(self, name: str, paused: bool) -> bool:
         """Stop or resume granting; holders are not disturbed."""
-        return self._update(name, paused=paused)
+        done = self._update(name, paused=paused)
+        if done and paused:
+            time.sleep(_LOOKS_EVERY)
+        return done
 
     def _update(self, name: str, prepare: Callable[[SemaphoreRow], None] = lambda row: None, **values: Any) -> bool:
         with database_errors(self.alias):
