@@ -51,8 +51,10 @@ class Session(Protocol):
 
     #: How often something was sent, by any thread.
     attempts: int
-    #: How often it was sent once more, as the answer was lost: it may have been done before.
-    repeats: int
+
+    @property
+    def repeats(self) -> int:
+        """How often this thread sent something once more, as the answer was lost: it may have been done before."""
 
     @property
     def dialect(self) -> Dialect:
@@ -382,7 +384,8 @@ class OwnSession:
     def __init__(self, alias: str) -> None:
         self.alias = alias
         self.last_used = time.monotonic()
-        self.attempts = self.repeats = 0
+        self.attempts = 0
+        self._here = threading.local()
         #: Since when the database owes an answer, by the boot clock; ``None`` if the last statement was answered.
         self.asked_at: float | None = None
         #: Called with each connection that was opened, before its first use.
@@ -410,6 +413,12 @@ class OwnSession:
     def connection(self) -> BaseDatabaseWrapper:
         """The connection in use, opened or not."""
         return self._connection or connections[self.alias]
+
+    @property
+    def repeats(self) -> int:
+        """How often a statement of this thread was sent once more."""
+        found: int = getattr(self._here, "repeats", 0)
+        return found
 
     @property
     def is_open(self) -> bool:
@@ -499,7 +508,7 @@ class OwnSession:
                     if not (stale and again):
                         raise backend_error(self.alias, error, stale=stale) from error
                     again = False
-                    self.repeats += 1
+                    self._here.repeats = self.repeats + 1
                     errors.without_frames(error)
                     continue
             except BaseException:
@@ -598,10 +607,12 @@ forks.register(
 class CallerSession:
     """The ordinary connection of an alias: an operator's, or the caller's inside its ``atomic()``."""
 
+    repeats = 0
+
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection = connection
         self.dialect = dialect_for(connection)
-        self.attempts = self.repeats = 0
+        self.attempts = 0
 
     def run(self, work: Callable[[AnyCursor], T], *, again: bool = True) -> T:
         """Call ``work`` with a cursor, in the transaction that is open. Raises ``BackendError``."""

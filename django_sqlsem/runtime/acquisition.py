@@ -630,8 +630,10 @@ class Acquisition:
     @property
     def is_left(self) -> bool:
         """Whether its caller has gone without a word: it was interrupted, and once more before it could say so."""
-        asks = self.state in (State.NEW, State.QUEUED, State.GRANTED, State.HELD) and not self.has_permit
-        return asks and self._asking is not None and self._asking() is None
+        if self._asking is None or self._asking() is not None:
+            return False
+        # In this order: the frame ends as soon as the permit is made.
+        return self.state in (State.NEW, State.QUEUED, State.GRANTED, State.HELD, State.OVER) and not self.has_permit
 
     @property
     def foreign(self) -> bool:

@@ -148,6 +148,8 @@ class Renewals(Chore):
                 self._keeper.answer_again(each)  # the thread that brought its grant was interrupted
             if each.is_left:
                 each.abandon()
+                if each.state is State.OVER:  # it had given up: nothing may be left of it here
+                    self._keeper.clear(each)
             if each.given_back or each.abandoned:
                 late = each.abandoned or now - each.releasing_since > LOOK_AROUND
                 if late and not self._keeper.own.unreachable(started):

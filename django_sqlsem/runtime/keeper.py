@@ -739,7 +739,7 @@ class Keeper:
             self.acquisitions.pop(id(acquisition), None)  # its release was interrupted after its end
             return
         callers.leave(acquisition)
-        if acquisition.abandoned:
+        if acquisition.abandoned or acquisition.state is State.OVER:
             self.withdraw(acquisition)
         if acquisition.grant is None:
             if acquisition.sent:

@@ -14,7 +14,7 @@ from django_sqlsem.locks import rlock
 from django_sqlsem.runtime.keeper import Keeper
 from tests.support.databases import assert_nothing_held
 from tests.support.keepers import keeper_of
-from tests.support.threads import wait_until
+from tests.support.threads import run_in_threads, wait_until
 
 pytestmark = pytest.mark.process_side
 
@@ -107,6 +107,19 @@ def test_an_acquire_that_is_struck_twice_leaves_nothing(database, monkeypatch):
         pass
 
 
+def struck_in(action):
+    """Return what calls it, and keeps no traceback."""
+
+    def call(_):
+        try:
+            action()
+        except Limit:
+            return True
+        return False
+
+    return call
+
+
 def granted_and(struck):
     """Return an acquire that is struck when the permit is granted."""
     acquire = Keeper.acquire
@@ -116,3 +129,26 @@ def granted_and(struck):
         struck()
 
     return acquires
+
+
+def test_an_acquire_that_is_struck_twice_as_it_gives_up_leaves_nothing(database, monkeypatch):
+    """Else its keeper would be in use for ever."""
+    lock = semaphore("limits", using=database)
+    with lock, monkeypatch.context() as patch:
+
+        def first(*_):
+            patch.undo()
+            patch.setattr(Keeper, "abandon", second)
+            raise Limit
+
+        def second(*_):
+            patch.undo()
+            raise Limit
+
+        def gives_up(keeper, acquisition):
+            acquisition.give_up()
+            first()
+
+        patch.setattr(Keeper, "drop", gives_up)
+        assert run_in_threads(1, struck_in(lock.try_acquire)) == [True]
+    wait_until(lambda: not keeper_of(database).acquisitions, timeout=30, what="nothing is left of it")

@@ -39,10 +39,12 @@ LOOK_AGAIN: Final = 0.5
 class LockPool:
     """All lock sessions of one alias. Any thread may call it."""
 
+    repeats = 0  # what may have been done is not sent again
+
     def __init__(self, alias: str) -> None:
         self.alias = alias
         self.dialect = dialect_for(connections[alias])
-        self.attempts = self.repeats = 0
+        self.attempts = 0
         self.last_used = time.monotonic()
         #: Since when a batch is under way, by the boot clock: only the keeper's own sessions say so.
         self.asked_at: float | None = None
