@@ -12,11 +12,19 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_try_1
     @session nvarchar(600) = NULL            -- see internal_acquire_1
 AS
 SET NOCOUNT ON;
-DECLARE @named int = -1, @slot int = 0, @rc int = -1, @granted bit = 0, @now bigint,
+DECLARE @named int = -1, @slot int = 0, @rc int = -1, @granted bit = 0, @now bigint, @usual bit = 0,
     @gate nvarchar(255) = CONCAT(N'sqlsem:g:', LEFT(@key, 20)), @fence nvarchar(60), @resource nvarchar(255),
     @mode varchar(32) = CASE @kind WHEN N'mutex' THEN 'Exclusive' ELSE 'IntentExclusive' END;
 BEGIN TRY
-    IF APPLOCK_TEST(N'public', @gate, N'Exclusive', N'Session') = 1
+    -- Before any lock. If one were taken in vain, those who come at the same moment would stand in line for it, and each
+    -- of them, this call too, would find that it has waited.
+    IF @permit IS NULL SET @usual = 1;
+    ELSE
+        SELECT @usual = 1 FROM dbo.sqlsem_semaphore WITH (FORCESEEK)
+        WHERE name_key = @key AND kind = @kind AND paused = 0 AND operator_slots IS NULL AND declared_slots = @slots
+            AND COALESCE(other_us, 0) <= DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME()) - 3600000000
+        OPTION (KEEPFIXED PLAN);
+    IF @usual = 1 AND APPLOCK_TEST(N'public', @gate, N'Exclusive', N'Session') = 1
         EXEC @named = sys.sp_getapplock @base, @mode, 'Session', 0, 'public';
     WHILE @named >= 0 AND @rc = -1 AND @slot < @slots
     BEGIN
