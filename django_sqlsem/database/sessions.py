@@ -54,7 +54,7 @@ class Session(Protocol):
 
     @property
     def repeats(self) -> int:
-        """How often this thread sent something once more, as the answer was lost: it may have been done before."""
+        """How often this thread repeated a statement that may have been done, as its answer was lost."""
 
     @property
     def dialect(self) -> Dialect:
@@ -416,7 +416,7 @@ class OwnSession:
 
     @property
     def repeats(self) -> int:
-        """How often a statement of this thread was sent once more."""
+        """How often this thread repeated a statement."""
         found: int = getattr(self._here, "repeats", 0)
         return found
 

@@ -629,7 +629,7 @@ class Acquisition:
 
     @property
     def is_left(self) -> bool:
-        """Whether its caller has gone without a word: it was interrupted, and once more before it could say so."""
+        """Whether its caller has gone without a word: a second interruption came while the first was cleaned up."""
         if self._asking is None or self._asking() is not None:
             return False
         # In this order: the frame ends as soon as the permit is made.

@@ -899,7 +899,7 @@ class Keeper:
                 for acquisition in list(self.acquisitions.values()):
                     if acquisition.permit_id == each:
                         self._renew_soon(acquisition)
-        if heard:  # the waiters go on at once: this thread would keep the interpreter until it sleeps
+        if heard:  # the waiters go on at once, while this thread would keep the interpreter
             time.sleep(0)
 
     def has_work(self) -> bool:

@@ -240,7 +240,7 @@ def test_an_upgrade_that_gives_up_leaves_an_upgradable_reader(database):
 
 
 def test_what_the_program_does_when_it_hears_of_a_loss_keeps_no_slots(database):
-    """Nor from the others whom it has to tell."""
+    """A callback that exits keeps no slots of the upgrade, and the other callbacks are called."""
     told, told_last = [], threading.Event()
 
     def end(permit):

@@ -70,7 +70,7 @@ BLIND: Final = 60.0
 FENCED_PATIENCE: Final = 5.0
 #: How long the end of a session is waited for, in seconds: it frees its locks once it has rolled back.
 ENDING: Final = 3.0
-#: Whoever waits looks for a pause this often, in seconds, and until then may still be let in.
+#: A call that waits looks for a pause this often, in seconds, and may be granted a slot until then.
 _LOOKS_EVERY: Final = 0.06
 
 
