@@ -128,8 +128,8 @@ _LOOK: Final = 0.05
 def runs(thread: threading.Thread) -> bool:
     """Return whether a thread runs.
 
-    Before Python 3.13, an exception that a signal handler or another thread raises inside ``is_alive()`` marks the thread
-    as ended, for good. Under gevent an exception that ends a greenlet may do that.
+    Before Python 3.13, an exception that a signal handler or another thread raises inside ``is_alive()`` marks the
+    thread as ended, for good. Under gevent an exception that ends a greenlet may do that.
     """
     known = _is_running(thread)
     return thread.is_alive() if known is None else known

@@ -89,22 +89,27 @@ def test_an_acquire_that_is_struck_twice_leaves_nothing(database, monkeypatch):
     with lock:
         pass
     with monkeypatch.context() as patch:
-
-        def first(*_):
-            patch.undo()
-            patch.setattr(Keeper, "abandon", second)
-            raise Limit
-
-        def second(*_):
-            patch.undo()
-            raise Limit
-
-        patch.setattr(Keeper, "acquire", granted_and(first))
+        patch.setattr(Keeper, "acquire", granted_and(twice(patch)))
         with pytest.raises(Limit):
             lock.acquire()
     assert_nothing_held(database)
     with lock:
         pass
+
+
+def twice(patch):
+    """Return what raises now, and again as the caller is about to say that it was struck."""
+
+    def first(*_):
+        patch.undo()
+        patch.setattr(Keeper, "abandon", second)
+        raise Limit
+
+    def second(*_):
+        patch.undo()
+        raise Limit
+
+    return first
 
 
 def struck_in(action):
@@ -135,19 +140,11 @@ def test_an_acquire_that_is_struck_twice_as_it_gives_up_leaves_nothing(database,
     """Else its keeper would be in use for ever."""
     lock = semaphore("limits", using=database)
     with lock, monkeypatch.context() as patch:
-
-        def first(*_):
-            patch.undo()
-            patch.setattr(Keeper, "abandon", second)
-            raise Limit
-
-        def second(*_):
-            patch.undo()
-            raise Limit
+        strike = twice(patch)
 
         def gives_up(keeper, acquisition):
             acquisition.give_up()
-            first()
+            strike()
 
         patch.setattr(Keeper, "drop", gives_up)
         assert run_in_threads(1, struck_in(lock.try_acquire)) == [True]
