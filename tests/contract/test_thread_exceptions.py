@@ -58,8 +58,8 @@ def test_a_waiting_thread_hears_it_and_leaves_the_queue(database, timeout):
         pass
 
 
-class Struck:
-    """The lock by which Python sees whether a thread runs: the thread that takes it is struck, as by a signal."""
+class InterruptingLock:
+    """The lock that tells Python whether a thread runs. A thread that takes it is interrupted, as by a signal."""
 
     def __init__(self, lock):
         self.locked = lock.locked
@@ -76,15 +76,15 @@ def test_an_exception_cannot_mark_a_living_thread_as_ended(database, monkeypatch
         keeper = keeper_of(database).loop._thread
         with monkeypatch.context() as patch:
             for thread in (threading.current_thread(), keeper):
-                patch.setattr(thread, "_tstate_lock", Struck(thread._tstate_lock))
+                patch.setattr(thread, "_tstate_lock", InterruptingLock(thread._tstate_lock))
             with lock, semaphore("another", using=database):
                 pass
         assert keeper_of(database).loop._thread is keeper
         permit.check()
 
 
-def test_an_acquire_that_is_struck_twice_leaves_nothing(database, monkeypatch):
-    """The second exception comes as it is about to say that it was struck."""
+def test_an_acquire_that_is_interrupted_twice_leaves_nothing(database, monkeypatch):
+    """The second exception comes while the first one is cleaned up."""
     lock = semaphore("limits", lease=2, timeout=60, using=database)
     with lock:
         pass
@@ -98,7 +98,7 @@ def test_an_acquire_that_is_struck_twice_leaves_nothing(database, monkeypatch):
 
 
 def twice(patch):
-    """Return what raises now, and again as the caller is about to say that it was struck."""
+    """Return a function that raises, and has the cleaning up raise too."""
 
     def first(*_):
         patch.undo()
@@ -112,8 +112,8 @@ def twice(patch):
     return first
 
 
-def struck_in(action):
-    """Return what calls it, and keeps no traceback."""
+def interrupted(action):
+    """Return a function that tells whether ``action`` was interrupted, and keeps no traceback."""
 
     def call(_):
         try:
@@ -125,27 +125,27 @@ def struck_in(action):
     return call
 
 
-def granted_and(struck):
-    """Return an acquire that is struck when the permit is granted."""
+def granted_and(interrupt):
+    """Return a ``Keeper.acquire`` that is interrupted after the permit was granted."""
     acquire = Keeper.acquire
 
     def acquires(*args):
         assert acquire(*args)
-        struck()
+        interrupt()
 
     return acquires
 
 
-def test_an_acquire_that_is_struck_twice_as_it_gives_up_leaves_nothing(database, monkeypatch):
+def test_an_acquire_that_is_interrupted_twice_as_it_gives_up_leaves_nothing(database, monkeypatch):
     """Else its keeper would be in use for ever."""
     lock = semaphore("limits", using=database)
     with lock, monkeypatch.context() as patch:
-        strike = twice(patch)
+        interrupt = twice(patch)
 
         def gives_up(keeper, acquisition):
             acquisition.give_up()
-            strike()
+            interrupt()
 
         patch.setattr(Keeper, "drop", gives_up)
-        assert run_in_threads(1, struck_in(lock.try_acquire)) == [True]
+        assert run_in_threads(1, interrupted(lock.try_acquire)) == [True]
     wait_until(lambda: not keeper_of(database).acquisitions, timeout=30, what="nothing is left of it")

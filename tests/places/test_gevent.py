@@ -211,7 +211,7 @@ def told_by(program: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-_STRUCK = """
+_TIMED_OUT = """
 import gevent.monkey
 gevent.monkey.patch_all()
 import gevent, threading, django
@@ -226,7 +226,7 @@ with semaphore("kept", using={alias!r}):
         gevent.sleep(0.01)
     before = keepers()
     for nth in range(20):
-        acquiring = gevent.spawn(semaphore(f"struck {{nth}}", using={alias!r}).acquire)
+        acquiring = gevent.spawn(semaphore(f"timed out {{nth}}", using={alias!r}).acquire)
         gevent.get_hub().loop.run_callback(lambda: acquiring.throw(gevent.Timeout(0)))
         acquiring.join()
     semaphore("another", using={alias!r}).acquire().release()
@@ -254,8 +254,8 @@ with semaphore("held", using={alias!r}):
 
 
 def test_a_timeout_at_the_first_switch_starts_no_second_keeper(alias):
-    """It comes as a greenlet asks whether the keeper's runs."""
-    assert told_by(_STRUCK.format(alias=alias)) == ["True"]
+    """An acquire switches greenlets first where it asks whether the keeper's runs."""
+    assert told_by(_TIMED_OUT.format(alias=alias)) == ["True"]
 
 
 def test_a_keepers_greenlet_ends_in_a_forked_child(alias):

@@ -188,9 +188,7 @@ def test_a_stream_that_fails_gives_the_slot_back_before_anybody_closes_it(stage:
     assert Stage.held() == 0
 
 
-def test_a_stream_in_a_middlewares_own_response_cleans_up_before_the_next_holder(
-    stage: str,
-) -> None:
+def test_a_stream_in_a_middlewares_own_response_cleans_up_before_the_next_holder(stage: str) -> None:
     held = []
 
     def parts() -> Iterator[str]:

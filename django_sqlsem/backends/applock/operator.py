@@ -70,8 +70,8 @@ BLIND: Final = 60.0
 FENCED_PATIENCE: Final = 5.0
 #: How long the end of a session is waited for, in seconds: it frees its locks once it has rolled back.
 ENDING: Final = 3.0
-#: A call that waits looks for a pause this often, in seconds, and may be granted a slot until then.
-_LOOKS_EVERY: Final = 0.06
+#: A call that waits looks for a pause every 50 ms. After this many seconds none grants a slot that has not seen it.
+_ALL_HAVE_SEEN: Final = 0.06
 
 
 class Operator:
@@ -320,7 +320,7 @@ class Operator:
         """Stop or resume granting; holders are not disturbed."""
         done = self._update(name, paused=paused)
         if done and paused:
-            time.sleep(_LOOKS_EVERY)
+            time.sleep(_ALL_HAVE_SEEN)
         return done
 
     def _update(self, name: str, prepare: Callable[[SemaphoreRow], None] = lambda row: None, **values: Any) -> bool:
