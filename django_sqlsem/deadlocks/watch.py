@@ -221,7 +221,8 @@ class DeadlockWatch(Chore):
         if self._written and self._session.is_open:
             gone = _Plan(gone=set(self._written))
             with contextlib.suppress(BackendError, RefusedError):  # then they run out
-                briefly(self._session, lambda cursor: self._ask(cursor, gone), _LONGEST)
+                # In line, as processes that are stopped together end together, and SQLite has one writer.
+                briefly(self._session, lambda cursor: self._ask(cursor, gone), _LONGEST, in_line=_LONGEST)
         self.forget()
 
     def forget(self) -> None:

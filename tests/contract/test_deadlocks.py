@@ -16,10 +16,13 @@ from django_sqlsem import (
     mutex,
     queries,
 )
+from django_sqlsem.backends import get_backend
 from django_sqlsem.core import identity
+from django_sqlsem.database import errors
 from django_sqlsem.deadlocks import watch
 from django_sqlsem.locks import counter, rwlock
 from django_sqlsem.models import WaiterRow, WaitRow
+from django_sqlsem.runtime.keepers import keeper_for
 from tests.programs.deadlock_clients import Waiter
 from tests.support.databases import raw_connection
 from tests.support.threads import wait_until
@@ -263,6 +266,40 @@ def test_a_wait_is_shown_while_it_lasts_and_one_that_holds_nothing_is_not(databa
         wait_until(lambda: rows(database) == 0, timeout=SOON)
         holds_nothing.join(SOON)
         waiter.end()
+
+
+def test_the_end_of_the_process_takes_its_rows_away_beside_another_writer(database, monkeypatch):
+    if connections[database].vendor != "sqlite":
+        pytest.skip("others have more than one writer")
+    lock, keeper = mutex("a", using=database), keeper_for(get_backend(database))
+
+    def wait():
+        with mutex("b", using=database).acquire(20), lock.acquire(60):
+            pass
+
+    thread = threading.Thread(target=wait)
+    with contextlib.closing(raw_connection(database)) as raw, lock.acquire(20):
+        cursor = raw.cursor()
+        thread.start()
+        wait_until(lambda: rows(database) == 1, timeout=SOON)
+        refused = []
+
+        class Repeated:
+            def uniform(self, *bounds):
+                refused.append(bounds)
+                cursor.execute("ROLLBACK")
+                return 0.0
+
+        [deadlocks] = [chore for chore in keeper.chores if isinstance(chore, watch.DeadlockWatch)]
+        with keeper.loop.stopped(), monkeypatch.context() as patch:
+            patch.setattr(errors, "chance", Repeated())
+            cursor.execute("BEGIN IMMEDIATE")
+            deadlocks.finish(time.monotonic())
+        assert len(refused) == 1
+        assert rows(database) == 0
+        keeper.loop.ensure()
+    thread.join(SOON)
+    assert not thread.is_alive()
 
 
 def test_what_was_handed_on_is_not_held_meanwhile_and_tokens_belong_to_nobody(database):
