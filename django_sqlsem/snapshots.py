@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import enum
 import heapq
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias
@@ -500,7 +499,7 @@ def _free_in(snapshot: SemaphoreSnapshot) -> tuple[float, list[float]]:
     hold = snapshot.usual_hold
     if hold is None:
         # Nothing was released yet: holders are about half done.
-        hold = 2 * statistics.fmean(holder.age for holder in holders) if holders else 0.0
+        hold = 2 * sum(holder.age for holder in holders) / len(holders) if holders else 0.0
     free_in = [max(hold - holder.age, hold / 10) for holder in holders]
     free_in += [0.0] * (snapshot.slots - len(free_in))
     heapq.heapify(free_in)

@@ -187,6 +187,25 @@ print(json.dumps([name for name in set(sys.modules) - before if name.startswith(
     assert len(others) <= MOST_FOR_LIST, others
 
 
+def test_a_process_that_uses_a_lock_loads_only_what_locks_need(committed: None) -> None:
+    code = """
+import sys
+import django
+from django.conf import settings
+settings.INSTALLED_APPS = ["django_sqlsem"]
+django.setup()
+from django_sqlsem import semaphore
+semaphore("reports", slots=3).acquire(20).release()
+print("\\n".join(sys.modules))
+"""
+    environment = child_environment()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    loaded = set(done.stdout.split())
+    assert "django_sqlsem.runtime.keeper" in loaded, done.stderr
+    for what in ("django_sqlsem.checks.servers", "django_sqlsem.queries", "django_sqlsem.control", "statistics"):
+        assert what not in loaded
+
+
 def test_one_module_draws_random_numbers() -> None:
     """The program's own ``random`` may be seeded alike in every process, which would keep them in step."""
     importing = {
