@@ -202,7 +202,7 @@ print("\\n".join(sys.modules))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     loaded = set(done.stdout.split())
     assert "django_sqlsem.runtime.keeper" in loaded, done.stderr
-    for what in ("django_sqlsem.checks.servers", "django_sqlsem.queries", "django_sqlsem.control", "statistics"):
+    for what in ("django_sqlsem.checks.servers", "django_sqlsem.queries", "django_sqlsem.control"):
         assert what not in loaded
 
 
