@@ -230,7 +230,9 @@ def _forgotten(acquisition: Acquisition) -> str:
         return acquisition.overdue
     if callers.caller_is_gone(acquisition):
         return "the thread or task that took it has ended"
-    if acquisition.is_dropped:  # a signal that raised in its finaliser has cut that short
+    # Its finaliser says so before the next look, unless a signal that raised in it has cut it short.
+    seen, acquisition.seen_dropped = acquisition.seen_dropped, acquisition.is_dropped
+    if seen and acquisition.seen_dropped:
         return "it was garbage-collected"
     return ""
 

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import threading
 import types
 
 import pytest
@@ -19,6 +20,7 @@ from django.test import AsyncRequestFactory, RequestFactory
 
 from django_sqlsem import AcquireTimeoutError, semaphore
 from django_sqlsem.database.sessions import OwnSession, RefusedError, briefly
+from django_sqlsem.runtime import chores
 from django_sqlsem.testing import held
 from tests.support.databases import held_rows, raw_connection
 from tests.support.keepers import keeper_of
@@ -278,4 +280,39 @@ def test_a_response_that_is_thrown_away_is_no_mistake(database, caplog):
         del response
         gc.collect()
         wait_until(lambda: held_rows(database) == [])
+    assert "forgotten" not in caplog.text
+
+
+def test_a_response_is_no_mistake_either_if_the_keeper_looks_before_the_finalisers_are_done(
+    database, caplog, monkeypatch
+):
+    looked = threading.Event()
+    forgotten = chores._forgotten
+
+    def look(acquisition):
+        why, dropped = forgotten(acquisition), acquisition.permit() is None
+        if dropped:
+            looked.set()
+        return why
+
+    class First:
+        """Is finalised first of its cycle, when its weak references are gone."""
+
+        def __del__(self):
+            keeper_of(database).renewals.soon()
+            assert looked.wait(30)
+
+    @semaphore("thrown", using=database)
+    def stream(request):
+        return StreamingHttpResponse(iter([b"never read"]))
+
+    monkeypatch.setattr(chores, "_forgotten", look)
+    first = First()
+    first.response = stream(RequestFactory().get("/"))
+    first.response.itself = first
+    assert len(held_rows(database)) == 1
+    del first
+    gc.collect()
+    assert looked.is_set()
+    wait_until(lambda: held_rows(database) == [])
     assert "forgotten" not in caplog.text
