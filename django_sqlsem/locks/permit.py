@@ -323,7 +323,8 @@ P = TypeVar("P", bound=Permit)
 
 _lock = threading.Lock()
 #: What enters or leaves a block: a frame by its ``id()``, its code, and the instruction that it is at; or an object
-#: that does so for others, as an ``ExitStack``, by its ``id()``, its type, and its method's code.
+#: that does so for others, by its ``id()``, its type, and its method's code. An ``ExitStack`` is known by what it keeps,
+#: which ``pop_all()`` hands to another one.
 Statement: TypeAlias = tuple[int, object, object]
 #: The methods by which an object enters, or leaves, blocks for others.
 _HELPERS: Final = frozenset(
@@ -368,6 +369,8 @@ def statement() -> Statement | None:
         return None
     code = frame.f_code
     helper = frame.f_locals.get(code.co_varnames[0]) if code.co_name in _HELPERS and code.co_argcount else None
+    if isinstance(helper, (contextlib.ExitStack, contextlib.AsyncExitStack)):
+        helper = getattr(helper, "_exit_callbacks", helper)
     return (id(frame), code, frame.f_lasti) if helper is None else (id(helper), type(helper), code)
 
 

@@ -21,7 +21,7 @@ from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore
 from django_sqlsem.refresh.job import BuildFailedError, Found, Job
 from django_sqlsem.refresh.values import MISSING, CacheValues, FieldValues, Values
-from django_sqlsem.runtime.callers import refuse_event_loop
+from django_sqlsem.runtime.callers import refuse_event_loop, to_its_end
 
 __all__ = ["BuildFailedError", "Refresh", "refresh_every"]
 
@@ -139,20 +139,20 @@ class Refresh(Generic[T]):
         return cast("T", job.store(permit, found, value, boot_now() - began))
 
     async def _arebuild(self, job: Job, permit: Permit, args: Any, kwargs: Any, *, forced: bool = False) -> T:
+        if not self.is_async:  # no cancellation stops a thread: the lock is not given back while it builds
+            rebuild = functools.partial(self._rebuild, job, permit, args, kwargs, forced=forced)
+            return await to_its_end(rebuild)
         found = await sync_to_async(job.look)(again=True)
         if found.settles(job, forced):
             return cast("T", found.value)
         job.refuse_without_token(permit)
         began = boot_now()
         try:
-            if self.is_async:
-                value = await self.build(*args, **kwargs)
-            else:
-                value = await sync_to_async(self.build)(*args, **kwargs)
+            value = await self.build(*args, **kwargs)
         except Exception:
             await sync_to_async(job.note_failure)(permit)
             raise
-        return cast("T", await sync_to_async(job.store)(permit, found, value, boot_now() - began))
+        return cast("T", await to_its_end(job.store, permit, found, value, boot_now() - began))
 
     def _refuse_async(self) -> None:
         if self.is_async:

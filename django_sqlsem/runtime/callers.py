@@ -287,7 +287,9 @@ async def to_its_end(step: Callable[..., T], *args: object) -> T:
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        await asyncio.wait({running})
+        while not running.done():
+            with contextlib.suppress(asyncio.CancelledError):  # it may be cancelled again meanwhile
+                await asyncio.wait({running})
         raise
 
 

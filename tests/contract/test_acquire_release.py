@@ -510,6 +510,39 @@ def test_two_stacks_that_others_have_filled(database):
     assert lock._blocks not in blocks._entered
 
 
+def test_a_stack_whose_blocks_another_one_has_taken_over(database):
+    """``pop_all()`` makes a new stack of the same blocks: each ends its own, and no other's."""
+    lock = semaphore("handed on", 3, timeout=0, using=database)
+
+    def connect(_nth):
+        with contextlib.ExitStack() as stack:
+            permit = stack.enter_context(lock)
+            permit.detach()
+            return permit, stack.pop_all()
+
+    async def aconnect():
+        async with contextlib.AsyncExitStack() as stack:
+            permit = await stack.enter_async_context(lock)
+            permit.detach()
+            return permit, stack.pop_all()
+
+    (first, one), (second, other) = (run_in_threads(1, connect)[0] for _ in range(2))
+    one.close()
+    assert (first.released, second.released) == (True, False)
+    other.close()
+    assert second.released
+
+    async def main():
+        (first, one), (second, other) = [await asyncio.create_task(aconnect()) for _ in range(2)]
+        await one.aclose()
+        assert (first.released, second.released) == (True, False)
+        await other.aclose()
+
+    asyncio.run(main())
+    assert held_rows(database) == []
+    assert lock._blocks not in blocks._entered
+
+
 def test_one_helper_of_two_threads(database):
     """Each leaves its own block, though the same object enters for both."""
     lock = semaphore("helper", 2, timeout=0, using=database)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import threading
@@ -202,6 +203,34 @@ def test_a_wait_for_the_first_build_ends_and_names_the_builder(database, team):
     assert b.expect("failed", timeout=60).startswith("AcquireTimeoutError: ")
     assert a.builds(1) == 1
     assert b.get() == 1
+
+
+def test_a_call_that_is_cancelled_while_a_thread_builds(database):
+    """Nothing stops the thread: nobody else builds before it has ended, and what it has built counts."""
+    begun, go_on, built = threading.Event(), threading.Event(), []
+
+    def build():
+        begun.set()
+        assert go_on.wait(30)
+        built.append(1)
+        return len(built)
+
+    best = refresh_every(NAME, HOUR, build, using=database)
+
+    async def main():
+        caller = asyncio.create_task(best.aget())
+        await asyncio.to_thread(begun.wait, 30)
+        for _ in range(2):
+            caller.cancel()
+            await asyncio.sleep(0.1)
+        assert (await asyncio.to_thread(queries.semaphore, NAME, using=database)).held == 1
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert await best.aget() == 1
+
+    asyncio.run(main())
+    assert len(built) == 1
 
 
 def test_out_of_date_while_it_is_being_built(database, counter, team):
