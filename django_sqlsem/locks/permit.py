@@ -323,8 +323,8 @@ P = TypeVar("P", bound=Permit)
 
 _lock = threading.Lock()
 #: What enters or leaves a block: a frame by its ``id()``, its code, and the instruction that it is at; or an object
-#: that does so for others, by its ``id()``, its type, and its method's code. An ``ExitStack`` is known by what it keeps,
-#: which ``pop_all()`` hands to another one.
+#: that does so for others, by its ``id()``, its type, and its method's code. An ``ExitStack`` is known by what it
+#: keeps, which ``pop_all()`` hands to another one.
 Statement: TypeAlias = tuple[int, object, object]
 #: The methods by which an object enters, or leaves, blocks for others.
 _HELPERS: Final = frozenset(
