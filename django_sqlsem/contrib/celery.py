@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -82,10 +83,31 @@ def _current() -> Any:
 
 
 def _is_broadcast(task: Any) -> bool:
-    """Whether every worker gets the message: sent again it would come to all of them again, without end."""
-    exchange = (task.request.delivery_info or {}).get("exchange")
-    queues = task.app.amqp.queues.values() if exchange else ()
-    return any(each.exchange.name == exchange and each.exchange.type == "fanout" for each in queues)
+    """Whether the message is for every worker, or for several queues: sent again it would come to all of them again.
+
+    Each copy that is busy then makes as many more, without end.
+    """
+    delivery = task.request.delivery_info or {}
+    exchange, key = delivery.get("exchange"), str(delivery.get("routing_key") or "")
+    got_by = 0
+    for queue in task.app.amqp.queues.values() if exchange else ():
+        # A queue has an exchange of its own, or is bound to some besides.
+        bound = [
+            each for each in (queue, *queue.bindings) if each.exchange is not None and each.exchange.name == exchange
+        ]
+        if any(each.exchange.type == "fanout" for each in bound):
+            return True
+        got_by += any(_gets(each.exchange.type, str(each.routing_key or ""), key) for each in bound)
+    return got_by > 1
+
+
+def _gets(kind: str, binding: str, key: str) -> bool:
+    """Whether a queue that is bound by ``binding`` gets the messages with this routing key."""
+    if kind != "topic":
+        return kind == "direct" and binding == key
+    # A star is one word, and a hash any number of them; here each word is followed by a dot.
+    words = ({"*": r"[^.]*\.", "#": r"(?:[^.]*\.)*"}.get(word, re.escape(word + ".")) for word in binding.split("."))
+    return re.fullmatch("".join(words), key + ".") is not None
 
 
 def is_body(task: Any, wrapper: Callable[..., Any]) -> bool:

@@ -108,7 +108,7 @@ listeners: list[Callable[[], None]] = []
 
 def is_below(wrapper: Callable[..., Any], *functions: Any) -> bool:
     """Is ``wrapper`` one of these functions, or what one of them runs below whatever else decorates it?"""
-    return any(leads_to(getattr(each, "__func__", each), wrapper) for each in functions)
+    return any(leads_to(getattr(each, "__func__", each), wrapper, helpers=False) for each in functions)
 
 
 def rank_of(task_id: str) -> str:

@@ -30,23 +30,24 @@ from django_sqlsem.locks.permit import Permit
 MOST_STEPS: Final = 400
 
 
-def leads_to(view: Callable[..., Any], wrapper: Callable[..., Any]) -> bool:
+def leads_to(view: Callable[..., Any], wrapper: Callable[..., Any], *, helpers: bool = True) -> bool:
     """Does a call of ``view`` come to ``wrapper`` as its own body, below whatever else decorates it?
 
-    Helpers that a view calls by their global names are no such bodies.
+    Helpers that a view calls by their global names are no such bodies. ``helpers``: those that are the defaults of
+    arguments may be, also where the function does not take any arguments, as decorators' functions do.
     """
     try:
-        return _leads_to(view, wrapper)
+        return _leads_to(view, wrapper, helpers)
     except TypeError:  # a callable object that has no hash
-        return any(found is wrapper for found in below(view))
+        return any(found is wrapper for found in below(view, helpers=helpers))
 
 
 @functools.lru_cache(maxsize=512)
-def _leads_to(view: Callable[..., Any], wrapper: Callable[..., Any]) -> bool:
-    return any(found is wrapper for found in below(view))
+def _leads_to(view: Callable[..., Any], wrapper: Callable[..., Any], helpers: bool) -> bool:
+    return any(found is wrapper for found in below(view, helpers=helpers))
 
 
-def below(view: object) -> Iterator[object]:
+def below(view: object, *, helpers: bool = True) -> Iterator[object]:
     """Yield ``view`` and the callables and classes that it is made of, from the outermost on. Raises nothing."""
     pending, seen, steps = [view], set(), 0
     while pending and steps < MOST_STEPS:
@@ -57,7 +58,7 @@ def below(view: object) -> Iterator[object]:
         steps += 1
         if callable(each):
             yield each
-        pending.extend(part for part in _parts(each) if id(part) not in seen)
+        pending.extend(part for part in _parts(each, helpers=helpers) if id(part) not in seen)
 
 
 def view_class(view: object) -> type | None:
@@ -74,7 +75,7 @@ def handlers(found: type, view: object) -> dict[str, Any]:
     return {name: value for name in sorted(names) if (value := inspect.getattr_static(found, name, None)) is not None}
 
 
-def _parts(each: Any) -> list[object]:
+def _parts(each: Any, *, helpers: bool = True) -> list[object]:
     if isinstance(each, functools.partial):  # the view may be what the function calls, or what it is given
         return [each.func, *_callables([*each.args, *each.keywords.values()])]
     if isinstance(each, types.MethodType):
@@ -86,7 +87,7 @@ def _parts(each: Any) -> list[object]:
     if (found := view_class(each)) is not None:
         parts += handlers(found, each).values()
     if isinstance(each, types.FunctionType):
-        given = [*(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()]
+        given = _defaults(each, helpers=helpers)
         for cell in each.__closure__ or ():
             with contextlib.suppress(ValueError):  # not filled in yet
                 given.append(cell.cell_contents)
@@ -99,6 +100,12 @@ def _parts(each: Any) -> list[object]:
         for value in attributes.values():
             parts += _callables(value)
     return parts
+
+
+def _defaults(func: types.FunctionType, *, helpers: bool) -> list[object]:
+    if not (helpers or func.__code__.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)):
+        return []
+    return [*(func.__defaults__ or ()), *(func.__kwdefaults__ or {}).values()]
 
 
 def _attributes(each: object) -> dict[str, Any]:

@@ -62,8 +62,14 @@ LOOKS = {
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_killed_holder_is_stale_within_three_seconds_with_nobody_waiting(database, killed, look):
-    wait_until(lambda: LOOKS[look](database))
-    assert time.monotonic() - killed < TOLD + 2  # of which the command's own start takes its part on a busy machine
+    def is_stale():
+        began = time.monotonic()  # on a busy machine the command itself takes its time
+        if LOOKS[look](database):
+            return True
+        assert began - killed < TOLD + 2
+        return False
+
+    wait_until(is_stale)
     assert held_rows(database)[0].suspect_us is None  # nobody has wanted the slot
 
 

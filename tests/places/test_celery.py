@@ -14,7 +14,7 @@ from celery._state import _task_stack
 from celery.contrib.testing.worker import start_worker
 from celery.exceptions import Reject, SoftTimeLimitExceeded
 from django.http import HttpResponse
-from kombu import Queue
+from kombu import Exchange, Queue, binding
 from kombu.common import Broadcast
 
 from django_sqlsem import (
@@ -404,6 +404,54 @@ def test_a_message_that_every_worker_gets_is_not_sent_again():
     for exchange, put_off in (("everybody", False), ("one", True), ("", True), (None, True)):
         with run(told, delivery_info={"exchange": exchange}):
             assert (contrib.running(told.run, ()) is not None) == put_off, exchange
+
+
+def test_a_helper_that_is_an_argument_s_default_is_no_body():
+    """The task would be sent again in the middle of its work."""
+    local = Celery("local", set_as_current=False)
+    body = celery_app.plain.run  # it comes from another module
+
+    @local.task(name="helped")
+    def helped(path, helper=body, *, other=body): ...
+
+    @local.task(name="decorated")
+    def decorated(*args, function=body): ...
+
+    for task, found in ((helped, False), (decorated, True)):
+        with run(task):
+            assert (contrib.running(body, ()) is not None) == found
+
+
+def test_a_message_that_several_queues_get_is_not_sent_again():
+    local = Celery("local", set_as_current=False)
+    news, topics, direct = Exchange("news", type="fanout"), Exchange("topics", type="topic"), Exchange("direct")
+    local.conf.task_queues = (
+        Queue("bound", bindings=[binding(news)]),
+        Queue("all", topics, routing_key="orders.#"),
+        Queue("new", topics, routing_key="orders.*.new"),
+        Queue("mail", bindings=[binding(topics, "mail.#"), binding(topics, "mail.x")]),
+        Queue("one", direct, routing_key="one"),
+        Queue("two", direct, routing_key="two"),
+        Queue("second", direct, routing_key="two"),
+    )
+
+    @local.task(name="told")
+    @semaphore("tasks")
+    def told(): ...
+
+    for exchange, key, put_off in (
+        ("news", "", False),
+        ("topics", "orders.eu.new", False),
+        ("topics", "orders.new", True),
+        ("topics", "orders", True),
+        ("topics", "mail.x", True),  # one queue gets it once
+        ("direct", "one", True),
+        ("direct", "two", False),
+        ("direct", None, True),
+        ("other", "two", True),
+    ):
+        with run(told, delivery_info={"exchange": exchange, "routing_key": key}):
+            assert (contrib.running(told.run, ()) is not None) == put_off, (exchange, key)
 
 
 def test_a_rank_that_cannot_be_kept_or_handed_on_fails_no_task():
