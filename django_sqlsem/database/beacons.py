@@ -198,8 +198,11 @@ class Beacon(abc.ABC):
         Says in the log, once per process, why it cannot. Raises what the database raises.
         """
 
-    def put_out(self) -> None:  # noqa: B027
-        """Let the beacon go at the end of the process; where it is tied to a session, the session's end does it."""
+    def put_out(self, *, left: bool = False) -> None:  # noqa: B027
+        """Let the beacon go at the end of the process; where it is tied to a session, the session's end does it.
+
+        ``left``: something of the process's could not be given back, and others are to see that it is dead.
+        """
 
     def after_fork(self) -> None:  # noqa: B027
         """In a forked child: forget the parent's beacon, without putting it out."""
@@ -291,9 +294,13 @@ class FileBeacon(Beacon):
         sweep(self._file.directory)
         return True
 
-    def put_out(self) -> None:
-        """Remove the file."""
-        if self._file is not None:
+    def put_out(self, *, left: bool = False) -> None:
+        """Remove the file; or leave it unlocked, as that of a killed process, if there is something ``left``."""
+        if self._file is None:
+            return
+        if left:
+            self._file.close()
+        else:
             self._file.remove()
 
     def after_fork(self) -> None:

@@ -604,6 +604,10 @@ forks.register(
 )
 
 
+#: Changes nothing, and makes its transaction SQLite's writer all the same.
+_WRITER: Final = "UPDATE sqlsem_semaphore SET units = units WHERE name_key = ''"
+
+
 class CallerSession:
     """The ordinary connection of an alias: an operator's, or the caller's inside its ``atomic()``."""
 
@@ -622,6 +626,14 @@ class CallerSession:
                 return work(cursor)
         except DjangoDatabaseError as error:
             raise backend_error(self.connection.alias, error) from error
+
+    def become_writer(self) -> None:
+        """On SQLite, wait until the open transaction may write: once it has read, it would be refused at once.
+
+        Raises ``BackendError``.
+        """
+        if self.dialect.one_writer:
+            self.run(lambda cursor: cursor.execute(_WRITER))
 
     def transaction(self, work: Callable[[AnyCursor], T | None], *, again: bool = True) -> T | None:
         """Call ``work`` in a transaction, or in a savepoint of the one that is open; undo it if it returns ``None``.

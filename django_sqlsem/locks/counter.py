@@ -226,7 +226,10 @@ class Counter:
     def _add(self, keeper: AcquisitionKeeper, session: Session, count: int) -> None:
         """Add units, and give them to those of this process who wait for them. Raises ``BackendError``."""
         backend, resource, sent = keeper.backend, self._resource(), boot_now()
-        hand_on = not isinstance(session, CallerSession)
+        hand_on = True
+        if isinstance(session, CallerSession):
+            hand_on = False
+            session.become_writer()
         options: dict[str, Any] = {"initial": self.initial, "presence": keeper.reach.presence, "hand_on": hand_on}
         for granted in backend.add(session, resource, count, **options):
             keeper.deliver(granted, sent, resource)

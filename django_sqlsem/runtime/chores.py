@@ -387,7 +387,7 @@ class BeaconChore(Chore):
             acquisition.lease.renew_at = 0.0  # its row must say that the beacon is lit
 
     def forget(self) -> None:
-        self.reach.close()
+        self.reach.close(left=bool(self._keeper.acquisitions))
         self.dark_since = None
 
     def after_fork(self) -> None:

@@ -223,6 +223,8 @@ class Keeper:
     def _ask(self, acquisition: Acquisition, timeout: float | None, session: Session) -> bool | None:
         """Make the first try, in the caller's thread. Return whether it was granted; ``None``: it has to wait."""
         mine = session is self.work
+        if not mine and isinstance(session, CallerSession):
+            session.become_writer()
         if mine and self.queues:
             self._prepare_first_try(acquisition, session, timeout)
         while (first := not self.queues or self._is_first(acquisition)) or self._may_go_first(acquisition):
@@ -954,13 +956,14 @@ class Keeper:
         if self.chores:
             self.doubts.finish(started)
             self._end_waits(started, told)
+        away = False
         for each in list(self.acquisitions.values()):
             if each.grant is not None and not each.fenced and each.state is not State.RELEASED:
                 each.loss = each.loss or Loss(LossReason.STOPPED, "the process is ending")
-                if not self.own.unreachable(
-                    started
-                ):  # else the leases run out: the process does not wait for each of them
+                # Else the leases run out: the process does not wait for each of them.
+                if not (away or self.own.unreachable(started)):
                     self.clear(each)
+                    away = each.state is State.RETRYING and self.outage.error is not None
         for chore in self.chores:
             if chore is not self.doubts:
                 chore.finish(started)

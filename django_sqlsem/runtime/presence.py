@@ -127,14 +127,14 @@ class Reach:
         """Whether nothing has been heard that was not told yet."""
         return not self._notes
 
-    def close(self) -> None:
-        """Be reachable no more."""
+    def close(self, *, left: bool = False) -> None:
+        """Be reachable no more; ``left``: see ``Beacon.put_out``."""
         if self._bell is not None:
             self._bell.close()
             self._bell = None
         if self.beacon is not None:
             with contextlib.suppress(OSError, DatabaseError):
-                self.beacon.put_out()
+                self.beacon.put_out(left=left)
             self.beacon = None
         self._listening = None
         self.presence, self.known = Presence(), False

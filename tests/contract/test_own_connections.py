@@ -8,11 +8,12 @@ import threading
 import time
 
 import pytest
-from django.db import close_old_connections, connections
+from django.db import close_old_connections, connections, transaction
 
 from django_sqlsem import BackendError, semaphore
 from django_sqlsem.database import dialects, errors, sessions
 from django_sqlsem.database.sessions import OwnSession, RefusedError, briefly, open_connection, passes, used_by_orm
+from django_sqlsem.locks import rwlock
 from django_sqlsem.models import SemaphoreRow
 from tests.support.databases import query, raw_connection, session_ids
 from tests.support.interruptions import SoftLimit, Striking
@@ -188,6 +189,36 @@ def test_a_statement_waits_for_a_row_longer_than_one_lock_wait(database, monkeyp
         raw.cursor().execute("ROLLBACK")
         waiting.join(30)
     assert query(database, "SELECT host FROM sqlsem_slot") == [("waited",)]
+
+
+def test_in_the_callers_transaction_another_writer_is_waited_for(database, monkeypatch):
+    """SQLite refuses at once who has read before it writes. So nothing is read first."""
+    if connections[database].vendor != "sqlite":
+        pytest.skip("others have more than one writer")
+    monkeypatch.setattr(connections[database], "transaction_mode", None)  # Django's default
+    begun, first = threading.Event(), threading.Event()
+
+    def write():
+        with contextlib.closing(raw_connection(database)) as raw:
+            raw.execute("BEGIN IMMEDIATE")
+            raw.execute("INSERT INTO sqlsem_transaction_lock (name_key, name, grants) VALUES ('k', 'k', 0)")
+            begun.set()
+            first.wait(1)
+            raw.execute("COMMIT")
+
+    def note(execute, sql, *args):
+        result = execute(sql, *args)
+        if not sql.startswith("SAVEPOINT"):
+            first.set()
+            time.sleep(0.2)
+        return result
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert begun.wait(30)
+    with transaction.atomic(using=database), connections[database].execute_wrapper(note):
+        rwlock("files", readers=2, using=database).write().try_acquire().release()
+    thread.join(30)
 
 
 def test_a_transaction_that_lost_a_deadlock_is_done_again(database):

@@ -12,6 +12,7 @@ from typing import Any
 import django
 import pytest
 from django.apps import apps
+from django.db import connections
 
 from django_sqlsem import Permit, semaphore
 from tests.support.children import listen, say
@@ -88,6 +89,38 @@ def test_nothing_stays_held_by_a_process_that_ends(database, how):
         child.finish()
         assert held_rows(database) == []
         assert "Traceback" not in child.stderr
+
+
+STUCK = """
+    from django.db import connections
+    from django_sqlsem.database import errors
+    errors.LOCKED_PATIENCE = 2.0
+    kept = [semaphore(f"ended {nth}", using=args[0]).acquire() for nth in range(16)]
+
+    def write():
+        with connections[args[0]].cursor() as cursor:
+            cursor.execute("BEGIN IMMEDIATE")
+        say("writing")
+        time.sleep(3600)
+    threading.Thread(target=write, daemon=True).start()
+    listen()
+"""
+
+
+def test_what_cannot_be_given_back_to_sqlite_is_soon_free(database):
+    """Its own writer keeps it out: it does not try for each of its permits, and is found dead as after a kill."""
+    if connections[database].vendor != "sqlite":
+        pytest.skip("others have more than one writer")
+    with Child(code_of(STUCK), database) as child:
+        child.expect("writing")
+        started = time.monotonic()
+        child.send("end")
+        child.finish()
+        assert time.monotonic() - started < 25  # each try takes two seconds
+    assert len(held_rows(database)) == 16
+    for nth in range(16):
+        with semaphore(f"ended {nth}", using=database, timeout=15):
+            pass
 
 
 def test_nothing_stays_held_after_an_uncaught_error(database):
