@@ -33,8 +33,8 @@ MOST_STEPS: Final = 400
 def leads_to(view: Callable[..., Any], wrapper: Callable[..., Any], *, helpers: bool = True) -> bool:
     """Does a call of ``view`` come to ``wrapper`` as its own body, below whatever else decorates it?
 
-    Helpers that a view calls by their global names are no such bodies. ``helpers``: whether the defaults of arguments are
-    taken for bodies in every function, or only where it takes any arguments, as a decorator's function does.
+    Helpers that a view calls by their global names are no such bodies. ``helpers``: whether the defaults of arguments
+    are taken for bodies in every function, or only where it takes any arguments, as a decorator's function does.
     """
     try:
         return _leads_to(view, wrapper, helpers)
