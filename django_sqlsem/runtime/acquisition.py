@@ -448,8 +448,6 @@ class Acquisition:
         self.part_of: Acquisition | None = None
         #: Returns its permit while the program has it.
         self.permit: Callable[[], Any] = _no_permit_yet
-        #: Whether the keeper has seen that the program has lost its permit.
-        self.seen_dropped = False
         self.client: Client | None = None
         self.caller: Caller | None = None
         # These are made when they are needed: most acquisitions are granted at once, and end without a word.

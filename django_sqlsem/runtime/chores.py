@@ -130,6 +130,8 @@ class Renewals(Chore):
         self._keeper = keeper
         self._at = 0.0
         self._failing = False
+        #: Those that the program had dropped at the last look, by ``id()``.
+        self._dropped: set[int] = set()
 
     def next_at(self) -> float:
         return self._at if self._keeper.acquisitions else math.inf
@@ -142,6 +144,7 @@ class Renewals(Chore):
         """Look at everything that is held: what is lost, forgotten, stuck or to be renewed."""
         self._at = next_at = now + LOOK_AROUND
         renew: list[Acquisition] = []
+        dropped, self._dropped = self._dropped, set()
         started, heartbeat = time.monotonic(), self._keeper.backend.heartbeat
         for each in list(self._keeper.acquisitions.values()):
             if each.has_slots and each.waits_unanswered:
@@ -154,7 +157,7 @@ class Renewals(Chore):
                 late = each.abandoned or now - each.releasing_since > LOOK_AROUND
                 if late and not self._keeper.own.unreachable(started):
                     self._keeper.clear(each)  # its caller may have been interrupted before it could say so
-            elif self._looks_after(each):
+            elif self._looks_after(each, dropped):
                 if each.lease.renew_at - 0.1 * renewal_interval(each.request.lease, heartbeat) <= now:
                     renew.append(each)
                 next_at = min(next_at, each.lease.renew_at, each.lease.deadline)
@@ -163,13 +166,21 @@ class Renewals(Chore):
             next_at = min([next_at, *(each.lease.renew_at for each in renew)])
         self._at = max(next_at, now + 0.02)
 
-    def _looks_after(self, acquisition: Acquisition) -> bool:
-        """Give back a permit that the program has dropped. Return whether it is to be renewed."""
+    def _looks_after(self, acquisition: Acquisition, dropped: set[int]) -> bool:
+        """Give back a permit that the program has dropped. Return whether it is to be renewed.
+
+        ``dropped``: those of which that was seen at the last look.
+        """
         if not acquisition.has_slots or not acquisition.kept:
             return False
         if acquisition.state is State.GRANTED and boot_now() >= acquisition.lease.deadline:
             return False  # its caller will find out that it slept through the grant, and try again
         why = _forgotten(acquisition)
+        if acquisition.is_dropped and not acquisition.fenced:
+            self._dropped.add(id(acquisition))
+            # Its finaliser says so before the next look, unless a signal that raised in it has cut it short.
+            if id(acquisition) in dropped:
+                why = why or "it was garbage-collected"
         if acquisition.current_loss() is not None:
             # Nothing to renew; the holder will release it, or forget it.
             if why:
@@ -230,10 +241,6 @@ def _forgotten(acquisition: Acquisition) -> str:
         return acquisition.overdue
     if callers.caller_is_gone(acquisition):
         return "the thread or task that took it has ended"
-    # Its finaliser says so before the next look, unless a signal that raised in it has cut it short.
-    seen, acquisition.seen_dropped = acquisition.seen_dropped, acquisition.is_dropped
-    if seen and acquisition.seen_dropped:
-        return "it was garbage-collected"
     return ""
 
 

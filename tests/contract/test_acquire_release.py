@@ -543,8 +543,9 @@ def test_a_stack_whose_blocks_another_one_has_taken_over(database):
     assert lock._blocks not in blocks._entered
 
 
-def test_one_helper_of_two_threads(database):
-    """Each leaves its own block, though the same object enters for both."""
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_helper_of_two_threads(database, first):
+    """Each leaves its own block, though the same object enters for both, whoever leaves first."""
     lock = semaphore("helper", 2, timeout=0, using=database)
     guard, inside, leave = Wrapped(lock), threading.Event(), threading.Event()
 
@@ -558,6 +559,10 @@ def test_one_helper_of_two_threads(database):
     with guard as mine:
         other = run_beside(work)
         assert inside.wait(60)
+        if first == 1:
+            leave.set()
+            other.result(60)
+        mine.check()
     assert mine.released
     leave.set()
     other.result(60)

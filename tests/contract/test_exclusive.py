@@ -11,11 +11,12 @@ from django_sqlsem import (
     AcquireTimeoutError,
     AlreadyHeldError,
     control,
+    mutex,
     queries,
     semaphore,
     testing,
 )
-from django_sqlsem.models import WaiterRow
+from django_sqlsem.models import SlotRow, WaiterRow
 from tests.contract.test_rwlock import refused, wait_for_waiters
 from tests.programs.rwlock_clients import Sharing
 from tests.support.databases import held_rows
@@ -101,6 +102,19 @@ def test_the_semaphores_own_options_do_not_count(database):
             with testing.lost(permit):
                 assert told.wait(30)
     assert lost == []
+
+
+@pytest.mark.rows_only("slot rows")
+@pytest.mark.parametrize("kind", ["drain", "mutex"])
+def test_slots_that_are_made_while_somebody_is_alone_are_closed_until_that_is_over(database, kind):
+    """A claim under way that saw the name before may see its new slots."""
+    lock = semaphore(NAME, 5, using=database)
+    with mutex(NAME, using=database) if kind == "mutex" else semaphore(NAME, 3, using=database).exclusive() as alone:
+        assert run_beside(lock.try_acquire).result(60) is None
+        slots = SlotRow.objects.using(database).filter(semaphore__name=NAME)
+        assert {each.slot for each in slots.filter(closed=True)} == {1, 2, 3, 4, 5} - set(alone.slots)
+    lock.acquire().release()
+    assert not slots.filter(closed=True).exists()
 
 
 def test_whoever_drains_and_dies_is_no_longer_in_the_way(database):

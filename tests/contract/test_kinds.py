@@ -14,8 +14,9 @@ from django.db import connections
 
 from django_sqlsem import AcquireTimeoutError, control, mutex, queries, semaphore
 from django_sqlsem.backends import base, get_backend
-from django_sqlsem.backends.rows import acquire
+from django_sqlsem.backends.rows import acquire, queue
 from django_sqlsem.backends.rows.statements import Statements, request_parameters
+from django_sqlsem.core.clocks import boot_now
 from django_sqlsem.core.text import a_kind
 from django_sqlsem.database.dialects import dialect_for
 from django_sqlsem.database.sessions import OwnSession
@@ -26,7 +27,7 @@ from tests.contract.test_rwlock import refused, wait_for_waiters
 from tests.programs.fence_clients import Fencer
 from tests.programs.rwlock_clients import Sharing
 from tests.support import applocks
-from tests.support.databases import OutsideCounter, held_rows, label, query
+from tests.support.databases import OutsideCounter, held_rows, label, query, raw_connection
 from tests.support.processes import Child
 from tests.support.statements import CountedSession
 from tests.support.threads import run_beside, wait_until
@@ -263,6 +264,37 @@ def test_a_claim_that_has_seen_the_name_as_it_was_takes_nothing(database, kind):
         permits = [taken(other)]
     claimed.result(SOON)
     assert not SlotRow.objects.using(database).filter(permit_id=request.permit_id).exists()
+    for permit in permits:
+        permit.release()
+
+
+@pytest.mark.one_server("own statements")
+@pytest.mark.rows_only("row statements")
+def test_a_mutex_that_takes_or_stands_by_what_it_has_seen_takes_nothing(database, monkeypatch):
+    """The same where one statement takes a slot, or else a place."""
+    if not dialect_for(connections[database]).inserting_ctes:
+        pytest.skip("a claim and a place are two statements there")
+    one, three = mutex(NAME, timeout=0, using=database), semaphore(NAME, 3, timeout=0, using=database)
+    one.acquire().release()
+    request, session = one._request(keeper_for(get_backend(database)), ""), OwnSession(database)
+    text, seen = acquire.take_or_stand, "m.kind = %(kind)s"
+
+    def and_wait(*args, **more):
+        return text(*args, **more).replace(seen, f"{seen} AND (SELECT pg_advisory_xact_lock_shared(7, 7)) IS NOT NULL")
+
+    monkeypatch.setattr(acquire, "take_or_stand", and_wait)
+    claim = acquire.SlotRequest(session, request, base.Place(boot_now(), waiting=1))
+    waiting = "SELECT COUNT(*) FROM pg_locks WHERE locktype = 'advisory' AND classid = 7 AND NOT granted"
+    with contextlib.closing(raw_connection(database)) as guard:
+        guard.execute("SELECT pg_advisory_lock(7, 7)")
+        claimed = run_beside(claim.take_or_stand)
+        wait_until(lambda: query(database, waiting)[0][0], timeout=SOON, what="a claim that waits")
+        permits = [taken(three) for _ in range(3)]
+        permits[0].release()
+    waited = claimed.result(SOON)
+    queue.leave(session, request)
+    session.close()
+    assert waited.granted == ()
     for permit in permits:
         permit.release()
 

@@ -92,6 +92,19 @@ def test_waiters_of_this_process_count(database, taken):
     assert len(got) == 2
 
 
+def test_waiters_of_this_process_and_of_others_count_together(database, taken, elsewhere):
+    lock, got = bounded(database, max_waiting=2), []
+    thread = threading.Thread(target=lambda: got.append(lock.acquire().release()))
+    thread.start()
+    wait_for_waiters(database, 2)
+    assert why(lock.acquire) == ("queue full", 2)
+    assert why(lambda: asyncio.run(lock.aacquire())) == ("queue full", 2)
+    elsewhere.kill()
+    taken.release()
+    thread.join(30)
+    assert len(got) == 1
+
+
 async def _take(lock):
     await (await lock.aacquire()).arelease()
 

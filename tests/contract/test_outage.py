@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -23,13 +24,14 @@ from django_sqlsem import (
 from django_sqlsem.database import sockets
 from django_sqlsem.database.sessions import OwnSession
 from django_sqlsem.locks import counter
+from django_sqlsem.snapshots import LossReason
 from tests.programs.outage_clients import Sufferer
 from tests.support import applocks, databases
 from tests.support.databases import held_rows, kill_sessions, session_ids
 from tests.support.keepers import keeper_of
 from tests.support.processes import Child
 from tests.support.proxy import proxy_for, through
-from tests.support.threads import wait_until
+from tests.support.threads import run_beside, wait_until
 
 #: No call may take longer while the database is away, in seconds.
 BOUND = 25.0
@@ -447,6 +449,19 @@ def test_sqlite_locked_while_holding(sqlite):
         assert [row.pid for row in held_rows(sqlite)] == [patient.pid]
         child.does("release", "released")
         patient.does("release", "released")
+
+
+def test_sqlite_locked_while_a_renewal_waits_for_its_turn(sqlite):
+    """The keeper waits for the answer to something that was sent before: the process did not sleep."""
+
+    async def ask():
+        async with semaphore("other", using=sqlite, timeout=60):
+            pass
+
+    with semaphore("mine", lease=2, using=sqlite) as permit, write_lock():
+        other = run_beside(lambda: asyncio.run(ask()))
+        assert wait_until(lambda: permit.lost).reason is LossReason.CUT_OFF
+    other.result(60)
 
 
 def test_sqlite_locked_while_giving_back(sqlite):

@@ -21,7 +21,9 @@ from django_sqlsem.backends import get_backend
 from django_sqlsem.backends.rows.backend import RowsBackend
 from django_sqlsem.core.names import key_of
 from django_sqlsem.runtime.chores import DOUBTS
+from django_sqlsem.runtime.keeper import Keeper
 from django_sqlsem.runtime.keepers import keeper_for
+from django_sqlsem.snapshots import LossReason
 from tests.support.applocks import is_connected
 from tests.support.databases import held_rows, raw_connection
 from tests.support.processes import Child
@@ -307,3 +309,16 @@ def test_served_while_the_keepers_own_look_fails(database, monkeypatch):
             done.set()
 
     assert run_in_threads(2, wait_or_watch, timeout=120) == [None, [1]]
+
+
+def test_what_the_end_takes_back_before_its_thread_has_it_is_not_asked_for_again(database, monkeypatch):
+    lock, join = semaphore("ended", using=database), Keeper._join
+
+    def join_and_end(*args):
+        join(*args)
+        monkeypatch.undo()
+        run_beside(lifecycle.stop_all).result(60)
+
+    monkeypatch.setattr(Keeper, "_join", join_and_end)
+    assert run_beside(lambda: lock.acquire().lost).result(60).reason is LossReason.STOPPED
+    assert held_rows(database) == []

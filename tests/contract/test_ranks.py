@@ -135,12 +135,12 @@ class Queue:
     def waiting(self):
         return queries.semaphore(self.lock.name, using=self.lock.using).waiting
 
-    def ask(self, word, task_id=None):
+    def ask(self, word, task_id=None, timeout=60):
         """Have a thread wait: for itself, or as a task."""
         rank = tasks.rank_of(task_id) if task_id else ""
 
         def work():
-            with self.lock._take(60, rank):
+            with self.lock._take(timeout, rank):
                 self.got.append(word)
 
         self.threads.append(threading.Thread(target=work))
@@ -164,7 +164,7 @@ def test_it_goes_before_later_ones_of_its_own_process_too(database):
     wait_until(lambda: queue.waiting() == 2)
     queue.ask("late", "late")
     wait_until(lambda: away(database) == 1)
-    queue.ask("early", "early")
+    queue.ask("early", "early", timeout=None)
     wait_until(lambda: away(database) == 0)
     assert queue.order() == ["early", "first newcomer", "late", "second newcomer"]
 

@@ -149,8 +149,8 @@ def test_the_test_client_and_other_calls_have_none() -> None:
     assert seen == [None]
 
 
-def view_of(database: str, ran: list[str], **options: Any) -> Callable[..., Any]:
-    @semaphore("gone", using=database, timeout=60, **options)
+def view_of(database: str, ran: list[str], timeout: float | None = 60, **options: Any) -> Callable[..., Any]:
+    @semaphore("gone", using=database, timeout=timeout, **options)
     def view(request: Any) -> HttpResponse:
         ran.append(request.path)
         return HttpResponse("ran")
@@ -198,10 +198,11 @@ def test_the_last_look_at_the_end_of_the_timeout_is_no_longer_needed(database: s
     assert len(looks) >= 2
 
 
+@pytest.mark.parametrize("timeout", [60, None])
 @pytest.mark.parametrize("policy", [None, "raise", 429, pytest.fail], ids=["omitted", "raise", "429", "callable"])
-def test_whatever_on_busy_says(database: str, policy: Any) -> None:
+def test_whatever_on_busy_says(database: str, policy: Any, timeout: float | None) -> None:
     ran: list[str] = []
-    view = view_of(database, ran, on_busy=policy)
+    view = view_of(database, ran, timeout, on_busy=policy)
     with semaphore("gone", using=database).acquire() as holder:
         holder.detach()
         if policy == "raise":
