@@ -223,7 +223,8 @@ def test_a_call_that_is_cancelled_while_a_thread_builds(database):
         for _ in range(2):
             caller.cancel()
             await asyncio.sleep(0.1)
-        assert (await asyncio.to_thread(queries.semaphore, NAME, using=database)).held == 1
+        held = run_beside(lambda: queries.semaphore(NAME, using=database).held)
+        assert await asyncio.wrap_future(held) == 1
         go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await caller
