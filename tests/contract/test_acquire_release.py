@@ -545,7 +545,7 @@ def test_a_stack_whose_blocks_another_one_has_taken_over(database):
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_one_helper_of_two_threads(database, first):
-    """Each leaves its own block, though the same object enters for both, whoever leaves first."""
+    """Each leaves its own block, though the same object enters for both, whichever leaves first."""
     lock = semaphore("helper", 2, timeout=0, using=database)
     guard, inside, leave = Wrapped(lock), threading.Event(), threading.Event()
 

@@ -192,7 +192,7 @@ def test_a_statement_waits_for_a_row_longer_than_one_lock_wait(database, monkeyp
 
 
 def test_in_the_callers_transaction_another_writer_is_waited_for(database, monkeypatch):
-    """SQLite refuses at once who has read before it writes. So nothing is read first."""
+    """SQLite refuses a transaction at once that has read before it writes. So nothing is read first."""
     if connections[database].vendor != "sqlite":
         pytest.skip("others have more than one writer")
     monkeypatch.setattr(connections[database], "transaction_mode", None)  # Django's default
