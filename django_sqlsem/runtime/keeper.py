@@ -223,7 +223,7 @@ class Keeper:
     def _ask(self, acquisition: Acquisition, timeout: float | None, session: Session) -> bool | None:
         """Make the first try, in the caller's thread. Return whether it was granted; ``None``: it has to wait."""
         mine = session is self.work
-        if not mine and isinstance(session, CallerSession):
+        if isinstance(session, CallerSession):
             session.become_writer()
         if mine and self.queues:
             self._prepare_first_try(acquisition, session, timeout)

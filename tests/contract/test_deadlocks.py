@@ -16,15 +16,14 @@ from django_sqlsem import (
     mutex,
     queries,
 )
-from django_sqlsem.backends import get_backend
 from django_sqlsem.core import identity
 from django_sqlsem.database import errors
 from django_sqlsem.deadlocks import watch
 from django_sqlsem.locks import counter, rwlock
 from django_sqlsem.models import WaiterRow, WaitRow
-from django_sqlsem.runtime.keepers import keeper_for
 from tests.programs.deadlock_clients import Waiter
 from tests.support.databases import raw_connection
+from tests.support.keepers import chore_of, keeper_of
 from tests.support.threads import wait_until
 
 pytestmark = pytest.mark.process_side
@@ -271,7 +270,7 @@ def test_a_wait_is_shown_while_it_lasts_and_one_that_holds_nothing_is_not(databa
 def test_the_end_of_the_process_takes_its_rows_away_beside_another_writer(database, monkeypatch):
     if connections[database].vendor != "sqlite":
         pytest.skip("others have more than one writer")
-    lock, keeper = mutex("a", using=database), keeper_for(get_backend(database))
+    lock, keeper = mutex("a", using=database), keeper_of(database)
 
     def wait():
         with mutex("b", using=database).acquire(20), lock.acquire(60):
@@ -290,11 +289,10 @@ def test_the_end_of_the_process_takes_its_rows_away_beside_another_writer(databa
                 cursor.execute("ROLLBACK")
                 return 0.0
 
-        [deadlocks] = [chore for chore in keeper.chores if isinstance(chore, watch.DeadlockWatch)]
         with keeper.loop.stopped(), monkeypatch.context() as patch:
             patch.setattr(errors, "chance", Repeated())
             cursor.execute("BEGIN IMMEDIATE")
-            deadlocks.finish(time.monotonic())
+            chore_of(database, watch.DeadlockWatch.name).finish(time.monotonic())
         assert len(refused) == 1
         assert rows(database) == 0
         keeper.loop.ensure()
