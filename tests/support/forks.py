@@ -164,15 +164,13 @@ def fork(
     if sys.platform != "linux" or _fixed(environment) != _fixed(usual):
         return None
     with _starting:
-        if _template is not None and _template.owner != os.getpid():
+        if _template is not None and not _template.serves(usual):  # a test had changed a variable, or forked
             _template.close()
             _template = None
         if _template is None:
             _template = Template(usual, directory)
             atexit.register(stop)
         template = _template
-    if not template.serves(environment):
-        return None
     try:
         return template.fork(args, environment, stderr)
     except OSError:

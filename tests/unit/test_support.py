@@ -186,8 +186,11 @@ sys.exit(7)
 """
 
 
-def test_a_forked_child_is_as_one_that_was_started(committed):
-    Child("pass").close()  # the template is there, and has other databases and settings than these
+def test_a_forked_child_is_as_one_that_was_started(committed, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("COLUMNS", "79")
+        forks.stop()
+        Child("pass").close()  # the template is there, and has another environment, databases and settings than these
     known = json.loads(databases.child_environment()["SQLSEM_TEST_DATABASES"])
     moved = known | {"default": known["default"] | {"NAME": "elsewhere"}, "another": known["default"]}
     environment = {"SQLSEM_TEST_SETTINGS": '{"LEASE": 17.5}', "SQLSEM_TEST_DATABASES": json.dumps(moved)}
