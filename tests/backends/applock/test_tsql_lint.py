@@ -10,12 +10,14 @@ import re
 from dataclasses import dataclass
 
 import pytest
+from django.db.models import CharField
 from sqlfluff.core import Linter
 
 from django_sqlsem.backends.applock import calls, install
 from django_sqlsem.backends.applock.sessions import SETTINGS
 from django_sqlsem.checks import sqlserver
 from django_sqlsem.database.cursors import size_of
+from django_sqlsem.models import ExactCharField, SemaphoreRow, SlotRow, WaiterRow
 from tests.golden.calls import on_lock_sessions, on_other_sessions
 from tests.support.databases import ROOT
 
@@ -285,6 +287,48 @@ def test_nothing_that_a_driver_or_a_stand_in_trips_over(text: str) -> None:
     for word in ("GROUP BY", "MERGE", "WAITFOR", "RAISERROR", "PRINT", "GO\n", "CURSOR", "GOTO"):
         assert word not in code
     assert "%S" not in text.upper()
+
+
+@ours
+def test_columns_of_two_collations_are_never_compared(text: str) -> None:
+    """That is error 468 on SQL Server, and none on a stand-in. A table variable's own is the database's default.
+
+    Source: "Collation precedence" in Microsoft's documentation. Variables and literals give way to any column.
+    """
+    for table in re.findall(r"@\w+ TABLE \(((?:[^()]|\([^()]*\))*)\)", text):
+        for column in re.findall(r"\w+ n?(?:var)?char\b[^,]*", table):
+            assert "COLLATE Latin1_General_100_BIN2" in column, column  # as ``ExactCharField`` has it
+
+
+def test_every_text_in_the_procedures_tables_has_one_collation() -> None:
+    for model in (SemaphoreRow, SlotRow, WaiterRow):
+        columns = [getattr(each, "target_field", each) for each in model._meta.concrete_fields]
+        assert {type(each) for each in columns if isinstance(each, CharField)} == {ExactCharField}
+
+
+@files
+def test_names_are_counted_in_utf_16_units(name: str) -> None:
+    """A database's own collation may count a supplementary character as one; Python, resources and columns: as two.
+
+    Source: "Collation and Unicode support" in Microsoft's documentation, on supplementary characters.
+    """
+    text = FILES[name].partition("\nAS\n")[2]
+    counted = re.findall(r"\b(?:SUBSTRING|LEN|LEFT|UNICODE|CHARINDEX|PATINDEX)\(([^()]*)\)", text)
+    for each in counted:
+        if re.search(r"@held\b|@name\b|@entry\b|\bname\b", each):
+            known = each in ("@name, 40", "@entry, 32") or re.fullmatch(r"@entry, (?:33, 32|65, 6|71, 4)", each)
+            assert "COLLATE Latin1_General_100_BIN2" in each or known, each  # what is shown, or before any name
+
+
+@ours
+def test_nothing_needs_a_newer_database_than_mssql_django_does(text: str) -> None:
+    """A server is newer than its databases, if they have come from an old one: ``TRY_CAST`` needs level 110.
+
+    What needs a higher level, or a later server than 2016, by Microsoft's documentation of each.
+    """
+    newer = r"STRING_SPLIT|OPENJSON|GENERATE_SERIES|STRING_AGG|TRANSLATE|CONCAT_WS|TRIM|GREATEST|LEAST|DATETRUNC"
+    newer += r"|DATE_BUCKET|APPROX_\w+|JSON_OBJECT|JSON_ARRAY|REGEXP_\w+|BIT_COUNT|LEFT_SHIFT|RIGHT_SHIFT"
+    assert re.findall(rf"\b(?:{newer})\s*\(|\bIS (?:NOT )?DISTINCT FROM\b", without_text(text).upper()) == []
 
 
 # --- Locks ---

@@ -1,22 +1,27 @@
 -- What the rows say, in four results: the server's time; names; their slots; who waits for them. The rows tell who, the
 -- locks tell whether.
 CREATE OR ALTER PROCEDURE sqlsem.internal_read_1
-    @keys nvarchar(max),                     -- of the names, with commas between them; NULL: all
+    @keys nvarchar(max),                     -- of the names, each once, with commas between them; NULL: all
     @prefix nvarchar(400),                   -- only names that begin with it; NULL: any
     @template nvarchar(400) = NULL,          -- only names that it has made; empty: that none has; NULL: any
     @status bit = 0                          -- 1: the one result of sqlsem.status instead
 AS
 SET NOCOUNT ON;
-DECLARE @now bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME());
-DECLARE @wanted TABLE (name_key nvarchar(32) NOT NULL PRIMARY KEY);
-DECLARE @locks TABLE (semaphore_key nvarchar(32) NOT NULL, slot int NOT NULL, taken bit NOT NULL,
-    PRIMARY KEY (semaphore_key, slot));
-IF @keys IS NOT NULL
-    INSERT INTO @wanted SELECT DISTINCT value FROM STRING_SPLIT(@keys, N',');
-ELSE
+DECLARE @now bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME()), @at int = 1;
+-- In the tables' own collation: columns of two are not compared (error 468), and without a word the database's counts.
+DECLARE @wanted TABLE (name_key nvarchar(32) COLLATE Latin1_General_100_BIN2 NOT NULL PRIMARY KEY);
+DECLARE @locks TABLE (semaphore_key nvarchar(32) COLLATE Latin1_General_100_BIN2 NOT NULL, slot int NOT NULL,
+    taken bit NOT NULL, PRIMARY KEY (semaphore_key, slot));
+IF @keys IS NULL
     INSERT INTO @wanted SELECT name_key FROM dbo.sqlsem_semaphore
     WHERE (@prefix IS NULL OR CHARINDEX(@prefix, name COLLATE Latin1_General_100_BIN2) = 1)
         AND (@template IS NULL OR template = @template);
+-- Not by STRING_SPLIT, which a database of compatibility level 120 or below has not.
+WHILE @at < LEN(@keys)
+BEGIN
+    INSERT INTO @wanted SELECT SUBSTRING(@keys, @at, 32);
+    SET @at = @at + 33;
+END;
 INSERT INTO @locks
 -- To its holder a lock is free: so first whether this very session has it.
 SELECT r.semaphore_key, r.slot, CASE WHEN APPLOCK_MODE(N'public', r.resource, N'Session') <> N'NoLock' THEN 1
