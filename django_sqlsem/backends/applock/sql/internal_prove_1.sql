@@ -11,7 +11,7 @@ SET NOCOUNT ON;
 SET LOCK_TIMEOUT 100;                        -- what is read here is not urgent
 DECLARE @missing int = 0, @asked nvarchar(max) = N'', @at int = 1, @entry nvarchar(400), @key nvarchar(32),
     @permit nvarchar(32), @slot int, @length int, @resource nvarchar(255), @by nvarchar(300);
-WHILE @at <= DATALENGTH(@held) / 2
+WHILE @at <= LEN(@held COLLATE Latin1_General_100_BIN2)
 BEGIN
     SET @entry = SUBSTRING(@held COLLATE Latin1_General_100_BIN2, @at, 329);
     SELECT @key = LEFT(@entry, 32), @permit = SUBSTRING(@entry, 33, 32), @slot = CAST(SUBSTRING(@entry, 65, 6) AS int),
