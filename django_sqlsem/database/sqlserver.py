@@ -57,6 +57,11 @@ class LockNames:
         return f"{number}-{self.base}"
 
 
+def units(text: str) -> int:
+    """Return the length of a text as SQL Server counts."""
+    return len(text.encode("utf-16-le", "surrogatepass")) // 2
+
+
 @functools.lru_cache(maxsize=4096)
 def lock_names(name: str) -> LockNames:
     """Return the resources of a validated name.
@@ -68,7 +73,7 @@ def lock_names(name: str) -> LockNames:
     key = key_of(name)
     # Only the first 32 characters of a resource are shown by the server's views.
     gate = f"{GATE}{key[:DIGEST_UNITS]}"
-    too_long = len(name.encode("utf-16-le")) // 2 + _NUMBER_UNITS > MAX_UNITS
+    too_long = units(name) + _NUMBER_UNITS > MAX_UNITS
     if too_long or _LIKE_A_SLOT.match(name) or name.startswith(PREFIX):
         return LockNames(f"{PREFIX}{key}", gate)
     return LockNames(name, gate)

@@ -18,7 +18,7 @@ from django_sqlsem.backends.applock.calls import READ
 from django_sqlsem.backends.clock import RowClock
 from django_sqlsem.core.modes import WHOLE, WRITER
 from django_sqlsem.core.names import MAX_SLOTS, key_of, validate_name
-from django_sqlsem.database.sqlserver import LockNames, Meaning, lock_names, meaning, no_such_table
+from django_sqlsem.database.sqlserver import LockNames, Meaning, lock_names, meaning, no_such_table, units
 from django_sqlsem.models import SemaphoreRow, SlotRow, WaiterRow
 from django_sqlsem.snapshots import HolderSnapshot, SemaphoreSnapshot, SlotState, WaiterSnapshot
 
@@ -87,14 +87,14 @@ class Locks:
         self._waits = any(not lock.granted for found in self._by_shown.values() for lock in found)
         self._slots: dict[str, dict[int, Lock]] = {}
         for shown, found in self._by_shown.items():
-            match = _SLOT.fullmatch(shown) if _units(shown) < SHOWN_UNITS else None
+            match = _SLOT.fullmatch(shown) if units(shown) < SHOWN_UNITS else None
             exclusive = [lock for lock in found if lock.granted and lock.mode == "X"]
             if match and exclusive and int(match[1]) <= MAX_SLOTS:
                 self._slots.setdefault(match[2], {})[int(match[1])] = exclusive[0]
 
     def of(self, resource: str) -> list[Lock]:
         """Return the requests for a resource. Empty if those for another one could look just the same."""
-        if _units(resource) < SHOWN_UNITS:
+        if units(resource) < SHOWN_UNITS:
             return self._by_shown.get(resource, [])
         found = self._by_shown.get(_cut(resource), [])
         return found if len({lock.hash for lock in found}) == 1 else []
@@ -143,10 +143,6 @@ def _is_name(text: str) -> bool:
         return lock_names(validate_name(text)).base == text
     except ValueError:
         return False
-
-
-def _units(text: str) -> int:
-    return len(text.encode("utf-16-le", "surrogatepass")) // 2
 
 
 def _cut(text: str) -> str:

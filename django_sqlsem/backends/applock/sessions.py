@@ -26,7 +26,7 @@ from django_sqlsem.core.threads import Turn
 from django_sqlsem.database import sockets as database_sockets
 from django_sqlsem.database.errors import backend_error
 from django_sqlsem.database.raw import AnswerRow, answer_timeout, connect, results_of
-from django_sqlsem.database.sqlserver import FOREIGN, Meaning, failure, meaning
+from django_sqlsem.database.sqlserver import FOREIGN, Meaning, failure, meaning, units
 from django_sqlsem.exceptions import BackendError
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ class LockSession:
         ``record``: by the way, also who asks its permits' holders to stop.
         """
         held = [
-            f"{each.key:32}{each.permit_id:32}{slot:6}{_units(each.names.base):4}{each.names.base}"
+            f"{each.key:32}{each.permit_id:32}{slot:6}{units(each.names.base):4}{each.names.base}"
             for each in list(self.held.values())
             for slot in each.slots
         ]
@@ -300,11 +300,6 @@ class LockSession:
     def after_fork(self) -> None:
         """In a forked child: it is the parent's. Never closed or finalised here, which would speak on its session."""
         _inherited.append(self)
-
-
-def _units(text: str) -> int:
-    """Return the length of a text as SQL Server counts."""
-    return len(text.encode("utf-16-le", "surrogatepass")) // 2
 
 
 _inherited: list[LockSession] = []
