@@ -314,8 +314,6 @@ class BaseSemaphoreBackend(abc.ABC):
     released_on_disconnect: ClassVar[bool] = False
     #: Must a grant be renewed to be kept?
     supports_renewal: ClassVar[bool] = True
-    #: Can it say who waits?
-    reports_waiters: ClassVar[bool] = True
     #: The modes of requests besides the shared one that it knows by itself: see ``core.modes``.
     modes: ClassVar[frozenset[str]] = frozenset()
     #: The longest time between two proofs of possession, in seconds, whatever the lease.

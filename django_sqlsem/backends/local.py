@@ -288,7 +288,6 @@ class LocalBackend(BaseSemaphoreBackend):
     keeps_counters = True
     released_on_disconnect = True
     supports_renewal = False
-    reports_waiters = False
     modes = frozenset({WHOLE, UPDATE, UPGRADE})
 
     def __init__(self, alias: str) -> None:

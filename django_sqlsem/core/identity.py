@@ -73,10 +73,10 @@ def printable(text: str, length: int) -> str:
     return text.replace("\x00", "").encode("utf-8", "replace").decode("utf-8")[:length]
 
 
-def current(label: str = "") -> HolderIdentity:
+def current() -> HolderIdentity:
     """Return the identity of the calling thread and of the work it does."""
     doing = _activity.get()
-    label = label or (doing.label if doing else "")
+    label = doing.label if doing else ""
     if not label:
         for module, ask in task_labels.items():
             if module in sys.modules and (found := ask()):

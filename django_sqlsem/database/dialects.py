@@ -340,14 +340,6 @@ class Dialect:
         """Return the parameters that every statement may use."""
         return {"no": False, "boot_id": ""}
 
-    def free_sql(self, table: str = "") -> str:
-        """Return the condition that nobody holds a slot: free, or its lease has run out."""
-        return self.free.replace("{t}", table)
-
-    def waits_sql(self, table: str = "") -> str:
-        """Return the condition that a waiter may be granted: alive, and not away."""
-        return self.waits.replace("{t}", table)
-
     @property
     def live_now(self) -> str:
         """As ``live``, by the clock of this very moment."""

@@ -102,8 +102,6 @@ class Meaning(enum.Enum):
     NO_TABLES = "no tables"
     #: The stored procedures are not there.
     NO_PROCEDURES = "no procedures"
-    #: The lock was not held.
-    NOT_HELD = "not held"
     OTHER = "other"
 
 
@@ -122,7 +120,6 @@ NATIVE_ERRORS: Final[dict[int, Meaning]] = {
     1205: Meaning.AGAIN,  # chosen as a deadlock's victim
     1222: Meaning.AGAIN,  # a row stayed locked
     3960: Meaning.AGAIN,  # an update conflict under snapshot isolation
-    1223: Meaning.NOT_HELD,
     208: Meaning.NO_TABLES,
     207: Meaning.NO_TABLES,  # a column that a later migration brings
     2812: Meaning.NO_PROCEDURES,

@@ -106,7 +106,7 @@ def _look_at(
     for row in _select(cursor, dialect, SlotRow, where, parameters):
         if row["permit_id"] and (not leases or _lives(row, dialect, found.now)):
             found.slots.setdefault(row["semaphore_id"], []).append(row)
-    where = f"semaphore_key IN ({some}) AND {dialect.waits_sql()}"
+    where = f"semaphore_key IN ({some}) AND {{waits}}"
     # Without leases a place in line is the process's, under a ticket of its own, and tells which thread is next.
     places = set() if leases else {_place(row) for row in found.waits.values()}
     for place in _select(cursor, dialect, WaiterRow, where, parameters):
