@@ -403,9 +403,6 @@ class LocalBackend(BaseSemaphoreBackend):
         """Look whether the permit still has its slots: there is no other process to keep out."""
         return self.taken_away(held) is None
 
-    def fate(self, session: Session, held: Acquired) -> Loss | None:
-        return self.taken_away(held)
-
     def fenced_sql(self, caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:
         return "1 = 1" if self.taken_away(held) is None else "1 = 0", []
 

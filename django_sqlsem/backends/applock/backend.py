@@ -182,9 +182,6 @@ class ApplockBackend(BaseSemaphoreBackend):
     def taken_away(self, held: Acquired) -> Loss | None:
         return self.possession.taken_away(held.permit_id)
 
-    def fate(self, session: Session, held: Acquired) -> Loss | None:
-        return self.possession.taken_away(held.permit_id)
-
     def fence(self, caller: BaseDatabaseWrapper, session: Session, held: Acquired) -> bool:
         return self._fencing.fence(caller, held)
 
