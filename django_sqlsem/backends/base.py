@@ -468,7 +468,7 @@ class BaseSemaphoreBackend(abc.ABC):
         return False
 
     def fate(self, session: Session, held: Acquired) -> Loss | None:
-        """Return how a grant that needs renewal was lost, by the database's word; ``None``: it was not, or not known."""
+        """Return how a grant that must be renewed was lost, by the database's word; ``None``: nothing is known."""
         return None
 
     def fenced_sql(self, caller: BaseDatabaseWrapper, held: Acquired) -> tuple[str, list[Any]]:

@@ -551,10 +551,7 @@ class OwnSession:
         if connection is None or connection.connection is None:
             return
         for descriptor in sockets.descriptors(connection.connection):
-            # The child's copy of the socket would keep the session alive after the parent has died.
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, descriptor, inheritable=False)
-            os.close(null)
+            sockets.let_go(descriptor)
 
 
 _sessions: weakref.WeakSet[OwnSession] = weakref.WeakSet()
@@ -588,7 +585,6 @@ def after_fork_in_child() -> None:
     _frozen.clear()
     _gate = threading.Lock()
     _note_inherited()
-    sockets.forget_watched()
     sockets.after_fork()
     for session in list(_sessions):
         session.after_fork()

@@ -100,12 +100,6 @@ class Watch:
 watch = Watch()
 
 
-def forget_watched() -> None:
-    """In a forked child: nothing is watched."""
-    global watch
-    watch = Watch()
-
-
 T = TypeVar("T")
 
 #: Where SQL Server listens unless an alias says otherwise.
@@ -224,22 +218,20 @@ def forget(sockets: list[Socket]) -> None:
             _opened.remove(each)
 
 
-def let_go() -> None:
-    """In a forked child: drop its copies, or they would keep a dead parent's sessions alive."""
-    for descriptor, inode in _opened:
-        with contextlib.suppress(OSError):
-            if os.fstat(descriptor).st_ino != inode:
-                continue
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, descriptor, inheritable=False)
-            os.close(null)
+def let_go(descriptor: int) -> None:
+    """In a forked child: drop its copy of a socket, or it would keep a dead parent's session alive."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
 
 
 def after_fork() -> None:
-    """In a forked child: nobody is connecting, and nothing is open."""
-    global gate
-    gate = Turn(lambda: None)
-    let_go()
+    """In a forked child: nothing is watched, nobody is connecting, and nothing is open."""
+    global gate, watch
+    gate, watch = Turn(lambda: None), Watch()
+    for descriptor, _inode in filter(_is_there, _opened):
+        with contextlib.suppress(OSError):
+            let_go(descriptor)
     _opened.clear()
 
 
