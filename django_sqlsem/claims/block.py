@@ -25,7 +25,7 @@ from django_sqlsem.core.durations import UNSET, Unset
 from django_sqlsem.core.text import shown
 from django_sqlsem.database import transactions
 from django_sqlsem.database.errors import database_errors
-from django_sqlsem.exceptions import AcquireTimeoutError, BackendError, PermitLostError, SemaphoreError
+from django_sqlsem.exceptions import BackendError, PermitLostError, SemaphoreError
 from django_sqlsem.locks.permit import Permit
 from django_sqlsem.locks.semaphore import Semaphore
 from django_sqlsem.models import ClaimRow
@@ -38,14 +38,6 @@ M = TypeVar("M", bound=Model)
 _NEW: Final = "new"
 _OPEN: Final = "open"
 _OVER: Final = "over"
-#: How often a worker asks again for a slot that it was refused although some are free.
-_TRIES: Final = 10
-
-
-def _is_passing(error: AcquireTimeoutError) -> bool:
-    """Whether slots are free all the same: who comes while another process makes them may see none."""
-    found = error._snapshot
-    return found is not None and not found.paused and not found.waiting and found.held < found.slots
 
 
 class Claim(Generic[M]):
@@ -160,7 +152,7 @@ class Claim(Generic[M]):
 
     def __enter__(self) -> Claim[M]:
         if self._look():
-            permit = self._acquire()
+            permit = self._semaphore.acquire()
             try:
                 self._take(permit)
             finally:
@@ -170,7 +162,7 @@ class Claim(Generic[M]):
 
     async def __aenter__(self) -> Claim[M]:
         if await sync_to_async(self._look)():
-            permit, entered = await self._aacquire(), False
+            permit, entered = await self._semaphore.aacquire(), False
             try:
                 await callers.to_its_end(self._take, permit)
                 entered = self.permit is not None
@@ -218,24 +210,6 @@ class Claim(Generic[M]):
             give_back_abandoned(keeper, self._column)
         with database_errors(alias):
             return self._candidates.exists()
-
-    def _acquire(self) -> Permit:
-        for _nth in range(_TRIES):
-            try:
-                return self._semaphore.acquire()
-            except AcquireTimeoutError as error:
-                if not _is_passing(error):
-                    raise
-        return self._semaphore.acquire()
-
-    async def _aacquire(self) -> Permit:
-        for _nth in range(_TRIES):
-            try:
-                return await self._semaphore.aacquire()
-            except AcquireTimeoutError as error:
-                if not _is_passing(error):
-                    raise
-        return await self._semaphore.aacquire()
 
     def _take(self, permit: Permit) -> None:
         """Take rows, and keep the permit if there are any."""

@@ -9,7 +9,7 @@ import re
 import threading
 
 import pytest
-from asgiref.sync import async_to_sync, sync_to_async
+from asgiref.sync import async_to_sync
 from django.contrib.auth.models import User
 from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
 from django.db import connections, transaction
@@ -19,7 +19,6 @@ from django.urls import reverse
 from django_sqlsem import (
     AcquireTimeoutError,
     PermitLostError,
-    Semaphore,
     SemaphoreError,
     claims,
     control,
@@ -127,42 +126,6 @@ def test_a_claim_that_the_model_of_today_can_not_read_keeps_no_row_from_being_ta
     assert "testapp.Inventory abc can't be given back, as its model has changed" in caplog.text
     assert recover(Inventory.objects.using(database), using=database) == []
     assert list(ClaimRow.objects.using(database).values_list("object_pk", flat=True)) == ["abc"]
-
-
-def test_a_worker_that_is_refused_a_slot_asks_again_if_some_are_free_all_the_same(database, monkeypatch):
-    """Here the slot becomes free between the refusal and the look at who has it."""
-    make(database, 3)
-
-    def hold(attribute, hook):
-        holder = claim(rows(database), workers=1, using=database).__enter__()
-        monkeypatch.setattr(Semaphore, attribute, hook(holder, getattr(Semaphore, attribute)))
-
-    def before_it_looks(holder, original):
-        def status(semaphore):
-            monkeypatch.undo()
-            holder.__exit__(None, None, None)
-            return original(semaphore)
-
-        return status
-
-    def before_the_task_looks(holder, original):
-        async def astatus(semaphore):
-            monkeypatch.undo()
-            await sync_to_async(holder.__exit__)(None, None, None)
-            return await original(semaphore)
-
-        return astatus
-
-    async def work():
-        async with claim(rows(database), workers=1, using=database) as claimed:
-            return len(claimed)
-
-    hold("status", before_it_looks)
-    with claim(rows(database), workers=1, done="Not Started", using=database) as claimed:
-        assert claimed
-    hold("astatus", before_the_task_looks)
-    assert async_to_sync(work)() == 1
-    assert statuses(database) == ["Calculated"] * 3
 
 
 def test_a_status_changed_by_hand_is_respected(database, caplog):
