@@ -6,16 +6,14 @@ includes ``admin/sqlsem/_live_bar.html`` before it. Whatever is in the part keep
 details; where several things look alike (rows), each has a ``data-sqlsem-key``, and what the script must leave alone
 has ``data-sqlsem-keep``.
 
-An answer is small: nothing if the script has it already (304), and of rows and drawings only those that it has not.
-Each of these carries a mark, by which the script says that it has it. Ages are no change: they are told as
-``data-sqlsem-ticks``, in seconds, and the script counts on.
+An answer is small: it is compressed, and nothing if the script has it already (304). Ages are no change: they are told
+as ``data-sqlsem-ticks``, in seconds, and the script counts on.
 
 An answer is also cheap: who looks at the same view within a few seconds gets what another one has just been shown.
 """
 
 from __future__ import annotations
 
-import base64
 import copy
 import functools
 import hashlib
@@ -24,7 +22,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from typing import Any, Final, cast
 
@@ -39,7 +36,7 @@ from django.template.loader import render_to_string
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.cache import add_never_cache_headers, patch_vary_headers
-from django.utils.safestring import SafeString, mark_safe
+from django.utils.safestring import SafeString
 from django.utils.text import compress_string
 from django.utils.timezone import get_current_timezone_name
 from django.utils.translation import get_language
@@ -156,22 +153,15 @@ def is_light(request: HttpRequest) -> bool:
     return is_fragment(request) and LIGHT in request.headers
 
 
-#: Which marked pieces the script has; by how many seconds the answer is older than it seems.
-HAVE: Final = "X-Sqlsem-Have"
+#: By how many seconds the answer is older than it seems.
 AGE: Final = "X-Sqlsem-Age"
-#: A row, or a drawing, that may be left out if the script has it.
-_PIECE: Final = re.compile(
-    r'<(?P<tag>tr|svg)(?P<rest>\b[^>]*? (?P<name>data-sqlsem-key|id)="(?P<key>[^"]*)"[^>]*)>(?P<inside>.*?)</(?P=tag)>',
-    re.DOTALL,
-)
-_MARK: Final = re.compile(r' data-sqlsem-mark="([^"]*)"')
 #: What changes by itself as time passes.
 _AGES: Final = re.compile(r'data-sqlsem-ticks="[^"]*">[^<]*')
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The changing part of a page: its HTML, whose pieces are marked, and what tells it from others."""
+    """The changing part of a page: its HTML, and what tells it from others."""
 
     html: SafeString
     etag: str
@@ -179,30 +169,9 @@ class Part:
 
 def part(request: HttpRequest, template: str, context: dict[str, Any]) -> Part:
     """Return the changing part of a page."""
-    html = _PIECE.sub(_marked, render_to_string(template, context, request))
-    return Part(mark_safe(html), f'"{_digest(html, 16)}"')  # noqa: S308 - it comes from a template
-
-
-def _digest(html: str, length: int) -> str:
-    found = hashlib.blake2b(_AGES.sub("", html).encode(), digest_size=length).digest()
-    return base64.urlsafe_b64encode(found).decode().rstrip("=")
-
-
-def _marked(piece: re.Match[str]) -> str:
-    mark = _digest(piece.group(), 5)
-    return f'<{piece["tag"]}{piece["rest"]} data-sqlsem-mark="{mark}">{piece["inside"]}</{piece["tag"]}>'
-
-
-def _without(html: str, have: AbstractSet[str]) -> str:
-    """Leave out the pieces that the script has."""
-
-    def kept(piece: re.Match[str]) -> str:
-        mark = _MARK.search(piece["rest"])
-        if mark is None or mark[1] not in have:
-            return piece.group()
-        return f'<{piece["tag"]} {piece["name"]}="{piece["key"]}" data-sqlsem-keep></{piece["tag"]}>'
-
-    return _PIECE.sub(kept, html) if have else html
+    html = render_to_string(template, context, request)
+    etag = hashlib.blake2b(_AGES.sub("", html).encode(), digest_size=16).hexdigest()
+    return Part(html, f'"{etag}"')
 
 
 def fragment(request: HttpRequest, template: str, context: dict[str, Any]) -> HttpResponse:
@@ -217,12 +186,10 @@ def _answer(request: HttpRequest, found: Part, age: float) -> HttpResponse:
     if request.headers.get("If-None-Match") == found.etag:
         response = HttpResponse(status=304)
     else:
-        have = request.headers.get(HAVE, "")
-        html = _without(found.html, frozenset(have.split()))
-        response = HttpResponse(html)
+        response = HttpResponse(found.html)
         if "gzip" in request.headers.get("Accept-Encoding", ""):
             # Random bytes at the end: the length is not to tell what is inside.
-            response.content = compress_string(html.encode(), max_random_bytes=100)
+            response.content = compress_string(found.html.encode(), max_random_bytes=100)
             response["Content-Encoding"] = "gzip"
             response["Content-Length"] = str(len(response.content))
         patch_vary_headers(response, ["Accept-Encoding"])

@@ -142,8 +142,7 @@
     const limit = setTimeout(() => controller.abort(), TIMEOUT);
     const sent = performance.now();
     try {
-      const marks = [...live.querySelectorAll("[data-sqlsem-mark]")].map((each) => each.dataset.sqlsemMark);
-      const headers = { [HEADER]: "1", "X-Sqlsem-Have": marks.join(" ") };
+      const headers = { [HEADER]: "1" };
       if (etag) headers["If-None-Match"] = etag;
       if (light > 0) headers["X-Sqlsem-Light"] = "1";
       const options = { headers, cache: "no-store", redirect: "manual", signal: controller.signal };
