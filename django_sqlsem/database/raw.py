@@ -102,22 +102,13 @@ def _ours(alias: str, options: dict[str, Any]) -> list[str]:
     return [name, "ConnectRetryCount=0", "MARS_Connection=no"] if "ODBC Driver" in driver else [name]
 
 
+#: One ``key=value`` part: a value in braces may have semicolons, and two closing braces for one.
+_PART: Final = re.compile(r"(?:=\s*\{(?:[^}]|\}\})*(?:\}|\Z)|[^;])+")
+
+
 def split(extra: str) -> list[str]:
-    """Return the ``key=value`` parts of ODBC parameters; a semicolon inside braces belongs to the value."""
-    parts, braced, start, position = [], False, 0, 0
-    while position < len(extra):
-        character = extra[position]
-        if braced and extra.startswith("}}", position):
-            position += 1  # a brace within the value
-        elif braced and character == "}":
-            braced = False
-        elif not braced and character == "{" and extra[start:position].rstrip().endswith("="):
-            braced = True
-        elif not braced and character == ";":
-            parts.append(extra[start:position])
-            start = position + 1
-        position += 1
-    return [part.strip() for part in [*parts, extra[start:]] if part.strip()]
+    """Return the ``key=value`` parts of ODBC parameters."""
+    return [part.strip() for part in _PART.findall(extra) if part.strip()]
 
 
 class AnswerRow(dict[str, Any]):
