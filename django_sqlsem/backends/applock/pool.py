@@ -273,7 +273,9 @@ class LockPool:
                 frozen.append(each.lock)  # noqa: PERF401 - each one at once
 
     def after_fork(self) -> None:
-        """In a forked child: leave the parent's sessions alone."""
+        """In a forked child: never close or finalise the parent's sessions, which would speak on them."""
         threads.after_fork()
-        for session in self._sessions:
-            session.after_fork()
+        _inherited.append(self)
+
+
+_inherited: list[LockPool] = []

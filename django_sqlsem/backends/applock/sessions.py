@@ -296,10 +296,3 @@ class LockSession:
         database_sockets.watch.remove(self)
         # Last: one that was struck on the way here is ended by its next user.
         self.ended = self.ended or why or "closed"
-
-    def after_fork(self) -> None:
-        """In a forked child: it is the parent's. Never closed or finalised here, which would speak on its session."""
-        _inherited.append(self)
-
-
-_inherited: list[LockSession] = []
