@@ -425,6 +425,38 @@ def test_what_enters_for_a_dropped_generator_leaves_its_block(database, dropped,
     assert lock._blocks not in blocks._entered
 
 
+@pytest.mark.process_side
+def test_a_block_that_a_thread_is_inside_of_is_left_by_nobody_else(database):
+    """As with fixtures, one thread enters and another one leaves, while a third one runs a ``with`` of that object."""
+    lock, inside, leave = semaphore("fixture", 2, timeout=0, using=database), threading.Event(), threading.Event()
+
+    def set_up():
+        return lock.__enter__()
+
+    def entering():
+        permits.append(set_up())
+        assert leave.wait(60)
+
+    def working():
+        with lock as permit:
+            permits.append(permit)
+            inside.set()
+            assert leave.wait(60)
+            permit.check()
+
+    permits = []
+    threads = [run_beside(entering)]
+    wait_until(lambda: permits)
+    threads.append(run_beside(working))
+    assert inside.wait(60)
+    lock.__exit__(None, None, None)
+    assert [permit.released for permit in permits] == [True, False]
+    leave.set()
+    for thread in threads:
+        thread.result(60)
+    assert lock._blocks not in blocks._entered
+
+
 @pytest.mark.rows_only("row statements")
 def test_the_collector_ends_a_block_in_the_middle_of_a_statement(database, dropped):
     """Its end waits neither for the session, which this very thread uses, nor for anything else of ours."""
