@@ -527,8 +527,9 @@ class BaseSemaphoreBackend(abc.ABC):
             for row in ("SlotRow", "WaiterRow")
         )
         with database_errors(self.alias):
-            names = [name for (name,) in slots.filter(lease_us__gt=0, expires_us__isnull=False).union(waiters)[:most]]
-        return self.inspect(names)
+            used = slots.filter(lease_us__gt=0, expires_us__isnull=False).union(waiters)
+            names = [name for (name,) in used[:most]]
+        return self.inspect(names[:most])  # mssql-django leaves out the limit of a union
 
     def templates(self, *, at: RowClock | None = None, survey: Survey | None = None) -> Templates:
         """Return what the names of each template amount to, by template: of those with the most names.
@@ -602,7 +603,7 @@ class BaseSemaphoreBackend(abc.ABC):
         """Return the condition on ``SlotRow`` that a slot is held or stale, or that its name is in another state."""
         found = {key_of(snapshot.name): snapshot for snapshot in self.inspect(at=at) if getattr(snapshot, state)}
         if state not in ("held", "stale"):
-            return Q(semaphore__in=list(found))
+            return Q(semaphore__key__in=list(found))
         wanted = {
             (key, slot)
             for key, snapshot in found.items()
@@ -611,8 +612,8 @@ class BaseSemaphoreBackend(abc.ABC):
             if (holder.state is SlotState.STALE if state == "stale" else not holder.expired)
         }
         # A lock that other programs took has no holder in its row.
-        taken = apps.get_model("sqlsem", "SlotRow")._default_manager.using(self.alias).filter(semaphore__in=list(found))
-        rows = taken.values_list("pk", "semaphore", "slot")
+        taken = apps.get_model("sqlsem", "SlotRow")._default_manager.using(self.alias)
+        rows = taken.filter(semaphore__key__in=list(found)).values_list("pk", "semaphore", "slot")
         return Q(pk__in=[pk for pk, key, slot in rows if (key, slot) in wanted])
 
     @abc.abstractmethod

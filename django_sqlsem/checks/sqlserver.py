@@ -37,7 +37,10 @@ from django_sqlsem.models import (
 _ALL: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 #: What goes on beside it: without these rights the locks work, and less is known of them.
 HISTORY_RIGHTS: Final = {EventRow._meta.db_table: ("SELECT", "INSERT", "DELETE"), MinuteRow._meta.db_table: _ALL}
-DEADLOCK_RIGHTS: Final = {WaitRow._meta.db_table: _ALL}
+DEADLOCK_RIGHTS: Final = {
+    WaitRow._meta.db_table: _ALL,
+    **{model._meta.db_table: ("SELECT",) for model in (SemaphoreRow, SlotRow, WaiterRow)},
+}
 #: What only some kinds of locks use, and the pages and commands of operators.
 KIND_RIGHTS: Final = {
     SemaphoreRow._meta.db_table: ("SELECT", "UPDATE"),

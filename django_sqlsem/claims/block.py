@@ -18,6 +18,7 @@ from django_sqlsem.claims.rows import (
     give_back_abandoned,
     is_due,
     let_go,
+    looking,
     refuse_atomic,
     take,
 )
@@ -208,7 +209,7 @@ class Claim(Generic[M]):
         keeper = self._semaphore._keeper()
         if is_due(keeper, self._column.resource.key):
             give_back_abandoned(keeper, self._column)
-        with database_errors(alias):
+        with database_errors(alias), looking(alias):
             return self._candidates.exists()
 
     def _take(self, permit: Permit) -> None:

@@ -53,21 +53,32 @@ class Outcome(Enum):
     NOT_OURS = "not ours"
 
 
-def in_short_transaction(alias: str, work: Callable[[AnyCursor], T]) -> T:
+def looking(alias: str) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which reading waits for nobody's transaction: what it finds has to be locked, and asked again.
+
+    SQL Server's readers would wait, unless READ_COMMITTED_SNAPSHOT is on.
+    """
+    return dialect_for(connections[alias]).isolated(connections[alias], "READ UNCOMMITTED")
+
+
+def in_short_transaction(alias: str, work: Callable[[AnyCursor], T], *, locking: bool = False) -> T:
     """Call ``work`` in a transaction of the calling thread's connection, again if it lost a deadlock
     or the connection had died.
 
-    Inside the caller's own transaction it is a part of that, and runs once. Raises ``BackendError``.
+    Inside the caller's own transaction it is a part of that, and runs once. ``locking``: it passes over locked rows,
+    which SQL Server does at this level. Raises ``BackendError``.
     """
     connection = connections[alias]
+    dialect = dialect_for(connection)
     alone = not transactions.in_transaction(connection)
     reopen = alone and not connection.in_atomic_block
 
     def attempt() -> T:
         nonlocal reopen
         try:
-            with transaction.atomic(using=alias), connection.cursor() as cursor:
-                if dialect_for(connection).one_writer:
+            level = dialect.isolated(connection, "READ COMMITTED") if locking else contextlib.nullcontext()
+            with level, transaction.atomic(using=alias), connection.cursor() as cursor:
+                if dialect.one_writer:
                     cursor.execute(_WRITE_FIRST)  # a transaction that has read first may be refused to write
                 return work(cursor)
         except DatabaseError as error:
@@ -112,7 +123,7 @@ def take(
 
     missed: set[Any] = set()
     for _nth in range(_TRIES):
-        taken, others = in_short_transaction(alias, attempt)
+        taken, others = in_short_transaction(alias, attempt, locking=True)
         if taken or not others:
             break
     return taken
@@ -171,7 +182,8 @@ def _one_by_one(
     plain = _locking(all_rows.filter(**{column.field.attname: from_status}))
     while True:
         found = candidates.exclude(pk__in=missed) if missed else candidates
-        keys = dict.fromkeys(found.values_list("pk", flat=True)[: n + 20])
+        with looking(candidates.db):
+            keys = dict.fromkeys(found.values_list("pk", flat=True)[: n + 20])
         if not keys:
             return []
         locked: list[Any] = []
@@ -342,7 +354,7 @@ def give_back_abandoned(keeper: Keeper, column: StatusColumn) -> list[Any]:
     """Give back the rows of a column whose worker is gone. Returns their primary keys. Raises ``BackendError``."""
     alias, resource = keeper.alias, column.resource
     # Read before the permits: a row is only ever owned by a permit that was granted before.
-    with errors.database_errors(alias):
+    with errors.database_errors(alias), looking(alias):
         rows = list(ClaimRow.objects.using(alias).filter(key=resource.key))
     if not rows:
         return []

@@ -332,6 +332,11 @@ class Dialect:
         after = time.time()
         return now - (before + after) / 2, after - before
 
+    @contextlib.contextmanager
+    def isolated(self, connection: BaseDatabaseWrapper, level: str) -> Iterator[None]:
+        """Use this isolation level within, where what others have changed keeps readers waiting at the usual one."""
+        yield
+
     def token_clock(self, now: int) -> int:
         """Return the clock that tokens follow, when the database's says ``now``."""
         return now
@@ -743,6 +748,15 @@ class Oracle(Dialect):
     dual = " FROM DUAL"
 
 
+#: SQL Server's isolation levels by their numbers in sys.dm_exec_sessions.
+LEVELS: Final = {1: "READ UNCOMMITTED", 2: "READ COMMITTED", 3: "REPEATABLE READ", 4: "SERIALIZABLE", 5: "SNAPSHOT"}
+#: Sets a level, and tells which was there. Without parameters: what a statement with some sets is undone at its end.
+_ISOLATED: Final = (
+    "DECLARE @before int = (SELECT transaction_isolation_level FROM sys.dm_exec_sessions WHERE session_id = @@SPID);"
+    " SET TRANSACTION ISOLATION LEVEL {level}; SELECT @before"
+)
+
+
 class SQLServer(Dialect):
     """SQL Server, where ``SQLSEM`` asks for rows: portable statements, and its own clock."""
 
@@ -779,6 +793,18 @@ class SQLServer(Dialect):
         connection.execute_wrappers.append(cursors.declare_types)
         with connection.cursor() as cursor:
             cursor.execute(f"SET LOCK_TIMEOUT {LOCK_TIMEOUT_MS}")
+
+    @contextlib.contextmanager
+    def isolated(self, connection: BaseDatabaseWrapper, level: str) -> Iterator[None]:
+        with connection.cursor() as cursor:
+            cursor.execute(_ISOLATED.format(level=level))
+            usual = LEVELS.get((cursor.fetchone() or (0,))[0], "READ COMMITTED")
+        try:
+            yield
+        finally:
+            # After an error the session may be gone, and its level with it; or the block around this one sets its own.
+            with contextlib.suppress(DatabaseError), connection.cursor() as cursor:
+                cursor.execute(f"SET TRANSACTION ISOLATION LEVEL {usual}")
 
     def limits(self, connection: BaseDatabaseWrapper, seconds: float) -> BriefLimits:
         """Return limits of the session's waits for locks; statements are limited by the driver."""

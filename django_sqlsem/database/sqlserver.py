@@ -126,11 +126,13 @@ NATIVE_ERRORS: Final[dict[int, Meaning]] = {
     229: Meaning.FORBIDDEN,
     262: Meaning.FORBIDDEN,
     297: Meaning.FORBIDDEN,
+    2759: Meaning.FORBIDDEN,  # to create a schema, after another error
     2760: Meaning.FORBIDDEN,  # of a schema
     2801: Meaning.AGAIN,  # a procedure was altered under a call; what the call has left is freed first
     300: Meaning.FORBIDDEN,
     3906: Meaning.FORBIDDEN,  # the database is read-only
     6102: Meaning.FORBIDDEN,  # KILL
+    15151: Meaning.FORBIDDEN,  # to create a schema for another owner
     10928: Meaning.AGAIN,  # Azure SQL: no worker is free
     18456: Meaning.FORBIDDEN,
     596: Meaning.SESSION_ENDED,  # killed

@@ -131,9 +131,10 @@ def _insert(cursor: AnyCursor, rows: Sequence[EventRow | MinuteRow]) -> None:
 
 def _delete_same(cursor: AnyCursor, rows: Sequence[MinuteRow]) -> None:
     """Delete what was written before of the same minutes."""
-    # Without a seek it would scan a small table, and wait for the rows that others write.
+    # Without a seek it would scan a small table, and wait for the rows that others write. The hint has a FROM of its
+    # own, as it may not follow the table that is written.
     text = (
-        "DELETE FROM sqlsem_minute WITH (ROWLOCK, FORCESEEK) WHERE minute_us = %s AND writer = %s"
+        "DELETE FROM sqlsem_minute FROM sqlsem_minute WITH (ROWLOCK, FORCESEEK) WHERE minute_us = %s AND writer = %s"
         f" AND semaphore_key IN ({', '.join(['%s'] * _AT_ONCE)})"
     )
     for (minute_us, writer), same in groupby(sorted(rows, key=_of), _of):

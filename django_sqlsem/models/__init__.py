@@ -6,12 +6,15 @@ without time zones, and the same on every database.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any, Final
 
 from django.apps import apps
 from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models.lookups import In
 from django.utils.translation import gettext_lazy as _
 
 from django_sqlsem.core.names import MAX_SLOTS
@@ -40,6 +43,9 @@ __all__ = [
 
 #: The length of keys and of random ids.
 KEY_LENGTH: Final = 32
+#: So many keys are parameters of a statement, where these are few.
+_FEW_KEYS: Final = 500
+_KEY: Final = re.compile(f"[0-9a-f]{{{KEY_LENGTH}}}")
 
 
 class ExactCharField(models.CharField):  # type: ignore[type-arg]
@@ -62,6 +68,22 @@ class ExactCharField(models.CharField):  # type: ignore[type-arg]
             # By this name Django adds no second index for LIKE: nobody looks for what a key or an id begins with.
             return f"character varying({KEY_LENGTH})"
         return super().db_type(connection)
+
+
+@ExactCharField.register_lookup
+class _In(In):
+    """``in``: on SQL Server many keys are written into the statement, which takes no more than 2,100 parameters.
+
+    mssql-django would put more than 2,048 into a temporary table, and fails at a column with a collation of its own.
+    """
+
+    def as_microsoft(self, compiler: Any, connection: BaseDatabaseWrapper) -> tuple[str, Sequence[Any]]:
+        """Write keys and ids, which are hex digits; anything else as Django does."""
+        keys = list(dict.fromkeys(self.rhs)) if isinstance(self.rhs, (list, tuple, set)) else []
+        if len(keys) <= _FEW_KEYS or not all(isinstance(key, str) and _KEY.fullmatch(key) for key in keys):
+            return self.as_sql(compiler, connection)
+        column, parameters = self.process_lhs(compiler, connection)
+        return f"{column} IN ({', '.join(map(repr, keys))})", parameters
 
 
 class SemaphoreRow(models.Model):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 from django.db import connections
+from django.test.utils import CaptureQueriesContext
 
 from django_sqlsem.claims import claim, recover
 from django_sqlsem.models import ClaimRow
@@ -165,19 +167,46 @@ def test_no_transaction_is_open_while_the_work_goes_on(database, workers):
     assert statuses(database) == ["Calculated"]
 
 
+def test_no_transaction_is_waited_for_to_look_for_rows(database):
+    """SQL Server's readers wait for what is written, unless they read what is not committed; and that is over then."""
+    if not applocks.are_at(database):
+        pytest.skip("readers wait for nobody")
+    make(database, 2)
+
+    def level_now():
+        with connections[database].cursor() as cursor:
+            cursor.execute("SELECT transaction_isolation_level FROM sys.dm_exec_sessions WHERE session_id = @@SPID")
+            return cursor.fetchone()
+
+    before = level_now()
+    with CaptureQueriesContext(connections[database]) as captured, claim(rows(database), using=database) as claimed:
+        assert claimed
+    assert level_now() == before
+    level, at = "", []
+    for text in (query["sql"] for query in captured):
+        if found := re.search(r"SET TRANSACTION ISOLATION LEVEL ([A-Z ]+)", text):
+            level = found[1]
+        elif re.match(r"SELECT .*\btestapp_inventory\b", text.replace("[", "").replace("]", ""), re.DOTALL):
+            at.append((level, "READPAST" in text))
+    assert at[0] == ("READ UNCOMMITTED", False)  # whether there are any
+    assert ("READ COMMITTED", True) in at  # the lock
+    assert {each for each, locks in at if locks} == {"READ COMMITTED"}
+    assert at.count(("READ UNCOMMITTED", False)) == 2
+
+
 def test_a_row_that_a_transaction_has_locked_is_passed_over_at_once(database):
     if not connections[database].features.has_select_for_update_skip_locked:
         pytest.skip("the database can't pass over what is locked")
     if tds.is_stand_in(database):
         pytest.skip("the stand-in heeds no table hints")
-    begin, hint, lock = "BEGIN", "", " FOR UPDATE"
-    if applocks.are_at(database):
-        begin, hint, lock = "BEGIN TRANSACTION", " WITH (UPDLOCK, ROWLOCK)", ""
+    begin, lock = "BEGIN", "SELECT id FROM testapp_inventory WHERE id = {} FOR UPDATE"
+    if applocks.are_at(database):  # readers wait for what is written there
+        begin, lock = "BEGIN TRANSACTION", "UPDATE testapp_inventory SET worked = worked WHERE id = {}"
     first, second = make(database, 2)
     with contextlib.closing(databases.raw_connection(database)) as other:
         cursor = other.cursor()
         cursor.execute(begin)
-        cursor.execute(f"SELECT id FROM testapp_inventory{hint} WHERE id = {first}{lock}")
+        cursor.execute(lock.format(first))
         # In reverse order of the keys, for which every row has to be read before the first is known.
         with claim(rows(database).order_by("priority", "-worked", "pk"), using=database) as claimed:
             assert claimed.one.pk == second

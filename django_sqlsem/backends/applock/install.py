@@ -55,13 +55,15 @@ def batches(*, tables: str = "dbo", owner: str = "dbo", drop: bool = False) -> t
     if drop:
         names = [VERSION, *PUBLIC, *sorted(set(files()) - set(PUBLIC))]
         return (*(f"DROP PROCEDURE IF EXISTS {SCHEMA}.{name};\n" for name in names), _DROP_SCHEMA)
+    tables, owner = _quoted(tables), _quoted(owner)
     told = f"CREATE OR ALTER PROCEDURE {SCHEMA}.{VERSION}\nAS\nSELECT N'{version()}' AS version;\n"
-    found = [_FIRST, "SET ANSI_NULLS ON;\n", _CREATE_SCHEMA.format(owner=owner)]
+    found = [_FIRST, "SET ANSI_NULLS ON;\n", _CREATE_SCHEMA.format(owner=owner.replace("'", "''"))]
     for name, text in {**files(), VERSION: told}.items():
         # A stand-in for SQL Server knows no CREATE OR ALTER.
         known = f"OBJECT_ID(N'{SCHEMA}.{name}', N'P')"
         found.append(f"IF {known} IS NULL\n    EXEC (N'CREATE PROCEDURE {SCHEMA}.{name} AS RETURN 0;');\n")
-        found.append(_TABLES.sub(f"{tables}.", text).replace("CREATE OR ALTER PROCEDURE", "ALTER PROCEDURE", 1))
+        altered = text.replace("CREATE OR ALTER PROCEDURE", "ALTER PROCEDURE", 1)
+        found.append(_TABLES.sub(lambda _: f"{tables}.", altered))
     return tuple(found)
 
 
@@ -115,10 +117,15 @@ def _schema_of_tables(cursor: Any) -> tuple[str, str]:
     """Return the schema of the lock tables and its owner: procedures of another owner could not read the tables."""
     cursor.execute(
         "SELECT s.name, USER_NAME(s.principal_id) FROM sys.tables AS t JOIN sys.schemas AS s"
-        " ON s.schema_id = t.schema_id WHERE t.name = N'sqlsem_slot' ORDER BY s.name"
+        " ON s.schema_id = t.schema_id WHERE t.name = N'sqlsem_slot'"
+        " ORDER BY CASE s.name WHEN SCHEMA_NAME() THEN 0 ELSE 1 END, s.name"  # which of several is this login's
     )
     row = cursor.fetchone()
     return (str(row[0]), str(row[1] or "dbo")) if row else ("dbo", "dbo")
+
+
+def _quoted(name: str) -> str:
+    return name if name == "dbo" else f"[{name.replace(']', ']]')}]"
 
 
 def _is_there(cursor: Any, text: str) -> bool:

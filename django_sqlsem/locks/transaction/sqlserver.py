@@ -10,6 +10,7 @@ from typing import Final
 
 from django.db.backends.utils import CursorWrapper
 
+from django_sqlsem.database.dialects import LEVELS
 from django_sqlsem.database.sqlserver import failure, lock_names
 from django_sqlsem.exceptions import DeadlockError
 from django_sqlsem.locks.transaction.base import (
@@ -22,8 +23,6 @@ from django_sqlsem.locks.transaction.base import (
     stale_reads,
 )
 
-#: Levels by their numbers in sys.dm_exec_sessions.
-_LEVELS: Final = {1: "READ UNCOMMITTED", 2: "READ COMMITTED", 3: "REPEATABLE READ", 4: "SERIALIZABLE", 5: "SNAPSHOT"}
 #: Locks keep these from reading what is old: only snapshots do.
 _ALSO_FRESH: Final = (*FRESH_LEVELS, "REPEATABLE READ", "SERIALIZABLE")
 
@@ -66,7 +65,7 @@ class ApplockLocking(TransactionLocking):
         started = time.monotonic()
         with self.errors(wanted), self.connection.cursor() as cursor:
             cursor.execute(_BEGIN)
-            level = _LEVELS.get((cursor.fetchone() or (0,))[0], "READ COMMITTED")
+            level = LEVELS.get((cursor.fetchone() or (0,))[0], "READ COMMITTED")
             if level not in _ALSO_FRESH:
                 raise stale_reads(level, self.connection.alias)
             if wanted.table:

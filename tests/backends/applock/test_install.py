@@ -141,8 +141,14 @@ def test_an_acquire_without_them_names_the_command_that_installs_them():
 def test_a_schema_of_the_tables_that_is_not_dbo_is_put_in():
     texts = install.batches(tables="app", owner="app_owner")
     assert not [text for text in texts if "dbo.sqlsem_" in text]
-    assert [text for text in texts if "app.sqlsem_slot" in text]
-    assert [text for text in texts if "CREATE SCHEMA sqlsem AUTHORIZATION app_owner" in text]
+    assert [text for text in texts if "[app].sqlsem_slot" in text]
+    assert [text for text in texts if "EXEC (N'CREATE SCHEMA sqlsem AUTHORIZATION [app_owner];')" in text]
+
+
+def test_names_of_schemas_and_owners_may_be_any():
+    texts = install.batches(tables=r"a]p\1", owner=r"CORP\o'neill")
+    assert [text for text in texts if r"FROM [a]]p\1].sqlsem_slot " in text]
+    assert [text for text in texts if r"EXEC (N'CREATE SCHEMA sqlsem AUTHORIZATION [CORP\o''neill];')" in text]
 
 
 # --- A login that may execute the procedures, and nothing else ---

@@ -25,6 +25,7 @@ from django_sqlsem import (
 )
 from django_sqlsem.backends import get_backend
 from django_sqlsem.backends.applock import reading
+from django_sqlsem.core.names import key_of
 from django_sqlsem.models import SemaphoreRow, SlotRow
 from django_sqlsem.snapshots import SlotState
 from tests.backends.applock.plain import ALIAS, Session, skip_unless_covered
@@ -562,3 +563,15 @@ def test_wrong_arguments_are_refused_here_too(alias):
     with pytest.raises(CommandError, match="There is no semaphore"):
         locks("revoke", "op", "--kill", "--noinput", "--database", ALIAS)
     assert not control.set_slots("unknown", 2, by="ann", using=ALIAS)
+
+
+def test_thousands_of_names_may_be_looked_for(alias):
+    """Two lists in one statement have more keys than it may have parameters, or a temporary table one collation."""
+    semaphore("one of them", slots=2, using=alias).acquire().release()
+    keys = [key_of("one of them"), *(f"{number:032x}" for number in range(3000))]
+    slots, names = SlotRow.objects.using(alias), SemaphoreRow.objects.using(alias)
+    assert names.get(pk__in=keys).name == "one of them"
+    assert slots.filter(semaphore__key__in=keys, semaphore__pk__in=keys).count() == 2
+    assert not names.exclude(pk__in=keys).filter(pk__in=keys).exists()
+    with semaphore("one", slots=2, using=alias), semaphore("two", slots=2, using=alias):
+        assert len(get_backend(alias).in_use(1)) == 1

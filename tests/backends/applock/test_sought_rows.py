@@ -16,8 +16,10 @@ from django_sqlsem.claims import rows
 from django_sqlsem.database.dialects import Dialect, _dialect
 from django_sqlsem.deadlocks import reading as deadlocks_reading
 from django_sqlsem.deadlocks import watch
+from django_sqlsem.history import writer
 from django_sqlsem.models import (
     ClaimRow,
+    MinuteRow,
     SemaphoreRow,
     SlotRow,
     WaiterRow,
@@ -26,7 +28,7 @@ from django_sqlsem.models import (
 from tests.golden.statements import VENDORS, row_texts
 
 MODELS: dict[str, type[models.Model]] = {
-    model._meta.db_table: model for model in (SemaphoreRow, SlotRow, WaiterRow, ClaimRow, WaitRow)
+    model._meta.db_table: model for model in (SemaphoreRow, SlotRow, WaiterRow, ClaimRow, WaitRow, MinuteRow)
 }
 TABLE = "|".join(MODELS)
 #: A table that is read, its alias, and its hints.
@@ -94,12 +96,19 @@ def statements_about_waits() -> dict[str, str]:
     return {f"waits {nth}": re.sub(r"\s+", " ", text) for nth, text in enumerate(cursor.texts)}
 
 
+def statements_of_the_history() -> dict[str, str]:
+    """Return those that name rows of the history."""
+    cursor: Any = Noting()
+    writer._delete_same(cursor, [MinuteRow(key="a", minute_us=1, writer=1)])
+    return {f"history {nth}": text for nth, text in enumerate(cursor.texts)}
+
+
 ROWS = row_statements() | statements_about_waits()
 PROCEDURES = {
     name: re.sub(r"\s+", " ", re.sub(r"--[^\n]*", "", text).replace("dbo.sqlsem_", "sqlsem_"))
     for name, text in calls.files().items()
 }
-CALLERS = {"fenced": possession._ROW}
+CALLERS = {"fenced": possession._ROW} | statements_of_the_history()
 TEXTS = ROWS | PROCEDURES | CALLERS
 
 everywhere = pytest.mark.parametrize("name", TEXTS)
@@ -143,6 +152,7 @@ def test_the_columns_that_rows_are_named_by_are_the_first_of_an_index() -> None:
     assert {"semaphore_key"} < leading("sqlsem_claim")
     assert {"name_key"} < leading("sqlsem_semaphore")
     assert {"wait_id"} <= leading("sqlsem_wait")
+    assert {"semaphore_key"} < leading("sqlsem_minute")
 
 
 @everywhere
@@ -178,6 +188,12 @@ def test_an_index_serves_where_a_seek_is_forced(name: str) -> None:
         if "FORCESEEK" in hints:
             assert is_named(called, leading(table), query), f"{table} {called}: {query}"
             assert " OR " not in query
+
+
+@everywhere
+def test_no_seek_is_forced_on_what_is_written(name: str) -> None:
+    """Error 10724: the hint may only stand in a FROM."""
+    assert not re.search(r"\b(?:UPDATE|INTO|DELETE FROM|DELETE) \w+ WITH \([^)]*FORCESEEK", TEXTS[name])
 
 
 def test_only_sql_server_is_told_so() -> None:

@@ -331,6 +331,16 @@ def test_nothing_needs_a_newer_database_than_mssql_django_does(text: str) -> Non
     assert re.findall(rf"\b(?:{newer})\s*\(|\bIS (?:NOT )?DISTINCT FROM\b", without_text(text).upper()) == []
 
 
+@files
+def test_what_is_thrown_has_no_format(name: str) -> None:
+    """THROW takes a single per cent sign for the start of one, and shows a blank text."""
+    text = FILES[name].partition("\nAS\n")[2]
+    for message in re.findall(r"@why = (CONCAT\([^;]*);", text):
+        bare = re.sub(r"REPLACE\([^%]*, N'%', N'%%'\)", "", message)
+        assert not re.search(r"LEFT\(@name|N'\. ', @why", bare), message
+    assert not re.findall(r"THROW \d+, N'[^']*%", text)
+
+
 # --- Locks ---
 
 

@@ -44,6 +44,7 @@ BEGIN TRY
     SELECT @session = CONCAT(CAST(DATEDIFF_BIG(MICROSECOND, '1970-01-01', login_time) AS char(20)),
         CAST(COALESCE(host_process_id, 0) AS char(20)), SPACE(32), LEFT(COALESCE(HOST_NAME(), N''), 255))
     FROM sys.dm_exec_sessions WHERE session_id = @@SPID;
+    IF @session IS NULL SET @session = SPACE(72);        -- an application role may not see its own session
     SELECT @permit = LOWER(REPLACE(CONVERT(varchar(36), NEWID()), '-', '')), @thread = CONCAT(N'session ', @@SPID),
         @work = LEFT(COALESCE(@label, APP_NAME(), N''), 200),
         @user = LEFT(COALESCE(ORIGINAL_LOGIN(), N''), 150), @slots = COALESCE(@slots, 0);
@@ -70,7 +71,7 @@ BEGIN TRY
     END;
     IF @result < -5
     BEGIN
-        SET @why = CONCAT(N'The semaphore could not be acquired (', @result, N'). ', @why);
+        SET @why = CONCAT(N'The semaphore could not be acquired (', @result, N'). ', REPLACE(@why, N'%', N'%%'));
         THROW 59305, @why, 1;
     END;
 END TRY

@@ -44,7 +44,7 @@ IF @ill = 1 OR @characters > 200
 BEGIN
     SET @why = CONCAT(N'@name must have 1 to 200 characters, not ', CASE WHEN @name IS NULL THEN N'NULL'
         WHEN @ill = 1 THEN CONCAT(DATALENGTH(@name) / 2, N' UTF-16 units') ELSE CAST(@characters AS nvarchar(11)) END,
-        N': ', LEFT(@name, 40));
+        N': ', REPLACE(LEFT(@name, 40), N'%', N'%%'));   -- THROW takes a single one for the start of a format
     THROW 59301, @why, 1;
 END;
 IF @ill = 2

@@ -7,6 +7,9 @@ CREATE OR ALTER PROCEDURE sqlsem.prove
 AS
 SET NOCOUNT ON;
 SET IMPLICIT_TRANSACTIONS OFF;
+-- In a caller's transaction a locked row must not doom it, nor what is read stay locked.
+SET XACT_ABORT OFF;
+SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
 SET LOCK_TIMEOUT 100;
 DECLARE @base nvarchar(255), @key nvarchar(32), @resource nvarchar(255), @result int = -1,
     @why nvarchar(200);

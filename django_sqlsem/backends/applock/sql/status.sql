@@ -4,6 +4,7 @@ CREATE OR ALTER PROCEDURE sqlsem.status
 AS
 SET NOCOUNT ON;
 SET IMPLICIT_TRANSACTIONS OFF;
+SET XACT_ABORT OFF;                          -- in a caller's transaction a locked row must not doom it
 SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
 SET LOCK_TIMEOUT 2000;
 DECLARE @base nvarchar(255), @key nvarchar(32);
