@@ -63,14 +63,16 @@ def _decorate(lock: Any, function: Any) -> Any:
 hooks.decorate = _decorate
 
 
-def __getattr__(name: str) -> object:
-    """Import what is asked for: pytest loads a plugin from here before Django may be imported."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_ELSEWHERE.get(name, 'exceptions')}")
-    value: object = getattr(module, name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # which would take any name for one of these
+
+    def __getattr__(name: str) -> object:
+        """Import what is asked for: pytest loads a plugin from here before Django may be imported."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(f"{__name__}.{_ELSEWHERE.get(name, 'exceptions')}")
+        value: object = getattr(module, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

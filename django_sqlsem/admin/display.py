@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
+from django.utils import timezone
 from django.utils.html import escape, format_html
 from django.utils.safestring import SafeString, mark_safe
 from django.utils.translation import gettext as _
@@ -49,6 +50,11 @@ KIND_WORDS: Final = {
     "claim": gettext_lazy("claims of rows"),
     "refresh": gettext_lazy("refreshed value"),
 }
+
+
+def today() -> datetime.date:
+    """Return the day in the current time zone. Django's own clock tells no zone where ``USE_TZ`` is off."""
+    return timezone.localtime(datetime.datetime.now(datetime.UTC)).date()
 
 
 def kind_of(kind: str) -> str:

@@ -21,7 +21,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
 from django_sqlsem.admin import actions, drawing, live, lock_page
-from django_sqlsem.admin.display import NONE, declared, drawn, kind_of, lasting, named, visible
+from django_sqlsem.admin.display import NONE, declared, drawn, kind_of, lasting, named, today, visible
 from django_sqlsem.admin.lists import OperatorAdmin, column
 from django_sqlsem.admin.overview import (
     KindFilter,
@@ -182,8 +182,8 @@ def _of_slots(known: SemaphoreSnapshot) -> str:
     """Return what an operator has set: with an end, until when, by whom and why."""
     if known.slots_until is None:
         return _("set by operator")
-    end, now = timezone.localtime(known.slots_until), timezone.localtime()
-    at = f"{end:%H:%M}" if end.date() == now.date() else f"{end:%Y-%m-%d %H:%M}"
+    end = timezone.localtime(known.slots_until)
+    at = f"{end:%H:%M}" if end.date() == today() else f"{end:%Y-%m-%d %H:%M}"
     told = ngettext("%(count)d slot until %(at)s", "%(count)d slots until %(at)s", known.slots)
     told %= {"count": known.slots, "at": at}
     if known.slots_by:

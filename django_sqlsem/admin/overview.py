@@ -24,7 +24,6 @@ from django.db.models.functions import Upper
 from django.db.models.lookups import Contains
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
-from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.text import smart_split, unescape_string_literal
@@ -297,7 +296,7 @@ def _paused_sentence(snapshot: SemaphoreSnapshot) -> SafeString:
     by = format_html(_(" by {}"), users(snapshot.paused_by)) if snapshot.paused_by else ""
     since = ""
     if snapshot.paused_at is not None:
-        age = max(0.0, (timezone.now() - snapshot.paused_at).total_seconds())
+        age = max(0.0, time.time() - snapshot.paused_at.timestamp())
         since = format_html(_(" for {}"), instant(age, snapshot.paused_at))
     why = format_html(": {}", users(snapshot.paused_reason.rstrip(" ."))) if snapshot.paused_reason else ""
     words = _("draining{}{}{}.") if snapshot.draining else _("paused{}{}{}.")

@@ -15,7 +15,18 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext, pgettext_lazy
 
-from django_sqlsem.admin.display import EMPTY, STATES, held_since, instant, lasting, lease_left, length, named, users
+from django_sqlsem.admin.display import (
+    EMPTY,
+    STATES,
+    held_since,
+    instant,
+    lasting,
+    lease_left,
+    length,
+    named,
+    today,
+    users,
+)
 from django_sqlsem.conf import config
 from django_sqlsem.core.identity import ids_of
 from django_sqlsem.core.names import key_of
@@ -258,8 +269,7 @@ def word(what: str) -> str:
 def moment(at: datetime.datetime, *, dated: bool = False) -> SafeString:
     """Return an instant in the current time zone; with the date, if that is not today or wanted."""
     local = timezone.localtime(at)
-    today = not dated and timezone.localtime().date() == local.date()
-    text = f"{local:%H:%M:%S}" if today else f"{local:%Y-%m-%d %H:%M:%S}"
+    text = f"{local:%H:%M:%S}" if not dated and local.date() == today() else f"{local:%Y-%m-%d %H:%M:%S}"
     return format_html(
         '<time datetime="{}" title="{}">{}</time>',
         at.isoformat(timespec="seconds"),
@@ -317,7 +327,8 @@ def _links(
     templates = config().links
     if not templates or not (someone.host or someone.label):
         return
-    begin, end = (since or timezone.now()) - _AROUND, (until or timezone.now()) + _AROUND
+    now = datetime.datetime.now(datetime.UTC)
+    begin, end = (since or now) - _AROUND, (until or now) + _AROUND
     known = ids_of(someone.label) | {"name": someone.name, "host": someone.host, "pid": str(someone.pid)}
     known |= {"thread": someone.thread, "user": someone.user}
     known |= {"since": begin.isoformat(), "since_ms": f"{begin.timestamp() * 1000:.0f}"}

@@ -130,12 +130,21 @@ trace_ids: dict[str, Callable[[], str]] = {}
 task_labels: dict[str, Callable[[], str]] = {}
 
 
+#: One of Python's own options, or several in one word; which of them takes a value, and the value if it stands there.
+_OPTION: Final = re.compile(r"-(?:-.*|[^-cmWX]*(?:([cmWX])(.*))?)", re.DOTALL)
+
+
 @functools.cache
 def _command_line() -> str:
     arguments = sys.orig_argv[1:]
-    if arguments[:1] == ["-m"]:  # the module; of ``-c`` not the source
-        return " ".join(arguments[:2])
-    return command_label(arguments) if arguments and not arguments[0].startswith("-") else "".join(arguments[:1])
+    while arguments and (option := _OPTION.fullmatch(arguments[0])):
+        takes, given = option[1], option[2]
+        if takes == "c":  # not the source
+            return "-c"
+        if takes == "m":
+            return f"-m {given or ''.join(arguments[1:2])}"
+        arguments = arguments[2 if takes and not given else 1 :]
+    return command_label(arguments) if arguments else ""
 
 
 #: What a first word may look like that names what a command does, and is no address with a password in it.

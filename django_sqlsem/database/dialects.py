@@ -634,7 +634,8 @@ class MySQL(Dialect):
     )
     session_lock = SessionLock(
         session="SELECT CONNECTION_ID()",
-        driver=lambda raw: int(raw.thread_id()),
+        # The engine of MySQL's own driver gives it as an attribute.
+        driver=lambda raw: int(raw.thread_id() if hasattr(raw, "thread_id") else raw.connection_id),
         look="SELECT CONNECTION_ID(), IS_USED_LOCK(%(name)s)",
         take="SELECT GET_LOCK(%(name)s, 0)",
         end="KILL %(session)s",
@@ -901,6 +902,8 @@ def without_pool(engine: type[BaseDatabaseWrapper]) -> type[BaseDatabaseWrapper]
 
 def limit_waiting(raw: Any) -> None:
     """Have a fresh driver connection wait for ``_ANSWER_TIMEOUT`` at the most; psycopg has no setting for it."""
+    while hasattr(raw, "__wrapped__"):  # Datadog, New Relic and others put a proxy around it
+        raw = raw.__wrapped__
     if not hasattr(raw, "pgconn"):
         return
     from psycopg import OperationalError

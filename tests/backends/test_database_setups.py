@@ -296,6 +296,36 @@ def test_a_psycopg2_waiter_is_woken_by_the_server(postgres: str, tmp_path: Path)
         child.finish()
 
 
+#: An engine whose connections are proxies, as Datadog, New Relic, Elastic APM and AWS X-Ray make them.
+TRACED = """
+from django.db.backends.postgresql import base
+
+class Proxy:
+    def __init__(self, wrapped):
+        object.__setattr__(self, "__wrapped__", wrapped)
+
+    def __getattr__(self, name):
+        return getattr(self.__wrapped__, name)
+
+    def __setattr__(self, name, value):
+        setattr(self.__wrapped__, name, value)
+
+class DatabaseWrapper(base.DatabaseWrapper):
+    def get_new_connection(self, conn_params):
+        return Proxy(Proxy(super().get_new_connection(conn_params)))
+"""
+
+
+def test_a_tracers_proxies_are_seen_through(postgres: str, tmp_path: Path) -> None:
+    (tmp_path / "traced").mkdir()
+    (tmp_path / "traced" / "base.py").write_text(TRACED, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), child_environment()["PYTHONPATH"]])
+    environment = with_settings(postgres, ENGINE="traced") | {"PYTHONPATH": path}
+    with Child(FIGHT, postgres, env=environment, forked=False) as child:
+        assert child.expect(timeout=60) == "psycopg"
+        fight(postgres, child)
+
+
 @pytest.mark.parametrize("engine", ["postgresql_psycopg3"])
 def test_the_pool_of_an_engine_is_left_alone(postgres: str, engine: str) -> None:
     """With a pool of one per process, a lock's own connection would wait for itself for ever."""

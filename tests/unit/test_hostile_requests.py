@@ -12,6 +12,7 @@ from django.db import connections
 from django.test import Client
 from django.urls import reverse
 
+from django_sqlsem import control
 from django_sqlsem.admin import live
 from django_sqlsem.models import SemaphoreRow
 from tests.support.operators import hold, make_semaphore, slot_row
@@ -158,6 +159,28 @@ def test_times_are_the_sites_also_without_time_zones(operator: Client, alias: st
     response = operator.get(of_lock("change", key()))
     assert response.context["recent"]["up_to"].utcoffset().total_seconds() == 5.5 * 3600
     assert f"up to {response.context['recent']['up_to']:%H:%M:%S} IST" in response.content.decode()
+
+
+@pytest.mark.parametrize("zones", [True, False])
+def test_pages_of_all_states_with_and_without_time_zones(
+    operator: Client, alias: str, settings: Any, *, zones: bool
+) -> None:
+    settings.USE_TZ = zones
+    settings.SQLSEM = settings.SQLSEM | {"LINKS": {"logs": "https://logs.example/?h={host}&f={since}&t={until}"}}
+    for name in ("held", "paused", "set"):
+        make_semaphore(alias, name, slots=2)
+        hold(alias, name, label="GET /x [trace-1]")
+    control.pause("paused", by="ann", reason="for a while", using=alias)
+    control.set_slots("set", 1, by="ann", duration=600, using=alias)
+    held, paused, fewer = (
+        operator.get(of_lock("change", key(name))).content.decode() for name in ("held", "paused", "set")
+    )
+    everything = operator.get(reverse(SEMAPHORES)).content.decode()
+    assert "https://logs.example/?h=" in held
+    assert "for a while" in paused
+    assert "1 slot" in fewer
+    assert "for a while" in everything
+    assert "1 slot until" in everything
 
 
 def test_numbers_are_numbers_in_every_language(operator: Client, alias: str, settings: Any) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.core.management import CommandError, load_command_class
+from django.core.management import CommandError, call_command, load_command_class
 
 from django_sqlsem import control, queries
 from django_sqlsem.core import durations, identity
@@ -598,6 +598,13 @@ def test_no_secret_gets_into_a_label(command: list[str], label: str) -> None:
         (["python", "-m", "celery", "--password", "hunter2"], "-m celery"),
         (["python", "/srv/manage.py", "sync", "hunter2", "--key=hunter2"], "manage.py sync"),
         (["python"], ""),
+        (["python", "-u", "worker.py", "sync"], "worker.py sync"),
+        (["python", "-uB", "-W", "ignore", "-Xdev", "-X", "utf8", "worker.py"], "worker.py"),
+        (["python", "-uWerror", "--check-hash-based-pycs=never", "worker.py"], "worker.py"),
+        (["python", "-um", "celery", "worker"], "-m celery"),
+        (["python", "-B", "-mcelery", "worker"], "-m celery"),
+        (["python", "-Bc", "login('hunter2')"], "-c"),
+        (["python", "-"], ""),
     ],
 )
 def test_no_secret_gets_into_the_label_of_a_program(monkeypatch: Any, argv: list[str], label: str) -> None:
@@ -807,3 +814,9 @@ def test_a_stream_that_cannot_show_a_name(committed: None) -> None:
     done = subprocess.run(**command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0
     assert r"\u043d" in done.stdout
+
+
+def test_wrong_settings_are_said_in_a_line(committed: None, settings: Any) -> None:
+    settings.SQLSEM = {"LEASE": "long"}
+    with pytest.raises(CommandError, match="LEASE"):
+        call_command("locks", "list")

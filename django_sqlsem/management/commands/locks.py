@@ -8,6 +8,7 @@ import shlex
 import sys
 from typing import Any, Final
 
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.utils.translation import gettext, gettext_lazy
 
@@ -74,7 +75,7 @@ class Command(BaseCommand):
             raise CommandError(gettext("locks %(verb)s takes no command: %(command)s") % told, returncode=2)
         try:
             verbs.load(verb)(self, argparse.Namespace(**options)).handle()
-        except BackendError as error:
+        except (BackendError, ImproperlyConfigured) as error:
             raise CommandError(str(error)) from error
         except KeyboardInterrupt:
             self.stderr.write(gettext("Interrupted."))
