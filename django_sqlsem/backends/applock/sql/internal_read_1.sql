@@ -8,7 +8,7 @@ CREATE OR ALTER PROCEDURE sqlsem.internal_read_1
 AS
 SET NOCOUNT ON;
 DECLARE @now bigint = DATEDIFF_BIG(MICROSECOND, '1970-01-01', SYSUTCDATETIME()), @at int = 1;
--- In the tables' own collation: columns of two are not compared (error 468), and without a word the database's counts.
+-- In the collation of the tables: a column that names none has the database's, and columns of two are not compared (468).
 DECLARE @wanted TABLE (name_key nvarchar(32) COLLATE Latin1_General_100_BIN2 NOT NULL PRIMARY KEY);
 DECLARE @locks TABLE (semaphore_key nvarchar(32) COLLATE Latin1_General_100_BIN2 NOT NULL, slot int NOT NULL,
     taken bit NOT NULL, PRIMARY KEY (semaphore_key, slot));
