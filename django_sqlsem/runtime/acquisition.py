@@ -223,14 +223,18 @@ class Reply:
             self._future = None
 
     def give(self, error: BaseException | None) -> bool:
-        """Wake the waiter. Return ``False`` if its event loop was closed, so that the permit will not be taken."""
+        """Wake the waiter. Return ``False`` if its event loop was closed, so that the permit will not be taken.
+
+        Who has been woken before may have taken it, and closed the loop since.
+        """
+        before = self.woken
         self.error = error
         self.told = True
         with contextlib.suppress(RuntimeError):  # it was answered before
             self._lock.release()
         reached = self._future is None or _resolve(self._future)
         self.woken = True
-        return reached
+        return reached or before
 
 
 def _resolve(future: asyncio.Future[None]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from django_sqlsem.runtime.acquisition import (
     State,
     Transition,
 )
+from tests.support.databases import held_rows
+from tests.support.keepers import keeper_of
 
 GRANT = Grant((1,), (7,), (1,))
 
@@ -146,3 +149,15 @@ def test_a_generator_that_ends_in_the_middle_of_a_step_is_given_back_once() -> N
     assert lock.status().held == 0
     with lock:
         pass
+
+
+def test_who_was_told_and_has_closed_its_loop_keeps_what_it_took(database: str) -> None:
+    """Another messenger may come late: the thread that brought the grant and the one that served it both tell."""
+    permit = asyncio.run(semaphore("told twice", timeout=5, using=database).aacquire())
+    permit._acquisition.tell()
+    permit.check()
+    assert not permit._acquisition.abandoned
+    keeper_of(database).submit(lambda: None).result(60)
+    assert len(held_rows(database)) == 1
+    permit.check()
+    permit.release()

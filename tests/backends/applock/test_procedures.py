@@ -621,6 +621,18 @@ def test_what_a_cancelled_call_has_left_goes_with_the_next_release(program, anot
     program.give(NAME)
 
 
+def test_what_a_cancelled_call_had_for_a_moment_goes_too(program):
+    """Fences that it waited behind, and the lock that tells whether the name is deleted."""
+    digits = resource_for(NAME, "semaphore").key[:20]
+    moments = [f"sqlsem:f:{digits}", *(f"sqlsem:f:{digits}:{slot}" for slot in (0, 1, 2)), f"sqlsem:d:{digits}"]
+    make_semaphore(ALIAS, NAME, slots=2)
+    for each in moments:
+        program.do(f"EXEC sp_getapplock N'{each}', 'Exclusive', 'Session', 0, 'public';")
+    program.give(NAME)
+    modes = [program.value(f"SELECT APPLOCK_MODE(N'public', N'{each}', N'Session')") for each in moments]
+    assert modes == ["NoLock"] * len(moments)
+
+
 def test_a_session_whose_wait_was_cancelled_goes_on_with_the_next_acquire(program, another):
     program.acquire(NAME, 1)
     cancel_the_first_in_line(another, 1)

@@ -26,6 +26,13 @@ BEGIN
         SET @resource = CONCAT(N'sqlsem:g:', LEFT(@key, 20), CASE WHEN @i > 0 THEN CONCAT(N':', @i) END);
         IF APPLOCK_MODE(N'public', @resource, N'Session') <> N'NoLock'
             EXEC @done = sys.sp_releaseapplock @resource, 'Session', 'public';
+        -- What a cancelled call had for a moment only, to wait behind a fence: the slot's; then the name's, or a deletion.
+        SET @resource = CONCAT(N'sqlsem:f:', LEFT(@key, 20), N':', @i);
+        IF APPLOCK_MODE(N'public', @resource, N'Session') <> N'NoLock'
+            EXEC @done = sys.sp_releaseapplock @resource, 'Session', 'public';
+        SET @resource = CONCAT(CASE @i WHEN 0 THEN N'sqlsem:f:' ELSE N'sqlsem:d:' END, LEFT(@key, 20));
+        IF @i < 2 AND APPLOCK_MODE(N'public', @resource, N'Session') <> N'NoLock'
+            EXEC @done = sys.sp_releaseapplock @resource, 'Session', 'public';
     END;
     SET @resource = CONCAT(@i, N'-', @base);
     IF APPLOCK_MODE(N'public', @resource, N'Session') <> N'NoLock'
