@@ -83,6 +83,8 @@ class Transition(enum.Enum):
 
 #: States in which the permit is given back, or was.
 GIVEN_BACK: Final = frozenset({State.RELEASING, State.RETRYING, State.RELEASED})
+#: States in which the program has nothing yet.
+_NOT_TAKEN: Final = frozenset({State.NEW, State.QUEUED, State.GRANTED})
 _ANY: Final = frozenset(State)
 _ENDED: Final = frozenset({State.RELEASED, State.USED})
 #: States in which the program has nothing any more.
@@ -223,18 +225,14 @@ class Reply:
             self._future = None
 
     def give(self, error: BaseException | None) -> bool:
-        """Wake the waiter. Return ``False`` if its event loop was closed, so that the permit will not be taken.
-
-        Who has been woken before may have taken it, and closed the loop since.
-        """
-        before = self.woken
+        """Wake the waiter. Return ``False`` if its event loop was closed, so that the permit will not be taken."""
         self.error = error
         self.told = True
         with contextlib.suppress(RuntimeError):  # it was answered before
             self._lock.release()
         reached = self._future is None or _resolve(self._future)
         self.woken = True
-        return reached or before
+        return reached
 
 
 def _resolve(future: asyncio.Future[None]) -> bool:
@@ -747,7 +745,8 @@ class Acquisition:
 
     def tell(self, error: BaseException | None = None) -> None:
         """Wake the caller that waits: it was granted, or ``error`` happened. Called from any thread."""
-        if not self.answer.give(error):
+        # A second messenger may come late: whoever has the permit may have closed its loop since.
+        if not self.answer.give(error) and self.state in _NOT_TAKEN:
             self.keeper.abandon(self)
 
     @property
