@@ -119,12 +119,13 @@ def test_a_holder_whose_client_has_gone_finishes(
     running = site(*(("gthread", "-w", "1") if kind == "gthread" else ("uvicorn",)))
     server = psutil.Process(running.workers()[0])
     assert running.get("/ping").status == 200
-    threads = server.num_threads()
     first = running.call(f"/patient?id=holder-{kind}")
     running.marks.wait(f"in-holder-{kind}")
     first.close()
     with running.call(f"/patient?id=leaver-{kind}"):  # its leaving shows that enough time has passed
         wait_for_waiters(alias, "one", 1)
+        if kind == "uvicorn":  # a client that goes before its view waits is not heard of
+            wait_until(lambda: running.get("/waits").text == "1")
     wait_for_waiters(alias, "one", 0, timeout=SOON)
     assert len(held_rows(alias)) == 1
     assert running.get(f"/at-once?id=refused-{kind}").status == 503
@@ -132,8 +133,8 @@ def test_a_holder_whose_client_has_gone_finishes(
     with running.call(f"/patient?id=next-{kind}&go=1") as caller:
         assert caller.answer().text == f"done next-{kind}"
     assert_nothing_held(alias)
-    if kind == "uvicorn":  # a thread per request, and one of the library's
-        wait_until(lambda: server.num_threads() <= threads + 1, what=f"{threads} threads, not {server.num_threads()}")
+    if kind == "uvicorn":  # the main one, the library's, and one of a pool, whatever became of the requests
+        wait_until(lambda: server.num_threads() <= 3, what=f"3 threads, not {server.num_threads()}")
 
 
 def test_a_next_request_on_the_same_connection_is_no_disconnect(

@@ -13,4 +13,5 @@ urlpatterns = [
     path("for-ever", views.for_ever),
     path("two", views.two),
     path("at-once", views.at_once),
+    path("waits", views.waits),
 ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Iterator
+from typing import Any
 
 from django.db import connections
 from django.http import HttpRequest, HttpResponse
@@ -16,6 +19,17 @@ from tests.support.databases import OutsideCounter
 def ping(request: HttpRequest) -> HttpResponse:
     """Answer without a lock."""
     return HttpResponse(f"{os.getpid()}")
+
+
+async def waits(request: HttpRequest) -> HttpResponse:
+    """Tell how many threads wait on this event loop: each hears from then on that its client has gone."""
+
+    def steps(coroutine: Any) -> Iterator[str]:
+        while (code := getattr(coroutine, "cr_code", None)) is not None:
+            yield code.co_name
+            coroutine = coroutine.cr_await
+
+    return HttpResponse(f"{sum('wait_on_loop' in steps(task.get_coro()) for task in asyncio.all_tasks())}")
 
 
 def held(request: HttpRequest) -> HttpResponse:
