@@ -745,7 +745,7 @@ class Acquisition:
 
     def tell(self, error: BaseException | None = None) -> None:
         """Wake the caller that waits: it was granted, or ``error`` happened. Called from any thread."""
-        # A second messenger may come late: whoever has the permit may have closed its loop since.
+        # A second messenger may come late: the holder may have closed its loop since.
         if not self.answer.give(error) and self.state in _NOT_TAKEN:
             self.keeper.abandon(self)
 
