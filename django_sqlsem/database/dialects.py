@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 import time
 import weakref
@@ -902,8 +903,7 @@ def without_pool(engine: type[BaseDatabaseWrapper]) -> type[BaseDatabaseWrapper]
 
 def limit_waiting(raw: Any) -> None:
     """Have a fresh driver connection wait for ``_ANSWER_TIMEOUT`` at the most; psycopg has no setting for it."""
-    while hasattr(raw, "__wrapped__"):  # Datadog, New Relic and others put a proxy around it
-        raw = raw.__wrapped__
+    raw = inspect.unwrap(raw)  # Datadog, New Relic and others put a proxy around it
     if not hasattr(raw, "pgconn"):
         return
     from psycopg import OperationalError

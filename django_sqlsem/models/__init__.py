@@ -43,7 +43,7 @@ __all__ = [
 
 #: The length of keys and of random ids.
 KEY_LENGTH: Final = 32
-#: So many keys are parameters of a statement, where these are few.
+#: SQL Server gets up to this many keys as parameters.
 _FEW_KEYS: Final = 500
 _KEY: Final = re.compile(f"[0-9a-f]{{{KEY_LENGTH}}}")
 
