@@ -85,7 +85,8 @@ def refusal(
     if take > snapshot.slots and not other:
         raise never_met(snapshot.name, snapshot.slots, take)
     wanted = "No slot" if take == 1 else f"No {take} slots"
-    when = "is free" if timeout == 0 else f"became free within {timeout:g} s" if timeout else "became free"
+    is_free = "is free" if take == 1 else "are free"
+    when = is_free if timeout == 0 else f"became free within {timeout:g} s" if timeout else "became free"
     told = f"{wanted} of {snapshot.name!r} {when}"
     if mode:
         told = refused(snapshot.name, kind, mode, f"within {timeout:g} s" if timeout else "")

@@ -7,6 +7,8 @@ import contextlib
 import socket
 import threading
 import time
+import uuid
+from dataclasses import replace
 
 import pytest
 from django.db import connections, transaction
@@ -18,6 +20,7 @@ from django_sqlsem import (
     semaphore,
 )
 from django_sqlsem.backends import get_backend
+from django_sqlsem.backends.rows.acquire import SlotRequest
 from django_sqlsem.backends.rows.backend import RowsBackend
 from django_sqlsem.core.names import key_of
 from django_sqlsem.runtime.chores import DOUBTS
@@ -322,3 +325,22 @@ def test_what_the_end_takes_back_before_its_thread_has_it_is_not_asked_for_again
     monkeypatch.setattr(Keeper, "_join", join_and_end)
     assert run_beside(lambda: lock.acquire().lost).result(60).reason is LossReason.STOPPED
     assert held_rows(database) == []
+
+
+@pytest.mark.rows_only("row statements")
+def test_who_takes_a_slot_locks_no_other_one(database):
+    """Else a newcomer would be refused the free ones, and everybody would wait for that one's commit."""
+    if connections[database].vendor == "sqlite":
+        pytest.skip("SQLite locks no rows")
+    lock, several = (semaphore("taken", slots=4, take=take, using=database) for take in (1, 2))
+    with lock.acquire() as permit:
+        session, request = keeper_for(get_backend(database)).work, permit._acquisition.request
+    with transaction.atomic(using=database), connections[database].cursor() as cursor:
+        assert SlotRequest(session, replace(request, permit_id=uuid.uuid4().hex))._take(cursor)[1] == 1
+
+        def take_others():
+            with several.acquire(timeout=0) as others:
+                return others.slots
+
+        assert run_beside(take_others).result(60) == (2, 3)
+        transaction.set_rollback(True, using=database)

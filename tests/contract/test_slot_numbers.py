@@ -177,7 +177,7 @@ def test_what_others_go_by_does_not_make_a_request_impossible(world, other):
         held.append(three.acquire())
         held[-1].detach()
     assert other("fewer", using=world).try_acquire() is None
-    with pytest.raises(AcquireTimeoutError, match=r"No 2 slots of 'fewer' is free \(2 of 3 held\)"):
+    with pytest.raises(AcquireTimeoutError, match=r"No 2 slots of 'fewer' are free \(2 of 3 held\)"):
         semaphore("fewer", slots=3, take=2, timeout=0, using=world).acquire()
     with three:
         pass

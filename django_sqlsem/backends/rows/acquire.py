@@ -145,7 +145,8 @@ def take_sql(dialect: Dialect, turn: str, *, durable: bool, mutex: bool = False)
         "{mutex}": _MUTEX.replace("{t}", "s." if dialect.returning else "") if mutex else "",
         "{wanted}": _WANTED[turn],
         "{by_id}": "" if dialect.update_limit else "id = %(id)s AND ",
-        "{lowest}": " ORDER BY slot LIMIT 1" if dialect.update_limit else "",
+        # By both: else MariaDB sorts all slots that are free, and locks them for that.
+        "{lowest}": " ORDER BY semaphore_key, slot LIMIT 1" if dialect.update_limit else "",
     }
     text = _TAKE_AND_TELL if dialect.returning else _TAKE_ONE
     if durable:

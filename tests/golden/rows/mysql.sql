@@ -788,7 +788,7 @@ WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (ex
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
       (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})))
-ORDER BY slot LIMIT 1;
+ORDER BY semaphore_key, slot LIMIT 1;
 
 -- take newcomer
 UPDATE sqlsem_slot
@@ -811,7 +811,7 @@ WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (ex
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
       (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})))
-ORDER BY slot LIMIT 1;
+ORDER BY semaphore_key, slot LIMIT 1;
 
 -- take newcomer mutex
 UPDATE sqlsem_slot
@@ -834,7 +834,7 @@ WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (ex
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
       (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})))
-ORDER BY slot LIMIT 1;
+ORDER BY semaphore_key, slot LIMIT 1;
 
 -- take ranked
 UPDATE sqlsem_slot
@@ -859,7 +859,7 @@ WHERE semaphore_key = %(key)s AND closed = %(no)s AND (expires_us IS NULL OR (ex
   FROM sqlsem_semaphore m
   WHERE m.name_key = %(key)s AND m.kind = %(kind)s AND (m.paused = %(no)s OR m.paused_until_us <= {now}) AND
       (m.shrinking = %(no)s AND (m.operator_slots IS NULL OR m.slots_until_us IS NULL OR m.slots_until_us > {now})))
-ORDER BY slot LIMIT 1;
+ORDER BY semaphore_key, slot LIMIT 1;
 
 -- take two
 UPDATE sqlsem_slot
