@@ -23,7 +23,7 @@ from tests.backends.applock.test_attacks import detached, keep_from_looking, kno
 from tests.support.databases import raw_connection
 from tests.support.interruptions import SoftLimit
 from tests.support.processes import Child
-from tests.support.threads import run_in_threads, wait_until
+from tests.support.threads import run_beside, run_in_threads, wait_until
 
 skip_unless_covered()
 pytestmark = [pytest.mark.usefixtures("committed")]
@@ -168,7 +168,7 @@ def test_a_slot_for_nobody_that_cannot_be_given_back_for_any_reason_goes_with_it
         if timeout != 0 and held:
             line = backend._lines[asked.line]
             wait_until(lambda: not line.wanted, timeout=60)
-            held.pop().release()
+            run_beside(held.pop().release).result(60)
         return attempt(self, session, asked, timeout, **options)
 
     monkeypatch.setattr("django_sqlsem.backends.applock.line.Line._give_up", lambda line: None)
