@@ -13,7 +13,7 @@ TESTS ?= tests/unit tests/contract tests/backends
 # On which servers: none, or all that answer.
 SERVERS ?= none
 # Test processes at once. Most tests wait more than they work.
-WORKERS ?= 6
+WORKERS ?= 10
 
 BIN := $(VENV)/bin
 DEV := $(VENV)/.installed-dev
