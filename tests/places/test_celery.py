@@ -435,7 +435,7 @@ def test_a_message_that_several_queues_get_is_not_sent_again():
         Queue("second", direct, routing_key="two"),
     )
 
-    @local.task(name="told")
+    @local.task(name="told of several queues")
     @semaphore("tasks")
     def told(): ...
 
