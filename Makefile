@@ -12,8 +12,8 @@ PROOF_SECONDS ?= 600
 TESTS ?= tests/unit tests/contract tests/backends
 # On which servers: none, or all that answer.
 SERVERS ?= none
-# Test processes at once. Most tests wait more than they work.
-WORKERS ?= 10
+# Test processes at once. Most tests wait more than they work, but servers and browsers beside them work too.
+WORKERS ?= $(if $(filter none,$(SERVERS)),10,6)
 
 BIN := $(VENV)/bin
 DEV := $(VENV)/.installed-dev

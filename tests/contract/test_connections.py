@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -40,8 +41,11 @@ class Connections:
         if self.vendor != "sqlite":
             return len(set(session_ids(self.alias, child.pid)) - self.before)
         path = os.path.realpath(connections[self.alias].settings_dict["NAME"])
-        links = f"/proc/{child.pid}/fd"
-        return sum(os.path.realpath(os.path.join(links, number)) == path for number in os.listdir(links))
+        links, found = f"/proc/{child.pid}/fd", 0
+        for number in os.listdir(links):
+            with contextlib.suppress(FileNotFoundError):  # it was closed at this moment
+                found += os.readlink(os.path.join(links, number)) == path
+        return found
 
 
 @pytest.fixture
