@@ -114,25 +114,24 @@ class Claims:
         record = config(self.alias).record
         usual = timeout == 0 and fair == FAIR and request.mode == SHARED and request.take == 1
         usual = usual and 0 < (request.slots or 0) <= FEW and request.resource.kind not in (RLOCK, RWLOCK)
-        give_up = time.monotonic() + PATIENCE
-        made_by = math.inf  # the first call may have taken longer than that
+        give_up = math.inf  # the time counts from what is to be repeated: before that it may wait for long
         while True:
             try:
                 call = _CALLS[usual, record]
                 answer, row = self._ask(session, request, call, values | {"head": head}, waits=timeout != 0)
                 if answer.result == calls.NEW:
-                    self._declare(session, request, max(int(row["bound"] or 0), request.slots or 1), made_by)
-                    made_by = give_up
+                    self._declare(session, request, max(int(row["bound"] or 0), request.slots or 1), give_up)
             except BackendError as error:
                 # What the call had taken by then is freed first.
                 if session.ended or meaning(error) is not Meaning.AGAIN or time.monotonic() >= give_up:
                     raise
-                continue
-            if answer.result == calls.ROW_FAILED:
-                if NATIVE_ERRORS.get(int(row["error"])) is not Meaning.AGAIN or time.monotonic() >= give_up:
+            else:
+                if answer.result not in (calls.NEW, calls.ROW_FAILED):
+                    break
+                again = answer.result == calls.NEW or NATIVE_ERRORS.get(int(row["error"])) is Meaning.AGAIN
+                if not again or (answer.result == calls.ROW_FAILED and time.monotonic() >= give_up):
                     raise BackendError(f"The database {self.alias!r} failed: {row['why']} ({row['error']})")
-            elif answer.result != calls.NEW:
-                break
+            give_up = min(give_up, time.monotonic() + PATIENCE)
         if answer.result == calls.OTHER_KIND:
             name, kind = request.resource.name, request.resource.kind
             known = reading.read_one(session, request.resource)
@@ -199,12 +198,12 @@ class Claims:
                 return None
         return Granted(successor.permit_id, renamed.grant(), successor.lease)
 
-    def _declare(self, session: LockSession, request: Request, slots: int, made_by: float) -> None:
+    def _declare(self, session: LockSession, request: Request, slots: int, give_up: float) -> None:
         """Make the rows of a name that has none, or too few; say how many slots it has here.
 
-        ``made_by``: from then on, by ``time.monotonic()``, what was made and is not there is an error.
+        ``give_up``: from then on, by ``time.monotonic()``, what was made and is not there is an error.
         """
-        if time.monotonic() >= made_by:
+        if time.monotonic() >= give_up:
             raise BackendError(f"The database made no rows of {request.resource.name!r}: {OTHER_PROCEDURES}")
         name = {"key": request.resource.key, "name": request.resource.name, "kind": request.resource.kind}
         values = name | {"slots": slots, "template": request.template}

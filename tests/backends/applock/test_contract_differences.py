@@ -9,7 +9,7 @@ import pytest
 from django.db import transaction
 
 from django_sqlsem import AcquireTimeoutError, control, queries, semaphore
-from django_sqlsem.backends.applock import acquire
+from django_sqlsem.backends.applock import acquire, calls
 from django_sqlsem.exceptions import KillNeededError
 from django_sqlsem.locks import transaction_lock
 from django_sqlsem.snapshots import SlotState
@@ -119,4 +119,21 @@ def test_a_new_name_is_made_however_long_the_first_call_took(database, monkeypat
     """A server that compiles on a busy machine may take longer for that call than there is for all of them."""
     monkeypatch.setattr(acquire, "PATIENCE", 0.0)
     with semaphore("slow", slots=2, timeout=0, using=ALIAS).acquire() as permit:
+        assert permit.slot == 1
+
+
+def test_a_row_that_is_a_deadlocks_victim_is_written_again_however_long_the_call_waited(database, monkeypatch):
+    semaphore("victim", slots=2, timeout=0, using=ALIAS).acquire().release()  # now it has its rows
+    monkeypatch.setattr(acquire, "PATIENCE", 0.0)
+    real, failed = acquire.Claims._ask, []
+
+    def ask(*arguments, **options):
+        if failed:
+            return real(*arguments, **options)
+        failed.append({"error": 1205, "why": "It was the victim."})
+        return acquire.Answer(None, calls.ROW_FAILED), failed[0]
+
+    monkeypatch.setattr(acquire.Claims, "_ask", ask)
+    with semaphore("victim", slots=2, timeout=0, using=ALIAS).acquire() as permit:
+        assert failed
         assert permit.slot == 1
